@@ -1,0 +1,59 @@
+# `make` lists the targets. The environment lives in .venv and is made on first use; where packages
+# come from (mirror, CPU or CUDA wheels) is left to pip's own configuration.
+
+# Candidates in order of preference; PYTHON=... on the command line replaces both.
+PYTHON ?= python3.11 python3
+TORCH := torch==2.13.0
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+.DEFAULT_GOAL := help
+# Both stamps fill the same .venv, and the checks of `test` should stop at the first failure.
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-fast format lint clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: .venv/stamp-recipes  ## train on bytes (TEXT=file for your own, DEMO_ARGS=... for options)
+	$(BIN)/python -m recipes.train_bytes demo $(if $(TEXT),--text '$(TEXT)') $(DEMO_ARGS)
+
+test: lint  ## every check, stopping at the first failure
+	$(BIN)/python -m pytest
+
+test-fast: .venv/stamp-dev  ## the quick tests only
+	$(BIN)/python -m pytest -m "not slow and not ranks" -q -x
+
+format: .venv/stamp-dev  ## rewrite the sources: ruff format and its safe fixes
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+lint: .venv/stamp-dev  ## every check but the tests
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pydoclint wallfacer_dt
+	$(BIN)/codespell
+
+clean:  ## remove caches and build outputs; .venv and runs/ stay
+	rm -rf build dist *.egg-info .*_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .venv/stamp-EXTRA: this package and its EXTRA are installed. A .venv that works is kept, so that a
+# torch already in it (CPU or CUDA) stays. Torch comes first, alone: whichever wheel that picks
+# satisfies the pin in the second step, which therefore leaves it be.
+.venv/stamp-%: pyproject.toml constraints.txt
+	@if ! { $(BIN)/python $(IS_NEW_ENOUGH) && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
+	  for python in $(PYTHON); do \
+	    $$python $(IS_NEW_ENOUGH) 2>/dev/null && exec $$python -m venv --clear .venv; \
+	  done; \
+	  echo "make: Python >= 3.11 is needed, none found as: $(PYTHON); try make PYTHON=/path/to/python" >&2; \
+	  exit 1; \
+	fi
+	@echo "Installing into .venv (the first time this can take minutes) ..."
+	@$(PIP) $(TORCH) setuptools
+	@$(PIP) --no-build-isolation -e '.[$*]'
+	@touch $@

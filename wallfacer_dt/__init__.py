@@ -1,0 +1,23 @@
+"""Long-sequence Transformer training on a 2D DeviceMesh: Ring Attention and WallFacer."""
+
+from wallfacer_dt.algorithms import AttentionVolume, Volume, attention_volume
+from wallfacer_dt.attention import context_parallel_attention
+from wallfacer_dt.data import SequenceDataset, SequenceSampler
+from wallfacer_dt.mesh import context_mesh
+from wallfacer_dt.sequence import sequence_positions, shard_sequence, unshard_sequence
+from wallfacer_dt.styles import RingParallel, WallFacerParallel
+
+__all__ = [
+    "AttentionVolume",
+    "RingParallel",
+    "SequenceDataset",
+    "SequenceSampler",
+    "Volume",
+    "WallFacerParallel",
+    "attention_volume",
+    "context_mesh",
+    "context_parallel_attention",
+    "sequence_positions",
+    "shard_sequence",
+    "unshard_sequence",
+]

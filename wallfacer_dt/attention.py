@@ -1,0 +1,168 @@
+"""Context-parallel attention on local shards: what it accepts, and the call of the operator."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from wallfacer_dt import ops  # noqa: F401  registers the operators
+from wallfacer_dt.algorithms import check_rotate, resolve_rotate
+from wallfacer_dt.kernels import check_kernel, select_kernel
+from wallfacer_dt.layout import check_length, check_order
+from wallfacer_dt.mesh import Coordinate, bind_order, context_groups, whole_context_group
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    order: str = "contiguous",
+    schedule: str = "2d",
+    rotate: str = "auto",
+    kernel: str = "auto",
+) -> Tensor:
+    """Attention over a sequence sharded on a context mesh; the local output. Differentiable.
+
+    Every rank passes its shard and gets its shard of what ``scaled_dot_product_attention`` would return for the whole
+    sequence. ``team=1`` is Ring Attention (Liu et al., section 3); ``team>1`` is WallFacer (sections 3.2 and 3.3)
+    with the 2D schedule or as published; ``ring=1`` gathers and does not hop. All ranks of the mesh must call it
+    together, with shards of equal shape.
+
+    Args:
+        q: queries (B, N, L, H), L = sequence / P tokens of this rank.
+        k: keys (B, Nkv, L, H); Nkv divides N (grouped-query attention; heads are never expanded to be sent).
+        v: values (B, Nkv, L, H).
+        mesh: axes ``("cp_ring", "cp_team")``, or ``("cp_ring",)``.
+        is_causal: a query sees the keys up to its own position.
+        scale: factor of the scores; 1 / sqrt(H) by default.
+        order: in which order tokens were dealt out, see :func:`wallfacer_dt.shard_sequence`; ``"head_tail"`` balances
+            causal attention. Causal attention binds the mesh to it.
+        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3 (team * team must divide P).
+        rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for the fewest bytes
+            (see :func:`wallfacer_dt.attention_volume`).
+        kernel: ``"flash"``, ``"reference"`` or ``"auto"`` (flash); where flash cannot run, this is refused.
+
+    Returns:
+        The local output (B, N, L, H), in q's dtype.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a mesh, shapes or options that do not fit; raised before anything is sent.
+    """
+    attend = ContextAttention.on(
+        mesh,
+        is_causal=is_causal,
+        scale=scale,
+        order=order,
+        schedule=schedule,
+        rotate=rotate,
+        kernel=kernel,
+    )
+    return attend(q, k, v)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextAttention:
+    """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors.
+
+    Attributes are those of :func:`context_parallel_attention`; groups by name.
+    """
+
+    place: Coordinate
+    device_type: str
+    ring: str
+    team: str
+    context: str
+    context_ranks: tuple[int, ...]
+    is_causal: bool
+    scale: float | None
+    order: str
+    schedule: str
+    rotate: str
+    kernel: str
+
+    @classmethod
+    def on(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        order: str,
+        schedule: str,
+        rotate: str,
+        kernel: str,
+        any_axis: bool = False,
+    ) -> "ContextAttention":
+        """Resolve a mesh and options, refusing what does not fit; see :func:`context_parallel_attention`.
+
+        All ranks call it together: the published schedule makes a process group of both axes. Arguments are those of
+        :func:`context_parallel_attention`; ``any_axis`` also takes a mesh of one axis of any name.
+        """
+        groups = context_groups(mesh, any_axis=any_axis)
+        place = groups.coordinate
+        check_order(order)
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+            raise TypeError(f"scale must be a float or None, got {scale!r}")
+        check_kernel(kernel)
+        check_rotate(rotate, schedule, place.ring, place.team)
+        if is_causal:
+            bind_order(mesh, order, "causal attention")
+        context, context_ranks = "", ()
+        if schedule == "published" and place.team > 1:
+            context, context_ranks = whole_context_group(mesh)
+        return cls(
+            place, mesh.device_type, groups.ring.group_name, groups.team_name, context, context_ranks,
+            is_causal, scale, order, schedule, rotate, kernel,
+        )  # fmt: skip
+
+    def with_scale(self, scale: float | None) -> "ContextAttention":
+        """The same with another scale."""
+        return self if scale == self.scale else replace(self, scale=scale)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention on local shards; see :func:`context_parallel_attention`."""
+        _check_tensors(q, k, v, self.device_type)
+        check_length(q.shape[2] * self.place.size, self.place.size, self.order)
+        select_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1])
+        rotate = resolve_rotate(
+            self.rotate, self.schedule, self.place.ring, self.place.team,
+            heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[-1], dtype=q.dtype,
+        )  # fmt: skip
+        out, _ = torch.ops.wallfacer_dt.attention(
+            q, k, v, self.ring, self.team, self.context, self.context_ranks, self.is_causal,
+            1 / math.sqrt(q.shape[-1]) if self.scale is None else float(self.scale),
+            self.order, self.schedule, rotate, self.kernel,
+        )  # fmt: skip
+        return out
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {tuple(x.shape)}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them")
+    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"q, k and v must be floating point, got {q.dtype}; cast them")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if q.device.type != device_type:
+        raise ValueError(f"q, k and v must be on the mesh's device type {device_type!r}, got {q.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {shapes}")
+    if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise ValueError(f"q, k and v must agree in batch, length and head dim (B, N, L, H), got {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key and value heads, got {shapes}")

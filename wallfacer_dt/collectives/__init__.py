@@ -1,0 +1,23 @@
+"""Asynchronous, traceable collectives on flat buffers, and the packing of tensors into such buffers.
+
+The only package that calls torch's functional collectives. Every operation returns a buffer whose contents may
+be read only after :func:`wait`; a wait that takes longer than its process group's timeout raises there.
+"""
+
+from wallfacer_dt.collectives.functional import all_gather, exchange, permute, wait
+from wallfacer_dt.collectives.groups import agree, group_rank, group_size
+from wallfacer_dt.collectives.message import Field, fields_of, pack, unpack
+
+__all__ = [
+    "Field",
+    "agree",
+    "all_gather",
+    "exchange",
+    "fields_of",
+    "group_rank",
+    "group_size",
+    "pack",
+    "permute",
+    "unpack",
+    "wait",
+]

@@ -1,0 +1,45 @@
+"""The four operations, on the raw ``_c10d_functional`` ops (private; run on torch 2.13, present from 2.11).
+
+All take flat contiguous buffers: these ops split dim 0 whatever the caller meant. All are traceable and run on
+gloo and NCCL alike; point-to-point transfers are an all-to-all with one nonzero split, because the functional
+send and receive of torch 2.13 are missing in 2.11 and write into buffers that their schemas call functional.
+"""
+
+import torch
+
+# Importing the module defines the ops' fake implementations.
+import torch.distributed._functional_collectives
+from torch import Tensor
+
+from wallfacer_dt.collectives.groups import group_rank, group_size
+
+_ops = torch.ops._c10d_functional
+
+
+def all_gather(buffer: Tensor, group: str) -> Tensor:
+    """Start gathering ``buffer`` (n,) from every rank of the group: pending (size * n,), by rank."""
+    return _ops.all_gather_into_tensor(buffer, group_size(group), group)
+
+
+def permute(buffer: Tensor, to: int, source: int, group: str) -> Tensor:
+    """Start sending ``buffer`` (n,) to rank ``to`` while receiving as much from ``source``: pending (n,)."""
+    size = group_size(group)
+    sent = [buffer.numel() if rank == to else 0 for rank in range(size)]
+    received = [buffer.numel() if rank == source else 0 for rank in range(size)]
+    return _ops.all_to_all_single(buffer, received, sent, group)
+
+
+def exchange(buffer: Tensor, group: str) -> Tensor:
+    """Start sending row j of ``buffer`` ((size-1) * n,) to the j-th other rank, receiving one from each.
+
+    The others are counted in ascending rank, leaving oneself out; nothing is sent to oneself.
+    """
+    size, me = group_size(group), group_rank(group)
+    share = buffer.numel() // (size - 1)
+    splits = [0 if rank == me else share for rank in range(size)]
+    return _ops.all_to_all_single(buffer, splits, splits, group)
+
+
+def wait(pending: Tensor) -> Tensor:
+    """Wait until a started operation has arrived."""
+    return _ops.wait_tensor(pending)

@@ -1,0 +1,175 @@
+"""Reading a token stream so that each rank reads its own chunks of its own samples (WallFacer section 3.5).
+
+Ranks of one context mesh take the same sample, data-parallel groups take different ones. Both classes are made for
+``torch.utils.data.DataLoader`` and know nothing of models.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset, DistributedSampler
+
+from wallfacer_dt.collectives import agree
+from wallfacer_dt.layout import Span, check_length, rank_spans
+from wallfacer_dt.mesh import bind_order, context_groups
+
+
+class TokenStream(Protocol):
+    """A one-dimensional array of token ids: numpy array or memory map, tensor, bytes."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def __getitem__(self, rows: slice, /) -> Any:
+        """A slice of tokens, as anything numpy can take."""
+        ...
+
+
+class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a token stream, of which this rank reads only its own chunks.
+
+    Sample i is the window of ``length`` tokens from i * length on, with the next token of each as its label.
+
+    Args:
+        tokens: the stream; only slices are read, so a memory map never comes into memory whole.
+        length: tokens in a sequence, N.
+        mesh: context mesh, or None on one process: then samples are whole.
+        order: token order, which the mesh is bound to.
+
+    Raises:
+        ValueError: the stream has no whole window, or N does not divide.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenStream,
+        length: int,
+        mesh: DeviceMesh | None = None,
+        *,
+        order: str = "contiguous",
+    ) -> None:
+        index, size = 0, 1
+        if mesh is not None:
+            place = context_groups(mesh, any_axis=True).coordinate
+            index, size = place.index, place.size
+        check_length(length, size, order)
+        if len(tokens) <= length:
+            raise ValueError(
+                f"a sequence of {length} tokens and their labels needs {length + 1} tokens, "
+                f"the stream has {len(tokens)}"
+            )
+        if mesh is not None:
+            bind_order(mesh, order, "SequenceDataset")
+        self.tokens, self.length = tokens, length
+        self.spans: Sequence[Span] = rank_spans(index, size, order, length // size) if size > 1 else [Span(0, length)]
+
+    def __len__(self) -> int:
+        """Number of whole windows that also have their last label."""
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """This rank's inputs and labels of sample ``index``: two int64 tensors of shape (N / P,)."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        begin = index % len(self) * self.length
+        chunks = [self._read(begin + start, begin + stop + 1) for start, stop in self.spans]
+        return torch.cat([c[:-1] for c in chunks]), torch.cat([c[1:] for c in chunks])
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        rows = self.tokens[start:stop]
+        if isinstance(rows, bytes | bytearray | memoryview):
+            rows = np.frombuffer(rows, dtype=np.uint8)
+        return torch.as_tensor(np.asarray(rows, dtype=np.int64))
+
+
+class SequenceSampler(DistributedSampler[int]):
+    """Which samples this rank reads: other ones per data-parallel group, the same on all ranks of a context mesh.
+
+    Resumable: ``state_dict(consumed)`` says how far the trainer is, whatever a DataLoader has read ahead.
+
+    Args:
+        dataset: with a length.
+        mesh: context mesh whose ranks compare, at once, that they would take the same samples.
+        data_parallel: the data-parallel axis, a mesh of one axis, or None without data parallelism.
+        shuffle: a new permutation every epoch, see ``set_epoch``.
+        seed: of the permutations; the same on every rank.
+
+    Raises:
+        ValueError: ranks of the context mesh would read different samples, or there are fewer samples than groups.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        mesh: DeviceMesh | None = None,
+        *,
+        data_parallel: DeviceMesh | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        groups = 1 if data_parallel is None else data_parallel.size()
+        group = 0 if data_parallel is None else data_parallel.get_local_rank()
+        samples = len(dataset)  # type: ignore[arg-type]
+        if samples < groups:
+            raise ValueError(f"{groups} data-parallel groups need as many samples, the dataset has {samples}")
+        if mesh is not None:
+            context = context_groups(mesh, any_axis=True)
+            signature = (
+                ("number of samples", samples),
+                ("seed", seed),
+                ("shuffle", shuffle),
+                ("data-parallel group", group),
+            )
+            agree(signature, context.team_name, context.ring.group_name)
+        super().__init__(dataset, num_replicas=groups, rank=group, shuffle=shuffle, seed=seed, drop_last=True)
+        self._skip = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """Sample indices of this epoch; after ``load_state_dict``, the ones not yet consumed."""
+        skip, self._skip = self._skip, 0
+        return islice(super().__iter__(), skip, None)
+
+    def __len__(self) -> int:
+        """Samples of this group left in this epoch."""
+        return self.num_samples - self._skip
+
+    def state_dict(self, consumed: int) -> dict[str, Any]:
+        """What resuming needs.
+
+        Args:
+            consumed: samples of this epoch that this group's trainer has used up.
+
+        Returns:
+            Plain values, the same on all ranks of a group.
+        """
+        return {"epoch": self.epoch, "consumed": consumed} | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken: the next iteration skips the consumed samples of that epoch.
+
+        Args:
+            state: from ``state_dict``.
+
+        Raises:
+            ValueError: the state is of another dataset length, seed, shuffling or number of data-parallel groups,
+                under which "the next sample" would be a different one.
+        """
+        for name, mine in self._identity().items():
+            if state[name] != mine:
+                raise ValueError(f"the saved sampler had {name}={state[name]!r}, this one has {mine!r}")
+        self.set_epoch(state["epoch"])
+        self._skip = state["consumed"]
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "groups": self.num_replicas,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }

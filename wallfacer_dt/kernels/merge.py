@@ -1,0 +1,37 @@
+"""Merging partial attention results, and standing in for an output that was not sent.
+
+With partial results (out_i, lse_i) over disjoint keys, the whole is sum_i out_i exp(lse_i - lse), where
+lse = logsumexp_i lse_i: the online softmax of Ring Attention (section 3) and of WallFacer's combine.
+"""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of partial results: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Merge a partial result (B, N, L, H), (B, N, L) into ``out`` and ``lse``, in place.
+
+    Either lse, or both, may be -inf where no key was visible; ``out`` is 0 there.
+    """
+    weight = torch.where(more_lse == -torch.inf, 0, torch.sigmoid(more_lse - lse))
+    out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, more_lse))
+
+
+def output_with_delta(grad_out: Tensor, delta: Tensor) -> Tensor:
+    """Some O' with rowsum(grad_out * O') = delta: all that a backward kernel reads of the output.
+
+    So the backward sends delta (B, N, L) instead of O (B, N, L, H). Each row is scaled by its largest entry first,
+    since squares of small gradients underflow.
+    """
+    wide = grad_out.to(delta.dtype)
+    largest = wide.abs().amax(-1, keepdim=True)
+    divisor = torch.where(largest > 0, largest, 1)
+    unit = wide / divisor
+    norm = unit.square().sum(-1, keepdim=True).clamp_min(1)
+    return (unit * (delta.unsqueeze(-1) / divisor / norm)).to(grad_out.dtype)

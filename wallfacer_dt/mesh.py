@@ -1,0 +1,187 @@
+"""The context mesh: its two axes, how it is made, and one rank's place in it.
+
+P = ring * team ranks share a sequence. Axis ``cp_ring`` is the one keys and values (or queries) travel
+along hop by hop; axis ``cp_team`` the one they are gathered over. Nothing here knows of tokens or tensors.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+RING_AXIS = "cp_ring"
+TEAM_AXIS = "cp_team"
+CONTEXT_AXES = (RING_AXIS, TEAM_AXIS)
+
+Placement = Literal["team_in_node", "ring_in_node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """One rank's place in a context mesh; pure numbers, so schedules can be made without ranks.
+
+    Attributes:
+        ring: size R of axis ``cp_ring``.
+        team: size C of axis ``cp_team`` (WallFacer's attention parallel size, table 1).
+        ring_rank: position on ``cp_ring`` (the paper's inter-team rank r_t).
+        team_rank: position on ``cp_team`` (the paper's intra-team rank r_a).
+    """
+
+    ring: int
+    team: int
+    ring_rank: int
+    team_rank: int
+
+    @property
+    def size(self) -> int:
+        """P, the number of ranks that share a sequence."""
+        return self.ring * self.team
+
+    @property
+    def index(self) -> int:
+        """This rank's index along the sequence: ``ring_rank * team + team_rank``."""
+        return self.ring_rank * self.team + self.team_rank
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroups:
+    """What attention needs of a mesh: this rank's coordinate and the process groups of the two axes.
+
+    ``team`` is None where the mesh has one axis only.
+    """
+
+    coordinate: Coordinate
+    ring: dist.ProcessGroup
+    team: dist.ProcessGroup | None
+
+    @property
+    def team_name(self) -> str:
+        """Name of the team's process group, empty where there is none."""
+        return self.team.group_name if self.team is not None else ""
+
+
+def context_mesh(device_type: str, ring: int, team: int = 1, *, placement: Placement = "team_in_node") -> DeviceMesh:
+    """Make a mesh with axes ``("cp_ring", "cp_team")`` over all ranks.
+
+    WallFacer section 3.4 knows two placements. With ``team_in_node`` neighbouring ranks form a team, so the
+    gathers stay in a node; with ``ring_in_node`` neighbouring ranks form a ring, so the hops do. Results are
+    the same either way.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, ...
+        ring: ranks in a ring, R.
+        team: ranks in a team, C; 1 is Ring Attention.
+        placement: which axis takes neighbouring ranks.
+
+    Returns:
+        The mesh of shape (ring, team).
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a size is below 1, ring * team is not the number of ranks, or the placement is unknown.
+    """
+    for option, size in (("ring", ring), ("team", team)):
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{option} must be an int, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{option} must be at least 1, got {size}")
+    if placement not in ("team_in_node", "ring_in_node"):
+        raise ValueError(f"placement must be 'team_in_node' or 'ring_in_node', got {placement!r}")
+    if not dist.is_initialized():
+        dist.init_process_group()
+    world = dist.get_world_size()
+    if ring * team != world:
+        raise ValueError(
+            f"ring * team must be the number of ranks, got {ring} * {team} = {ring * team} on {world} ranks; "
+            f"for a part of the ranks slice a larger mesh: mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
+        )
+    ranks = torch.arange(world)
+    layout = ranks.view(ring, team) if placement == "team_in_node" else ranks.view(team, ring).T
+    return DeviceMesh(device_type, layout.contiguous(), mesh_dim_names=CONTEXT_AXES)
+
+
+def context_groups(mesh: DeviceMesh, *, any_axis: bool = False) -> ContextGroups:
+    """Find this rank's coordinate and process groups in a mesh of axes (cp_ring, cp_team), or (cp_ring,).
+
+    Args:
+        mesh: the context mesh, possibly a slice of a larger one.
+        any_axis: also take a mesh of one axis of any other name as the ring.
+
+    Returns:
+        Coordinate and groups.
+
+    Raises:
+        TypeError: not a DeviceMesh.
+        ValueError: other axes, a rank outside the mesh, or a mesh whose groups order ranks differently.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names
+    if not (names in (CONTEXT_AXES, (RING_AXIS,)) or (any_axis and mesh.ndim == 1)):
+        remedy = (
+            f"; slice it first: mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
+            if names and set(CONTEXT_AXES) < set(names)
+            else "; make one with context_mesh(device_type, ring, team)"
+        )
+        raise ValueError(f"mesh must have axes {CONTEXT_AXES}, got {names}{remedy}")
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
+    ring_rank, team_rank = (*place, 0)[:2]
+    ring, team = (*mesh.shape, 1)[:2]
+    groups = mesh.get_all_groups()
+    for axis, (group, rank) in enumerate(zip(groups, place, strict=True)):
+        if group.rank() != rank:
+            raise ValueError(
+                f"axis {axis} of the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, "
+                "so its process group numbers them otherwise; build the mesh with ascending ranks"
+            )
+    coordinate = Coordinate(ring, team, ring_rank, team_rank)
+    return ContextGroups(coordinate, groups[0], groups[1] if len(groups) > 1 else None)
+
+
+def whole_context_group(mesh: DeviceMesh) -> tuple[str, tuple[int, ...]]:
+    """The process group of all P ranks of a context mesh, made at the first call (by all ranks together).
+
+    Args:
+        mesh: the context mesh, of two axes.
+
+    Returns:
+        The group's name, and for every sequence index (ring-major) its rank in that group.
+    """
+    group = _flattened(mesh).get_group()
+    ranks = tuple(dist.get_group_rank(group, rank) for rank in mesh.mesh.flatten().tolist())
+    return group.group_name, ranks
+
+
+# Note [One token order per mesh]
+# A shard does not show in which order its tokens were dealt out, and causal attention told another order than
+# the loader used is silently wrong. So a mesh carries one token order: whoever names it first (the loader's
+# side, a style, or causal attention) binds it, and whoever names another is refused. All slices of a mesh share
+# the order; meshes made apart do not, even where torch lets them share process groups.
+_BOUND_ORDER = "_wallfacer_dt_order"
+
+
+def bind_order(mesh: DeviceMesh, order: str, who: str) -> None:
+    """Bind the mesh to a token order, or refuse (ValueError) a second one; see Note [One token order per mesh]."""
+    root = _root(mesh)
+    bound = getattr(root, _BOUND_ORDER, order)
+    if bound != order:
+        raise ValueError(
+            f"{who} was given order={order!r}, but on this mesh tokens were sharded in order={bound!r}; a mesh "
+            f"has one token order: pass order={bound!r}, or make a second mesh for data in another order"
+        )
+    setattr(root, _BOUND_ORDER, order)
+
+
+# Private DeviceMesh methods; run on torch 2.13, spelled the same from 2.11.
+
+
+def _flattened(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh._flatten("cp")
+
+
+def _root(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh._get_root_mesh()

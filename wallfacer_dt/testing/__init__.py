@@ -1,0 +1,14 @@
+"""For tests, one's own and users': what was really sent, an independent oracle, and pools of ranks."""
+
+from wallfacer_dt.testing.oracle import AttentionResult, attention_oracle
+from wallfacer_dt.testing.pool import RankPool
+from wallfacer_dt.testing.traffic import Received, Traffic, count_collectives
+
+__all__ = [
+    "AttentionResult",
+    "RankPool",
+    "Received",
+    "Traffic",
+    "attention_oracle",
+    "count_collectives",
+]

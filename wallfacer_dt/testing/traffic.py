@@ -1,0 +1,98 @@
+"""Counting what attention receives, from the collectives that run, not from the schedules that ask for them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wallfacer_dt.collectives import group_rank, group_size
+from wallfacer_dt.mesh import context_groups
+from wallfacer_dt.ops import BODIES
+
+
+@dataclass(slots=True)
+class Received:
+    """What this rank received.
+
+    Attributes:
+        calls: attention operators that ran.
+        collectives: how often each (operation, axis) ran; the axis is "cp" where it is neither ring nor team.
+        received: bytes per (operation, axis).
+    """
+
+    calls: int = 0
+    collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
+    received: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received from other ranks, over all operations."""
+        return self.received.total()
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What attention received, forward and backward."""
+
+    forward: Received = field(default_factory=Received)
+    backward: Received = field(default_factory=Received)
+
+
+@contextmanager
+def count_collectives(mesh: DeviceMesh) -> Iterator[Traffic]:
+    """Count the collectives of attention operators in this block, on this rank.
+
+    Works on real ranks and on fake tensors with a fake process group alike.
+
+    Args:
+        mesh: context mesh, or a mesh of one axis.
+
+    Yields:
+        The counts, which grow as operators run.
+    """
+    groups = context_groups(mesh, any_axis=True)
+    names = {groups.team_name: "cp_team", groups.ring.group_name: "cp_ring"}
+    mode = _Counting(Traffic(), names)
+    with mode:
+        yield mode.traffic
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, traffic: Traffic, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.traffic, self.axes = traffic, axes
+        self.current: Received | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in BODIES:
+            backward = func is torch.ops.wallfacer_dt.attention_backward.default
+            self.current = self.traffic.backward if backward else self.traffic.forward
+            self.current.calls += 1
+            # The operator is opaque: its body runs under this mode instead.
+            with self:
+                out = BODIES[func](*args, **(kwargs or {}))
+            self.current = None
+            return out
+        if func.namespace == "_c10d_functional" and self.current is not None:
+            self._count(self.current, func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, into: Received, func: Any, args: tuple) -> None:
+        name = func._schema.name.partition("::")[2]
+        if name == "wait_tensor":
+            return
+        buffer, group = args[0], args[-1]
+        if name == "all_gather_into_tensor":
+            elements = buffer.numel() * (group_size(group) - 1)
+        elif name == "all_to_all_single":
+            elements = sum(n for rank, n in enumerate(args[1]) if rank != group_rank(group))
+        else:
+            raise NotImplementedError(f"count_collectives does not know {name}")
+        key = (name, self.axes.get(group, "cp"))
+        into.collectives[key] += 1
+        into.received[key] += elements * buffer.itemsize
