@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes  # private; run on torch 2.13
 
 RING_AXIS = "cp_ring"
 TEAM_AXIS = "cp_team"
@@ -151,8 +152,10 @@ def whole_context_group(mesh: DeviceMesh) -> tuple[str, tuple[int, ...]]:
     Returns:
         The group's name, and for every sequence index (ring-major) its rank in that group.
     """
-    group = _flattened(mesh).get_group()
-    ranks = tuple(dist.get_group_rank(group, rank) for rank in mesh.mesh.flatten().tolist())
+    # A mesh holds its ranks in a tensor, which tracing modes (fake tensors, say) must not see.
+    with _disable_current_modes():
+        group = _flattened(mesh).get_group()
+        ranks = tuple(dist.get_group_rank(group, rank) for rank in mesh.mesh.flatten().tolist())
     return group.group_name, ranks
 
 
