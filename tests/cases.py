@@ -127,7 +127,7 @@ def whole(case: Case, shards: list[tuple[int, list[np.ndarray]]]) -> AttentionRe
     heads = (case.heads, case.heads, case.kv_heads, case.kv_heads)
     wholes = [np.full((case.batch, n, length, case.head_dim), np.nan) for n in heads]
     for index, results in shards:
-        for target, shard in zip(wholes, results, strict=True):
+        for target, shard in zip(wholes, results, strict=False):
             target[:, :, held(index, case.size, case.order, length)] = shard
     return AttentionResult(*(torch.from_numpy(x) for x in wholes))
 

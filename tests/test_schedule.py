@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,0 +1,205 @@
+"""What ranks run to show that bad input is refused, on every rank and before anything is sent."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wallfacer_dt as w
+from tests.cases import mesh_of
+
+
+class Communication(TorchDispatchMode):
+    """Names of the communicating ops that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") or func.namespace == "wallfacer_dt":
+            self.ran.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def outcome(name: str) -> tuple[str, str, list[str]]:
+    """Exception type, message and communication of a refusal, on this rank."""
+    with Communication() as communication:
+        try:
+            REFUSALS[name]()
+        except Exception as error:  # the type is what is tested
+            return type(error).__name__, str(error), communication.ran
+    return "nothing", "", communication.ran
+
+
+def mesh(order: str = "contiguous") -> DeviceMesh:
+    return mesh_of(2, 2, "team_in_node", order)
+
+
+def x(batch: int = 1, heads: int = 2, length: int = 4, head_dim: int = 8, **kwargs: Any) -> Tensor:
+    return torch.zeros(batch, heads, length, head_dim, **kwargs)
+
+
+def attend(q: Any = None, k: Any = None, v: Any = None, on: Any = None, **options: Any) -> Tensor:
+    q = x() if q is None else q
+    k = x() if k is None else k
+    return w.context_parallel_attention(q, k, k if v is None else v, mesh() if on is None else on, **options)
+
+
+class Inner(nn.Module):
+    """An inner attention; what it computes does not matter here."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        return q
+
+
+def styled(module: nn.Module | None = None, style: Any = None, on: Any = None) -> nn.Module:
+    return parallelize_module(module or Inner(), on or mesh(), style or w.WallFacerParallel())
+
+
+def called(style: Any = None, module: nn.Module | None = None, *extra: Any, **kwargs: Any) -> Tensor:
+    return styled(module, style)(x(), x(), x(), *extra, **kwargs)
+
+
+class WithMask(Inner):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
+        return q
+
+
+class CausalByDefault(Inner):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True) -> Tensor:
+        return q
+
+
+class WindowByDefault(Inner):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, sliding_window: int = 128) -> Tensor:
+        return q
+
+
+class ScaleByDefault(Inner):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float = 0.5) -> Tensor:
+        return q
+
+
+def sharded_in_another_order() -> None:
+    fresh = w.context_mesh("cpu", 2, 2)
+    w.shard_sequence(torch.arange(8), fresh, dim=0, order="head_tail")
+    attend(on=fresh, is_causal=True)
+
+
+def positions_in_another_order() -> None:
+    fresh = w.context_mesh("cpu", 2, 2)
+    w.sequence_positions(8, fresh, order="head_tail")
+    styled(style=w.WallFacerParallel(is_causal=True), on=fresh["cp_ring", "cp_team"])
+
+
+def dataset_in_another_order() -> None:
+    fresh = w.context_mesh("cpu", 2, 2)
+    styled(style=w.WallFacerParallel(is_causal=True), on=fresh)
+    w.SequenceDataset(torch.arange(99), 8, fresh, order="head_tail")
+
+
+def styled_twice() -> None:
+    styled(styled())
+
+
+def slice_of(size: int) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(size))
+
+
+def with_dropout() -> Tensor:
+    return called(dropout_p=0.1)
+
+
+REFUSALS: dict[str, Callable[[], Any]] = {
+    "ring of the wrong size": lambda: w.context_mesh("cpu", 3, 1),
+    "team that does not divide": lambda: w.context_mesh("cpu", 2, 3),
+    "ring of no rank": lambda: w.context_mesh("cpu", 0, 4),
+    "ring that is no int": lambda: w.context_mesh("cpu", 2.0, 2),
+    "unknown placement": lambda: w.context_mesh("cpu", 2, 2, placement="anywhere"),
+    "no mesh": lambda: attend(on="cpu"),
+    "mesh of other axes": lambda: attend(on=init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))),
+    "mesh without names": lambda: attend(on=init_device_mesh("cpu", (2, 2))),
+    "mesh of more axes": lambda: attend(
+        on=init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp_ring", "cp_team"))
+    ),
+    "mesh with swapped axes": lambda: attend(on=init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_team", "cp_ring"))),
+    "mesh in descending order": lambda: attend(
+        on=DeviceMesh("cpu", torch.tensor([[3, 2], [1, 0]]), mesh_dim_names=("cp_ring", "cp_team"))
+    ),
+    "published with a team too large": lambda: attend(on=mesh_of(1, 4, "team_in_node", ""), schedule="published"),
+    "published rotating kv": lambda: attend(schedule="published", rotate="kv"),
+    "unknown schedule": lambda: attend(schedule="3d"),
+    "unknown rotation": lambda: attend(rotate="k"),
+    "unknown order": lambda: attend(order="zigzag"),
+    "unknown kernel": lambda: attend(kernel="fast"),
+    "is_causal that is no bool": lambda: attend(is_causal=1),
+    "scale that is no number": lambda: attend(scale="big"),
+    "odd shard in head_tail": lambda: attend(x(length=3), x(length=3), on=mesh("head_tail"), order="head_tail"),
+    "lengths of q and k": lambda: attend(x(length=4), x(length=6)),
+    "lengths of k and v": lambda: attend(v=x(length=6)),
+    "batches": lambda: attend(x(batch=2)),
+    "head dims": lambda: attend(x(head_dim=16)),
+    "heads that do not divide": lambda: attend(x(heads=3)),
+    "fewer query heads": lambda: attend(x(heads=1)),
+    "dtypes": lambda: attend(x(dtype=torch.bfloat16)),
+    "integers": lambda: attend(x(dtype=torch.int64), x(dtype=torch.int64)),
+    "devices": lambda: attend(x(device="meta")),
+    "device of the mesh": lambda: attend(x(device="meta"), x(device="meta")),
+    "three dims": lambda: attend(torch.zeros(2, 4, 8)),
+    "an empty shard": lambda: attend(x(length=0), x(length=0)),
+    "no tensor": lambda: attend([1.0]),
+    "sharded in another order": sharded_in_another_order,
+    "positions in another order": positions_in_another_order,
+    "dataset in another order": dataset_in_another_order,
+    "sequence that does not divide": lambda: w.shard_sequence(x(length=10), mesh(), dim=2, order="contiguous"),
+    "sequence that does not divide by 2P": lambda: w.shard_sequence(
+        x(length=12), mesh("head_tail"), dim=2, order="head_tail"
+    ),
+    "positions that do not divide": lambda: w.sequence_positions(6, mesh(), order="contiguous"),
+    "a length that is no int": lambda: w.sequence_positions(8.0, mesh(), order="contiguous"),
+    "dim out of range": lambda: w.shard_sequence(x(), mesh(), dim=4, order="contiguous"),
+    "unsharding something that needs a gradient": lambda: w.unshard_sequence(
+        x(requires_grad=True), mesh(), dim=2, order="contiguous"
+    ),
+    "too short a stream": lambda: w.SequenceDataset(torch.arange(8), 8, mesh(), order="contiguous"),
+    "ring style on a team": lambda: styled(style=w.RingParallel()),
+    "unknown layout": lambda: w.RingParallel(layout="BHLD"),
+    "wallfacer style on one axis": lambda: styled(on=init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))),
+    "style on a module with parameters": lambda: styled(nn.MultiheadAttention(8, 2)),
+    "style on a module that is no attention": lambda: styled(nn.ReLU()),
+    "style on a styled module": styled_twice,
+    "module that is causal by default": lambda: styled(CausalByDefault()),
+    "module with a window by default": lambda: styled(WindowByDefault()),
+    "module with another scale by default": lambda: styled(ScaleByDefault(), w.WallFacerParallel(scale=1.0)),
+    "called with a mask": lambda: called(attn_mask=torch.zeros(4, 4)),
+    "called with a mask by position": lambda: called(None, WithMask(), torch.zeros(4, 4)),
+    "called with dropout": with_dropout,
+    "called with a window": lambda: called(sliding_window=8),
+    "called with a flash window": lambda: called(window_size=(8, 0)),
+    "called with sinks": lambda: called(sinks=torch.zeros(2)),
+    "called with a soft cap": lambda: called(softcap=30.0),
+    "called with something unknown": lambda: called(temperature=None),
+    "called as causal": lambda: called(is_causal=True),
+    "called with another scale": lambda: called(w.WallFacerParallel(scale=1.0), scale=0.5),
+    "called with grouped heads switched off": lambda: styled()(
+        x(heads=4).transpose(1, 2), x().transpose(1, 2), x().transpose(1, 2), enable_gqa=False
+    ),
+    "called with too many arguments": lambda: called(None, None, None, 0.0),
+}
+
+# These differ between ranks, so ranks have to compare before they can refuse.
+DISAGREEMENTS: dict[str, Callable[[], Any]] = {
+    "shards of different length": lambda: attend(*[x(length=3 + (dist.get_rank() == 3))] * 2),
+    "another scale on one rank": lambda: attend(scale=0.1 + 0.1 * (dist.get_rank() == 1)),
+    "another dtype on one rank": lambda: attend(
+        *[x(dtype=torch.float32 if dist.get_rank() else torch.float64, head_dim=24)] * 2
+    ),
+    "another seed on one rank": lambda: w.SequenceSampler(range(9), mesh(), seed=dist.get_rank()),
+}
+REFUSALS |= DISAGREEMENTS

@@ -1,0 +1,139 @@
+"""The loader's side: which samples and which tokens of them a rank reads."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from wallfacer_dt import SequenceDataset, SequenceSampler
+from wallfacer_dt.testing import RankPool
+
+Ranks = Callable[[int], RankPool]
+STREAM = np.arange(101)
+
+
+class Recording:
+    """A stream that notes which tokens are read."""
+
+    def __init__(self) -> None:
+        self.read: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(STREAM)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        self.read |= set(range(rows.start, rows.stop))
+        return STREAM[rows]
+
+
+def test_one_process_reads_whole_windows() -> None:
+    dataset = SequenceDataset(STREAM, 20)
+    assert len(dataset) == 5
+    inputs, labels = dataset[-1]
+    assert inputs.equal(torch.arange(80, 100))
+    assert labels.equal(torch.arange(81, 101))
+    with pytest.raises(IndexError, match="sample 5 of 5"):
+        dataset[5]
+
+
+@pytest.mark.parametrize("stream", [bytes(range(9)), torch.arange(9), np.arange(9, dtype=np.uint16), list(range(9))])
+def test_any_stream(stream: object) -> None:
+    inputs, labels = SequenceDataset(stream, 4)[1]
+    assert inputs.tolist() == [4, 5, 6, 7]
+    assert labels.tolist() == [5, 6, 7, 8]
+    assert inputs.dtype == labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("length", [0, 7, 100])
+def test_windows_do_not_overlap_and_have_their_last_label(length: int) -> None:
+    stream = list(range(length + 1))
+    if length == 0:
+        with pytest.raises(ValueError, match="needs 5 tokens, the stream has 1"):
+            SequenceDataset(stream, 4)
+        return
+    dataset = SequenceDataset(stream, 4)
+    assert torch.cat([dataset[i][0] for i in range(len(dataset))]).tolist() == stream[: length // 4 * 4]
+
+
+def read_on_a_rank(order: str, workers: int) -> dict:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp_ring", "cp_team"))
+    context = mesh["cp_ring", "cp_team"]
+    recording = Recording()
+    dataset = SequenceDataset(recording if workers == 0 else STREAM, 8, context, order=order)
+    sampler = SequenceSampler(dataset, context, data_parallel=mesh["dp"], seed=3)
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=workers)
+    batches = [(x.tolist(), y.tolist()) for x, y in loader]
+    return {
+        "dp": mesh["dp"].get_local_rank(),
+        "indices": list(sampler),
+        "batches": batches,
+        "read": sorted(recording.read),
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
+def test_groups_read_different_samples_and_ranks_their_own_chunks(ranks: Ranks, order: str) -> None:
+    answers = ranks(8).run(read_on_a_rank, order, 0)
+    by_group = [[a for a in answers if a["dp"] == group] for group in range(2)]
+    indices = [{tuple(a["indices"]) for a in group} for group in by_group]
+    assert [len(i) for i in indices] == [1, 1], "ranks of one context mesh take the same samples"
+    first, second = (set(i.pop()) for i in indices)
+    assert not first & second
+    assert first | second == set(range(12))
+    for group in by_group:
+        for rows in range(3):
+            tokens = sorted(t for a in group for sample in a["batches"][rows][0] for t in sample)
+            assert len(tokens) == len(set(tokens)) == 16, "the shards of a group are whole windows"
+        for answer in group:
+            chunk = 1 if order == "head_tail" else 2
+            inputs = {t for x, _ in answer["batches"] for sample in x for t in sample}
+            # Nothing but its own chunks, and the label after each.
+            assert len(inputs) == 6 * 2
+            assert set(answer["read"]) == inputs | {t + 1 for t in inputs}
+            assert all((t + 1) in inputs or t % chunk == chunk - 1 for t in inputs)
+            assert all(
+                y[i][j] == x[i][j] + 1 for x, y in answer["batches"] for i in range(len(x)) for j in range(len(x[i]))
+            )
+
+
+def resumed(consumed: int) -> tuple[list[int], list[int], int]:
+    dataset = SequenceDataset(STREAM, 8)
+    first, second = (SequenceSampler(dataset, seed=5) for _ in range(2))
+    first.set_epoch(2)
+    iterator = iter(DataLoader(dataset, batch_size=1, sampler=first))
+    for _ in range(consumed + 3):  # a loader reads ahead of the trainer
+        next(iterator)
+    first.set_epoch(2)
+    everything = list(first)
+    second.load_state_dict(first.state_dict(consumed))
+    left = len(second)
+    return everything, list(second), left
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 7])
+def test_resuming_goes_on_where_the_trainer_was(consumed: int) -> None:
+    everything, rest, left = resumed(consumed)
+    assert rest == everything[consumed:]
+    assert left == len(rest)
+
+
+def test_after_a_resumed_epoch_comes_a_whole_one() -> None:
+    sampler = SequenceSampler(SequenceDataset(STREAM, 8), seed=5)
+    sampler.load_state_dict(sampler.state_dict(4))
+    assert len(list(sampler)) == 8
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == len(sampler) == 12
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"shuffle": False}])
+def test_a_state_of_another_sampler_is_refused(change: dict) -> None:
+    dataset = SequenceDataset(STREAM, 8)
+    saved = SequenceSampler(dataset, seed=5).state_dict(3)
+    with pytest.raises(ValueError, match="the saved sampler had"):
+        SequenceSampler(dataset, **({"seed": 5} | change)).load_state_dict(saved)
+    with pytest.raises(ValueError, match="samples=12, this one has 10"):
+        SequenceSampler(SequenceDataset(STREAM, 10), seed=5).load_state_dict(saved)
