@@ -20,7 +20,9 @@ def test_public_names_and_signatures() -> None:
             for p in inspect.signature(thing).parameters.values()
         ]
         lines.append(f"{name}({', '.join(parameters)})")
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 AttentionVolume(forward, backward, rotate)
 RingParallel(*is_causal=False, *scale=None, *order='contiguous', *rotate='auto', *kernel='auto', *layout='BLNH')
 SequenceDataset(tokens, length, mesh=None, *order='contiguous')
@@ -32,7 +34,8 @@ context_mesh(device_type, ring, team=1, *placement='team_in_node')
 context_parallel_attention(q, k, v, mesh, *is_causal=False, *scale=None, *order='contiguous', *schedule='2d', *rotate='auto', *kernel='auto')
 sequence_positions(length, mesh, *order)
 shard_sequence(x, mesh, *dim, *order)
-unshard_sequence(x, mesh, *dim, *order)""")
+unshard_sequence(x, mesh, *dim, *order)""",
+    )
 
 
 def test_every_public_name_is_documented() -> None:

@@ -179,3 +179,28 @@ def saved_bytes(ring: int, team: int) -> int:
 def test_the_forward_keeps_local_q_k_v_out_and_lse(ranks: Ranks, mesh: tuple[int, int]) -> None:
     elements = 4 * 8 * (4 + 2 + 2 + 4) + 4 * 4
     assert ranks(mesh[0] * mesh[1]).run(saved_bytes, *mesh) == [elements * 4] * (mesh[0] * mesh[1])
+
+
+def compiled(ring: int, team: int, backend: str) -> tuple[float, float]:
+    """Largest differences between eager and one compiled graph: output and input gradients."""
+    mesh = context_mesh("cpu", ring, team)
+    style = WallFacerParallel(is_causal=True, order="head_tail", layout="BNLH", rotate="kv")
+    module = parallelize_module(Inner("BNLH"), mesh, style)
+    inputs = [torch.randn(1, n, 4, 8, requires_grad=True) for n in (4, 2, 2)]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module(q.sin(), k, v, scale=0.3).square()
+
+    results = []
+    for function in (forward, torch.compile(forward, fullgraph=True, backend=backend)):
+        out = function(*inputs)
+        results.append([out.detach(), *torch.autograd.grad(out.sum(), inputs)])
+    difference = [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
+    return difference[0], max(difference[1:])
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
+def test_a_styled_module_is_one_graph(ranks: Ranks, mesh: tuple[int, int]) -> None:
+    """The operators are opaque in it; its backward is one too."""
+    for found in ranks(mesh[0] * mesh[1]).run(compiled, *mesh, "aot_eager"):
+        assert max(found) < 1e-6

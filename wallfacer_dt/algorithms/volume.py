@@ -16,7 +16,6 @@ statistics, B * L * N elements each: lse with every partial output, lse and delt
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -129,7 +128,6 @@ def check_rotate(rotate: str, schedule: str, ring: int, team: int) -> None:
         )
 
 
-@lru_cache(maxsize=256)
 def resolve_rotate(
     rotate: str,
     schedule: str,

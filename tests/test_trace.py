@@ -1,0 +1,233 @@
+"""What the executor really does, op by op and byte by byte, on fake ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wallfacer_dt import context_mesh, context_parallel_attention
+from wallfacer_dt.ops import BODIES
+
+SHORT = {
+    "all_gather_into_tensor": "gather",
+    "all_to_all_single": "send",
+    "wait_tensor": "wait",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "flash_backward",
+}
+
+
+class Program(TorchDispatchMode):
+    """The collectives and kernels that run, in order; pending buffers are numbered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.pending: dict[int, int] = {}
+        self.alive: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in BODIES:
+            with self:
+                return BODIES[func](*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        name = SHORT.get(func._schema.name.partition("::")[2])
+        if name in ("gather", "send"):
+            self.alive.append(out)
+            self.pending[id(out)] = len(self.pending)
+            self.lines.append(
+                f"{name} #{len(self.pending) - 1} {args[0].dtype} {list(args[0].shape)}".replace("torch.", "")
+            )
+        elif name == "wait":
+            self.lines.append(f"wait #{self.pending[id(args[0])]}")
+        elif name:
+            q, k = args[1:3] if "backward" in name else args[:2]
+            self.lines.append(f"  {name} {list(q.shape)} x {list(k.shape)}")
+        return out
+
+
+def program(ring: int, team: int, **options: Any) -> str:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ring * team)
+    try:
+        mesh = context_mesh("cpu", ring, team)
+        with FakeTensorMode(), Program() as trace:
+            q, k, v = (torch.empty(1, n, 4, 8, requires_grad=True, dtype=torch.bfloat16) for n in (2, 1, 1))
+            out = context_parallel_attention(q, k, v, mesh, **options)
+            trace.lines.append("backward")
+            out.backward(torch.empty_like(out))
+        return "\n".join(trace.lines)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ring() -> None:
+    assert_expected_inline(
+        program(3, 1, rotate="kv"),
+        """\
+send #0 bfloat16 [64]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #0
+send #1 bfloat16 [64]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #1
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+backward
+send #2 bfloat16 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #2
+send #3 bfloat16 [64]
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+send #4 float32 [64]
+wait #3
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #4
+send #5 float32 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #5""",
+    )
+
+
+def test_wallfacer_causal() -> None:
+    assert_expected_inline(
+        program(2, 2, rotate="kv", is_causal=True, order="head_tail"),
+        """\
+gather #0 bfloat16 [64]
+send #1 bfloat16 [64]
+  flash [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash [1, 2, 2, 8] x [1, 1, 2, 8]
+wait #0
+  flash [1, 2, 4, 8] x [1, 1, 2, 8]
+wait #1
+  flash [1, 2, 2, 8] x [1, 1, 4, 8]
+send #2 bfloat16 [80]
+  flash [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #2
+backward
+gather #3 bfloat16 [160]
+send #4 bfloat16 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+wait #3
+  flash_backward [1, 2, 4, 8] x [1, 1, 2, 8]
+wait #4
+  flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
+send #5 bfloat16 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
+send #6 float32 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+wait #5
+wait #6""",
+    )
+
+
+def test_wallfacer_rotating_queries() -> None:
+    assert_expected_inline(
+        program(2, 2, rotate="q"),
+        """\
+gather #0 bfloat16 [64]
+send #1 bfloat16 [64]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #0
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #1
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+send #2 bfloat16 [80]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #2
+backward
+gather #3 bfloat16 [64]
+send #4 bfloat16 [160]
+  flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #3
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #4
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+send #5 bfloat16 [64]
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+send #6 float32 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #5
+wait #6""",
+    )
+
+
+def test_published() -> None:
+    assert_expected_inline(
+        program(4, 2, schedule="published"),
+        """\
+gather #0 bfloat16 [64]
+gather #1 bfloat16 [64]
+wait #0
+send #2 bfloat16 [128]
+wait #1
+wait #2
+send #3 bfloat16 [128]
+  flash [1, 2, 4, 8] x [1, 1, 8, 8]
+  flash [1, 2, 4, 8] x [1, 1, 8, 8]
+wait #3
+  flash [1, 2, 4, 8] x [1, 1, 8, 8]
+send #4 bfloat16 [80]
+  flash [1, 2, 4, 8] x [1, 1, 8, 8]
+wait #4
+backward
+gather #5 bfloat16 [160]
+gather #6 bfloat16 [64]
+wait #5
+send #7 bfloat16 [320]
+wait #6
+wait #7
+send #8 bfloat16 [320]
+  flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
+  flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
+send #9 float32 [128]
+wait #8
+  flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
+send #10 bfloat16 [64]
+  flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
+wait #9
+send #11 float32 [128]
+wait #10
+wait #11
+send #12 bfloat16 [64]
+wait #12""",
+    )
+
+
+def peak_bytes(ring: int, team: int, rotate: str) -> int:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ring * team)
+    try:
+        mesh = context_mesh("cpu", ring, team)
+        with FakeTensorMode():
+            q, k, v = (torch.empty(1, n, 64, 32, requires_grad=True) for n in (4, 2, 2))
+            tracker = MemTracker()
+            tracker.track_external(q, k, v)
+            with tracker, Bodies():
+                out = context_parallel_attention(q, k, v, mesh, rotate=rotate)
+                out.backward(torch.empty_like(out))
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    finally:
+        dist.destroy_process_group()
+
+
+class Bodies(TorchDispatchMode):
+    """Run the operators' bodies, so that what they allocate is seen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in BODIES:
+            with self:
+                return BODIES[func](*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rotate", ["kv", "q"])
+@pytest.mark.parametrize("team", [1, 2])
+def test_peak_memory_does_not_grow_with_the_ring(team: int, rotate: str) -> None:
+    peaks = [peak_bytes(ring, team, rotate) for ring in (5, 10, 20)]
+    assert len(set(peaks)) == 1, peaks
