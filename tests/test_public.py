@@ -3,39 +3,52 @@
 import inspect
 import subprocess
 import sys
+import textwrap
 
 from expecttest import assert_expected_inline
 
 import wallfacer_dt
 
 
+def described(thing: object) -> str:
+    """Parameters without annotations; keyword-only ones after a star."""
+    parameters = []
+    for p in inspect.signature(thing).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        parameters.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
+    return textwrap.fill(", ".join(parameters), 110, initial_indent="    ", subsequent_indent="    ")
+
+
 def test_public_names_and_signatures() -> None:
-    lines = []
-    for name in wallfacer_dt.__all__:
-        thing = getattr(wallfacer_dt, name)
-        parameters = [
-            str(p).split(":")[0] + ("" if p.default is p.empty else f"={p.default!r}")
-            if p.kind is not p.KEYWORD_ONLY
-            else f"*{p.name}" + ("" if p.default is p.empty else f"={p.default!r}")
-            for p in inspect.signature(thing).parameters.values()
-        ]
-        lines.append(f"{name}({', '.join(parameters)})")
-    assert_expected_inline(
-        "\n".join(lines),
-        """\
-AttentionVolume(forward, backward, rotate)
-RingParallel(*is_causal=False, *scale=None, *order='contiguous', *rotate='auto', *kernel='auto', *layout='BLNH')
-SequenceDataset(tokens, length, mesh=None, *order='contiguous')
-SequenceSampler(dataset, mesh=None, *data_parallel=None, *shuffle=True, *seed=0)
-Volume(payload, statistics, bytes)
-WallFacerParallel(*is_causal=False, *scale=None, *order='contiguous', *schedule='2d', *rotate='auto', *kernel='auto', *layout='BLNH')
-attention_volume(ring, team, *batch, *length, *heads, *kv_heads, *head_dim, *dtype, *schedule='2d', *rotate='auto', *place=None)
-context_mesh(device_type, ring, team=1, *placement='team_in_node')
-context_parallel_attention(q, k, v, mesh, *is_causal=False, *scale=None, *order='contiguous', *schedule='2d', *rotate='auto', *kernel='auto')
-sequence_positions(length, mesh, *order)
-shard_sequence(x, mesh, *dim, *order)
-unshard_sequence(x, mesh, *dim, *order)""",
-    )
+    lines = [f"{name}\n{described(getattr(wallfacer_dt, name))}" for name in wallfacer_dt.__all__]
+    assert_expected_inline("\n".join(lines), """\
+AttentionVolume
+    forward, backward, rotate
+RingParallel
+    *, is_causal=False, scale=None, order='contiguous', rotate='auto', kernel='auto', layout='BLNH'
+SequenceDataset
+    tokens, length, mesh=None, *, order='contiguous'
+SequenceSampler
+    dataset, mesh=None, *, data_parallel=None, shuffle=True, seed=0
+Volume
+    payload, statistics, bytes
+WallFacerParallel
+    *, is_causal=False, scale=None, order='contiguous', schedule='2d', rotate='auto', kernel='auto',
+    layout='BLNH'
+attention_volume
+    ring, team, *, batch, length, heads, kv_heads, head_dim, dtype, schedule='2d', rotate='auto', index=None
+context_mesh
+    device_type, ring, team=1, *, placement='team_in_node'
+context_parallel_attention
+    q, k, v, mesh, *, is_causal=False, scale=None, order='contiguous', schedule='2d', rotate='auto',
+    kernel='auto'
+sequence_positions
+    length, mesh, *, order
+shard_sequence
+    x, mesh, *, dim, order
+unshard_sequence
+    x, mesh, *, dim, order""")
 
 
 def test_every_public_name_is_documented() -> None:

@@ -13,7 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.cases import Case, run
 from tests.strategies import cases, meshes
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
-from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
 
 GIB = 2**30
@@ -31,7 +30,7 @@ def formula(case: Case, index: int) -> AttentionVolume:
         dtype=getattr(torch, case.dtype),
         schedule=case.schedule,
         rotate=case.rotate,
-        place=Coordinate(case.ring, case.team, *divmod(index, case.team)),
+        index=index,
     )
 
 

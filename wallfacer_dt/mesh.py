@@ -68,7 +68,8 @@ def context_mesh(device_type: str, ring: int, team: int = 1, *, placement: Place
 
     WallFacer section 3.4 knows two placements. With ``team_in_node`` neighbouring ranks form a team, so the
     gathers stay in a node; with ``ring_in_node`` neighbouring ranks form a ring, so the hops do. Results are
-    the same either way.
+    the same either way. A wait on the mesh's process groups raises after the timeout that
+    ``init_process_group`` was given.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ...
@@ -100,7 +101,9 @@ def context_mesh(device_type: str, ring: int, team: int = 1, *, placement: Place
         )
     ranks = torch.arange(world)
     layout = ranks.view(ring, team) if placement == "team_in_node" else ranks.view(team, ring).T
-    return DeviceMesh(device_type, layout.contiguous(), mesh_dim_names=CONTEXT_AXES)
+    mesh = DeviceMesh(device_type, layout.contiguous(), mesh_dim_names=CONTEXT_AXES)
+    inherit_timeout(mesh)
+    return mesh
 
 
 def context_groups(mesh: DeviceMesh, *, any_axis: bool = False) -> ContextGroups:
@@ -154,7 +157,9 @@ def whole_context_group(mesh: DeviceMesh) -> tuple[str, tuple[int, ...]]:
     """
     # A mesh holds its ranks in a tensor, which tracing modes (fake tensors, say) must not see.
     with _disable_current_modes():
-        group = _flattened(mesh).get_group()
+        flat = _flattened(mesh)
+        inherit_timeout(flat)
+        group = flat.get_group()
         ranks = tuple(dist.get_group_rank(group, rank) for rank in mesh.mesh.flatten().tolist())
     return group.group_name, ranks
 
@@ -179,7 +184,22 @@ def bind_order(mesh: DeviceMesh, order: str, who: str) -> None:
     setattr(root, _BOUND_ORDER, order)
 
 
-# Private DeviceMesh methods; run on torch 2.13, spelled the same from 2.11.
+# Private methods of DeviceMesh and process groups; run on torch 2.13.
+
+
+def inherit_timeout(mesh: DeviceMesh) -> None:
+    """Give the mesh's process groups the timeout of the world.
+
+    DeviceMesh makes them with torch's default of up to half an hour, whatever ``init_process_group`` was told, and
+    torch has no public way to say otherwise.
+    """
+    device = torch.device(mesh.device_type)
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has been made, so there is a world"
+    options = getattr(world._get_backend(device), "options", None)
+    if options is not None:  # a fake process group has none
+        for group in mesh.get_all_groups():
+            group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:

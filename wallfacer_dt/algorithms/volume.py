@@ -62,7 +62,7 @@ def attention_volume(
     dtype: torch.dtype,
     schedule: str = "2d",
     rotate: str = "auto",
-    place: Coordinate | None = None,
+    index: int | None = None,
 ) -> AttentionVolume:
     """What one rank receives in one attention call (design: the module's table).
 
@@ -77,14 +77,18 @@ def attention_volume(
         dtype: of q, k and v.
         schedule: ``"2d"`` or ``"published"``.
         rotate: ``"kv"``, ``"q"`` or ``"auto"``: for the backward; auto takes the fewest bytes.
-        place: the rank; without it, one that is not its own target in a published placement.
+        index: sequence index of the rank (ring-major); without it, one that is never its own target in a published
+            placement.
 
     Returns:
         Forward and backward volumes.
 
     Raises:
-        ValueError: unknown schedule or rotation, or they do not fit the mesh or each other.
+        ValueError: unknown schedule or rotation, they do not fit the mesh or each other, or the length does not
+            divide.
     """
+    if length % (ring * team):
+        raise ValueError(f"length must be a multiple of ring * team = {ring * team}, got {length}")
     rotate = resolve_rotate(
         rotate, schedule, ring, team, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
     )
@@ -93,8 +97,10 @@ def attention_volume(
     published = schedule == "published" and team > 1
     # Hops of the moving side and of what is carried for it, each of `wide` shards.
     hops, carried, wide = (ring // team, ring // team, team) if published else (ring - 1, ring - 1, 1)
-    own_target = published and place is not None and _is_own_target(place)
-    own_holder = published and place is not None and _is_own_holder(place)
+    own_target = own_holder = False
+    if published and index is not None:
+        place = Coordinate(ring, team, *divmod(index, team))
+        own_target, own_holder = _is_own_target(place), _is_own_holder(place)
     mates = team - 1
     kv_gather = 2 * mates * published
     forward = unit.volume(q=2 * mates, kv=kv_gather + 2 * wide * (hops - own_target), statistics=mates)

@@ -1,0 +1,1 @@
+"""Runnable recipes: whole training runs that use `wallfacer_dt` the way a user would."""

@@ -1,0 +1,16 @@
+"""Train a byte-level GPT on source text, each sequence shared by a (ring, team) mesh of ranks.
+
+    torchrun --nproc-per-node 8 -m recipes.train_bytes --ring 4 --team 2
+    python -m recipes.train_bytes demo
+
+What lives where:
+    settings: the options, and the checks that need no process group
+    text: finding the bytes to train on
+    model: the network, which knows nothing of ranks
+    ranks: joining the other ranks
+    train: one rank's loop, with its `progress` bar
+    record: what a run leaves behind
+    compare: whether runs agree
+    report, picture: what to show of them
+    demo: launches three runs and compares them
+"""

@@ -1,0 +1,113 @@
+"""Joining the other ranks: device, process group, meshes, and whether all read the same text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from recipes.train_bytes.record import cores
+from recipes.train_bytes.settings import Launch, RecipeError, Settings, context_sizes
+from recipes.train_bytes.text import Text
+from wallfacer_dt import context_mesh
+from wallfacer_dt.mesh import inherit_timeout
+
+TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Where this process stands.
+
+    Attributes:
+        launch: its rank among all.
+        device: what it computes on.
+        ring, team: the sizes of the mesh that shares one sequence.
+        context: that mesh, or None where no sequence is shared.
+        data_parallel: the 1-D axis of groups with different sequences, or None where there is but
+            one group.
+    """
+
+    launch: Launch
+    device: torch.device
+    ring: int
+    team: int
+    context: DeviceMesh | None = None
+    data_parallel: DeviceMesh | None = None
+
+
+def join_ranks(settings: Settings, launch: Launch) -> Ranks:
+    """Choose the device and, with more than one rank, start the process group and its meshes.
+
+    Raises:
+        RecipeError: bfloat16 was asked for where there is no GPU for each rank.
+    """
+    torch.set_num_threads(max(1, cores() // launch.local_world))
+    device = _device(launch)
+    if settings.dtype == "bfloat16" and device.type != "cuda":
+        raise RecipeError(
+            f"--dtype bfloat16 needs a GPU for every rank of a machine, here {launch.local_world},"
+            f" but torch sees {torch.cuda.device_count()}; use --dtype float32"
+        )
+    ring, team = context_sizes(settings, launch.world)
+    if launch.world == 1:
+        return Ranks(launch=launch, device=device, ring=ring, team=team)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    context, data_parallel = _meshes(settings, device.type, ring, team)
+    return Ranks(
+        launch=launch,
+        device=device,
+        ring=ring,
+        team=team,
+        context=context if ring * team > 1 else None,
+        data_parallel=data_parallel,
+    )
+
+
+def check_same_text(text: Text, launch: Launch) -> None:
+    """Refuse to train ranks on different texts, such as the libraries of different Pythons.
+
+    Raises:
+        RecipeError: names the first rank whose text is not rank 0's.
+    """
+    if not dist.is_initialized():
+        return
+    fingerprints: list[tuple[int, int]] = [(0, 0)] * launch.world
+    dist.all_gather_object(fingerprints, text.fingerprint)
+    if len(set(fingerprints)) > 1:
+        odd = next(rank for rank, one in enumerate(fingerprints) if one != fingerprints[0])
+        raise RecipeError(f"--text: rank {odd} found other text than rank 0; name the same file for all ranks")
+
+
+def _meshes(settings: Settings, device_type: str, ring: int, team: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The context mesh and, with more than one group, the data-parallel axis."""
+    if settings.data_parallel == 1:
+        return context_mesh(device_type, ring, team, placement=settings.placement), None
+    sizes = (settings.data_parallel, ring, team)
+    if settings.placement == "ring_in_node":
+        by_node = torch.arange(math.prod(sizes)).view(settings.data_parallel, team, ring)
+        grid = by_node.transpose(1, 2)
+    else:
+        grid = torch.arange(math.prod(sizes)).view(sizes)
+    mesh = DeviceMesh(device_type, grid, mesh_dim_names=("dp", "cp_ring", "cp_team"))
+    inherit_timeout(mesh)
+    return mesh["cp_ring", "cp_team"], mesh["dp"]
+
+
+def _device(launch: Launch) -> torch.device:
+    if torch.cuda.is_available() and torch.cuda.device_count() >= launch.local_world:
+        return torch.device("cuda", launch.local_rank)
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself, "cpu" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,181 @@
+"""What a run leaves behind, and its JSON form: `run.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from recipes.train_bytes.settings import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that one step's attention received, in one direction (forward or backward).
+
+    Attributes:
+        received: bytes each rank received in the counted step, by rank.
+        calls: attention calls each rank made in it, by rank.
+        expected_calls: how many each should have made: one a layer.
+        formula: bytes each should receive in one call, by rank.
+    """
+
+    received: tuple[int, ...]
+    calls: tuple[int, ...]
+    expected_calls: int
+    formula: tuple[int, ...]
+
+    @property
+    def per_call(self) -> tuple[float, ...]:
+        """Bytes received in one call on average, by rank; 0 where no call was seen."""
+        return tuple(
+            received / calls if calls else 0.0 for received, calls in zip(self.received, self.calls, strict=True)
+        )
+
+    @property
+    def as_formula(self) -> bool:
+        """Whether every rank made every call and received exactly the formula's bytes."""
+        return all(
+            calls == self.expected_calls and received == calls * formula
+            for calls, received, formula in zip(self.calls, self.received, self.formula, strict=True)
+        )
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Traffic:
+        """The inverse of `dataclasses.asdict` after a trip through JSON."""
+        return cls(
+            received=tuple(fields["received"]),
+            calls=tuple(fields["calls"]),
+            expected_calls=fields["expected_calls"],
+            formula=tuple(fields["formula"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One finished training run.
+
+    Attributes:
+        name: such as "ring 2 x team 2".
+        ring: ranks in a ring.
+        team: ranks in a team.
+        data_parallel: groups of ring x team ranks with different sequences.
+        device: "cpu" or the name of the GPU.
+        parameters: elements of the model's weights.
+        tokens: tokens of one step, over all ranks.
+        text: where the text came from.
+        losses: mean cross entropy of each step, nats per byte, over all ranks.
+        grad_norms: norm of the whole gradient of each step before clipping.
+        seconds: wall-clock seconds of each step on rank 0, the first with the counting of bytes.
+        forward: what attention received forward; None where no sequence was shared.
+        backward: what it received backward; None where no sequence was shared.
+        options: the settings, by name.
+    """
+
+    name: str
+    ring: int
+    team: int
+    data_parallel: int
+    device: str
+    parameters: int
+    tokens: int
+    text: str
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    seconds: tuple[float, ...]
+    forward: Traffic | None = None
+    backward: Traffic | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that took part."""
+        return self.ring * self.team * self.data_parallel
+
+    @property
+    def step_seconds(self) -> float:
+        """Median seconds of a step, without the first (which warms up and counts) if it can be."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Run:
+        """The inverse of `dataclasses.asdict` after a trip through JSON."""
+        fields = dict(fields)
+        for name in ("losses", "grad_norms", "seconds"):
+            fields[name] = tuple(fields[name])
+        for name in ("forward", "backward"):
+            fields[name] = fields[name] and Traffic.from_dict(fields[name])
+        return cls(**fields)
+
+
+def run_name(ring: int, team: int, data_parallel: int) -> str:
+    """What to call a run on this mesh: "ring 2 x team 2", "ring of 4", "one process"."""
+    if ring * team * data_parallel == 1:
+        return "one process"
+    context = f"ring of {ring}" if team == 1 else f"ring {ring} x team {team}"
+    if ring * team == 1:
+        return f"{data_parallel} data-parallel ranks"
+    return context if data_parallel == 1 else f"{context} x {data_parallel} data-parallel"
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder a run is to leave things in, before the run rather than after it.
+
+    Raises:
+        RecipeError: it cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"--out: {path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise RecipeError(f"--out: {path} cannot be written to")
+
+
+def write_run(path: Path, run: Run) -> None:
+    """Write one run, with versions and machine, as JSON."""
+    write_json(path, {"run": asdict(run)})
+
+
+def read_run(path: Path) -> Run:
+    """Read what `write_run` wrote."""
+    return Run.from_dict(json.loads(path.read_text())["run"])
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Write `fields` as JSON, after the versions and the machine they were made with."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {"versions": versions(), "machine": machine(), **fields}
+    path.write_text(json.dumps(whole, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "wallfacer_dt", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed (run from a checkout)"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What the run ran on, as far as Python can tell without naming the host."""
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": platform.processor() or platform.machine(),
+        "cores": cores(),
+    }
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

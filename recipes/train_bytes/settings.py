@@ -1,0 +1,159 @@
+"""A run's options, and every check of them that needs no process group, no text and no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+Order = Literal["contiguous", "head_tail"]
+Placement = Literal["team_in_node", "ring_in_node"]
+Schedule = Literal["2d", "published"]
+Rotate = Literal["auto", "kv", "q"]
+Precision = Literal["float32", "bfloat16"]
+
+
+class RecipeError(Exception):
+    """Something the caller must change: shown as one line, exit status 2, never as a traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One training run. Lengths in tokens (bytes of text); sizes of the model in elements.
+
+    `ring` None means what the world leaves: world / (team x data_parallel).
+    """
+
+    ring: int | None = None
+    team: int = 1
+    data_parallel: int = 1
+    placement: Placement = "team_in_node"
+    order: Order = "head_tail"
+    schedule: Schedule = "2d"
+    rotate: Rotate = "auto"
+    sequence: int = 4096
+    batch: int = 2
+    steps: int = 24
+    dim: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    tied: bool = False
+    lr: float = 4e-3
+    seed: int = 0
+    text: str | None = None
+    dtype: Precision = "float32"
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one attention head."""
+        return self.dim // self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process's place among those of one launch, as the launcher's environment tells it."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @classmethod
+    def from_environment(cls) -> Launch:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without a launcher, one process."""
+        rank = int(os.environ.get("RANK", "0"))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=rank,
+            world=world,
+            local_rank=int(os.environ.get("LOCAL_RANK", str(rank))),
+            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
+        )
+
+
+def context_sizes(settings: Settings, world: int) -> tuple[int, int]:
+    """The sizes (ring, team) of the context mesh on `world` ranks.
+
+    Raises:
+        RecipeError: ring x team x data_parallel is not the number of ranks.
+    """
+    rest = settings.team * settings.data_parallel
+    if settings.ring is None:
+        if world % rest:
+            raise RecipeError(
+                f"--team {settings.team} x --data-parallel {settings.data_parallel} must divide"
+                f" the number of ranks, which is {world}"
+            )
+        return world // rest, settings.team
+    if settings.ring * rest != world:
+        raise RecipeError(
+            f"--ring {settings.ring} x --team {settings.team} x --data-parallel"
+            f" {settings.data_parallel} = {settings.ring * rest} ranks, but there are {world};"
+            f" start as many (torchrun --nproc-per-node {settings.ring * rest}) or change the sizes"
+        )
+    return settings.ring, settings.team
+
+
+def check_settings(settings: Settings, world: int) -> None:
+    """Refuse sizes that do not fit together or do not fit `world` ranks.
+
+    Raises:
+        RecipeError: one line naming the options at fault and what would do.
+    """
+    _check_positive(settings)
+    _check_heads(settings)
+    ring, team = context_sizes(settings, world)
+    _check_sequence(settings, ring * team)
+    _check_schedule(settings, ring, team)
+
+
+def _check_positive(settings: Settings) -> None:
+    names = ("team", "data_parallel", "sequence", "batch", "steps", "dim", "layers", "heads")
+    sizes = {name: getattr(settings, name) for name in (*names, "kv_heads")}
+    if settings.ring is not None:
+        sizes["ring"] = settings.ring
+    for name, size in sizes.items():
+        if size < 1:
+            raise RecipeError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+    if not 0 < settings.lr < math.inf:
+        raise RecipeError(f"--lr must be a number above 0, got {settings.lr}")
+    if settings.seed < 0:
+        raise RecipeError(f"--seed must be at least 0, got {settings.seed}")
+
+
+def _check_heads(settings: Settings) -> None:
+    if settings.dim % settings.heads:
+        raise RecipeError(f"--dim {settings.dim} must be a multiple of --heads {settings.heads}")
+    if settings.head_dim % 2:
+        raise RecipeError(
+            f"--dim {settings.dim} / --heads {settings.heads} = {settings.head_dim} elements a"
+            " head, but rotary positions turn pairs of them: make it even"
+        )
+    if settings.heads % settings.kv_heads:
+        raise RecipeError(f"--heads {settings.heads} must be a multiple of --kv-heads {settings.kv_heads}")
+
+
+def _check_schedule(settings: Settings, ring: int, team: int) -> None:
+    if settings.schedule != "published":
+        return
+    if ring % team:
+        raise RecipeError(
+            f"--schedule published needs a --ring that is a multiple of --team, got {ring} and {team};"
+            " choose another --team, or --schedule 2d"
+        )
+    if settings.rotate == "kv":
+        raise RecipeError("--schedule published rotates queries: choose --rotate q or auto, or --schedule 2d")
+
+
+def _check_sequence(settings: Settings, ranks: int) -> None:
+    if ranks == 1:
+        return
+    # Head-tail order deals every rank two chunks, one from either end of the sequence.
+    chunks = 2 * ranks if settings.order == "head_tail" else ranks
+    if settings.sequence % chunks:
+        raise RecipeError(
+            f"--sequence {settings.sequence} must be a multiple of {chunks}: --order"
+            f" {settings.order} cuts it into {chunks} chunks for --ring x --team = {ranks} ranks"
+        )

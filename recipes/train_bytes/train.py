@@ -1,0 +1,235 @@
+"""One rank's training: the model, the batches, the loop.
+
+Shape suffixes: B = batch of one data-parallel group, L = tokens of a sequence that this rank holds,
+V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from recipes.train_bytes.model import ByteGPT, ModelConfig
+from recipes.train_bytes.progress import Bar
+from recipes.train_bytes.ranks import Ranks, check_same_text, device_name, join_ranks
+from recipes.train_bytes.record import Run, Traffic, run_name
+from recipes.train_bytes.settings import Launch, Settings, check_settings
+from recipes.train_bytes.text import Text, check_long_enough
+from wallfacer_dt import (
+    SequenceDataset,
+    SequenceSampler,
+    WallFacerParallel,
+    attention_volume,
+    sequence_positions,
+)
+from wallfacer_dt.testing import count_collectives
+
+CLIP_NORM = 1.0
+
+Batch = tuple[Tensor, Tensor]
+
+
+def train(settings: Settings, launch: Launch, text: Text) -> Run:
+    """Train on this rank, with the others of the launch, and return the record every rank has.
+
+    Raises:
+        RecipeError: sizes, text or device do not fit, raised before anything is communicated; or
+            ranks found different texts.
+    """
+    check_settings(settings, launch.world)
+    check_long_enough(text, settings.sequence, settings.batch * settings.data_parallel)
+    ranks = join_ranks(settings, launch)
+    check_same_text(text, launch)
+    run = _train(settings, ranks, text)
+    # Not in a `finally`: after an error on one rank, waiting for the others' groups could hang.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return run
+
+
+def build_model(settings: Settings, ranks: Ranks) -> ByteGPT:
+    """The model, the same on every rank, its attention replaced where ranks share a sequence."""
+    # On the CPU whatever the device, so that the start depends on the seed alone.
+    torch.manual_seed(settings.seed)
+    model = ByteGPT(
+        ModelConfig(
+            dim=settings.dim,
+            layers=settings.layers,
+            heads=settings.heads,
+            kv_heads=settings.kv_heads,
+            tied=settings.tied,
+        )
+    ).to(ranks.device)
+    if ranks.context is not None:
+        style = WallFacerParallel(
+            is_causal=True,
+            order=settings.order,
+            schedule=settings.schedule,
+            rotate=settings.rotate,
+            layout="BLNH",
+        )
+        parallelize_module(model, ranks.context, {"layers.*.attention.inner": style})
+    return model
+
+
+def batches(settings: Settings, ranks: Ranks, text: Text) -> Iterator[Batch]:
+    """This rank's (inputs_BL, labels_BL), int64 on its device, without end."""
+    dataset = SequenceDataset(text.bytes_S, settings.sequence, ranks.context, order=settings.order)
+    sampler = SequenceSampler(dataset, ranks.context, data_parallel=ranks.data_parallel, seed=settings.seed)
+    loader = DataLoader(dataset, batch_size=settings.batch, sampler=sampler, drop_last=True)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for inputs_BL, labels_BL in loader:
+            yield inputs_BL.to(ranks.device), labels_BL.to(ranks.device)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Up in a line over the first eighth of the steps, then down a cosine to a tenth of `peak`."""
+    warmup = max(1, steps // 8)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def _train(settings: Settings, ranks: Ranks, text: Text) -> Run:
+    model = build_model(settings, ranks)
+    trainer = Trainer(settings, ranks, model)
+    data = batches(settings, ranks, text)
+    name = run_name(ranks.ring, ranks.team, settings.data_parallel)
+    losses, norms, seconds = [], [], []
+    traffic: tuple[Traffic, Traffic] | tuple[None, None] = (None, None)
+    with Bar(name, settings.steps, shown=ranks.launch.rank == 0) as bar:
+        for step in range(settings.steps):
+            start = time.perf_counter()
+            batch = next(data)
+            if step == 0 and ranks.context is not None:
+                (loss, norm), traffic = _counted_step(trainer, batch)
+            else:
+                loss, norm = trainer.step(step, batch)
+            losses.append(loss)
+            norms.append(norm)
+            seconds.append(time.perf_counter() - start)
+            bar.advance(loss, trainer.tokens / seconds[-1])
+    return Run(
+        name=name,
+        ring=ranks.ring,
+        team=ranks.team,
+        data_parallel=settings.data_parallel,
+        device=device_name(ranks.device),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        tokens=trainer.tokens,
+        text=text.source,
+        losses=tuple(losses),
+        grad_norms=tuple(norms),
+        seconds=tuple(seconds),
+        forward=traffic[0],
+        backward=traffic[1],
+        options=asdict(settings),
+    )
+
+
+class Trainer:
+    """Model, optimiser and positions of one rank; `step` makes one step of all ranks together."""
+
+    def __init__(self, settings: Settings, ranks: Ranks, model: ByteGPT) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.tokens = settings.batch * settings.sequence * settings.data_parallel
+        self.positions_L = _positions(settings, ranks)
+        self.model = _averaging(model, ranks)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def step(self, step: int, batch: Batch) -> tuple[float, float]:
+        """Make one step; returns the mean loss over all ranks and the norm before clipping."""
+        inputs_BL, labels_BL = batch
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.settings.steps, self.settings.lr)
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._precision():
+            logits_BLV = self.model(inputs_BL, self.positions_L)
+            logits, labels = logits_BLV.flatten(0, 1).float(), labels_BL.flatten()
+            # Every rank has as many tokens, so the mean of local means is the mean over all tokens.
+            # In float64: float32 rounds a mean by more than runs on different meshes differ.
+            loss = F.cross_entropy(logits, labels, reduction="none").double().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        return self._mean_over_ranks(loss.detach()), norm.item()
+
+    def _precision(self) -> torch.autocast | nullcontext[None]:
+        if self.settings.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.ranks.device.type, torch.bfloat16)
+
+    def _mean_over_ranks(self, loss: Tensor) -> float:
+        # gloo has no averaging reduction.
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+        return loss.item() / self.ranks.launch.world
+
+
+def _counted_step(trainer: Trainer, batch: Batch) -> tuple[tuple[float, float], tuple[Traffic, Traffic]]:
+    """The first step, with the bytes that attention received on every rank."""
+    settings, ranks = trainer.settings, trainer.ranks
+    assert ranks.context is not None
+    with count_collectives(ranks.context) as traffic:
+        result = trainer.step(0, batch)
+    ring_rank, team_rank = ranks.context.get_coordinate() or (0, 0)
+    volume = attention_volume(
+        ranks.ring,
+        ranks.team,
+        batch=settings.batch,
+        length=settings.sequence,
+        heads=settings.heads,
+        kv_heads=settings.kv_heads,
+        head_dim=settings.head_dim,
+        dtype=getattr(torch, settings.dtype),
+        schedule=settings.schedule,
+        rotate=settings.rotate,
+        index=ring_rank * ranks.team + team_rank,
+    )
+    forward = (traffic.forward.received_bytes, traffic.forward.calls)
+    backward = (traffic.backward.received_bytes, traffic.backward.calls)
+    return result, (
+        _gather_traffic(*forward, settings.layers, volume.forward.bytes),
+        _gather_traffic(*backward, settings.layers, volume.backward.bytes),
+    )
+
+
+def _gather_traffic(received: int, calls: int, expected_calls: int, formula: int) -> Traffic:
+    counts: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
+    dist.all_gather_object(counts, (received, calls, formula))
+    received_by_rank, calls_by_rank, formula_by_rank = zip(*counts, strict=True)
+    return Traffic(
+        received=received_by_rank,
+        calls=calls_by_rank,
+        expected_calls=expected_calls,
+        formula=formula_by_rank,
+    )
+
+
+def _positions(settings: Settings, ranks: Ranks) -> Tensor:
+    if ranks.context is None:
+        return torch.arange(settings.sequence, device=ranks.device)
+    positions_L = sequence_positions(settings.sequence, ranks.context, order=settings.order)
+    return positions_L.to(ranks.device)
+
+
+def _averaging(model: ByteGPT, ranks: Ranks) -> nn.Module:
+    """The model, its gradients averaged over all ranks, those that share a sequence included."""
+    if ranks.launch.world == 1:
+        return model
+    return DistributedDataParallel(model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None)
