@@ -22,7 +22,9 @@ def described(thing: object) -> str:
 
 def test_public_names_and_signatures() -> None:
     lines = [f"{name}\n{described(getattr(wallfacer_dt, name))}" for name in wallfacer_dt.__all__]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 AttentionVolume
     forward, backward, rotate
 RingParallel
@@ -48,7 +50,8 @@ sequence_positions
 shard_sequence
     x, mesh, *, dim, order
 unshard_sequence
-    x, mesh, *, dim, order""")
+    x, mesh, *, dim, order""",
+    )
 
 
 def test_every_public_name_is_documented() -> None:

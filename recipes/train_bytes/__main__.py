@@ -73,7 +73,9 @@ def train_command(
     lr: RateOption = _DEFAULTS.lr,
     seed: SeedOption = _DEFAULTS.seed,
     text: TextOption = _DEFAULTS.text,
-    dtype: Annotated[Precision, typer.Option(help="Precision of the layers; bfloat16 needs GPUs.")] = _DEFAULTS.dtype,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Precision of the layers. [default: bfloat16 on GPUs, else float32]")
+    ] = _DEFAULTS.dtype,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where run.json goes.")] = Path("runs/train"),
 ) -> None:
     """Train on the ranks that torchrun started, or on this process alone.
@@ -157,6 +159,8 @@ def demo_command(
         lr=lr,
         seed=seed,
         text=text,
+        # Runs are compared to 1e-4, on GPUs too.
+        dtype="float32",
     )
     from recipes.train_bytes.demo import demo
 

@@ -27,6 +27,7 @@ class Ranks:
         launch: its rank among all.
         device: what it computes on.
         ring, team: the sizes of the mesh that shares one sequence.
+        dtype: precision of the layers.
         context: that mesh, or None where no sequence is shared.
         data_parallel: the 1-D axis of groups with different sequences, or None where there is but
             one group.
@@ -36,6 +37,7 @@ class Ranks:
     device: torch.device
     ring: int
     team: int
+    dtype: torch.dtype
     context: DeviceMesh | None = None
     data_parallel: DeviceMesh | None = None
 
@@ -54,8 +56,9 @@ def join_ranks(settings: Settings, launch: Launch) -> Ranks:
             f" but torch sees {torch.cuda.device_count()}; use --dtype float32"
         )
     ring, team = context_sizes(settings, launch.world)
+    dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if launch.world == 1:
-        return Ranks(launch=launch, device=device, ring=ring, team=team)
+        return Ranks(launch=launch, device=device, ring=ring, team=team, dtype=dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
@@ -67,6 +70,7 @@ def join_ranks(settings: Settings, launch: Launch) -> Ranks:
         device=device,
         ring=ring,
         team=team,
+        dtype=dtype,
         context=context if ring * team > 1 else None,
         data_parallel=data_parallel,
     )

@@ -22,7 +22,8 @@ class RecipeError(Exception):
 class Settings:
     """One training run. Lengths in tokens (bytes of text); sizes of the model in elements.
 
-    `ring` None means what the world leaves: world / (team x data_parallel).
+    `ring` None means what the world leaves: world / (team x data_parallel). `dtype` None means
+    bfloat16 on GPUs, float32 on CPUs.
     """
 
     ring: int | None = None
@@ -43,7 +44,7 @@ class Settings:
     lr: float = 4e-3
     seed: int = 0
     text: str | None = None
-    dtype: Precision = "float32"
+    dtype: Precision | None = None
 
     @property
     def head_dim(self) -> int:

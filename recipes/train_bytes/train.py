@@ -78,6 +78,8 @@ def build_model(settings: Settings, ranks: Ranks) -> ByteGPT:
             order=settings.order,
             schedule=settings.schedule,
             rotate=settings.rotate,
+            # torch has no flash attention in float32 on GPUs.
+            kernel="reference" if ranks.device.type == "cuda" and ranks.dtype == torch.float32 else "auto",
             layout="BLNH",
         )
         parallelize_module(model, ranks.context, {"layers.*.attention.inner": style})
@@ -170,9 +172,9 @@ class Trainer:
         return self._mean_over_ranks(loss.detach()), norm.item()
 
     def _precision(self) -> torch.autocast | nullcontext[None]:
-        if self.settings.dtype == "float32":
+        if self.ranks.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.ranks.device.type, torch.bfloat16)
+        return torch.autocast(self.ranks.device.type, self.ranks.dtype)
 
     def _mean_over_ranks(self, loss: Tensor) -> float:
         # gloo has no averaging reduction.
@@ -196,7 +198,7 @@ def _counted_step(trainer: Trainer, batch: Batch) -> tuple[tuple[float, float], 
         heads=settings.heads,
         kv_heads=settings.kv_heads,
         head_dim=settings.head_dim,
-        dtype=getattr(torch, settings.dtype),
+        dtype=ranks.dtype,
         schedule=settings.schedule,
         rotate=settings.rotate,
         index=ring_rank * ranks.team + team_rank,

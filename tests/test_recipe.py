@@ -1,0 +1,146 @@
+"""The byte-level recipe: bad input in one line, runs that agree, and a comparison that can fail."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.train_bytes.compare import compare
+from recipes.train_bytes.model import ByteGPT, ModelConfig
+from recipes.train_bytes.record import Run, Traffic
+from recipes.train_bytes.settings import RecipeError, Settings, check_settings
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--sequence", "256", "--dim", "32", "--layers", "1", "--batch", "1", "--steps", "20"]
+
+
+def recipe(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, "-m", "recipes.train_bytes", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "nowhere.txt"], "--text: nowhere.txt is missing"),
+        (["--text", "{empty}"], "is empty"),
+        (["--text", "{short}"], "has 5 bytes, but one sequence and the byte after it need 4097"),
+        (["--text", "."], "is not a file"),
+        (["--sequence", "0"], "--sequence must be at least 1, got 0"),
+        (["--heads", "3", "--kv-heads", "3"], "--dim 128 must be a multiple of --heads 3"),
+        (["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
+        (["--order", "zigzag"], "zigzag"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_bad_input_gets_one_line(tmp_path: Path, command: str, arguments: list[str], message: str) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("bytes")
+    paths = {name: str(tmp_path / name) for name in ("empty", "short")}
+    done = recipe(command, *(a.format(**paths) for a in arguments), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "message"),
+    [
+        ({"ring": 4, "team": 2}, 4, "--ring 4 x --team 2 x --data-parallel 1 = 8 ranks, but there are 4"),
+        ({"team": 3}, 8, "--team 3 x --data-parallel 1 must divide the number of ranks, which is 8"),
+        ({"ring": 8, "sequence": 4100}, 8, "--sequence 4100 must be a multiple of 16"),
+        ({"ring": 8, "sequence": 4100, "order": "contiguous"}, 8, "--sequence 4100 must be a multiple of 8"),
+        ({"ring": 2, "team": 4, "schedule": "published"}, 8, "--ring that is a multiple of --team"),
+        ({"ring": 4, "schedule": "published", "rotate": "kv"}, 4, "rotates queries"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks(sizes: dict, world: int, message: str) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        check_settings(Settings(**sizes), world)
+    assert message in str(refusal.value)
+
+
+def run(**changes: object) -> Run:
+    traffic = Traffic(received=(20, 20), calls=(2, 2), expected_calls=2, formula=(10, 10))
+    same = Run(
+        name="a run",
+        ring=2,
+        team=1,
+        data_parallel=1,
+        device="cpu",
+        parameters=1,
+        tokens=1,
+        text="none",
+        losses=(3.0, 2.0, 1.0),
+        grad_norms=(1.0, 1.0, 1.0),
+        seconds=(1.0, 1.0, 1.0),
+        forward=traffic,
+        backward=traffic,
+    )
+    return replace(same, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        ({"losses": (3.0, 2.0, 1.00011)}, "losses differ by 1.10e-04 at step 3"),
+        ({"losses": (3.0, math.nan, 1.0)}, "losses differ by inf at step 2"),
+        ({"forward": Traffic(received=(20, 21), calls=(2, 2), expected_calls=2, formula=(10, 10))}, "forward"),
+        ({"backward": Traffic(received=(0, 0), calls=(0, 0), expected_calls=2, formula=(10, 10))}, "backward"),
+    ],
+)
+def test_the_comparison_fails_on_what_is_wrong(change: dict, failure: str) -> None:
+    assert compare([run(), run()]).failures == ()
+    (found,) = compare([run(), run(**change)]).failures
+    assert failure in found
+
+
+def test_small_differences_pass() -> None:
+    comparison = compare([run(), run(losses=(3.0, 2.00009, 1.0), grad_norms=(1.0, 1.5, 1.0))])
+    assert comparison.failures == ()
+    assert comparison.largest_loss_difference == pytest.approx(9e-5)
+    assert comparison.largest_grad_norm_difference == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_tied_or_not(tied: bool) -> None:
+    model = ByteGPT(ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, tied=tied))
+    assert (model.head.weight is model.embedding.weight) == tied
+    assert model(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)).shape == (1, 5, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("head", ["--tied", "--untied"])
+def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
+    text = tmp_path / "text.py"
+    text.write_bytes(Path(__file__).read_bytes())
+    done = recipe("demo", *SMALL, head, "--text", str(text), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "RIGHT" in done.stdout
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert [(r["ring"], r["team"], len(r["losses"])) for r in written["runs"]] == [(2, 2, 20), (1, 1, 20), (4, 1, 20)]
+    assert written["comparison"]["largest_loss_difference"] < 1e-4
+    assert written["runs"][0]["losses"][-1] < written["runs"][0]["losses"][0]
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "sizes", [["--ring", "4", "--team", "2"], ["--ring", "2", "--team", "2", "--data-parallel", "2"]]
+)
+def test_the_long_form(tmp_path: Path, sizes: list[str]) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+    done = recipe(*sizes, *SMALL, "--steps", "3", "--out", str(tmp_path), launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "run.json").read_text())["run"]
+    assert len(record["losses"]) == 3
+    for direction in ("forward", "backward"):
+        assert record[direction]["received"] == record[direction]["formula"]
