@@ -1,0 +1,1 @@
+"""Benchmarks: contenders in one alternating run, medians and spread, hardware and commit."""
