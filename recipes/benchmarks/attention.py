@@ -54,9 +54,7 @@ def contenders(
         ways = [("2d", "kv"), ("2d", "q")] + [("published", "q")] * (team > 1 and ring % team == 0)
         mesh = context_mesh("cpu", ring, team)
         for schedule, rotate in ways:
-            volume = attention_volume(
-                ring, team, dtype=torch.float32, schedule=schedule, rotate=rotate, index=dist.get_rank(), **shape
-            )
+            volume = attention_volume(ring, team, dtype=torch.float32, schedule=schedule, rotate=rotate, **shape)
 
             def attend(
                 q: Tensor, k: Tensor, v: Tensor, mesh=mesh, schedule: str = schedule, rotate: str = rotate
