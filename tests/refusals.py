@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -154,6 +155,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "three dims": lambda: attend(torch.zeros(2, 4, 8)),
     "an empty shard": lambda: attend(x(length=0), x(length=0)),
     "no tensor": lambda: attend([1.0]),
+    "a DTensor": lambda: attend(DTensor.from_local(x(), mesh(), [Shard(2), Shard(2)], run_check=False)),
     "sharded in another order": sharded_in_another_order,
     "positions in another order": positions_in_another_order,
     "dataset in another order": dataset_in_another_order,

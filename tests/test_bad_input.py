@@ -44,6 +44,7 @@ MESSAGES = {
     "three dims": ("ValueError", "q must have shape (B, N, L, H) without empty dims, got (2, 4, 8)"),
     "an empty shard": ("ValueError", "without empty dims, got (1, 2, 0, 8)"),
     "no tensor": ("TypeError", "q must be a tensor, got list"),
+    "a DTensor": ("TypeError", "q must be this rank's shard as a plain tensor, got a DTensor; pass q.to_local()"),
     "sharded in another order": ("ValueError", "causal attention was given order='contiguous', but on this mesh"),
     "positions in another order": ("ValueError", "tokens were sharded in order='head_tail'"),
     "dataset in another order": ("ValueError", "SequenceDataset was given order='head_tail', but on this mesh"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from wallfacer_dt import ops  # noqa: F401  registers the operators
 from wallfacer_dt.algorithms import check_rotate, resolve_rotate
@@ -149,6 +150,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name} must be this rank's shard as a plain tensor, got a DTensor; pass {name}.to_local()"
+            )
         if x.ndim != 4 or 0 in x.shape:
             raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {tuple(x.shape)}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

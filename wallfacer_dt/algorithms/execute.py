@@ -204,11 +204,8 @@ class _Run:
 
 
 def _rows_of(member: int, tensors: Sequence[Tensor], slices: Sequence[Slice]) -> tuple[Tensor, ...]:
-    """The rows of one team member out of tensors assembled from ``slices``, in the member's own order."""
-    starts = accumulate((s.span.length for s in slices), initial=0)
-    rows = sorted(
-        (s.start, offset, s.span.length) for s, offset in zip(slices, starts, strict=False) if s.member == member
-    )
-    return tuple(
-        torch.cat([x.narrow(SEQUENCE_DIM, offset, length) for _, offset, length in rows], SEQUENCE_DIM) for x in tensors
-    )
+    """The rows of one team member out of tensors assembled from ``slices``."""
+    # Slices and a member's own rows both ascend in position, so the member's order is kept.
+    offsets = accumulate((s.span.length for s in slices), initial=0)
+    rows = [(offset, s.span.length) for s, offset in zip(slices, offsets, strict=False) if s.member == member]
+    return tuple(torch.cat([x.narrow(SEQUENCE_DIM, *row) for row in rows], SEQUENCE_DIM) for x in tensors)
