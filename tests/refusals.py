@@ -189,6 +189,8 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "called with something unknown": lambda: called(temperature=None),
     "called as causal": lambda: called(is_causal=True),
     "called with another scale": lambda: called(w.WallFacerParallel(scale=1.0), scale=0.5),
+    "called with a learned scale": lambda: called(scale=torch.tensor(0.5, requires_grad=True)),
+    "called with an infinite scale": lambda: called(scale=float("inf")),
     "called with grouped heads switched off": lambda: styled()(
         x(heads=4).transpose(1, 2), x().transpose(1, 2), x().transpose(1, 2), enable_gqa=False
     ),

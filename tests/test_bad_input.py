@@ -74,6 +74,11 @@ MESSAGES = {
     "called with something unknown": ("ValueError", "temperature=None, which this style does not implement"),
     "called as causal": ("ValueError", "called with is_causal=True, the style was given is_causal=False"),
     "called with another scale": ("ValueError", "called with scale=0.5, the style was given scale=1.0"),
+    "called with a learned scale": (
+        "TypeError",
+        "scale must be a float or None, got tensor(0.5000, requires_grad=True)",
+    ),
+    "called with an infinite scale": ("ValueError", "scale must be finite, got inf"),
     "called with grouped heads switched off": ("ValueError", "enable_gqa=False, but q has shape (1, 4, 4, 8)"),
     "called with too many arguments": ("ValueError", "got 5 positional arguments"),
     "shards of different length": (

@@ -111,8 +111,7 @@ class ContextAttention:
         check_order(order)
         if not isinstance(is_causal, bool):
             raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-            raise TypeError(f"scale must be a float or None, got {scale!r}")
+        _check_scale(scale)
         check_kernel(kernel)
         check_rotate(rotate, schedule, place.ring, place.team)
         if is_causal:
@@ -127,6 +126,7 @@ class ContextAttention:
 
     def with_scale(self, scale: float | None) -> "ContextAttention":
         """The same with another scale."""
+        _check_scale(scale)
         return self if scale == self.scale else replace(self, scale=scale)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -144,6 +144,14 @@ class ContextAttention:
             self.order, self.schedule, rotate, self.kernel,
         )  # fmt: skip
         return out
+
+
+def _check_scale(scale: float | None) -> None:
+    # A tensor may want a gradient, which it would not get.
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"scale must be a float or None, got {scale!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> None:
