@@ -6,6 +6,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -105,13 +106,13 @@ def _serve(rank: int, size: int, pipe: Connection, store: str, timeout: float) -
         timeout=timedelta(seconds=timeout),
     )
     pipe.send((True, None))
-    while True:
-        try:
+    # A closed pool has nobody left to answer.
+    with suppress(EOFError, BrokenPipeError):
+        while True:
             function, args = pipe.recv()
-        except EOFError:
-            break
-        try:
-            pipe.send((True, function(*args)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            try:
+                answer = True, function(*args)
+            except BaseException:
+                answer = False, traceback.format_exc()
+            pipe.send(answer)
     os._exit(0)
