@@ -22,7 +22,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
-        if size not in pools:
+        if size not in pools or pools[size].closed:
             pools[size] = RankPool(size, timeout=60)
         return pools[size]
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,8 +39,8 @@ def outcome(name: str) -> tuple[str, str, list[str]]:
     return "nothing", "", communication.ran
 
 
-def mesh(order: str = "contiguous") -> DeviceMesh:
-    return mesh_of(2, 2, "team_in_node", order)
+def mesh() -> DeviceMesh:
+    return mesh_of(2, 2)
 
 
 def x(batch: int = 1, heads: int = 2, length: int = 4, head_dim: int = 8, **kwargs: Any) -> Tensor:
@@ -88,19 +89,19 @@ class ScaleByDefault(Inner):
 
 
 def sharded_in_another_order() -> None:
-    fresh = w.context_mesh("cpu", 2, 2)
-    w.shard_sequence(torch.arange(8), fresh, dim=0, order="head_tail")
-    attend(on=fresh, is_causal=True)
+    w.shard_sequence(torch.arange(8), mesh(), dim=0, order="head_tail")
+    # Another mesh of the same ranks: a loader and a model may each make their own.
+    attend(on=w.context_mesh("cpu", 2, 2), is_causal=True)
 
 
 def positions_in_another_order() -> None:
-    fresh = w.context_mesh("cpu", 2, 2)
+    fresh = mesh()
     w.sequence_positions(8, fresh, order="head_tail")
     styled(style=w.WallFacerParallel(is_causal=True), on=fresh["cp_ring", "cp_team"])
 
 
 def dataset_in_another_order() -> None:
-    fresh = w.context_mesh("cpu", 2, 2)
+    fresh = mesh()
     styled(style=w.WallFacerParallel(is_causal=True), on=fresh)
     w.SequenceDataset(torch.arange(99), 8, fresh, order="head_tail")
 
@@ -109,12 +110,35 @@ def styled_twice() -> None:
     styled(styled())
 
 
-def slice_of(size: int) -> DeviceMesh:
-    return DeviceMesh("cpu", torch.arange(size))
+class Holding(Inner):
+    """An inner attention with something in it."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__()
+        for name, thing in held.items():
+            setattr(self, name, thing)
 
 
-def with_dropout() -> Tensor:
-    return called(dropout_p=0.1)
+def with_a_mask_buffer() -> nn.Module:
+    module = Inner()
+    module.register_buffer("hidden", torch.ones(4, 4).triu())
+    return styled(module)
+
+
+def forward_mode() -> Tensor:
+    with forward_ad.dual_level():
+        return attend(forward_ad.make_dual(x(), x()))
+
+
+def ring_of_a_team() -> Tensor:
+    return attend(on=mesh()["cp_ring"])
+
+
+def seen_before() -> Tensor:
+    for length in (5, 7):
+        attend(x(length=length), x(length=length))
+    length = 7 if dist.get_rank() == 2 else 5
+    return attend(x(length=length), x(length=length))
 
 
 REFUSALS: dict[str, Callable[[], Any]] = {
@@ -130,10 +154,13 @@ REFUSALS: dict[str, Callable[[], Any]] = {
         on=init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     ),
     "mesh with swapped axes": lambda: attend(on=init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_team", "cp_ring"))),
+    "mesh partly in descending order": lambda: attend(
+        on=DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("cp_ring", "cp_team"))
+    ),
     "mesh in descending order": lambda: attend(
         on=DeviceMesh("cpu", torch.tensor([[3, 2], [1, 0]]), mesh_dim_names=("cp_ring", "cp_team"))
     ),
-    "published with a team too large": lambda: attend(on=mesh_of(1, 4, "team_in_node", ""), schedule="published"),
+    "published with a team too large": lambda: attend(on=mesh_of(1, 4), schedule="published"),
     "published rotating kv": lambda: attend(schedule="published", rotate="kv"),
     "unknown schedule": lambda: attend(schedule="3d"),
     "unknown rotation": lambda: attend(rotate="k"),
@@ -141,7 +168,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "unknown kernel": lambda: attend(kernel="fast"),
     "is_causal that is no bool": lambda: attend(is_causal=1),
     "scale that is no number": lambda: attend(scale="big"),
-    "odd shard in head_tail": lambda: attend(x(length=3), x(length=3), on=mesh("head_tail"), order="head_tail"),
+    "odd shard in head_tail": lambda: attend(x(length=3), x(length=3), on=mesh(), order="head_tail"),
     "lengths of q and k": lambda: attend(x(length=4), x(length=6)),
     "lengths of k and v": lambda: attend(v=x(length=6)),
     "batches": lambda: attend(x(batch=2)),
@@ -160,11 +187,13 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "positions in another order": positions_in_another_order,
     "dataset in another order": dataset_in_another_order,
     "sequence that does not divide": lambda: w.shard_sequence(x(length=10), mesh(), dim=2, order="contiguous"),
-    "sequence that does not divide by 2P": lambda: w.shard_sequence(
-        x(length=12), mesh("head_tail"), dim=2, order="head_tail"
-    ),
+    "sequence that does not divide by 2P": lambda: w.shard_sequence(x(length=12), mesh(), dim=2, order="head_tail"),
     "positions that do not divide": lambda: w.sequence_positions(6, mesh(), order="contiguous"),
     "a length that is no int": lambda: w.sequence_positions(8.0, mesh(), order="contiguous"),
+    "dim that is no int": lambda: w.shard_sequence(x(), mesh(), dim=0.5, order="contiguous"),
+    "sharding a DTensor": lambda: w.shard_sequence(
+        DTensor.from_local(x(), mesh(), [Replicate(), Replicate()], run_check=False), mesh(), dim=2, order="contiguous"
+    ),
     "dim out of range": lambda: w.shard_sequence(x(), mesh(), dim=4, order="contiguous"),
     "unsharding something that needs a gradient": lambda: w.unshard_sequence(
         x(requires_grad=True), mesh(), dim=2, order="contiguous"
@@ -176,12 +205,20 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "style on a module with parameters": lambda: styled(nn.MultiheadAttention(8, 2)),
     "style on a module that is no attention": lambda: styled(nn.ReLU()),
     "style on a styled module": styled_twice,
-    "module that is causal by default": lambda: styled(CausalByDefault()),
-    "module with a window by default": lambda: styled(WindowByDefault()),
-    "module with another scale by default": lambda: styled(ScaleByDefault(), w.WallFacerParallel(scale=1.0)),
+    "module that is causal by default": lambda: called(None, CausalByDefault()),
+    "module with a window by default": lambda: called(None, WindowByDefault()),
+    "module with another scale by default": lambda: called(w.WallFacerParallel(scale=1.0), ScaleByDefault()),
+    "module that holds is_causal": lambda: styled(Holding(is_causal=True)),
+    "module that holds a window": lambda: styled(Holding(sliding_window=64)),
+    "module that holds dropout": lambda: styled(Holding(drop=nn.Dropout(0.5))),
+    "module that holds a mask": with_a_mask_buffer,
+    "unknown schedule of a style": lambda: w.WallFacerParallel(schedule="3d"),
+    "unknown rotation of a style": lambda: w.RingParallel(rotate="k"),
+    "forward-mode differentiation": forward_mode,
+    "a ring without its team": ring_of_a_team,
     "called with a mask": lambda: called(attn_mask=torch.zeros(4, 4)),
     "called with a mask by position": lambda: called(None, WithMask(), torch.zeros(4, 4)),
-    "called with dropout": with_dropout,
+    "called with dropout": lambda: called(dropout_p=0.1),
     "called with a window": lambda: called(sliding_window=8),
     "called with a flash window": lambda: called(window_size=(8, 0)),
     "called with sinks": lambda: called(sinks=torch.zeros(2)),
@@ -200,6 +237,13 @@ REFUSALS: dict[str, Callable[[], Any]] = {
 # These differ between ranks, so ranks have to compare before they can refuse.
 DISAGREEMENTS: dict[str, Callable[[], Any]] = {
     "shards of different length": lambda: attend(*[x(length=3 + (dist.get_rank() == 3))] * 2),
+    "an odd shard on one rank": lambda: attend(*[x(length=4 - (dist.get_rank() == 3))] * 2, order="head_tail"),
+    "an empty shard on one rank": lambda: attend(*[x(length=4 * (dist.get_rank() != 3))] * 2),
+    "an integer on one rank": lambda: attend(*[x(dtype=torch.int64 if dist.get_rank() == 1 else None)] * 2),
+    "shards to unshard of different length": lambda: w.unshard_sequence(
+        x(length=3 + (dist.get_rank() == 3)), mesh(), dim=2, order="contiguous"
+    ),
+    "another length on one rank, each seen before": seen_before,
     "another scale on one rank": lambda: attend(scale=0.1 + 0.1 * (dist.get_rank() == 1)),
     "another dtype on one rank": lambda: attend(
         *[x(dtype=torch.float32 if dist.get_rank() else torch.float64, head_dim=24)] * 2

@@ -34,6 +34,6 @@ def cases(draw: st.DrawFn, sizes: range = range(1, 9), **fixed: object) -> Case:
         "rotate": draw(st.sampled_from(["q", "auto"] if schedule == "published" else ["kv", "q", "auto"])),
         "kernel": draw(st.sampled_from(["auto", "auto", "reference"])),
         "scale": draw(st.sampled_from([None, None, 0.3])),
-        "inputs": draw(st.sampled_from(["normal", "normal", "normal", "equal", "huge", "zero_grad"])),
+        "inputs": draw(st.sampled_from(["normal", "normal", "normal", "equal", "huge", "zero_grad", "strided"])),
     }
     return Case(**(options | fixed))

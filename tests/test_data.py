@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from wallfacer_dt import SequenceDataset, SequenceSampler
+from wallfacer_dt import SequenceDataset, SequenceSampler, release_order
 from wallfacer_dt.testing import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -61,6 +61,7 @@ def test_windows_do_not_overlap_and_have_their_last_label(length: int) -> None:
 def read_on_a_rank(order: str, workers: int) -> dict:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     context = mesh["cp_ring", "cp_team"]
+    release_order(context)
     recording = Recording()
     dataset = SequenceDataset(recording if workers == 0 else STREAM, 8, context, order=order)
     sampler = SequenceSampler(dataset, context, data_parallel=mesh["dp"], seed=3)
@@ -127,6 +128,27 @@ def test_after_a_resumed_epoch_comes_a_whole_one() -> None:
     assert len(list(sampler)) == 8
     sampler.set_epoch(1)
     assert len(list(sampler)) == len(sampler) == 12
+
+
+def test_another_epoch_than_the_resumed_one_is_whole() -> None:
+    sampler = SequenceSampler(SequenceDataset(STREAM, 8), seed=5)
+    sampler.load_state_dict(sampler.state_dict(4))
+    sampler.set_epoch(0)
+    assert len(sampler) == 8
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 12
+
+
+@pytest.mark.parametrize("consumed", [-1, 13])
+def test_more_than_an_epoch_cannot_be_consumed(consumed: int) -> None:
+    with pytest.raises(ValueError, match=f"from 0 to the epoch's 12 samples, got {consumed}"):
+        SequenceSampler(SequenceDataset(STREAM, 8)).state_dict(consumed)
+
+
+@pytest.mark.parametrize("stream", [np.arange(9.0), np.zeros((9, 2), dtype=int), torch.rand(9)])
+def test_tokens_are_a_stream_of_integers(stream: object) -> None:
+    with pytest.raises(TypeError, match="one-dimensional stream of integers"):
+        SequenceDataset(stream, 4)[0]
 
 
 @pytest.mark.parametrize("change", [{"seed": 6}, {"shuffle": False}])

@@ -45,6 +45,8 @@ context_mesh
 context_parallel_attention
     q, k, v, mesh, *, is_causal=False, scale=None, order='contiguous', schedule='2d', rotate='auto',
     kernel='auto'
+release_order
+    mesh
 sequence_positions
     length, mesh, *, order
 shard_sequence

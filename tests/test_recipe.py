@@ -66,6 +66,14 @@ def test_sizes_that_do_not_fit_the_ranks(sizes: dict, world: int, message: str) 
     assert message in str(refusal.value)
 
 
+def test_the_demo_wants_enough_steps_to_compare() -> None:
+    done = recipe("demo", "--steps", "19")
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "train_bytes: --steps must be at least 20 for runs to be compared, got 19",
+    )
+
+
 def run(**changes: object) -> Run:
     traffic = Traffic(received=(20, 20), calls=(2, 2), expected_calls=2, formula=(10, 10))
     same = Run(

@@ -117,10 +117,13 @@ def test_transfers_are_waited_for_once_and_hide_behind_work(chosen: dict) -> Non
                 in_flight[step.transfer] = position
             elif isinstance(step, Wait):
                 started = in_flight.pop(step.transfer)
-                if not any(isinstance(s, Attend) for s in schedule.steps[started:position]):
+                if not any(isinstance(s, Attend) and s.tiles for s in schedule.steps[started:position]):
                     exposed.append(step.transfer)
         assert not in_flight
-        if not chosen["published"] or chosen["team"] == 1:
+        published = chosen["published"] and chosen["team"] > 1
+        # Contiguous causal shards leave some ranks without anything visible to compute meanwhile.
+        balanced = chosen["order"] == "head_tail" or not chosen["is_causal"]
+        if balanced and not published:
             assert not exposed, "every transfer of the 2D schedule has work to hide behind"
 
 

@@ -8,8 +8,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.cases import Case, held, index_of, mesh_of
-from wallfacer_dt import context_mesh, sequence_positions, shard_sequence, unshard_sequence
+from wallfacer_dt import (
+    context_mesh,
+    context_parallel_attention,
+    release_order,
+    sequence_positions,
+    shard_sequence,
+    unshard_sequence,
+)
 from wallfacer_dt.layout import rank_spans
+from wallfacer_dt.mesh import whole_context_group
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -17,7 +25,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, bool, bool, bool]:
-    mesh = mesh_of(case.ring, case.team, case.placement, case.order)
+    mesh = mesh_of(case.ring, case.team, case.placement)
     whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
     rows = torch.tensor(held(index_of(case), case.size, case.order, shape[dim]))
     shard = shard_sequence(whole, mesh, dim=dim, order=case.order)
@@ -48,6 +56,8 @@ def meshes_of_every_kind() -> list[tuple[str, tuple[int, ...]]]:
     one = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     large = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     kinds = [one, large["cp_ring", "cp_team"], context_mesh("cpu", 2, 2, placement="ring_in_node")]
+    for mesh in kinds:
+        release_order(mesh)
     return [(str(m.mesh_dim_names), tuple(sequence_positions(8, m, order="head_tail").tolist())) for m in kinds]
 
 
@@ -61,21 +71,48 @@ def test_meshes_of_every_kind(ranks: Ranks) -> None:
 
 def bound_to_one_order() -> list[str]:
     large = init_device_mesh("cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
+    release_order(large["cp_ring", "cp_team"])
     sequence_positions(8, large["cp_ring", "cp_team"], order="head_tail")
     messages = []
-    for mesh in (large["cp_ring", "cp_team"], large["cp_ring"]):  # any slice of it
+    # Slices, and a mesh made apart: a loader and a model may each make their own.
+    for mesh in (large["cp_ring", "cp_team"], large["cp_ring"], context_mesh("cpu", dist.get_world_size())):
         try:
             shard_sequence(torch.zeros(8), mesh, dim=0, order="contiguous")
         except ValueError as error:
             messages.append(str(error))
-    apart = context_mesh("cpu", dist.get_world_size())
-    sequence_positions(8, apart, order="contiguous")
+    release_order(mesh)
+    shard_sequence(torch.zeros(8), mesh, dim=0, order="contiguous")
     return messages
 
 
-def test_a_mesh_has_one_token_order(ranks: Ranks) -> None:
+def test_the_ranks_of_a_mesh_have_one_token_order(ranks: Ranks) -> None:
     for messages in ranks(2).run(bound_to_one_order):
-        assert len(messages) == 2
+        assert len(messages) == 3
+
+
+def a_refused_call_binds_nothing() -> None:
+    mesh = mesh_of(2, 1)
+    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8)
+    with pytest.raises(ValueError, match="must agree in batch, length"):
+        context_parallel_attention(q, k, k, mesh, is_causal=True)
+    context_parallel_attention(q, q, q, mesh, is_causal=True, order="head_tail")
+
+
+def test_a_refused_call_binds_nothing(ranks: Ranks) -> None:
+    ranks(2).run(a_refused_call_binds_nothing)
+
+
+def timeouts() -> list[float]:
+    meshes = [context_mesh("cpu", 2, 2), context_mesh("cpu", 4)]
+    whole_context_group(meshes[0])
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    world = dist.group.WORLD
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in (world, *groups)]
+
+
+def test_the_groups_of_a_mesh_wait_as_long_as_the_world(ranks: Ranks) -> None:
+    for found in ranks(4).run(timeouts):
+        assert found == [60.0] * len(found)
 
 
 def test_every_position_is_held_once() -> None:

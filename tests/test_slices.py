@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.cases import held
-from wallfacer_dt import context_parallel_attention
+from wallfacer_dt import context_parallel_attention, release_order
 from wallfacer_dt.testing import RankPool, attention_oracle
 
 pytestmark = pytest.mark.ranks
@@ -17,6 +17,7 @@ def largest_error(shape: tuple[int, int, int], axes: tuple[str, ...], schedule: 
     """Largest difference of output and gradients, against an oracle of this group's own data."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
     context: DeviceMesh = mesh["cp_ring", "cp_team"]
+    release_order(context)
     group = mesh["dp"].get_local_rank()
     ring_rank, team_rank = context.get_coordinate() or (0, 0)
     size = context.size()

@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.cases import mesh_of
 from wallfacer_dt import (
     RingParallel,
     WallFacerParallel,
     context_mesh,
+    context_parallel_attention,
+    release_order,
     sequence_positions,
     shard_sequence,
 )
+from wallfacer_dt.mesh import context_groups
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -111,7 +115,7 @@ def errors(model: Model, mesh: DeviceMesh, order: str, layout: str) -> tuple[flo
 
 
 def wallfacer(ring: int, team: int, options: dict, layout: str) -> tuple[float, float, float]:
-    mesh = context_mesh("cpu", ring, team)
+    mesh = mesh_of(ring, team)
     model, _ = model_and_input(layout)
     style = WallFacerParallel(is_causal=True, layout=layout, scale=0.4, **options)
     parallelize_module(model, mesh, {"layers.*.inner": style})
@@ -121,6 +125,7 @@ def wallfacer(ring: int, team: int, options: dict, layout: str) -> tuple[float, 
 def ring(one_axis: bool, layout: str) -> tuple[float, float, float]:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)) if one_axis else context_mesh("cpu", size)
+    release_order(mesh)
     model, _ = model_and_input(layout)
     parallelize_module(model, mesh, {"layers.*.inner": RingParallel(is_causal=True, layout=layout)})
     return errors(model, mesh, "contiguous", layout)
@@ -149,7 +154,7 @@ def test_ring_in_a_model(ranks: Ranks, one_axis: bool, layout: str) -> None:
 
 
 def neutral_options() -> Tensor:
-    mesh = context_mesh("cpu", dist.get_world_size())
+    mesh = mesh_of(dist.get_world_size(), 1)
     module = parallelize_module(Inner("BNLH"), mesh, RingParallel(is_causal=True, layout="BNLH"))
     x = torch.ones(1, 2, 4, 8)
     return module(x, x, x, is_causal=True, enable_gqa=True, dropout_p=0.0, scale=None, window_size=(-1, -1), sinks=None)
@@ -183,7 +188,7 @@ def test_the_forward_keeps_local_q_k_v_out_and_lse(ranks: Ranks, mesh: tuple[int
 
 def compiled(ring: int, team: int, backend: str) -> tuple[float, float]:
     """Largest differences between eager and one compiled graph: output and input gradients."""
-    mesh = context_mesh("cpu", ring, team)
+    mesh = mesh_of(ring, team)
     style = WallFacerParallel(is_causal=True, order="head_tail", layout="BNLH", rotate="kv")
     module = parallelize_module(Inner("BNLH"), mesh, style)
     inputs = [torch.randn(1, n, 4, 8, requires_grad=True) for n in (4, 2, 2)]
@@ -204,3 +209,61 @@ def test_a_styled_module_is_one_graph(ranks: Ranks, mesh: tuple[int, int]) -> No
     """The operators are opaque in it; its backward is one too."""
     for found in ranks(mesh[0] * mesh[1]).run(compiled, *mesh, "aot_eager"):
         assert max(found) < 1e-6
+
+
+class SDPAShaped(nn.Module):
+    """Called like torch's function, with its defaults."""
+
+    scale = 0.3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=self.scale)
+
+
+def sdpa_shaped() -> float:
+    mesh = mesh_of(2, 1)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))
+    expected = SDPAShaped()(q, k, v, None, 0.0, True)
+    module = parallelize_module(SDPAShaped(), mesh, RingParallel(is_causal=True, layout="BNLH"))
+    local = [shard_sequence(x, mesh, dim=2, order="contiguous") for x in (q, k, v)]
+    with pytest.raises(ValueError, match="is_causal=False, the style was given is_causal=True"):
+        module(*local)
+    out = module(*local, is_causal=True)
+    return float((out - shard_sequence(expected, mesh, dim=2, order="contiguous")).abs().max())
+
+
+def test_a_modules_own_scale_and_defaults_count(ranks: Ranks) -> None:
+    assert max(ranks(2).run(sdpa_shaped)) < 1e-12
+
+
+def layouts() -> list[bool]:
+    mesh = mesh_of(2, 2)
+    q_BLNH = torch.randn(1, 4, 2, 8, requires_grad=True)
+    results = []
+    for q in (q_BLNH.transpose(1, 2), torch.randn(1, 2, 4, 8, requires_grad=True)):
+        out = context_parallel_attention(q, q, q, mesh)
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        results += [out.stride() == q.stride(), grad.stride() == q.stride()]
+    return results
+
+
+def test_results_are_laid_out_as_inputs_are(ranks: Ranks) -> None:
+    assert all(all(found) for found in ranks(4).run(layouts))
+
+
+def operator_check() -> None:
+    groups = context_groups(mesh_of(2, 1))
+    q, k, v = (torch.randn(1, n, 4, 8, requires_grad=True) for n in (4, 2, 2))
+    options = ("", [], True, 0.5, "contiguous", "2d", "kv", "flash")
+    torch.library.opcheck(torch.ops.wallfacer_dt.attention.default, (q, k, v, groups.ring.group_name, "", *options))
+
+
+def test_the_operator_passes_torchs_own_check(ranks: Ranks) -> None:
+    ranks(2).run(operator_check)

@@ -231,3 +231,12 @@ class Bodies(TorchDispatchMode):
 def test_peak_memory_does_not_grow_with_the_ring(team: int, rotate: str) -> None:
     peaks = [peak_bytes(ring, team, rotate) for ring in (5, 10, 20)]
     assert len(set(peaks)) == 1, peaks
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rotate", "most"),
+    [((8, 1), "kv", 11.1), ((8, 1), "q", 14.2), ((4, 2), "kv", 18.2), ((1, 8), "kv", 37.1)],
+)
+def test_peak_memory_in_units_of_a_shard(mesh: tuple[int, int], rotate: str, most: float) -> None:
+    """Forward and backward, in shards of q, the inputs and results included; k and v are half a shard each."""
+    assert peak_bytes(*mesh, rotate) / (4 * 64 * 32 * 4) < most

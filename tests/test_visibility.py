@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 def outputs_before_and_after(case: Case, changed: int) -> list[tuple[int, list[np.ndarray]]]:
     """This rank's output, with the key and value at one global position as they are, then altered."""
-    mesh = mesh_of(case.ring, case.team, case.placement, case.order)
+    mesh = mesh_of(case.ring, case.team, case.placement)
     index = index_of(case)
     rows = held(index, case.size, case.order, case.shard * case.size)
     answers = []

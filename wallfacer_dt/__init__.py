@@ -3,7 +3,7 @@
 from wallfacer_dt.algorithms import AttentionVolume, Volume, attention_volume
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.data import SequenceDataset, SequenceSampler
-from wallfacer_dt.mesh import context_mesh
+from wallfacer_dt.mesh import context_mesh, release_order
 from wallfacer_dt.sequence import sequence_positions, shard_sequence, unshard_sequence
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
 
@@ -17,6 +17,7 @@ __all__ = [
     "attention_volume",
     "context_mesh",
     "context_parallel_attention",
+    "release_order",
     "sequence_positions",
     "shard_sequence",
     "unshard_sequence",

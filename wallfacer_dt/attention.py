@@ -1,20 +1,24 @@
 """Context-parallel attention on local shards: what it accepts, and the call of the operator."""
 
 import math
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from wallfacer_dt import ops  # noqa: F401  registers the operators
 from wallfacer_dt.algorithms import check_rotate, resolve_rotate
+from wallfacer_dt.collectives import agree
 from wallfacer_dt.kernels import check_kernel, select_kernel
 from wallfacer_dt.layout import check_length, check_order
 from wallfacer_dt.mesh import Coordinate, bind_order, context_groups, whole_context_group
 
 
+@torch.compiler.disable(reason="it looks process groups up; in a compiled model use a style")
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -54,9 +58,11 @@ def context_parallel_attention(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a mesh, shapes or options that do not fit; raised before anything is sent.
+        ValueError: a mesh, shapes or options that do not fit, or that differ between ranks; raised on every rank before
+            any tensor is sent.
+        NotImplementedError: forward-mode differentiation.
     """
-    attend = ContextAttention.on(
+    attention = ContextAttention.on(
         mesh,
         is_causal=is_causal,
         scale=scale,
@@ -65,7 +71,10 @@ def context_parallel_attention(
         rotate=rotate,
         kernel=kernel,
     )
-    return attend(q, k, v)
+    attention.check(q, k, v)
+    if is_causal:
+        bind_order(mesh, order, "causal attention")
+    return attention(q, k, v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +120,9 @@ class ContextAttention:
         check_order(order)
         if not isinstance(is_causal, bool):
             raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-        _check_scale(scale)
+        check_scale(scale)
         check_kernel(kernel)
         check_rotate(rotate, schedule, place.ring, place.team)
-        if is_causal:
-            bind_order(mesh, order, "causal attention")
         context, context_ranks = "", ()
         if schedule == "published" and place.team > 1:
             context, context_ranks = whole_context_group(mesh)
@@ -124,34 +131,42 @@ class ContextAttention:
             is_causal, scale, order, schedule, rotate, kernel,
         )  # fmt: skip
 
-    def with_scale(self, scale: float | None) -> "ContextAttention":
-        """The same with another scale."""
-        _check_scale(scale)
-        return self if scale == self.scale else replace(self, scale=scale)
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuse (TypeError, ValueError, NotImplementedError) tensors that do not fit, on every rank if on one."""
+        try:
+            _check_tensors(q, k, v, self.device_type)
+            check_length(q.shape[2] * self.place.size, self.place.size, self.order)
+            select_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1])
+        except (TypeError, ValueError, NotImplementedError) as error:
+            if not torch.compiler.is_compiling():
+                with suppress(ValueError):  # one's own error says more than the comparison
+                    agree((), self.team, self.ring, every_call=self.device_type == "cpu", error=str(error))
+            raise
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention on local shards; see :func:`context_parallel_attention`."""
-        _check_tensors(q, k, v, self.device_type)
-        check_length(q.shape[2] * self.place.size, self.place.size, self.order)
-        select_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1])
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        """Attention on local shards; see :func:`context_parallel_attention`. ``scale`` goes before one's own."""
+        self.check(q, k, v)
+        check_scale(scale)
+        scale = self.scale if scale is None else scale
         rotate = resolve_rotate(
             self.rotate, self.schedule, self.place.ring, self.place.team,
             heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[-1], dtype=q.dtype,
         )  # fmt: skip
         out, _ = torch.ops.wallfacer_dt.attention(
             q, k, v, self.ring, self.team, self.context, self.context_ranks, self.is_causal,
-            1 / math.sqrt(q.shape[-1]) if self.scale is None else float(self.scale),
+            1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
             self.order, self.schedule, rotate, self.kernel,
         )  # fmt: skip
         return out
 
 
-def _check_scale(scale: float | None) -> None:
+def check_scale(scale: float | None) -> None:
+    """Refuse (TypeError, ValueError) a scale that is no finite number above 0."""
     # A tensor may want a gradient, which it would not get.
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale must be a float or None, got {scale!r}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be finite and above 0, got {scale}")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> None:
@@ -161,6 +176,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> None:
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{name} must be this rank's shard as a plain tensor, got a DTensor; pass {name}.to_local()"
+            )
+        if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"
             )
         if x.ndim != 4 or 0 in x.shape:
             raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {tuple(x.shape)}")

@@ -85,7 +85,10 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
         rows = self.tokens[start:stop]
         if isinstance(rows, bytes | bytearray | memoryview):
             rows = np.frombuffer(rows, dtype=np.uint8)
-        return torch.as_tensor(np.asarray(rows, dtype=np.int64))
+        rows = np.asarray(rows)
+        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+            raise TypeError(f"tokens must be a one-dimensional stream of integers, got {rows.ndim}-d {rows.dtype}")
+        return torch.as_tensor(rows.astype(np.int64))
 
 
 class SequenceSampler(DistributedSampler[int]):
@@ -118,15 +121,15 @@ class SequenceSampler(DistributedSampler[int]):
         samples = len(dataset)  # type: ignore[arg-type]
         if samples < groups:
             raise ValueError(f"{groups} data-parallel groups need as many samples, the dataset has {samples}")
-        if mesh is not None:
-            context = context_groups(mesh, any_axis=True)
-            signature = (
-                ("number of samples", samples),
-                ("seed", seed),
-                ("shuffle", shuffle),
-                ("data-parallel group", group),
-            )
-            agree(signature, context.team_name, context.ring.group_name)
+        context = None if mesh is None else context_groups(mesh, any_axis=True)
+        self._names = () if context is None else (context.team_name, context.ring.group_name)
+        signature = (
+            ("number of samples", samples),
+            ("seed", seed),
+            ("shuffle", shuffle),
+            ("data-parallel group", group),
+        )
+        agree(signature, *self._names, every_call=False)
         super().__init__(dataset, num_replicas=groups, rank=group, shuffle=shuffle, seed=seed, drop_last=True)
         self._skip = 0
 
@@ -139,6 +142,12 @@ class SequenceSampler(DistributedSampler[int]):
         """Samples of this group left in this epoch."""
         return self.num_samples - self._skip
 
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of the next iteration; another epoch than the current one starts at its beginning."""
+        if epoch != self.epoch:
+            self._skip = 0
+        super().set_epoch(epoch)
+
     def state_dict(self, consumed: int) -> dict[str, Any]:
         """What resuming needs.
 
@@ -147,7 +156,12 @@ class SequenceSampler(DistributedSampler[int]):
 
         Returns:
             Plain values, the same on all ranks of a group.
+
+        Raises:
+            ValueError: the epoch has fewer samples than that.
         """
+        if not 0 <= consumed <= self.num_samples:
+            raise ValueError(f"consumed must be from 0 to the epoch's {self.num_samples} samples, got {consumed}")
         return {"epoch": self.epoch, "consumed": consumed} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,11 +172,12 @@ class SequenceSampler(DistributedSampler[int]):
 
         Raises:
             ValueError: the state is of another dataset length, seed, shuffling or number of data-parallel groups,
-                under which "the next sample" would be a different one.
+                under which "the next sample" would be a different one; or ranks of the context mesh disagree.
         """
         for name, mine in self._identity().items():
             if state[name] != mine:
                 raise ValueError(f"the saved sampler had {name}={state[name]!r}, this one has {mine!r}")
+        agree((("epoch", state["epoch"]), ("consumed samples", state["consumed"])), *self._names, every_call=False)
         self.set_epoch(state["epoch"])
         self._skip = state["consumed"]
 

@@ -1,9 +1,11 @@
 """The context mesh: its two axes, how it is made, and one rank's place in it.
 
 P = ring * team ranks share a sequence. Axis ``cp_ring`` is the one keys and values (or queries) travel
-along hop by hop; axis ``cp_team`` the one they are gathered over. Nothing here knows of tokens or tensors.
+along hop by hop; axis ``cp_team`` the one they are gathered over. A mesh also carries the name of the order in which
+tokens are dealt out on it; what the order means is in ``layout``.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,13 +137,8 @@ def context_groups(mesh: DeviceMesh, *, any_axis: bool = False) -> ContextGroups
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
     ring_rank, team_rank = (*place, 0)[:2]
     ring, team = (*mesh.shape, 1)[:2]
+    _check_whole(mesh)
     groups = mesh.get_all_groups()
-    for axis, (group, rank) in enumerate(zip(groups, place, strict=True)):
-        if group.rank() != rank:
-            raise ValueError(
-                f"axis {axis} of the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, "
-                "so its process group numbers them otherwise; build the mesh with ascending ranks"
-            )
     coordinate = Coordinate(ring, team, ring_rank, team_rank)
     return ContextGroups(coordinate, groups[0], groups[1] if len(groups) > 1 else None)
 
@@ -155,33 +152,77 @@ def whole_context_group(mesh: DeviceMesh) -> tuple[str, tuple[int, ...]]:
     Returns:
         The group's name, and for every sequence index (ring-major) its rank in that group.
     """
-    # A mesh holds its ranks in a tensor, which tracing modes (fake tensors, say) must not see.
     with _disable_current_modes():
         flat = _flattened(mesh)
-        inherit_timeout(flat)
-        group = flat.get_group()
-        ranks = tuple(dist.get_group_rank(group, rank) for rank in mesh.mesh.flatten().tolist())
-    return group.group_name, ranks
+    inherit_timeout(flat)
+    group = flat.get_group()
+    return group.group_name, tuple(dist.get_group_rank(group, rank) for rank in _ranks(mesh))
 
 
 # Note [One token order per mesh]
 # A shard does not show in which order its tokens were dealt out, and causal attention told another order than
-# the loader used is silently wrong. So a mesh carries one token order: whoever names it first (the loader's
-# side, a style, or causal attention) binds it, and whoever names another is refused. All slices of a mesh share
-# the order; meshes made apart do not, even where torch lets them share process groups.
-_BOUND_ORDER = "_wallfacer_dt_order"
+# the loader used is silently wrong. So the ranks that share a sequence have one token order: whoever names it first
+# (the loader's side, a style, or causal attention) binds it, and whoever names another is refused, on whichever mesh
+# of the same ranks. Kept per world, so that a new process group starts afresh.
+_bound_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
 
 
 def bind_order(mesh: DeviceMesh, order: str, who: str) -> None:
-    """Bind the mesh to a token order, or refuse (ValueError) a second one; see Note [One token order per mesh]."""
-    root = _root(mesh)
-    bound = getattr(root, _BOUND_ORDER, order)
+    """Bind the mesh's ranks to a token order, or refuse (ValueError) a second one.
+
+    See Note [One token order per mesh].
+    """
+    bound = _orders().setdefault(_ranks(mesh), order)
     if bound != order:
         raise ValueError(
-            f"{who} was given order={order!r}, but on this mesh tokens were sharded in order={bound!r}; a mesh "
-            f"has one token order: pass order={bound!r}, or make a second mesh for data in another order"
+            f"{who} was given order={order!r}, but on this mesh tokens were sharded in order={bound!r}; its ranks "
+            f"have one token order: pass order={bound!r}, or release_order(mesh) once no such tokens are left"
         )
-    setattr(root, _BOUND_ORDER, order)
+
+
+def release_order(mesh: DeviceMesh) -> None:
+    """Let the ranks of a mesh be given tokens in another order than so far.
+
+    Call it on all of them, when no tensor in the old order is left that causal attention could be given.
+
+    Args:
+        mesh: the context mesh, or any mesh of the same ranks in the same order.
+    """
+    _orders().pop(_ranks(mesh), None)
+
+
+def _orders() -> dict[tuple[int, ...], str]:
+    return _bound_orders.setdefault(_world(), {})
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has been made, so there is a world"
+    return world
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    # A mesh holds its ranks in a tensor, which tracing modes (fake tensors, say) must not see.
+    with _disable_current_modes():
+        return tuple(mesh.mesh.flatten().tolist())
+
+
+def _check_whole(mesh: DeviceMesh) -> None:
+    """Refuse a mesh whose groups number ranks otherwise than it does, and a ring without its team."""
+    with _disable_current_modes():
+        ascending = all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
+    if not ascending:
+        raise ValueError(
+            f"an axis of the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, so its process "
+            "group numbers them otherwise; build the mesh with ascending ranks"
+        )
+    root = _root(mesh)
+    axes = dict(zip(root.mesh_dim_names or (), root.shape, strict=False))
+    if mesh.mesh_dim_names == (RING_AXIS,) and axes.get(TEAM_AXIS, 1) > 1:
+        raise ValueError(
+            f"axis {RING_AXIS!r} alone is only a part of the ranks that share a sequence, since its mesh has a "
+            f"{TEAM_AXIS!r} of {axes[TEAM_AXIS]}; slice both: mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
+        )
 
 
 # Private methods of DeviceMesh and process groups; run on torch 2.13.
@@ -194,16 +235,15 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
     torch has no public way to say otherwise.
     """
     device = torch.device(mesh.device_type)
-    world = dist.group.WORLD
-    assert world is not None, "a mesh has been made, so there is a world"
-    options = getattr(world._get_backend(device), "options", None)
+    options = getattr(_world()._get_backend(device), "options", None)
     if options is not None:  # a fake process group has none
         for group in mesh.get_all_groups():
             group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh._flatten("cp")
+    # The usual "cp" may be the name of an axis that the user has.
+    return mesh._flatten("_wallfacer_dt_context")
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh:

@@ -57,7 +57,21 @@ def attention_body(
 
     Returns:
         out (B, N, L, H) in q's dtype and memory layout, lse (B, N, L) in the accumulation dtype, contiguous.
+
+    Raises:
+        ValueError: on every rank, before any tensor is sent: ranks disagree in shapes, dtype or options.
     """
+    signature = (
+        ("the shape of q", tuple(q.shape)),
+        ("the shape of k", tuple(k.shape)),
+        ("the dtype of q", q.dtype),
+        ("is_causal", is_causal),
+        ("scale", scale),
+        ("order", order),
+        ("schedule", schedule),
+        ("rotate", rotate),
+    )
+    agree(signature, team, ring, every_call=q.device.type == "cpu")
     groups = _groups(ring, team, context, context_ranks)
     plan = _schedule(groups.place, q, order, is_causal, schedule, "kv", backward=False)
     arithmetic = Forward(select_kernel(kernel, q.device.type, q.dtype, q.shape[-1]), scale)
@@ -120,75 +134,10 @@ def attention_backward_body(
     return _laid_out(dq, q), _laid_out(dk, k), _laid_out(dv, v)
 
 
-@torch.library.custom_op("wallfacer_dt::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring: str,
-    team: str,
-    context: str,
-    context_ranks: Sequence[int],
-    is_causal: bool,
-    scale: float,
-    order: str,
-    schedule: str,
-    rotate: str,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    """Local shards in, local out and lse; see :func:`attention_body`."""
-    signature = (
-        ("the shape of q", tuple(q.shape)),
-        ("the shape of k", tuple(k.shape)),
-        ("the dtype of q", q.dtype),
-        ("is_causal", is_causal),
-        ("scale", scale),
-        ("order", order),
-        ("schedule", schedule),
-        ("rotate", rotate),
-    )
-    agree(signature, team, ring)
-    return attention_body(
-        q,
-        k,
-        v,
-        ring,
-        team,
-        context,
-        context_ranks,
-        is_causal,
-        scale,
-        order,
-        schedule,
-        rotate,
-        kernel,
-    )
-
-
-@torch.library.custom_op("wallfacer_dt::attention_backward", mutates_args=())
-def attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ring: str,
-    team: str,
-    context: str,
-    context_ranks: Sequence[int],
-    is_causal: bool,
-    scale: float,
-    order: str,
-    schedule: str,
-    rotate: str,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Local gradients; see :func:`attention_backward_body`."""
-    return attention_backward_body(
-        grad_out, q, k, v, out, lse, ring, team, context, context_ranks,
-        is_causal, scale, order, schedule, rotate, kernel,
-    )  # fmt: skip
+attention = torch.library.custom_op("wallfacer_dt::attention", mutates_args=())(attention_body)
+attention_backward = torch.library.custom_op("wallfacer_dt::attention_backward", mutates_args=())(
+    attention_backward_body
+)
 
 
 @attention.register_fake
@@ -205,12 +154,11 @@ def _attention_backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_lse is not None:
-        raise NotImplementedError("wallfacer_dt::attention has no gradient through its lse")
+def _autograd(ctx, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * (3 + len(ctx.options))
     grads = torch.ops.wallfacer_dt.attention_backward(grad_out, *ctx.saved_tensors, *ctx.options)

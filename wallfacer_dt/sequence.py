@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from wallfacer_dt.collectives import all_gather, wait
+from wallfacer_dt.collectives import agree, all_gather, wait
 from wallfacer_dt.layout import check_length, chunks_per_rank, rank_spans
 from wallfacer_dt.mesh import bind_order, context_groups
 
@@ -63,6 +64,8 @@ def unshard_sequence(x: Tensor, mesh: DeviceMesh, *, dim: int, order: str) -> Te
             "and compute the loss on the shards"
         )
     bind_order(mesh, order, "unshard_sequence")
+    signature = (("the shape of x", tuple(x.shape)), ("the dtype of x", x.dtype), ("dim", dim))
+    agree(signature, groups.team_name, groups.ring.group_name, every_call=x.device.type == "cpu")
     whole = x.contiguous().view(-1)
     if place.team > 1:
         whole = wait(all_gather(whole, groups.team_name))
@@ -105,6 +108,10 @@ def sequence_positions(length: int, mesh: DeviceMesh, *, order: str) -> Tensor:
 def _checked_dim(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a tensor, got {type(x).__name__}")
+    if isinstance(x, DTensor):
+        raise TypeError("expected a plain tensor, got a DTensor; pass x.to_local() or x.full_tensor()")
+    if not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"dim must be in [{-x.ndim}, {x.ndim}), got {dim}")
     return dim % x.ndim

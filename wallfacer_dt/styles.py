@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from wallfacer_dt.attention import ContextAttention
+from wallfacer_dt.algorithms import check_rotate
+from wallfacer_dt.attention import ContextAttention, check_scale
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.layout import check_order
+from wallfacer_dt.mesh import bind_order
 
 LAYOUTS = ("BLNH", "BNLH")
 
@@ -70,14 +72,18 @@ class RingParallel(ParallelStyle):
         super().__init__()
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
         check_order(order)
         check_kernel(kernel)
+        check_scale(scale)
+        check_rotate(rotate, self.schedule, 1, 1)
         self.is_causal, self.scale, self.order = is_causal, scale, order
         self.rotate, self.kernel, self.layout = rotate, kernel, layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        extra = self._check_module(module)
-        attend = ContextAttention.on(
+        names, defaults = self._read_module(module)
+        attention = ContextAttention.on(
             device_mesh,
             is_causal=self.is_causal,
             scale=self.scale,
@@ -87,8 +93,10 @@ class RingParallel(ParallelStyle):
             kernel=self.kernel,
             any_axis=self.any_axis,
         )
-        self._check_team(attend.place.team)
-        module.forward = self._forward(attend, extra)
+        self._check_team(attention.place.team)
+        if self.is_causal:
+            bind_order(device_mesh, self.order, f"{type(self).__name__}(is_causal=True)")
+        module.forward = self._forward(attention, names, defaults)
         return module
 
     def _check_team(self, team: int) -> None:
@@ -98,51 +106,58 @@ class RingParallel(ParallelStyle):
                 "use WallFacerParallel, or context_mesh(device_type, ring)"
             )
 
-    def _check_module(self, module: nn.Module) -> list[str]:
-        """Refuse a module that is not plain attention; return the names of its positional options."""
-        name = type(self).__name__
+    def _read_module(self, module: nn.Module) -> tuple[list[str], dict[str, Any]]:
+        """Refuse a module that is not plain attention.
+
+        Returns:
+            The names of its positional options after q, k, v; and its defaults: of the options that a call leaves out,
+            and of attributes that are named like an option.
+        """
+        name, kind = type(self).__name__, type(module).__name__
         if hasattr(module.forward, _MARK):
-            raise ValueError(f"{name}: the module {type(module).__name__} already has a context-parallel style")
-        held = [what for what, _ in module.named_parameters()]
+            raise ValueError(f"{name}: the module {kind} already has a context-parallel style")
+        held = [what for what, _ in (*module.named_parameters(), *module.named_buffers())]
+        held += [what for what, child in module.named_children() if not _does_nothing(child)]
         if held:
             raise ValueError(
-                f"{name} replaces an inner attention called as attention(q, k, v), which has no parameters; "
-                f"{type(module).__name__} has {', '.join(held[:3])}: name the module inside it in the plan"
+                f"{name} replaces an inner attention called as attention(q, k, v), which has no parameters, buffers or "
+                f"submodules; {kind} has {', '.join(held[:3])}: name the module inside it in the plan"
             )
         parameters = list(inspect.signature(module.forward).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(positional) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
             raise ValueError(
-                f"{name} replaces a module called as attention(q, k, v), got {type(module).__name__}"
-                f"{inspect.signature(module.forward)}"
+                f"{name} replaces a module called as attention(q, k, v), got {kind}{inspect.signature(module.forward)}"
             )
+        known = (*_CAUSAL, *_SCALE, *_NEUTRAL)
+        attributes = {key: getattr(module, key) for key in known if hasattr(module, key)}
+        attributes = {key: value for key, value in attributes.items() if value is not None and not _does_nothing(value)}
+        self._check_options(attributes, f"{name}: the module {kind} has")
         options = positional[3:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        defaults = {p.name: p.default for p in options if p.default is not p.empty}
-        # A scale or a mask that the module falls back to would be lost without a word.
-        self._check_options(
-            {key: value for key, value in defaults.items() if value is not None},
-            f"{name}: by default {type(module).__name__} is called with",
-        )
-        return [p.name for p in positional[3:]]
+        defaults = {p.name: p.default for p in options if p.default is not p.empty and p.default is not None}
+        return [p.name for p in positional[3:]], attributes | defaults
 
-    def _forward(self, attend: ContextAttention, extra: list[str]) -> Callable[..., Tensor]:
+    def _forward(
+        self, attention: ContextAttention, names: list[str], defaults: dict[str, Any]
+    ) -> Callable[..., Tensor]:
         transposed = self.layout == "BLNH"
+        where = f"{type(self).__name__}: attention was called with"
 
         def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if len(args) > len(extra):
+            if len(args) > len(names):
                 raise ValueError(
                     f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments"
                 )
-            options = dict(zip(extra, args, strict=False)) | kwargs
-            scale = self._check_options(options, f"{type(self).__name__}: attention was called with")
-            if options.get("enable_gqa") is False and q.shape != k.shape:
+            options = defaults | dict(zip(names, args, strict=False)) | kwargs
+            scale = self._check_options(options, where)
+            if kwargs.get("enable_gqa") is False and q.shape != k.shape:
                 raise ValueError(f"enable_gqa=False, but q has shape {tuple(q.shape)} and k {tuple(k.shape)}")
             if transposed:
-                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = attend.with_scale(scale)(q, k, v)
+                q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
+            out = attention(q, k, v, scale)
             return out.transpose(1, 2) if transposed else out
 
-        setattr(forward, _MARK, attend)
+        setattr(forward, _MARK, attention)
         return forward
 
     def _check_options(self, options: dict[str, Any], where: str) -> float | None:
@@ -189,6 +204,7 @@ class WallFacerParallel(RingParallel):
         kernel: str = "auto",
         layout: str = "BLNH",
     ) -> None:
+        self.schedule = schedule
         super().__init__(
             is_causal=is_causal,
             scale=scale,
@@ -197,10 +213,13 @@ class WallFacerParallel(RingParallel):
             kernel=kernel,
             layout=layout,
         )
-        self.schedule = schedule
 
     def _check_team(self, team: int) -> None:
         pass
+
+
+def _does_nothing(thing: Any) -> bool:
+    return isinstance(thing, nn.Identity) or (isinstance(thing, nn.Dropout) and thing.p == 0)
 
 
 def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:

@@ -24,6 +24,8 @@ from recipes.train_bytes.text import Text, check_long_enough, load_text
 # (ring, team) of each run; (1, 1) is one process with plain attention.
 MESHES = ((2, 2), (1, 1), (4, 1))
 
+MIN_STEPS = 20
+
 # torch's launcher gives its ranks 30 seconds to end before it kills them.
 _GRACE_SECONDS = 40
 
@@ -73,6 +75,8 @@ def _check(settings: Settings) -> Text:
     """Refuse what a run would refuse; returns the text."""
     if "RANK" in os.environ:
         raise RecipeError("demo starts its own ranks; run it with python, not with torchrun")
+    if settings.steps < MIN_STEPS:
+        raise RecipeError(f"--steps must be at least {MIN_STEPS} for runs to be compared, got {settings.steps}")
     for ring, team in MESHES:
         check_settings(replace(settings, ring=ring, team=team), ring * team)
     text = load_text(settings.text)

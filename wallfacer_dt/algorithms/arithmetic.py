@@ -87,6 +87,8 @@ class Backward:
         """Add the tiles' gradients to both operands' partial results."""
         q, grad_out, lse, delta = query.data
         k, v = keys.data
+        if not tiles:
+            return
         if query.out is None:
             query.out = output_with_delta(grad_out, delta)
         for tile in tiles:

@@ -129,10 +129,7 @@ class _Run:
                 pending = self._permute(pack(partial), axis, to, source), fields_of(partial)
             case Exchange():
                 shares = self._shares(transfer)
-                pending = (
-                    exchange(torch.cat([pack(x) for x in shares]), self.groups.team),
-                    fields_of(shares[0]),
-                )
+                pending = exchange(_joined([pack(x) for x in shares], 0), self.groups.team), fields_of(shares[0])
         self.pending[transfer] = pending
 
     def wait(self, transfer: Transfer) -> None:
@@ -169,10 +166,7 @@ class _Run:
         """The rows of ``slices``, of every field, from the messages of the whole team."""
         members = [unpack(message, fields) for message in buffer.view(self.groups.place.team, -1).unbind(0)]
         return tuple(
-            torch.cat(
-                [members[s.member][i].narrow(SEQUENCE_DIM, s.start, s.span.length) for s in slices],
-                SEQUENCE_DIM,
-            )
+            _joined([members[s.member][i].narrow(SEQUENCE_DIM, s.start, s.span.length) for s in slices], SEQUENCE_DIM)
             for i in range(len(fields))
         )
 
@@ -208,4 +202,9 @@ def _rows_of(member: int, tensors: Sequence[Tensor], slices: Sequence[Slice]) ->
     # Slices and a member's own rows both ascend in position, so the member's order is kept.
     offsets = accumulate((s.span.length for s in slices), initial=0)
     rows = [(offset, s.span.length) for s, offset in zip(slices, offsets, strict=False) if s.member == member]
-    return tuple(torch.cat([x.narrow(SEQUENCE_DIM, *row) for row in rows], SEQUENCE_DIM) for x in tensors)
+    return tuple(_joined([x.narrow(SEQUENCE_DIM, *row) for row in rows], SEQUENCE_DIM) for x in tensors)
+
+
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    # torch.cat copies even a single piece.
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)

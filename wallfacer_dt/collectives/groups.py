@@ -1,12 +1,15 @@
 """Process groups by name, and agreement between their ranks before anything is sent."""
 
 import weakref
+import zlib
 from collections.abc import Hashable
 
+import torch
 import torch.distributed as dist
 
 # Private; run on torch 2.13.
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import _disable_current_modes
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
 
@@ -21,34 +24,63 @@ def group_rank(name: str) -> int:
     return _group(name).rank()
 
 
-def agree(signature: tuple[tuple[str, Hashable], ...], *names: str) -> None:
-    """Compare a call's signature with that of all ranks, the first time it is seen; refuse on all if one differs.
+def agree(signature: tuple[tuple[str, Hashable], ...], *names: str, every_call: bool = True, error: str = "") -> None:
+    """Compare a call's signature with that of all ranks, and refuse on all of them if one differs.
 
-    Ranks of one program see the same signatures in the same order, so all of them compare at the same call.
+    A rank that refuses its own arguments comes here with its error, so that the others do not wait for it; where it
+    would find nobody, it returns.
 
     Args:
-        signature: pairs of a name and a value.
+        signature: pairs of a name and a value whose repr is the same on every rank.
         *names: the groups of the mesh's axes, innermost first; empty names are skipped.
+        every_call: compare a digest at every call, on CPU tensors. Otherwise, because it stalls a device, only at the
+            first call with a signature; ranks of one program see the same ones in the same order.
+        error: why this rank cannot make the call at all.
 
     Raises:
         ValueError: on every rank, naming what differs and where.
     """
-    groups = [_group(name) for name in names if name]
-    groups = [group for group in groups if group.size() > 1]
-    if not groups or all(signature in _agreed.get(group, ()) for group in groups):
+    groups = [group for group in map(_group, filter(None, names)) if group.size() > 1]
+    if not groups or dist.get_backend(groups[0]) == "fake":
         return
-    everyone = {dist.get_rank(): signature}
+    known = [_agreed.get(group, set()) for group in groups]
+    if every_call:
+        if _same_digest((error, signature), groups):
+            return
+    elif all(known) if error else all(signature in seen for seen in known):
+        return
+    everyone = {dist.get_rank(): (error, signature)}
     for group in groups:
         heard: list[dict] = [{} for _ in range(group.size())]
         dist.all_gather_object(heard, everyone, group=group)
         everyone = {rank: theirs for part in heard for rank, theirs in part.items()}
-    for position, (what, _) in enumerate(signature):
-        values = {rank: theirs[position][1] for rank, theirs in sorted(everyone.items())}
+    _refuse_differences(everyone)
+    for group in groups:
+        _agreed.setdefault(group, set()).add(signature)
+
+
+def _same_digest(what: object, groups: list[dist.ProcessGroup]) -> bool:
+    """Whether all ranks of the mesh have the same; one small all-gather per axis."""
+    with _disable_current_modes():
+        digest = torch.tensor([zlib.crc32(repr(what).encode())])
+        for group in groups:
+            heard = [torch.empty_like(digest) for _ in range(group.size())]
+            dist.all_gather(heard, digest, group=group)
+            digest = torch.cat(heard)
+        return bool((digest == digest[0]).all())
+
+
+def _refuse_differences(everyone: dict[int, tuple[str, tuple[tuple[str, Hashable], ...]]]) -> None:
+    refusing = {rank: error for rank, (error, _) in sorted(everyone.items()) if error}
+    if refusing:
+        rank = min(refusing)
+        raise ValueError(f"rank {rank} of the mesh cannot make this call: {refusing[rank]}")
+    signatures = {rank: signature for rank, (_, signature) in sorted(everyone.items())}
+    for position, (what, _) in enumerate(next(iter(signatures.values()))):
+        values = {rank: signature[position][1] for rank, signature in signatures.items()}
         if len(set(values.values())) > 1:
             listing = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
             raise ValueError(f"{what} must be the same on every rank of the mesh, got {listing}")
-    for group in groups:
-        _agreed.setdefault(group, set()).add(signature)
 
 
 def _group(name: str) -> dist.ProcessGroup:

@@ -1,7 +1,8 @@
 """torch's fused attention kernels, called below autograd (private aten ops; run on torch 2.13, CPU only so far).
 
-Their traps: an empty block kills the process on CPU, log-sum-exps come with odd strides, gradients need not be
-contiguous. CUDA's flash attention wants head dims in multiples of 8.
+Their traps: an empty block kills the process on CPU, a last dim whose stride is not 1 is read as if it were,
+log-sum-exps come with odd strides, gradients need not be contiguous. CUDA's flash attention wants head dims in
+multiples of 8.
 """
 
 import torch
@@ -9,12 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.kernels.block import BlockKernel
+from wallfacer_dt.kernels.merge import accumulation_dtype
 
 _aten = torch.ops.aten
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        _dense(q), _dense(k), _dense(v), 0.0, is_causal, scale=scale
+    )
+    # Fake tensors of torch 2.11 have another dtype here than real ones.
+    return out, lse.to(accumulation_dtype(q.dtype))
 
 
 def _cpu_backward(
@@ -28,9 +34,8 @@ def _cpu_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, q, k, v, out, lse, 0.0, is_causal, scale=scale
-    )
+    dense = [_dense(x) for x in (grad_out, q, k, v, out)]
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*dense, lse, 0.0, is_causal, scale=scale)
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -72,8 +77,14 @@ def _cuda_backward(
     return dq, dk, dv
 
 
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, -x.shape[-1] % 8))
+    missing = -x.shape[-1] % 8
+    # Padding by nothing would still copy.
+    return F.pad(_dense(x), (0, missing)) if missing else _dense(x)
 
 
 FLASH_CPU = BlockKernel("flash", _cpu_forward, _cpu_backward)

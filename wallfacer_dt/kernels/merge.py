@@ -29,9 +29,8 @@ def output_with_delta(grad_out: Tensor, delta: Tensor) -> Tensor:
     So the backward sends delta (B, N, L) instead of O (B, N, L, H). Each row is scaled by its largest entry first,
     since squares of small gradients underflow.
     """
-    wide = grad_out.to(delta.dtype)
-    largest = wide.abs().amax(-1, keepdim=True)
+    largest = grad_out.abs().amax(-1, keepdim=True).to(delta.dtype)
     divisor = torch.where(largest > 0, largest, 1)
-    unit = wide / divisor
+    unit = grad_out / divisor
     norm = unit.square().sum(-1, keepdim=True).clamp_min(1)
-    return (unit * (delta.unsqueeze(-1) / divisor / norm)).to(grad_out.dtype)
+    return unit.mul_(delta.unsqueeze(-1) / divisor / norm).to(grad_out.dtype)

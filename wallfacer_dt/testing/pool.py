@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -58,11 +59,16 @@ class RankPool:
             RuntimeError: it raised on a rank.
             TimeoutError: a rank did not answer, or died; the pool is closed.
         """
-        if not self._pipes:
+        if self.closed:
             raise RuntimeError("this pool of ranks is closed")
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._collect(range(self.size))
+
+    @property
+    def closed(self) -> bool:
+        """Whether its processes have ended."""
+        return not self._pipes
 
     def close(self) -> None:
         """End all processes."""
@@ -114,5 +120,8 @@ def _serve(rank: int, size: int, pipe: Connection, store: str, timeout: float) -
                 answer = True, function(*args)
             except BaseException:
                 answer = False, traceback.format_exc()
-            pipe.send(answer)
+            try:
+                pipe.send(answer)
+            except (pickle.PicklingError, AttributeError, TypeError):
+                pipe.send((False, traceback.format_exc()))
     os._exit(0)

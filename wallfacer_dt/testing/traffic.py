@@ -74,10 +74,11 @@ class _Counting(TorchDispatchMode):
             self.current = self.traffic.backward if backward else self.traffic.forward
             self.current.calls += 1
             # The operator is opaque: its body runs under this mode instead.
-            with self:
-                out = BODIES[func](*args, **(kwargs or {}))
-            self.current = None
-            return out
+            try:
+                with self:
+                    return BODIES[func](*args, **(kwargs or {}))
+            finally:
+                self.current = None
         if func.namespace == "_c10d_functional" and self.current is not None:
             self._count(self.current, func, args)
         return func(*args, **(kwargs or {}))
