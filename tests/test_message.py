@@ -32,6 +32,15 @@ def test_any_strides() -> None:
     assert unpack(pack([x]), fields_of([x]))[0].equal(x)
 
 
+def test_a_strided_row_is_made_dense() -> None:
+    """A column of one head and one token flattens to a strided view without a copy."""
+    column, half = torch.arange(6.0).view(2, 1, 3)[..., :1], torch.ones(2, dtype=torch.bfloat16)
+    message = pack([column, half])
+    assert message.is_contiguous()
+    assert unpack(message, fields_of([column, half]))[0].equal(column)
+    assert pack([column]).is_contiguous()
+
+
 def test_bits_survive() -> None:
     special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     half = torch.zeros(3, dtype=torch.bfloat16)

@@ -33,7 +33,8 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Lay tensors end to end in a flat buffer, widest dtype first (as :func:`unpack` expects)."""
     carrier = min((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
     order = _widest_first([tensor.dtype for tensor in tensors])
-    flat = [tensors[i].reshape(-1).view(carrier) for i in order]
+    # reshape(-1) alone may leave a strided view, which is neither a message nor viewable as another dtype.
+    flat = [tensors[i].contiguous().view(-1).view(carrier) for i in order]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
