@@ -4,6 +4,8 @@ Sharding is written out here once more, so that the tests do not trust the packa
 """
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wallfacer_dt
 from wallfacer_dt.testing import AttentionResult, attention_oracle, count_collectives
@@ -99,34 +102,48 @@ def index_of(case: Case) -> int:
     return rank % case.ring * case.team + rank // case.ring
 
 
-def run(case: Case) -> tuple[int, list[np.ndarray], dict[str, int]]:
-    """Sequence index, [out, dq, dk, dv] of this rank's shard in float64, and the bytes counted."""
+def prepare(case: Case) -> tuple[int, DeviceMesh, list[Tensor], Tensor]:
+    """This rank's sequence index, mesh, leaves [q, k, v] and gradient of the output."""
     mesh = mesh_of(case.ring, case.team, case.placement)
     index = index_of(case)
     rows = held(index, case.size, case.order, case.shard * case.size)
     q, k, v, grad_out = (x[:, :, rows] for x in draw(case))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    if case.inputs == "strided":  # last dims whose stride is not 1
+        q, grad_out = (x.mT.contiguous().mT for x in (q, grad_out))
+        k, v = (torch.stack([x, x], -1)[..., 0] for x in (k, v))
+    return index, mesh, [x.requires_grad_() for x in (q, k, v)], grad_out
+
+
+def attend(case: Case, mesh: DeviceMesh, leaves: list[Tensor], grad_out: Tensor) -> list[np.ndarray]:
+    """[out, dq, dk, dv] of this rank's shard in float64."""
+    out = wallfacer_dt.context_parallel_attention(*leaves, mesh, **case.options)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    return [x.detach().double().numpy() for x in (out, *grads)]
+
+
+def run(case: Case) -> tuple[int, list[np.ndarray], dict[str, int]]:
+    """Sequence index, results and the bytes counted."""
+    index, mesh, leaves, grad_out = prepare(case)
     with count_collectives(mesh) as traffic:
-        out = wallfacer_dt.context_parallel_attention(*leaves, mesh, **case.options)
-        grads = torch.autograd.grad(out, leaves, grad_out)
-    results = [x.detach().double().numpy() for x in (out, *grads)]
+        results = attend(case, mesh, leaves, grad_out)
     counted = {"forward": traffic.forward.received_bytes, "backward": traffic.backward.received_bytes}
     return index, results, counted
 
 
 def run_uncounted(case: Case) -> tuple[int, list[np.ndarray]]:
     """The same through the operators as users run them, without a dispatch mode."""
-    mesh = mesh_of(case.ring, case.team, case.placement)
-    index = index_of(case)
-    rows = held(index, case.size, case.order, case.shard * case.size)
-    q, k, v, grad_out = (x[:, :, rows] for x in draw(case))
-    if case.inputs == "strided":  # taking rows has made them dense again
-        q, grad_out = (x.mT.contiguous().mT for x in (q, grad_out))
-        k, v = (torch.stack([x, x], -1)[..., 0] for x in (k, v))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = wallfacer_dt.context_parallel_attention(*leaves, mesh, **case.options)
-    out.backward(grad_out)
-    return index, [x.detach().double().numpy() for x in (out, *(leaf.grad for leaf in leaves))]
+    index, mesh, leaves, grad_out = prepare(case)
+    return index, attend(case, mesh, leaves, grad_out)
+
+
+@contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[None]:
+    """This process as one rank of a world that does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def whole(case: Case, shards: list[tuple[int, list[np.ndarray]]]) -> AttentionResult:

@@ -267,3 +267,15 @@ def operator_check() -> None:
 
 def test_the_operator_passes_torchs_own_check(ranks: Ranks) -> None:
     ranks(2).run(operator_check)
+
+
+def second_derivative() -> None:
+    mesh = mesh_of(2, 1)
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(context_parallel_attention(q, q, q, mesh).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        grad.sum().backward()
+
+
+def test_a_second_derivative_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(second_derivative)

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cases import fake_world
 from wallfacer_dt import context_mesh, context_parallel_attention
 from wallfacer_dt.ops import BODIES
 
@@ -23,7 +22,17 @@ SHORT = {
 }
 
 
-class Program(TorchDispatchMode):
+class Bodies(TorchDispatchMode):
+    """Run the operators' bodies, so that what they do is seen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in BODIES:
+            with self:
+                return BODIES[func](*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class Program(Bodies):
     """The collectives and kernels that run, in order; pending buffers are numbered."""
 
     def __init__(self) -> None:
@@ -33,10 +42,7 @@ class Program(TorchDispatchMode):
         self.alive: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in BODIES:
-            with self:
-                return BODIES[func](*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         name = SHORT.get(func._schema.name.partition("::")[2])
         if name in ("gather", "send"):
             self.alive.append(out)
@@ -53,8 +59,7 @@ class Program(TorchDispatchMode):
 
 
 def program(ring: int, team: int, **options: Any) -> str:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ring * team)
-    try:
+    with fake_world(ring * team):
         mesh = context_mesh("cpu", ring, team)
         with FakeTensorMode(), Program() as trace:
             q, k, v = (torch.empty(1, n, 4, 8, requires_grad=True, dtype=torch.bfloat16) for n in (2, 1, 1))
@@ -62,8 +67,6 @@ def program(ring: int, team: int, **options: Any) -> str:
             trace.lines.append("backward")
             out.backward(torch.empty_like(out))
         return "\n".join(trace.lines)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_ring() -> None:
@@ -201,8 +204,7 @@ wait #12""",
 
 
 def peak_bytes(ring: int, team: int, rotate: str) -> int:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ring * team)
-    try:
+    with fake_world(ring * team):
         mesh = context_mesh("cpu", ring, team)
         with FakeTensorMode():
             q, k, v = (torch.empty(1, n, 64, 32, requires_grad=True) for n in (4, 2, 2))
@@ -212,18 +214,6 @@ def peak_bytes(ring: int, team: int, rotate: str) -> int:
                 out = context_parallel_attention(q, k, v, mesh, rotate=rotate)
                 out.backward(torch.empty_like(out))
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    finally:
-        dist.destroy_process_group()
-
-
-class Bodies(TorchDispatchMode):
-    """Run the operators' bodies, so that what they allocate is seen."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in BODIES:
-            with self:
-                return BODIES[func](*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("rotate", ["kv", "q"])

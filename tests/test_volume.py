@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.cases import Case, run
+from tests.cases import Case, fake_world, run
 from tests.strategies import cases, meshes
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
@@ -48,8 +46,7 @@ def test_counted_on_real_ranks(ranks: Callable[[int], RankPool], size: int, data
 
 def count_on_fake_ranks(case: Case, rank: int, *, backward: bool = True) -> Traffic:
     """One rank of a world that does not exist, on tensors without contents."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.size)
-    try:
+    with fake_world(case.size, rank):
         mesh = context_mesh("cpu", case.ring, case.team, placement=case.placement)
         q_shape = (case.batch, case.heads, case.shard, case.head_dim)
         kv_shape = (case.batch, case.kv_heads, case.shard, case.head_dim)
@@ -60,8 +57,6 @@ def count_on_fake_ranks(case: Case, rank: int, *, backward: bool = True) -> Traf
             if backward:
                 out.backward(torch.empty_like(out))
         return traffic
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

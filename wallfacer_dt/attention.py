@@ -144,8 +144,7 @@ class ContextAttention:
             raise
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        """Attention on local shards; see :func:`context_parallel_attention`. ``scale`` goes before one's own."""
-        self.check(q, k, v)
+        """Attention on local shards that :meth:`check` has seen; ``scale`` goes before one's own."""
         check_scale(scale)
         scale = self.scale if scale is None else scale
         rotate = resolve_rotate(

@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes  # private; run on torch 2.13
+
+# Private; run on torch 2.13. What is read off a mesh or a group must not be seen by tracing modes (fake tensors, say).
+from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 
 RING_AXIS = "cp_ring"
 TEAM_AXIS = "cp_team"
@@ -152,7 +154,7 @@ def whole_context_group(mesh: DeviceMesh) -> tuple[str, tuple[int, ...]]:
     Returns:
         The group's name, and for every sequence index (ring-major) its rank in that group.
     """
-    with _disable_current_modes():
+    with outside_modes():
         flat = _flattened(mesh)
     inherit_timeout(flat)
     group = flat.get_group()
@@ -202,14 +204,14 @@ def _world() -> dist.ProcessGroup:
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    # A mesh holds its ranks in a tensor, which tracing modes (fake tensors, say) must not see.
-    with _disable_current_modes():
+    # A mesh holds its ranks in a tensor.
+    with outside_modes():
         return tuple(mesh.mesh.flatten().tolist())
 
 
 def _check_whole(mesh: DeviceMesh) -> None:
     """Refuse a mesh whose groups number ranks otherwise than it does, and a ring without its team."""
-    with _disable_current_modes():
+    with outside_modes():
         ascending = all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
     if not ascending:
         raise ValueError(

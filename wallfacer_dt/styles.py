@@ -154,6 +154,7 @@ class RingParallel(ParallelStyle):
                 raise ValueError(f"enable_gqa=False, but q has shape {tuple(q.shape)} and k {tuple(k.shape)}")
             if transposed:
                 q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
+            attention.check(q, k, v)
             out = attention(q, k, v, scale)
             return out.transpose(1, 2) if transposed else out
 

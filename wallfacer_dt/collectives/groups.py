@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 # Private; run on torch 2.13.
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import _disable_current_modes
+
+from wallfacer_dt.mesh import outside_modes
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
 
@@ -61,7 +62,7 @@ def agree(signature: tuple[tuple[str, Hashable], ...], *names: str, every_call: 
 
 def _same_digest(what: object, groups: list[dist.ProcessGroup]) -> bool:
     """Whether all ranks of the mesh have the same; one small all-gather per axis."""
-    with _disable_current_modes():
+    with outside_modes():
         digest = torch.tensor([zlib.crc32(repr(what).encode())])
         for group in groups:
             heard = [torch.empty_like(digest) for _ in range(group.size())]
