@@ -261,8 +261,9 @@ def test_results_are_laid_out_as_inputs_are(ranks: Ranks) -> None:
 def operator_check() -> None:
     groups = context_groups(mesh_of(2, 1))
     q, k, v = (torch.randn(1, n, 4, 8, requires_grad=True) for n in (4, 2, 2))
-    options = ("", [], True, 0.5, "contiguous", "2d", "kv", "flash")
-    torch.library.opcheck(torch.ops.wallfacer_dt.attention.default, (q, k, v, groups.ring.group_name, "", *options))
+    options = ([2, 1, groups.coordinate.ring_rank, 0], groups.ring.group_name, "", "", [], True, 0.5)
+    options += ("contiguous", "2d", "kv", "flash", "")
+    torch.library.opcheck(torch.ops.wallfacer_dt.attention.default, (q, k, v, *options))
 
 
 def test_the_operator_passes_torchs_own_check(ranks: Ranks) -> None:

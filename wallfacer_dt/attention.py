@@ -1,7 +1,8 @@
-"""Context-parallel attention on local shards: what it accepts, and the call of the operator."""
+"""Context-parallel attention on shards: what it accepts, and the call of the operator."""
 
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,13 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt import ops  # noqa: F401  registers the operators
+from wallfacer_dt import sharding
 from wallfacer_dt.algorithms import check_rotate, resolve_rotate
 from wallfacer_dt.collectives import agree
 from wallfacer_dt.kernels import check_kernel, select_kernel
 from wallfacer_dt.layout import check_length, check_order
 from wallfacer_dt.mesh import Coordinate, bind_order, context_groups, whole_context_group
+from wallfacer_dt.ops import CODE, Options
 
 
 @torch.compiler.disable(reason="it looks process groups up; in a compiled model use a style")
@@ -32,18 +34,19 @@ def context_parallel_attention(
     rotate: str = "auto",
     kernel: str = "auto",
 ) -> Tensor:
-    """Attention over a sequence sharded on a context mesh; the local output. Differentiable.
+    """Attention over a sequence sharded on a context mesh. Differentiable.
 
     Every rank passes its shard and gets its shard of what ``scaled_dot_product_attention`` would return for the whole
     sequence. ``team=1`` is Ring Attention (Liu et al., section 3); ``team>1`` is WallFacer (sections 3.2 and 3.3)
     with the 2D schedule or as published; ``ring=1`` gathers and does not hop. All ranks of the mesh must call it
-    together, with shards of equal shape.
+    together, with shards of equal shape: plain tensors, or DTensors on a mesh that contains the context mesh's axes,
+    the sequence sharded on these and batch or heads, or nothing, on others.
 
     Args:
-        q: queries (B, N, L, H), L = sequence / P tokens of this rank.
+        q: queries (B, N, L, H), L = sequence / P tokens of this rank (as a DTensor: the whole sequence).
         k: keys (B, Nkv, L, H); Nkv divides N (grouped-query attention; heads are never expanded to be sent).
         v: values (B, Nkv, L, H).
-        mesh: axes ``("cp_ring", "cp_team")``, or ``("cp_ring",)``.
+        mesh: axes ``("cp_ring", "cp_team")``, or ``("cp_ring",)``; for DTensors a slice of theirs.
         is_causal: a query sees the keys up to its own position.
         scale: factor of the scores; 1 / sqrt(H) by default.
         order: in which order tokens were dealt out, see :func:`wallfacer_dt.shard_sequence`; ``"head_tail"`` balances
@@ -54,12 +57,13 @@ def context_parallel_attention(
         kernel: ``"flash"``, ``"reference"`` or ``"auto"`` (flash); where flash cannot run, this is refused.
 
     Returns:
-        The local output (B, N, L, H), in q's dtype.
+        The output (B, N, L, H), in q's dtype: this rank's, or for DTensors one with q's placements (q, k and v are
+        redistributed where a placement allows it, k and v to q's).
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a mesh, shapes or options that do not fit, or that differ between ranks; raised on every rank before
-            any tensor is sent.
+        ValueError: a mesh, shapes, placements or options that do not fit, or that differ between ranks; raised on
+            every rank before any tensor is sent.
         NotImplementedError: forward-mode differentiation.
     """
     attention = ContextAttention.on(
@@ -71,7 +75,8 @@ def context_parallel_attention(
         rotate=rotate,
         kernel=kernel,
     )
-    attention.check(q, k, v)
+    with attention.refusing_together():
+        attention.check(q, k, v)
     if is_causal:
         bind_order(mesh, order, "causal attention")
     return attention(q, k, v)
@@ -132,30 +137,49 @@ class ContextAttention:
         )  # fmt: skip
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuse (TypeError, ValueError, NotImplementedError) tensors that do not fit, on every rank if on one."""
+        """Refuse (TypeError, ValueError, NotImplementedError) tensors that do not fit."""
+        _check_tensors(q, k, v, self.device_type)
+        shards = 1 if isinstance(q, DTensor) else self.place.size
+        check_length(q.shape[2] * shards, self.place.size, self.order)
+        # A compiler asks the operator's rule, which checks the same.
+        if not torch.compiler.is_compiling():
+            sharding.check(q, k, v, self.ring, self.team)
+        select_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1])
+
+    @contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """Have all ranks refuse when one does, instead of waiting for it."""
         try:
-            _check_tensors(q, k, v, self.device_type)
-            check_length(q.shape[2] * self.place.size, self.place.size, self.order)
-            select_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1])
+            yield
         except (TypeError, ValueError, NotImplementedError) as error:
-            if not torch.compiler.is_compiling():
-                with suppress(ValueError):  # one's own error says more than the comparison
-                    agree((), self.team, self.ring, every_call=self.device_type == "cpu", error=str(error))
+            with suppress(ValueError):  # one's own error says more than the comparison
+                agree((), self.team, self.ring, every_call=self.device_type == "cpu", error=str(error))
             raise
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        """Attention on local shards that :meth:`check` has seen; ``scale`` goes before one's own."""
+        """Attention on shards that :meth:`check` has seen; ``scale`` goes before one's own."""
         check_scale(scale)
         scale = self.scale if scale is None else scale
+        place = self.place
         rotate = resolve_rotate(
-            self.rotate, self.schedule, self.place.ring, self.place.team,
+            self.rotate, self.schedule, place.ring, place.team,
             heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[-1], dtype=q.dtype,
         )  # fmt: skip
-        out, _ = torch.ops.wallfacer_dt.attention(
-            q, k, v, self.ring, self.team, self.context, self.context_ranks, self.is_causal,
+        options = Options(
+            (place.ring, place.team, place.ring_rank, place.team_rank),
+            self.ring,
+            self.team,
+            self.context,
+            self.context_ranks,
+            self.is_causal,
             1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-            self.order, self.schedule, rotate, self.kernel,
-        )  # fmt: skip
+            self.order,
+            self.schedule,
+            rotate,
+            self.kernel,
+            CODE,
+        )
+        out, _ = torch.ops.wallfacer_dt.attention(q, k, v, *options)
         return out
 
 
@@ -172,10 +196,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if isinstance(x, DTensor):
-            raise TypeError(
-                f"{name} must be this rank's shard as a plain tensor, got a DTensor; pass {name}.to_local()"
-            )
+        if isinstance(x, DTensor) != isinstance(q, DTensor):
+            raise TypeError(f"q, k and v must all be DTensors or all plain tensors, but q and {name} differ")
         if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"

@@ -1,14 +1,24 @@
 """The two operators ``wallfacer_dt::attention`` and ``wallfacer_dt::attention_backward``.
 
 Made with ``torch.library``: autograd, torch.compile, checkpointing policies and dispatch modes see one opaque op each
-way, which saves q, k, v, out and lse of this rank's size and nothing else. Groups travel by name.
+way, which saves q, k, v, out and lse of this rank's size and nothing else. Groups travel by name. DTensors go through
+a rule for each (``sharding``), and Inductor lowers each to its body (``lowering``).
+
+Note [What a compiled graph bakes in]
+Generated code holds constants of this rank (whom it sends to) and of this package (its schedules), and torch caches
+code by the graph's text, on a disk that ranks may share. So both are arguments of the operators, although the bodies
+could find them out: the rank's place in the mesh, and a digest of the package's sources.
 """
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from wallfacer_dt import lowering, sharding
 from wallfacer_dt.algorithms import (
     Backward,
     Forward,
@@ -18,32 +28,15 @@ from wallfacer_dt.algorithms import (
     execute,
     make_schedule,
 )
-from wallfacer_dt.collectives import agree, group_rank, group_size
 from wallfacer_dt.kernels import accumulation_dtype, select_kernel
 from wallfacer_dt.mesh import Coordinate
 
 
-def attention_body(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring: str,
-    team: str,
-    context: str,
-    context_ranks: Sequence[int],
-    is_causal: bool,
-    scale: float,
-    order: str,
-    schedule: str,
-    rotate: str,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    """What ``wallfacer_dt::attention`` does on one rank.
+class Options(NamedTuple):
+    """What both operators take after their tensors, in order.
 
-    Args:
-        q: queries (B, N, L, H).
-        k: keys (B, Nkv, L, H).
-        v: values (B, Nkv, L, H).
+    Attributes:
+        place: this rank's ring size, team size, ring rank and team rank.
         ring: name of the ring's process group.
         team: name of the team's process group, or empty.
         context: name of both axes' process group, or empty where the schedule does not use it.
@@ -52,8 +45,67 @@ def attention_body(
         scale: of the scores.
         order: token order.
         schedule: ``"2d"`` or ``"published"``.
-        rotate: ``"kv"`` or ``"q"``, for the backward.
+        rotate: ``"kv"`` or ``"q"``, which side moves round the ring in the backward.
         kernel: of the blocks.
+        code: :data:`CODE`.
+    """
+
+    place: Sequence[int]
+    ring: str
+    team: str
+    context: str
+    context_ranks: Sequence[int]
+    is_causal: bool
+    scale: float
+    order: str
+    schedule: str
+    rotate: str
+    kernel: str
+    code: str
+
+    @property
+    def groups(self) -> Groups:
+        """Where the schedule runs."""
+        return Groups(Coordinate(*self.place), self.ring, self.team, self.context, tuple(self.context_ranks))
+
+    def make_schedule(self, shard_length: int, *, backward: bool) -> Schedule:
+        """This rank's schedule."""
+        return make_schedule(
+            Coordinate(*self.place),
+            shard_length,
+            order=self.order,
+            is_causal=self.is_causal,
+            published=self.schedule == "published",
+            stationary="kv" if backward and self.rotate == "q" else "q",
+            backward=backward,
+        )
+
+
+_SCHEMA = (
+    "int[] place, str ring, str team, str context, int[] context_ranks, bool is_causal, float scale, str order, "
+    "str schedule, str rotate, str kernel, str code"
+)
+
+
+def _digest_of_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+CODE = _digest_of_sources()
+"""Digest of the package's sources; see Note [What a compiled graph bakes in]."""
+
+
+def attention_body(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """What ``wallfacer_dt::attention`` does on one rank.
+
+    Args:
+        q: queries (B, N, L, H).
+        k: keys (B, Nkv, L, H).
+        v: values (B, Nkv, L, H).
+        *rest: the fields of :class:`Options`.
 
     Returns:
         out (B, N, L, H) in q's dtype and memory layout, lse (B, N, L) in the accumulation dtype, contiguous.
@@ -61,41 +113,23 @@ def attention_body(
     Raises:
         ValueError: on every rank, before any tensor is sent: ranks disagree in shapes, dtype or options.
     """
-    signature = (
-        ("the shape of q", tuple(q.shape)),
-        ("the shape of k", tuple(k.shape)),
-        ("the dtype of q", q.dtype),
-        ("is_causal", is_causal),
-        ("scale", scale),
-        ("order", order),
-        ("schedule", schedule),
-        ("rotate", rotate),
-    )
-    agree(signature, team, ring, every_call=q.device.type == "cpu")
-    groups = _groups(ring, team, context, context_ranks)
-    plan = _schedule(groups.place, q, order, is_causal, schedule, "kv", backward=False)
-    arithmetic = Forward(select_kernel(kernel, q.device.type, q.dtype, q.shape[-1]), scale)
-    (out, lse), _ = execute(plan, arithmetic, groups, Operand((q,)), Operand((k, v)))
+    options = Options(*rest)
+    signature = {
+        "the shape of q": tuple(q.shape),
+        "the shape of k": tuple(k.shape),
+        "the dtype of q": q.dtype,
+        **{name: getattr(options, name) for name in ("is_causal", "scale", "order", "schedule", "rotate")},
+    }
+    values = [str(value) for value in signature.values()]
+    torch.ops.wallfacer_dt.agree(q, list(signature), values, options.team, options.ring)
+    arithmetic = Forward(select_kernel(options.kernel, q.device.type, q.dtype, q.shape[-1]), options.scale)
+    plan = options.make_schedule(q.shape[2], backward=False)
+    (out, lse), _ = execute(plan, arithmetic, options.groups, Operand((q,)), Operand((k, v)))
     return _laid_out(out, q), lse.contiguous()
 
 
 def attention_backward_body(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ring: str,
-    team: str,
-    context: str,
-    context_ranks: Sequence[int],
-    is_causal: bool,
-    scale: float,
-    order: str,
-    schedule: str,
-    rotate: str,
-    kernel: str,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::attention_backward`` does on one rank.
 
@@ -106,48 +140,67 @@ def attention_backward_body(
         v: values (B, Nkv, L, H).
         out: the forward's output.
         lse: the forward's log-sum-exp.
-        ring: name of the ring's process group.
-        team: name of the team's process group, or empty.
-        context: name of both axes' process group, or empty.
-        context_ranks: for every sequence index its rank in ``context``.
-        is_causal: mask keys that come later than the query.
-        scale: of the scores.
-        order: token order.
-        schedule: ``"2d"`` or ``"published"``.
-        rotate: which side moves round the ring.
-        kernel: of the blocks.
+        *rest: the fields of :class:`Options`.
 
     Returns:
         dq, dk, dv, each in its input's dtype and memory layout.
     """
-    groups = _groups(ring, team, context, context_ranks)
-    plan = _schedule(groups.place, q, order, is_causal, schedule, rotate, backward=True)
-    arithmetic = Backward(select_kernel(kernel, q.device.type, q.dtype, q.shape[-1]), scale)
+    options = Options(*rest)
+    plan = options.make_schedule(q.shape[2], backward=True)
+    arithmetic = Backward(select_kernel(options.kernel, q.device.type, q.dtype, q.shape[-1]), options.scale)
     grad_out = grad_out.contiguous()
     delta = (grad_out.to(lse.dtype) * out).sum(-1)
     # One's own output is here: only queries that arrive from elsewhere need a stand-in.
     queries, keys = Operand((q, grad_out, lse, delta), out=out), Operand((k, v))
     if plan.stationary == "q":
-        (dq,), (dk, dv) = execute(plan, arithmetic, groups, queries, keys)
+        (dq,), (dk, dv) = execute(plan, arithmetic, options.groups, queries, keys)
     else:
-        (dk, dv), (dq,) = execute(plan, arithmetic, groups, keys, queries)
+        (dk, dv), (dq,) = execute(plan, arithmetic, options.groups, keys, queries)
     return _laid_out(dq, q), _laid_out(dk, k), _laid_out(dv, v)
 
 
-attention = torch.library.custom_op("wallfacer_dt::attention", mutates_args=())(attention_body)
-attention_backward = torch.library.custom_op("wallfacer_dt::attention_backward", mutates_args=())(
-    attention_backward_body
+def _laid_out(result: Tensor, like: Tensor) -> Tensor:
+    """The result as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
+    laid_out = torch.empty_like(like)
+    if result.dtype == like.dtype and result.stride() == laid_out.stride():
+        return result
+    return laid_out.copy_(result)
+
+
+attention = torch.library.custom_op(
+    "wallfacer_dt::attention",
+    attention_body,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor)",
 )
+attention_backward = torch.library.custom_op(
+    "wallfacer_dt::attention_backward",
+    attention_backward_body,
+    mutates_args=(),
+    schema=(
+        f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SCHEMA}) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+)
+
+BODIES = {
+    torch.ops.wallfacer_dt.attention.default: attention_body,
+    torch.ops.wallfacer_dt.attention_backward.default: attention_backward_body,
+}
 
 
 @attention.register_fake
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling():
+        # Inductor, perhaps; until here there was no reason to import it.
+        for op, body in BODIES.items():
+            lowering.register(op, body)
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return torch.empty_like(q), lse
 
 
 @attention_backward.register_fake
-def _attention_backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, ...]:
+def _attention_backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in (q, k, v))
 
 
@@ -159,54 +212,15 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _autograd(ctx, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * len(ctx.options)
     if grad_out is None:
-        return (None,) * (3 + len(ctx.options))
-    grads = torch.ops.wallfacer_dt.attention_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return (*grads, *(None for _ in ctx.options))
+        return (None, None, None, *nothing)
+    saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
+    grads = torch.ops.wallfacer_dt.attention_backward(grad_out, *saved, *ctx.options)
+    return (*map(sharding.placed_like, grads, saved), *nothing)
 
 
 attention.register_autograd(_autograd, setup_context=_setup_context)
 
-BODIES = {
-    torch.ops.wallfacer_dt.attention.default: attention_body,
-    torch.ops.wallfacer_dt.attention_backward.default: attention_backward_body,
-}
-
-
-def _laid_out(result: Tensor, like: Tensor) -> Tensor:
-    """The result as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
-    laid_out = torch.empty_like(like)
-    if result.dtype == like.dtype and result.stride() == laid_out.stride():
-        return result
-    return laid_out.copy_(result)
-
-
-def _groups(ring: str, team: str, context: str, context_ranks: Sequence[int]) -> Groups:
-    place = Coordinate(
-        group_size(ring),
-        group_size(team) if team else 1,
-        group_rank(ring),
-        group_rank(team) if team else 0,
-    )
-    return Groups(place, ring, team, context, tuple(context_ranks))
-
-
-def _schedule(
-    place: Coordinate,
-    q: Tensor,
-    order: str,
-    is_causal: bool,
-    schedule: str,
-    rotate: str,
-    *,
-    backward: bool,
-) -> Schedule:
-    return make_schedule(
-        place,
-        q.shape[2],
-        order=order,
-        is_causal=is_causal,
-        published=schedule == "published",
-        stationary="q" if rotate == "kv" else "kv",
-        backward=backward,
-    )
+sharding.register(torch.ops.wallfacer_dt.attention.default, inputs="qkv", outputs=2)
+sharding.register(torch.ops.wallfacer_dt.attention_backward.default, inputs="gqkvol", outputs=3)

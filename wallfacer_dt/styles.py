@@ -6,9 +6,10 @@ the module was called with, or has as a default, is either what the style was to
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -143,7 +144,7 @@ class RingParallel(ParallelStyle):
         transposed = self.layout == "BLNH"
         where = f"{type(self).__name__}: attention was called with"
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def check(q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
             if len(args) > len(names):
                 raise ValueError(
                     f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments"
@@ -152,9 +153,17 @@ class RingParallel(ParallelStyle):
             scale = self._check_options(options, where)
             if kwargs.get("enable_gqa") is False and q.shape != k.shape:
                 raise ValueError(f"enable_gqa=False, but q has shape {tuple(q.shape)} and k {tuple(k.shape)}")
+            attention.check(q, k, v)
+            return scale
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if transposed:
                 q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
-            attention.check(q, k, v)
+            if torch.compiler.is_compiling():
+                scale = check(q, k, v, args, kwargs)
+            else:
+                with attention.refusing_together():
+                    scale = check(q, k, v, args, kwargs)
             out = attention(q, k, v, scale)
             return out.transpose(1, 2) if transposed else out
 

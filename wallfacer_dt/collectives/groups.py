@@ -2,10 +2,11 @@
 
 import weakref
 import zlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # Private; run on torch 2.13.
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -58,6 +59,23 @@ def agree(signature: tuple[tuple[str, Hashable], ...], *names: str, every_call: 
     _refuse_differences(everyone)
     for group in groups:
         _agreed.setdefault(group, set()).add(signature)
+
+
+@torch.library.custom_op(
+    "wallfacer_dt::agree", mutates_args=(), schema="(Tensor q, str[] names, str[] values, str team, str ring) -> ()"
+)
+def _agree_op(q: Tensor, names: Sequence[str], values: Sequence[str], team: str, ring: str) -> None:
+    """:func:`agree` as an operator, which generated code can call."""
+    agree(tuple(zip(names, values, strict=True)), team, ring, every_call=q.device.type == "cpu")
+
+
+@_agree_op.register_fake
+def _agree_fake(q: Tensor, names: Sequence[str], values: Sequence[str], team: str, ring: str) -> None:
+    pass
+
+
+# It returns nothing, and must not be dropped for that.
+torch.fx.node.has_side_effect(torch.ops.wallfacer_dt.agree.default)
 
 
 def _same_digest(what: object, groups: list[dist.ProcessGroup]) -> bool:

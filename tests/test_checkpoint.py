@@ -1,0 +1,135 @@
+"""Checkpointed blocks do not rerun the ring."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import AotEagerAndRecordGraphs
+from torch._ops import OpOverload
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.cases import mesh_of
+from wallfacer_dt import WallFacerParallel
+from wallfacer_dt.checkpoint import ATTENTION_SAVE_OPS, save_attention
+from wallfacer_dt.testing import RankPool, count_collectives
+
+pytestmark = pytest.mark.ranks
+Ranks = Callable[[int], RankPool]
+
+
+class Inner(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Block(nn.Module):
+    """One projection, attention, another; (B, L, 16) to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.inner, self.output = nn.Linear(16, 48), Inner(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (6, 8)).chunk(3, 2)
+        return x + self.output(F.silu(self.inner(q, k, v).flatten(2)))
+
+
+class Count(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def count(self, op: OpOverload) -> None:
+        self.counts[op.name().split("::")[1].split(".")[0]] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count(func)
+        return func(*args, **(kwargs or {}))
+
+
+def torch_s_own_list(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in {torch.ops.aten.addmm.default, *ATTENTION_SAVE_OPS}
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CONTEXTS: dict[str, Callable[[], Any] | None] = {
+    "none": None,
+    "plain": None,
+    "full": save_attention(),
+    "selective": save_attention([torch.ops.aten.addmm.default]),
+    "policy": save_attention(lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE),
+    "save list": partial(create_selective_checkpoint_contexts, torch_s_own_list),
+}
+
+
+def gradients(how: str, *, compiled: bool = False) -> tuple[list[Tensor], Counter[str]]:
+    """Gradients of two blocks, and how often operators ran (or stand in the compiled graphs), both ways together."""
+    torch.manual_seed(0)
+    mesh = mesh_of(2, 2)
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    parallelize_module(blocks, mesh, {"*.inner": WallFacerParallel(is_causal=True, order="head_tail")})
+    context = {} if CONTEXTS[how] is None else {"context_fn": CONTEXTS[how]}
+
+    def model(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x) if how == "none" else checkpoint(block, x, use_reentrant=False, **context)
+        return x
+
+    x = torch.randn(1, 4, 16, requires_grad=True)
+    graphs = AotEagerAndRecordGraphs()
+    counting = Count()
+    if compiled:
+        torch.compile(model, fullgraph=True, backend=graphs)(x).square().sum().backward()
+        (forward,), (backward,) = graphs.fw_graphs, graphs.bw_graphs
+        for node in (*forward.graph.nodes, *backward.graph.nodes):
+            if node.op == "call_function" and isinstance(node.target, OpOverload):
+                counting.count(node.target)
+    else:
+        with counting:
+            model(x).square().sum().backward()
+    return [p.grad for p in (x, *blocks.parameters())], counting.counts
+
+
+def compare(how: str, compiled: bool) -> tuple[float, int, int, int]:
+    """Largest difference to gradients without checkpoints; calls of attention, of its backward, of addmm."""
+    expected, _ = gradients("none")
+    got, counts = gradients(how, compiled=compiled)
+    error = max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
+    return error, counts["attention"], counts["attention_backward"], counts["addmm"]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("how", "projections"), [("full", 6), ("policy", 6), ("selective", 4), ("save list", 4)])
+def test_the_ring_runs_once(ranks: Ranks, how: str, projections: int, compiled: bool) -> None:
+    """Once a layer, with the same gradients; projections run again where the policy does not save them."""
+    for error, forward, backward, addmm in ranks(4).run(compare, how, compiled):
+        assert error < 1e-6
+        assert (forward, backward) == (2, 2)
+        assert addmm == projections
+
+
+def test_without_the_policy_it_runs_twice(ranks: Ranks) -> None:
+    """What the policy is for."""
+    assert {found[1] for found in ranks(4).run(compare, "plain", False)} == {4}
+
+
+def collectives() -> dict[Any, int]:
+    mesh = mesh_of(2, 2)
+    with count_collectives(mesh) as traffic:
+        gradients("full")
+    return dict(traffic.forward.collectives)
+
+
+def test_collectives_of_the_forward_run_once_a_layer(ranks: Ranks) -> None:
+    once = {("all_gather_into_tensor", "cp_team"): 2, ("all_to_all_single", "cp_ring"): 2}
+    once[("all_to_all_single", "cp_team")] = 2
+    assert ranks(4).run(collectives) == [once] * 4
