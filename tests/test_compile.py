@@ -1,0 +1,152 @@
+"""torch.compile of blocks and models with a style applied, on real ranks: one graph, equal to eager, warm caches."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from recipes.train_bytes.model import Block, ByteGPT, ModelConfig, rotations
+from tests.cases import mesh_of
+from wallfacer_dt import RingParallel, WallFacerParallel, release_order, sequence_positions, shard_sequence
+from wallfacer_dt.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+Ranks = Callable[[int], RankPool]
+
+CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2)
+
+
+class Step(NamedTuple):
+    """One step: graphs so far, and the largest differences to eager of output and parameter gradients."""
+
+    graphs: int
+    output: float
+    gradient: float
+
+
+class WholeBlock(nn.Module):
+    """One Transformer block with its rotary angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(CONFIG)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.block(x, rotations(positions, CONFIG.head_dim, CONFIG.rope_base))
+
+
+def steps(what: str, ring: int, team: int, backend: str, lengths: list[int]) -> list[Step]:
+    """Forward and backward of a block or a model at each length, eager and compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = mesh_of(ring, team)
+    style = RingParallel if team == 1 else WallFacerParallel
+    model = ByteGPT(CONFIG) if what == "model" else WholeBlock()
+    plan = style(is_causal=True, order="head_tail")
+    parallelize_module(model, mesh, {"layers.*.attention.inner": plan, "block.attention.inner": plan})
+    counting = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counting, fullgraph=True)
+    found = []
+    for seed, length in enumerate(lengths):
+        torch.manual_seed(seed)
+        tokens = torch.randint(0, 256, (1, length))
+        whole = tokens if what == "model" else torch.randn(1, length, CONFIG.dim)
+        mine = shard_sequence(whole, mesh, dim=1, order="head_tail")
+        positions = sequence_positions(length, mesh, order="head_tail")
+        results = []
+        for function in (model, compiled):
+            model.zero_grad()
+            out = function(mine, positions)
+            out.square().mean().backward()
+            results.append((out.detach(), [p.grad for p in model.parameters()]))
+        (expected, gradients), (got, ours) = results
+        worst = max(float((a - b).abs().max()) for a, b in zip(ours, gradients, strict=True))
+        found.append(Step(counting.frame_count, float((got - expected).abs().max()), worst))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("what", ["block", "model"])
+def test_one_graph_equal_to_eager(ranks: Ranks, what: str, mesh: tuple[int, int]) -> None:
+    """No graph break (fullgraph), no recompilation, one more graph for a second length and none for a third."""
+    for found in ranks(4).run(steps, what, *mesh, "aot_eager", [32, 32, 64, 64, 96]):
+        assert [step.graphs for step in found] == [1, 1, 2, 2, 2]
+        assert all((step.output, step.gradient) == (0, 0) for step in found)
+
+
+class Cached(NamedTuple):
+    steps: list[Step]
+    hits: int
+    misses: int
+
+
+def with_cache(folder: str, ring: int, team: int) -> Cached:
+    """A model compiled by Inductor, with torch's caches in a folder that the ranks share."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    counters.clear()
+    found = steps("model", ring, team, "inductor", [32, 32])
+    inductor = counters["inductor"]
+    return Cached(found, inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"])
+
+
+@pytest.mark.slow
+def test_inductor_cold_and_warm_on_ranks_that_share_a_cache(tmp_path: Path) -> None:
+    """Ranks bake different constants into their code; with a warm cache each must find its own."""
+    for warm in (False, True):
+        pool = RankPool(4, timeout=500)
+        try:
+            for found in pool.run(with_cache, str(tmp_path), 2, 2):
+                assert [step.graphs for step in found.steps] == [1, 1]
+                assert max(step.output for step in found.steps) < 1e-6
+                assert max(step.gradient for step in found.steps) < 1e-7
+                assert (found.hits, found.misses) == ((2, 0) if warm else (0, 2))
+        finally:
+            pool.close()
+
+
+def dtensors(backend: str) -> tuple[int, float, list[bool]]:
+    """A styled module given DTensors of a larger mesh: graphs, largest difference to eager, placements as in eager."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("cp_ring", "cp_team", "tp"))
+    context = mesh["cp_ring", "cp_team"]
+    release_order(context)
+
+    class Inner(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    inner = parallelize_module(Inner(), context, WallFacerParallel(is_causal=True, order="head_tail", layout="BNLH"))
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return inner(q.sin(), k, v) * 2
+
+    torch.manual_seed(0)
+    placements = [Shard(2), Shard(2), Shard(1)]
+    leaves = [DTensor.from_local(torch.randn(1, n, 4, 8), mesh, placements).requires_grad_() for n in (2, 1, 1)]
+    counting = CompileCounterWithBackend(backend)
+    results = []
+    for function in (model, torch.compile(model, backend=counting, fullgraph=True)):
+        for _ in range(2):
+            out = function(*leaves)
+            grads = torch.autograd.grad(out.to_local().square().sum(), leaves)
+        results.append([out.detach(), *grads])
+    worst = max(float((a.to_local() - b.to_local()).abs().max()) for a, b in zip(*results, strict=True))
+    return counting.frame_count, worst, [list(x.placements) == placements for x in results[1]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dtensors_are_one_graph_too(ranks: Ranks) -> None:
+    for graphs, worst, placed in ranks(8).run(dtensors, "aot_eager"):
+        assert graphs == 1
+        assert worst < 1e-6
+        assert all(placed)

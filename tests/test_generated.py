@@ -1,0 +1,299 @@
+"""What Inductor makes of a styled module: order, fusion, memory; read from generated code, on fake ranks."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from expecttest import assert_expected_inline
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from tests.generated import code_of, lines_of, saved_bytes
+from wallfacer_dt.lowering import register
+from wallfacer_dt.ops import BODIES
+
+
+def text(ring: int, team: int, **options: Any) -> str:
+    forward, backward = lines_of(ring, team, **options)
+    return "\n".join([*forward, "backward", *backward])
+
+
+def test_ring() -> None:
+    assert_expected_inline(
+        text(3, 1, rotate="kv"),
+        """\
+    fused
+  agree
+    fused
+send #0 cp_ring
+  flash
+wait #0
+send #1 cp_ring
+  flash
+    fused
+wait #1
+  flash
+    fused
+backward
+    fused
+send #0 cp_ring
+    fused
+  flash_backward
+    fused
+wait #0
+send #1 cp_ring
+    fused
+  flash_backward
+    fused
+send #2 cp_ring
+wait #1
+    fused
+  flash_backward
+    fused
+wait #2
+    fused
+send #3 cp_ring
+    fused
+  flash_backward
+    fused
+wait #3
+    fused""",
+    )
+
+
+def test_wallfacer_causal() -> None:
+    assert_expected_inline(
+        text(2, 2, rotate="kv", is_causal=True, order="head_tail"),
+        """\
+    fused
+  agree
+    fused
+gather #0 cp_team
+    fused
+send #1 cp_ring
+  flash
+    fused
+  flash
+    fused
+  flash
+    fused
+wait #0
+    fused
+  flash
+wait #1
+  flash
+    fused
+send #2 cp_team
+  flash
+    fused
+wait #2
+    fused
+backward
+    fused
+gather #0 cp_team
+    fused
+send #1 cp_ring
+    fused
+  flash_backward
+    fused
+wait #0
+    fused
+  flash_backward
+    fused
+wait #1
+  flash_backward
+    fused
+send #2 cp_team
+    fused
+  flash_backward
+    fused
+send #3 cp_ring
+    fused
+  flash_backward
+    fused
+  flash_backward
+    fused
+wait #2
+    fused
+wait #3
+    fused""",
+    )
+
+
+def test_published() -> None:
+    assert_expected_inline(
+        text(4, 2, schedule="published"),
+        """\
+    fused
+  agree
+    fused
+gather #0 cp_team
+    fused
+gather #1 cp_team
+wait #0
+    fused
+send #2 cp
+wait #1
+wait #2
+send #3 cp_ring
+  flash
+  flash
+wait #3
+  flash
+    fused
+send #4 cp_team
+  flash
+    fused
+wait #4
+    fused
+backward
+    fused
+gather #0 cp_team
+    fused
+gather #1 cp_team
+wait #0
+    fused
+send #2 cp
+wait #1
+wait #2
+send #3 cp_ring
+    fused
+  flash_backward
+  flash_backward
+    fused
+send #4 cp_ring
+wait #3
+    fused
+  flash_backward
+    fused
+send #5 cp_team
+  flash_backward
+    fused
+wait #4
+    fused
+send #6 cp
+wait #5
+    fused
+wait #6
+    fused
+send #7 cp_team
+wait #7
+    fused""",
+    )
+
+
+def kernels(lines: list[str]) -> list[str]:
+    return [line.strip() for line in lines if line.startswith("  flash")]
+
+
+def exposed(lines: list[str]) -> list[str]:
+    """Transfers with no attention kernel between their start and their wait."""
+    started: dict[str, int] = {}
+    seen, found = 0, []
+    for line in lines:
+        words = line.split()
+        if words[0] in ("send", "gather"):
+            started[words[1]] = seen
+        elif words[0] == "wait" and started.pop(words[1]) == seen:
+            found.append(words[1])
+        seen += words[0].startswith("flash")
+    assert not started, "a transfer is never waited for"
+    return found
+
+
+BALANCED = {"is_causal": True, "order": "head_tail"}
+CASES: list[tuple[int, int, dict[str, Any]]] = [
+    (4, 1, {"rotate": "kv"}),
+    (3, 2, {"rotate": "q"}),
+    (3, 2, {"rotate": "kv"} | BALANCED),
+    (1, 3, BALANCED),
+]
+
+
+@pytest.mark.parametrize(("ring", "team", "options"), CASES)
+def test_transfers_hide_behind_kernels_and_merges_are_one(ring: int, team: int, options: dict[str, Any]) -> None:
+    """Between a kernel and whatever follows (a kernel, start or wait) lies one fused kernel at most."""
+    for lines in lines_of(ring, team, **options):
+        assert exposed(lines) == []
+        names = ["flash" if "flash" in line else line.split()[0] for line in lines]
+        merges = re.findall(r"flash((?: fused)+)", " ".join(names))
+        assert merges
+        assert set(merges) == {" fused"}
+
+
+@pytest.mark.parametrize(("team", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_nothing_more_is_alive_in_a_longer_ring(team: int, dtype: torch.dtype) -> None:
+    eight, sixteen = ([most_alive(code) for code in code_of(ring, team, dtype=dtype, rotate="kv")] for ring in (8, 16))
+    assert eight == sixteen
+
+
+def most_alive(code: str) -> int:
+    """The largest number of buffers that generated code holds at once."""
+    alive: set[str] = set()
+    most = 0
+    for line in code[code.index("def call(") :].splitlines():
+        if match := re.match(r"\s+(buf\d+) = ", line):
+            alive.add(match.group(1))
+            most = max(most, len(alive))
+        alive.difference_update(re.findall(r"del (buf\d+)", line))
+    return most
+
+
+@pytest.mark.parametrize("team", [1, 2])
+def test_what_is_saved_does_not_grow_with_the_ring(team: int) -> None:
+    """The partitioned graph keeps q, k, v, out and lse, and the model's own input."""
+    tokens, heads, kv_heads, head_dim = 64, 4, 2, 16
+    local = 4 * tokens * head_dim * (heads + 2 * kv_heads + heads) + 4 * tokens * heads
+    x = 4 * tokens * head_dim * (heads + 2 * kv_heads)
+    saved = [saved_bytes(ring, team) for ring in (2, 4, 8)]
+    assert saved[0] == saved[1] == saved[2]
+    assert saved[0] <= local + x
+
+
+def test_a_graph_of_any_length_keeps_the_operator() -> None:
+    """A schedule is made for one length."""
+    forward, backward = lines_of(2, 2, dynamic=True)
+    assert "  attention" in forward
+    assert "  attention_backward" in backward
+    assert not kernels(forward + backward)
+
+
+class Seen(CustomGraphPass):
+    """A pass of the user's: notes the operators it is shown."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.names += [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+    def uuid(self) -> str:
+        return "seen"
+
+
+def test_passes_of_the_users_own_run_and_see_one_operator() -> None:
+    before, after = Seen(), Seen()
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=before, post_grad_custom_post_pass=after):
+        forward, backward = lines_of(4, 1)
+    for seen in (before, after):
+        assert "wallfacer_dt.attention.default" in seen.names
+        assert "wallfacer_dt.attention_backward.default" in seen.names
+        assert not any("c10d" in name for name in seen.names)
+    assert (len(kernels(forward)), len(kernels(backward))) == (4, 5)
+
+
+def test_no_option_of_torch_changes() -> None:
+    def options() -> tuple[dict[str, Any], dict[str, Any]]:
+        return torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
+
+    before = options()
+    lines_of(2, 1)
+    assert options() == before
+
+
+def test_is_lowered_once() -> None:
+    lines_of(2, 1)
+    found = register.cache_info().currsize
+    lines_of(3, 1)
+    assert register.cache_info().currsize == found == len(BODIES)
