@@ -1,4 +1,8 @@
-"""What the executor really does, op by op and byte by byte, on fake ranks."""
+"""What the executor really does, op by op and byte by byte, on fake ranks.
+
+The programs below are what rank 0 runs for queries (1, 2, 4, 8) and keys and values (1, 1, 4, 8) in bfloat16: a ``send``
+is a hop on ``cp_ring`` or the exchange of partial results on ``cp_team``, with what one rank sends to one other.
+"""
 
 from typing import Any
 
@@ -33,10 +37,11 @@ class Bodies(TorchDispatchMode):
 
 
 class Program(Bodies):
-    """The collectives and kernels that run, in order; pending buffers are numbered."""
+    """The collectives by axis and the kernels that run, in order; pending buffers are numbered."""
 
-    def __init__(self) -> None:
+    def __init__(self, axes: dict[str, str]) -> None:
         super().__init__()
+        self.axes = axes
         self.lines: list[str] = []
         self.pending: dict[int, int] = {}
         self.alive: list[Any] = []
@@ -47,9 +52,9 @@ class Program(Bodies):
         if name in ("gather", "send"):
             self.alive.append(out)
             self.pending[id(out)] = len(self.pending)
-            self.lines.append(
-                f"{name} #{len(self.pending) - 1} {args[0].dtype} {list(args[0].shape)}".replace("torch.", "")
-            )
+            dtype = str(args[0].dtype).removeprefix("torch.")
+            axis = self.axes.get(args[-1], "both axes")
+            self.lines.append(f"{name} #{len(self.pending) - 1} {axis} {dtype} {list(args[0].shape)}")
         elif name == "wait":
             self.lines.append(f"wait #{self.pending[id(args[0])]}")
         elif name:
@@ -61,7 +66,8 @@ class Program(Bodies):
 def program(ring: int, team: int, **options: Any) -> str:
     with fake_world(ring * team):
         mesh = context_mesh("cpu", ring, team)
-        with FakeTensorMode(), Program() as trace:
+        axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
+        with FakeTensorMode(), Program(axes) as trace:
             q, k, v = (torch.empty(1, n, 4, 8, requires_grad=True, dtype=torch.bfloat16) for n in (2, 1, 1))
             out = context_parallel_attention(q, k, v, mesh, **options)
             trace.lines.append("backward")
@@ -73,24 +79,24 @@ def test_ring() -> None:
     assert_expected_inline(
         program(3, 1, rotate="kv"),
         """\
-send #0 bfloat16 [64]
+send #0 cp_ring bfloat16 [64]
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #0
-send #1 bfloat16 [64]
+send #1 cp_ring bfloat16 [64]
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #1
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
 backward
-send #2 bfloat16 [64]
+send #2 cp_ring bfloat16 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #2
-send #3 bfloat16 [64]
+send #3 cp_ring bfloat16 [64]
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
-send #4 float32 [64]
+send #4 cp_ring float32 [64]
 wait #3
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #4
-send #5 float32 [64]
+send #5 cp_ring float32 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #5""",
     )
@@ -100,8 +106,8 @@ def test_wallfacer_causal() -> None:
     assert_expected_inline(
         program(2, 2, rotate="kv", is_causal=True, order="head_tail"),
         """\
-gather #0 bfloat16 [64]
-send #1 bfloat16 [64]
+gather #0 cp_team bfloat16 [64]
+send #1 cp_ring bfloat16 [64]
   flash [1, 2, 2, 8] x [1, 1, 2, 8]
   flash [1, 2, 2, 8] x [1, 1, 2, 8]
   flash [1, 2, 2, 8] x [1, 1, 2, 8]
@@ -109,20 +115,20 @@ wait #0
   flash [1, 2, 4, 8] x [1, 1, 2, 8]
 wait #1
   flash [1, 2, 2, 8] x [1, 1, 4, 8]
-send #2 bfloat16 [80]
+send #2 cp_team bfloat16 [80]
   flash [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #2
 backward
-gather #3 bfloat16 [160]
-send #4 bfloat16 [64]
+gather #3 cp_team bfloat16 [160]
+send #4 cp_ring bfloat16 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
 wait #3
   flash_backward [1, 2, 4, 8] x [1, 1, 2, 8]
 wait #4
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
-send #5 bfloat16 [64]
+send #5 cp_team bfloat16 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
-send #6 float32 [64]
+send #6 cp_ring float32 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
   flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
 wait #5
@@ -134,27 +140,27 @@ def test_wallfacer_rotating_queries() -> None:
     assert_expected_inline(
         program(2, 2, rotate="q"),
         """\
-gather #0 bfloat16 [64]
-send #1 bfloat16 [64]
+gather #0 cp_team bfloat16 [64]
+send #1 cp_ring bfloat16 [64]
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #0
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #1
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
-send #2 bfloat16 [80]
+send #2 cp_team bfloat16 [80]
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #2
 backward
-gather #3 bfloat16 [64]
-send #4 bfloat16 [160]
+gather #3 cp_team bfloat16 [64]
+send #4 cp_ring bfloat16 [160]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #3
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #4
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
-send #5 bfloat16 [64]
+send #5 cp_team bfloat16 [64]
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
-send #6 float32 [64]
+send #6 cp_ring float32 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #5
 wait #6""",
@@ -165,40 +171,40 @@ def test_published() -> None:
     assert_expected_inline(
         program(4, 2, schedule="published"),
         """\
-gather #0 bfloat16 [64]
-gather #1 bfloat16 [64]
+gather #0 cp_team bfloat16 [64]
+gather #1 cp_team bfloat16 [64]
 wait #0
-send #2 bfloat16 [128]
+send #2 both axes bfloat16 [128]
 wait #1
 wait #2
-send #3 bfloat16 [128]
+send #3 cp_ring bfloat16 [128]
   flash [1, 2, 4, 8] x [1, 1, 8, 8]
   flash [1, 2, 4, 8] x [1, 1, 8, 8]
 wait #3
   flash [1, 2, 4, 8] x [1, 1, 8, 8]
-send #4 bfloat16 [80]
+send #4 cp_team bfloat16 [80]
   flash [1, 2, 4, 8] x [1, 1, 8, 8]
 wait #4
 backward
-gather #5 bfloat16 [160]
-gather #6 bfloat16 [64]
+gather #5 cp_team bfloat16 [160]
+gather #6 cp_team bfloat16 [64]
 wait #5
-send #7 bfloat16 [320]
+send #7 both axes bfloat16 [320]
 wait #6
 wait #7
-send #8 bfloat16 [320]
+send #8 cp_ring bfloat16 [320]
   flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
   flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
-send #9 float32 [128]
+send #9 cp_ring float32 [128]
 wait #8
   flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
-send #10 bfloat16 [64]
+send #10 cp_team bfloat16 [64]
   flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
 wait #9
-send #11 float32 [128]
+send #11 both axes float32 [128]
 wait #10
 wait #11
-send #12 bfloat16 [64]
+send #12 cp_team bfloat16 [64]
 wait #12""",
     )
 
