@@ -21,12 +21,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 _BARRIERS = ("_c10d_functional::", "wallfacer_dt::", "aten::_scaled_dot_product", "aten::bmm", "aten::mm")
+
+
+def is_compiling() -> bool:
+    """Whether a graph is being traced for a compiler; true in an operator's fake implementation as well."""
+    # torch.compiler.is_compiling is False there on torch 2.11.
+    return TracingContext.try_get() is not None
 
 
 @cache

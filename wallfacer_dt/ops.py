@@ -191,7 +191,7 @@ BODIES = {
 
 @attention.register_fake
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling():
+    if lowering.is_compiling():
         # Inductor, perhaps; until here there was no reason to import it.
         for op, body in BODIES.items():
             lowering.register(op, body)
