@@ -12,13 +12,18 @@ IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # Both stamps fill the same .venv, and the checks of `test` should stop at the first failure.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast format lint clean
+.PHONY: help demo titan test test-fast format lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: .venv/stamp-recipes  ## train on bytes (TEXT=file for your own, DEMO_ARGS=... for options)
 	$(BIN)/python -m recipes.train_bytes demo $(if $(TEXT),--text '$(TEXT)') $(DEMO_ARGS)
+
+# Where the extra `dev` is installed, which has all of `torchtitan`, nothing else need be.
+titan: $(firstword $(wildcard .venv/stamp-dev) .venv/stamp-torchtitan)  ## train torchtitan's Llama 3 on 2 x 2 ranks (TITAN_ARGS=... for options)
+	$(BIN)/torchrun --nproc-per-node 4 --local-ranks-filter 0 -m recipes.torchtitan --config llama3_debugmodel \
+	  --parallelism.context_parallel_degree 4 --parallelism.context_parallel_team 2$(if $(TITAN_ARGS), $(TITAN_ARGS))
 
 test: lint  ## every check, stopping at the first failure
 	$(BIN)/python -m pytest
@@ -44,7 +49,8 @@ clean:  ## remove caches and build outputs; .venv and runs/ stay
 
 # .venv/stamp-EXTRA: this package and its EXTRA are installed. A .venv that works is kept, so that a
 # torch already in it (CPU or CUDA) stays. Torch comes first, alone: whichever wheel that picks
-# satisfies the pin in the second step, which therefore leaves it be.
+# satisfies the pin in the second step, which therefore leaves it be. pydoclint's fork of docstring_parser
+# and the original, which torchtitan's tyro brings, are files of one name; the fork serves both and comes last.
 .venv/stamp-%: pyproject.toml constraints.txt
 	@if ! { $(BIN)/python $(IS_NEW_ENOUGH) && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
 	  for python in $(PYTHON); do \
@@ -56,4 +62,5 @@ clean:  ## remove caches and build outputs; .venv and runs/ stay
 	@echo "Installing into .venv (the first time this can take minutes) ..."
 	@$(PIP) $(TORCH) setuptools
 	@$(PIP) --no-build-isolation -e '.[$*]'
+	@$(if $(filter dev,$*),$(PIP) --force-reinstall --no-deps docstring_parser_fork)
 	@touch $@

@@ -8,6 +8,8 @@ import textwrap
 from expecttest import assert_expected_inline
 
 import wallfacer_dt
+from wallfacer_dt.checkpoint import save_attention
+from wallfacer_dt.plans import llama3_plan
 
 
 def described(thing: object) -> str:
@@ -21,7 +23,9 @@ def described(thing: object) -> str:
 
 
 def test_public_names_and_signatures() -> None:
-    lines = [f"{name}\n{described(getattr(wallfacer_dt, name))}" for name in wallfacer_dt.__all__]
+    things = {name: getattr(wallfacer_dt, name) for name in wallfacer_dt.__all__}
+    things |= {"checkpoint.save_attention": save_attention, "plans.llama3_plan": llama3_plan}
+    lines = [f"{name}\n{described(thing)}" for name, thing in things.items()]
     assert_expected_inline(
         "\n".join(lines),
         """\
@@ -52,7 +56,11 @@ sequence_positions
 shard_sequence
     x, mesh, *, dim, order
 unshard_sequence
-    x, mesh, *, dim, order""",
+    x, mesh, *, dim, order
+checkpoint.save_attention
+    policy=None
+plans.llama3_plan
+    *, order, schedule='2d', rotate='auto', kernel='auto'""",
     )
 
 

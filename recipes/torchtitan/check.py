@@ -1,0 +1,58 @@
+"""Which configurations are refused, before any process group is made: what would be wrong, or has not been tried.
+
+What depends on the model, its modules or the ranks is checked in `parallelize`.
+"""
+
+from torchtitan.trainer import Trainer
+
+from recipes.torchtitan.checkpointing import FullACSavingAttention, SelectiveACSavingAttention
+from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
+from recipes.torchtitan.text import TextLoader
+
+
+def check_config(config: Trainer.Config) -> None:
+    """Refuse a configuration that this recipe does not implement.
+
+    Raises:
+        ValueError: names the option at fault and what would do.
+    """
+    parallelism = config.parallelism
+    if not isinstance(parallelism, ContextParallelism):
+        raise ValueError(f"parallelism must be a ContextParallelism, got {type(parallelism).__qualname__}")
+    context_sizes(parallelism)
+    _check_parallelism(parallelism)
+    ac = config.activation_checkpoint
+    if not isinstance(ac, SelectiveACSavingAttention.Config | FullACSavingAttention.Config | None):
+        raise ValueError(
+            "activation_checkpoint must be None, SelectiveACSavingAttention.Config or FullACSavingAttention.Config, "
+            f"got {type(ac).__qualname__}: others run attention, and its ring, once more in the backward"
+        )
+    if not isinstance(config.dataloader, TextLoader.Config):
+        raise ValueError(
+            f"dataloader must be a TextLoader.Config, got {type(config.dataloader).__qualname__}: loaders that pack "
+            "documents into a sequence need document masks, which context-parallel attention does not implement"
+        )
+    if config.validator.enable:
+        raise ValueError("--validator.enable has no loader of whole sequences here: leave it out")
+    if not config.training.disable_cuda_graphs and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            "context-parallel attention is not captured in CUDA graphs: set --training.disable_cuda_graphs"
+        )
+
+
+def _check_parallelism(parallelism: ContextParallelism) -> None:
+    if parallelism.context_parallel_load_balancer not in ORDERS:
+        raise ValueError(
+            f"--parallelism.context_parallel_load_balancer must be one of {', '.join(map(str, ORDERS))}, got "
+            f"{parallelism.context_parallel_load_balancer}: its token order is none of this package's"
+        )
+    if parallelism.spmd_backend != "partial_dtensor":
+        raise ValueError(
+            f"--parallelism.spmd_backend must be partial_dtensor, got {parallelism.spmd_backend}: the others declare "
+            "that keys and values are gathered"
+        )
+    if parallelism.pipeline_parallel_degree > 1:
+        raise ValueError(
+            "--parallelism.pipeline_parallel_degree must be 1 in this recipe, got "
+            f"{parallelism.pipeline_parallel_degree}"
+        )

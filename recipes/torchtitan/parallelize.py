@@ -1,0 +1,133 @@
+"""torchtitan's parallelisms for its Llama 3, with context-parallel attention put in by a plan.
+
+The order is that of torchtitan's own `parallelize_llama`: context parallelism, tensor parallelism, activation
+checkpointing, compilation, FSDP or HSDP.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.context_parallel import cp_shard
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import Llama3Model
+from torchtitan.tools.logging import logger
+
+from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
+from recipes.torchtitan.shim import fit_fsdp_to_gloo
+from wallfacer_dt import sequence_positions
+from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
+from wallfacer_dt.plans import llama3_plan
+
+
+def parallelize_llama(
+    model: Llama3Model,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ContextParallelism,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointing.Config | None,
+    dump_folder: str,
+) -> Llama3Model:
+    """Make a Llama 3 on the meta device parallel; a model spec's `parallelize_fn`.
+
+    Raises:
+        ValueError: attention, mesh or token order is not what context-parallel attention needs.
+    """
+    if parallel_dims.cp_enabled:
+        apply_context_parallel(model, parallel_dims.get_mesh("cp"), parallelism, training.seq_len)
+    if parallel_dims.tp_enabled:
+        model.parallelize(parallel_dims)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    apply_fsdp_to_decoder(
+        model,
+        parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]),
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        pp_enabled=parallel_dims.pp_enabled,
+        cpu_offload=training.enable_cpu_offload,
+        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+        enable_symm_mem=parallelism.enable_fsdp_symm_mem,
+    )
+    fit_fsdp_to_gloo(model)
+    return model
+
+
+def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: ContextParallelism, length: int) -> None:
+    """Replace the model's attention by context-parallel attention over torchtitan's axis `cp`.
+
+    Before tensor parallelism, whose wrapper then hands attention the local heads as plain tensors.
+
+    Args:
+        model: the model.
+        cp: torchtitan's mesh of one axis.
+        parallelism: says what of.
+        length: tokens of a sequence.
+
+    Raises:
+        ValueError: as for :func:`parallelize_llama`.
+    """
+    # pyrefly: ignore[missing-attribute]
+    kinds = {type(block.attention.inner_attention) for block in model.layers.values()}
+    if others := kinds - {ScaledDotProductAttention}:
+        raise ValueError(
+            "context parallelism takes the place of ScaledDotProductAttention, but the model's inner attention is "
+            f"{', '.join(sorted(kind.__name__ for kind in others))}, whose masks it does not implement"
+        )
+    mesh = context_mesh_of(cp, *context_sizes(parallelism))
+    balancer = parallelism.context_parallel_load_balancer
+    check_token_order(cp, mesh, length, balancer)
+    plan = llama3_plan(
+        order=ORDERS[balancer],
+        schedule=parallelism.context_parallel_schedule,
+        rotate=parallelism.context_parallel_rotate,
+        kernel=parallelism.context_parallel_kernel,
+    )
+    parallelize_module(model, mesh, plan)
+    logger.info(f"Applied context parallelism: ring {mesh.shape[0]} x team {mesh.shape[1]}, order {ORDERS[balancer]}")
+
+
+def context_mesh_of(cp: DeviceMesh, ring: int, team: int) -> DeviceMesh:
+    """The context mesh of the ranks of torchtitan's axis `cp`, which keep their order along the sequence.
+
+    `DeviceMesh._unflatten` is private; run with torch 2.13.0. All ranks call this together.
+    """
+    mesh = cp._unflatten(0, (ring, team), CONTEXT_AXES)
+    inherit_timeout(mesh)
+    return mesh
+
+
+def check_token_order(cp: DeviceMesh, mesh: DeviceMesh, length: int, balancer: str | None) -> None:
+    """Refuse, on every rank if on one, tokens dealt out by torchtitan in another order than attention is told.
+
+    A wrong order shows in no shape and raises nowhere, it only trains something else. So torchtitan deals the positions
+    of a sequence out once, as it will deal out the tokens.
+
+    Args:
+        cp: torchtitan's mesh of one axis.
+        mesh: the context mesh of the same ranks.
+        length: tokens of a sequence.
+        balancer: torchtitan's load balancer.
+
+    Raises:
+        ValueError: a rank's positions are others than in this package's order, or the mesh is bound to another order.
+    """
+    everything = torch.arange(length, device=cp.device_type).unsqueeze(0)
+    (dealt,), _ = cp_shard(cp, (everything,), None, balancer)
+    expected = sequence_positions(length, mesh, order=ORDERS[balancer]).unsqueeze(0)
+    same = torch.tensor(int(torch.equal(dealt, expected)), device=cp.device_type)
+    dist.all_reduce(same, dist.ReduceOp.MIN, cp.get_group())
+    if not same:
+        raise ValueError(
+            f"torchtitan's load balancer {balancer} deals tokens out in another order than {ORDERS[balancer]!r} of "
+            "this package: attention would be wrong"
+        )

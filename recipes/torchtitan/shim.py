@@ -1,0 +1,104 @@
+"""What torchtitan 0.3.0 lacks on a CPU, and on torch 2.13; no other module of this recipe replaces anything of others.
+
+Run with torchtitan 0.3.0 and torch 2.13.0. Where there is an accelerator, everything but `fit_to_torch` does nothing.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def is_cpu() -> bool:
+    """Whether there is no accelerator, so that training is to run on CPUs with gloo."""
+    return not torch.accelerator.is_available()
+
+
+def fit_to_torch() -> None:
+    """Give torch the `torch.distributed.set_timeout` that torchtitan calls after the first step, if it has none.
+
+    torchtitan 0.3.0 follows torch's nightly builds, where the function is public.
+    """
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = _set_timeout  # pyrefly: ignore[missing-attribute]
+
+
+def fit_to_cpu() -> None:
+    """Tell torchtitan that its device is the CPU; call it before any other module of torchtitan is imported.
+
+    torchtitan takes "cuda" where torch knows no accelerator, and asks the device's module for memory statistics, which
+    there are none of.
+    """
+    from torchtitan.tools import utils
+
+    if is_cpu():
+        utils.device_type, utils.device_module = "cpu", _cpu_module()
+
+
+def draw_whole(model_config: Any) -> None:
+    """Let every rank draw whole parameters and keep its shards, in a torchtitan model's configuration.
+
+    On CPU meshes DTensor has no random number generator of its own: ranks with one seed would all draw the same shard.
+    """
+    from torchtitan.protocols.module import Module
+
+    if not is_cpu():
+        return
+    for _, config, _, _ in model_config.traverse(Module.Config, recurse=True):
+        if config.param_init is not None:
+            config.param_init = {name: _drawn_whole(fill) for name, fill in config.param_init.items()}
+
+
+def fit_fsdp_to_gloo(model: nn.Module) -> None:
+    """Have FSDP reduce gradients by sums, since gloo has no sum with a factor; a no-op with other backends."""
+    if dist.get_backend() == "gloo":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    from torch.distributed.distributed_c10d import _set_pg_timeout  # noqa: TID251  it was this before
+
+    _set_pg_timeout(timeout, group)
+
+
+def _cpu_module() -> ModuleType:
+    module = ModuleType("cpu_as_torchtitan_asks_for_it")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    answers: dict[str, Callable[..., Any]] = {
+        "set_device": lambda _: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "synchronize": lambda: None,
+        "get_device_name": lambda _=None: "CPU",
+        "get_device_properties": lambda _=None: SimpleNamespace(name="CPU", total_memory=memory),
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+        "memory_stats": lambda _=None: {},
+    }
+    for name, answer in answers.items():
+        setattr(module, name, answer)
+    return module
+
+
+def _drawn_whole(fill: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    @functools.wraps(fill)
+    def draw(parameter: torch.Tensor) -> None:
+        if not isinstance(parameter, DTensor):
+            fill(parameter)
+            return
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        fill(whole)
+        # Every rank drew the same, so that nothing need be sent.
+        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+    return draw

@@ -1,0 +1,118 @@
+"""A local text as torchtitan's data: a tokenizer that needs no files, and sequences of consecutive tokens.
+
+Shape suffixes: T = tokens of the text, L = tokens of a sequence.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import IterableDataset
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from recipes.train_bytes.ranks import check_same_text
+from recipes.train_bytes.settings import Launch, RecipeError
+from recipes.train_bytes.text import Text, load_text
+
+
+class ByteTokenizer(BaseTokenizer):
+    """Bytes as tokens, 0 to 255; no token begins or ends a text."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """Nothing to configure."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, text: str) -> list[int]:  # pyrefly: ignore[bad-override]
+        """The bytes of a text in UTF-8."""
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:  # pyrefly: ignore[bad-override]
+        """The text that has these bytes."""
+        return bytes(ids).decode(errors="replace")
+
+    def get_vocab_size(self) -> int:
+        """256."""
+        return 256
+
+
+class TextLoader(ParallelAwareDataloader):
+    """Sequences of a local text, one after the other and round again; each is one document with positions from 0.
+
+    Ranks that share a sequence read it whole and torchtitan deals it out. In a step, the data-parallel ranks together
+    take the same sequences whatever their number, if the global batch is the same.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        """`dataset_path` is the file; None means the source of Python's standard library."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        snapshot_every_n_steps: int | None = 1,
+        **_: Any,
+    ) -> None:
+        text = _load(config.dataset_path)
+        tokens_T = torch.tensor(tokenizer.encode(text.bytes_S.tobytes().decode(errors="replace")))
+        needed = seq_len * dp_world_size * local_batch_size + 1
+        if len(tokens_T) < needed:
+            raise ValueError(
+                f"--dataloader.dataset_path: {text.source} has {len(tokens_T)} tokens, but one step on "
+                f"{dp_world_size} data-parallel ranks needs {needed}; give a longer text, or a smaller "
+                "--training.seq_len or --training.local_batch_size"
+            )
+        super().__init__(
+            _Sequences(tokens_T, seq_len, dp_rank, dp_world_size),
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            batch_size=local_batch_size,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            num_workers=config.num_workers,
+            persistent_workers=config.persistent_workers,
+            prefetch_factor=config.prefetch_factor,
+            pin_memory=config.pin_memory,
+        )
+
+
+def _load(path: str | None) -> Text:
+    """The text, which must be the same on all ranks."""
+    try:
+        text = load_text(path)
+        check_same_text(text, Launch.from_environment())
+    except RecipeError as error:
+        raise ValueError(str(error).replace("--text", "--dataloader.dataset_path")) from error
+    return text
+
+
+class _Sequences(IterableDataset, Stateful):
+    """This data-parallel rank's sequences; its state is how many it has given."""
+
+    def __init__(self, tokens_T: torch.Tensor, length: int, rank: int, world: int) -> None:
+        self.tokens_T, self.length, self.rank, self.world = tokens_T, length, rank, world
+        self.given = 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        sequences = (len(self.tokens_T) - 1) // self.length
+        while True:
+            start = (self.given * self.world + self.rank) % sequences * self.length
+            self.given += 1
+            window = self.tokens_T[start : start + self.length + 1]
+            yield {"input": window[:-1], "positions": torch.arange(self.length)}, window[1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.given = state_dict["given"]

@@ -1,0 +1,84 @@
+"""Plans name the modules that they should, with the options that they were given."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from wallfacer_dt import WallFacerParallel, context_mesh, release_order, shard_sequence, unshard_sequence
+from wallfacer_dt.plans import llama3_plan
+
+
+class InnerAttention(nn.Module):
+    """Called as torchtitan calls its own, on tensors in (B, L, N, H)."""
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return out.transpose(1, 2)
+
+
+def llama(layers: int) -> nn.Module:
+    """The names of torchtitan's Llama 3, and of its modules those that matter here."""
+    model = nn.Module()
+    model.layers = nn.ModuleDict()
+    for layer in range(layers):
+        block = model.layers[str(layer)] = nn.Module()
+        block.attention = nn.Module()
+        block.attention.inner_attention = InnerAttention()
+    return model
+
+
+def difference_by_layer(order: str, options: dict[str, str]) -> list[float]:
+    """How far each layer's attention on two ranks of a ring is from that of one process."""
+    mesh = context_mesh("cpu", 2)
+    release_order(mesh)
+    model = llama(2)
+    parallelize_module(model, mesh, llama3_plan(order=order, **options))
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    qkv = draw(2, 8, 4, 16), draw(2, 8, 2, 16), draw(2, 8, 2, 16)
+    expected = InnerAttention()(*qkv, enable_gqa=True)
+    shards = [shard_sequence(x, mesh, dim=1, order=order) for x in qkv]
+    differences = []
+    for block in model.layers.values():
+        out = block.attention.inner_attention(*shards, attention_masks=None, scale=None, enable_gqa=True)
+        differences.append(float((unshard_sequence(out, mesh, dim=1, order=order) - expected).abs().max()))
+    return differences
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("order", ["head_tail", "contiguous"])
+@pytest.mark.parametrize("options", [{}, {"kernel": "reference", "rotate": "q"}])
+def test_every_layer_has_the_style(ranks, order: str, options: dict[str, str]) -> None:
+    for differences in ranks(2).run(difference_by_layer, order, options):
+        assert len(differences) == 2
+        assert max(differences) < 1e-12
+
+
+def test_options_arrive() -> None:
+    (style,) = llama3_plan(order="head_tail", schedule="published", rotate="q", kernel="reference").values()
+    assert isinstance(style, WallFacerParallel)
+    got = style.is_causal, style.order, style.schedule, style.rotate, style.kernel, style.layout
+    assert got == (True, "head_tail", "published", "q", "reference", "BLNH")
+
+
+def test_there_is_no_default_order() -> None:
+    with pytest.raises(TypeError, match="order"):
+        llama3_plan()
+    with pytest.raises(ValueError, match="zigzag"):
+        llama3_plan(order="zigzag")

@@ -1,0 +1,490 @@
+"""torchtitan's Trainer and Llama 3 with context-parallel attention: equal to one process, or refused.
+
+Ranks live in pools, where torchtitan finds a process group that it need not make; torchtitan is imported there only.
+"""
+
+import contextlib
+import dataclasses
+import io
+import math
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from recipes.torchtitan.shim import fit_to_cpu, fit_to_torch, is_cpu
+from wallfacer_dt import release_order
+from wallfacer_dt.algorithms import make_schedule, resolve_rotate
+from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.testing import RankPool
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not is_cpu(), reason="torchtitan would take the accelerator, and these pools have gloo"),
+]
+
+ROOT = Path(__file__).parents[1]
+STEPS, LAYERS, SEQUENCES, LENGTH = 3, 2, 4, 64
+SMALL = f"--training.seq_len {LENGTH} --training.steps {STEPS} --debug.seed 1 --debug.no-enable_structured_logging"
+
+
+class Curve(NamedTuple):
+    """One run by step: losses, gradient norms computed in float64 and as torchtitan reports them.
+
+    And how often, after the first step, attention sent round the ring or exchanged in the team.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    reported: list[float]
+    sent: int
+
+
+class Size(NamedTuple):
+    """A mesh: what it is on the command line, on how many ranks, and a data-parallel rank's sequences."""
+
+    options: str
+    ranks: int
+    sequences: int = SEQUENCES
+    team: int = 2
+
+    @property
+    def sends(self) -> int:
+        """How often attention sends after the first step, forward and backward, according to its schedules."""
+        ring = 4 // self.team
+        head = {"heads": 16, "kv_heads": 16, "head_dim": 16, "dtype": torch.float32}  # of the debug model
+        rotate = resolve_rotate("auto", "2d", ring, self.team, **head)
+        programs = (
+            make_schedule(
+                Coordinate(ring, self.team, 0, 0),
+                LENGTH // 4,
+                order="head_tail",
+                is_causal=True,
+                published=False,
+                stationary="kv" if backward and rotate == "q" else "q",
+                backward=backward,
+            )
+            for backward in (False, True)
+        )
+        lines = "\n".join(map(str, programs)).splitlines()
+        return LAYERS * (STEPS - 1) * sum(line.startswith(("start permute", "start all_to_all")) for line in lines)
+
+
+def context(degree: int, team: int, rest: str = "") -> str:
+    """Options of a context mesh."""
+    return f"--parallelism.context_parallel_degree {degree} --parallelism.context_parallel_team {team} {rest}"
+
+
+SIZES = {
+    "ring 4": Size(context(4, 1), 4, team=1),
+    "2x2": Size(context(4, 2), 4),
+    "2x2, TP 2": Size(context(4, 2, "--parallelism.tensor_parallel_degree 2"), 8),
+    "2x2, FSDP 2": Size(context(4, 2, "--parallelism.data_parallel_shard_degree 2"), 8, SEQUENCES // 2),
+    "2x2, HSDP 2": Size(context(4, 2, "--parallelism.data_parallel_replicate_degree 2"), 8, SEQUENCES // 2),
+}
+AOT = "--compile.enable --compile.backend aot_eager"
+INDUCTOR = "--compile.enable"
+
+
+# What ranks run.
+
+
+def do_nothing(*_: Any) -> None:
+    """Takes the place of a check."""
+
+
+def configure(options: str) -> Any:
+    """The recipe's configuration as the command line makes it, with fewer layers."""
+    fit_to_torch()
+    fit_to_cpu()
+    from torchtitan.config import ConfigManager
+
+    arguments = f"--module recipes.torchtitan --config llama3_debugmodel {SMALL} {options}"
+    config = ConfigManager().parse_args(shlex.split(arguments))
+    del config.model_spec.model.layers[LAYERS:]
+    return config
+
+
+def build(options: str, change: Callable[[Any], None] = do_nothing) -> Any:
+    """A Trainer on this pool's process group."""
+    rank = dist.get_rank()
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    torch._dynamo.reset()
+    # An earlier run may have had another order.
+    release_order(init_device_mesh("cpu", (dist.get_world_size(),)))
+    config = configure(options)
+    change(config)
+    return config.build()
+
+
+def train(
+    options: str, patches: dict[str, Callable[..., Any]] | None = None, change: Callable[[Any], None] = do_nothing
+) -> Curve:
+    """Train on all ranks of the pool, perhaps with functions replaced and a configuration changed."""
+    fit_to_torch()
+    fit_to_cpu()
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    curve = Curve([], [], [], sent=0)
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def log(step: int, loss: float, _: float, norm: float, **__: Any) -> None:
+        curve.losses.append(loss)
+        curve.reported.append(norm)
+        # What compilers trace in the first step is not sent.
+        if step == 1:
+            profile.start()
+        elif step == STEPS and len(curve.losses) == STEPS:
+            profile.stop()
+
+    def clip(parameters: list[torch.Tensor], *rest: Any, **options: Any) -> torch.Tensor:
+        # torch's float32 norm of a large tensor is off by 1e-4 on a CPU, and by less of a shard.
+        squares = [float(whole(p.grad).double().square().sum()) for p in parameters]
+        curve.norms.append(math.sqrt(sum(squares)))
+        return clip_grad_norm_(parameters, *rest, **options)
+
+    patches = {
+        "torchtitan.distributed.utils.clip_grad_norm_": clip,
+        "torchtitan.trainer.time.sleep": lambda _: None,
+    } | (patches or {})
+    with contextlib.ExitStack() as stack:
+        for name, replacement in patches.items():
+            stack.enter_context(mock.patch(name, replacement))
+        trainer = build(options, change)
+        trainer.metrics_processor.log = log
+        trainer.train()
+    trainer.close()
+    # Nothing but attention has such exchanges here.
+    events = profile.events() if len(curve.losses) == STEPS else ()
+    return curve._replace(sent=sum(event.name == "_c10d_functional::all_to_all_single" for event in events))
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def refusal(options: str) -> str:
+    """What the command line says of a configuration."""
+    said = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        configure(options)
+    # It stands in a box of lines.
+    return " ".join(re.sub("[╭╮╰╯│─]", " ", said.getvalue()).split())
+
+
+def large_configuration(options: str) -> tuple[Any, ...]:
+    """What the 8B model's command line makes of these options."""
+    fit_to_torch()
+    fit_to_cpu()
+    from torchtitan.config import ConfigManager
+
+    config = ConfigManager().parse_args(["--module", "recipes.torchtitan", *shlex.split(options)])
+    spec, parallelism = config.model_spec, config.parallelism
+    sizes = parallelism.context_parallel_degree, parallelism.context_parallel_team
+    return spec.flavor, len(spec.model.layers), sizes, config.training.seq_len, config.compile.enable
+
+
+def refusals_of_parts() -> dict[str, str]:
+    """What is said of parts of torchtitan that the command line does not offer."""
+    config = configure("")
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    changes = {kind.__name__: {"activation_checkpoint": kind.Config()} for kind in (SelectiveAC, FullAC)}
+    changes["MemoryBudgetAC"] = {
+        "activation_checkpoint": MemoryBudgetAC.Config(),
+        "compile": dataclasses.replace(config.compile, enable=True),
+    }
+    changes["dataloader"] = {"dataloader": HuggingFaceTextDataLoader.Config(dataset="c4_test")}
+    changes["parallelism"] = {"parallelism": ParallelismConfig(spmd_backend="partial_dtensor")}
+    said = {}
+    for name, change in changes.items():
+        try:
+            dataclasses.replace(config, **change)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def refusal_on_ranks(options: str, kind: str) -> str:
+    """What this rank says when it builds its Trainer."""
+    with contextlib.ExitStack() as stack:
+        if kind == "other order" and dist.get_rank() == 1:
+            fit_to_cpu()
+            from torchtitan.distributed.context_parallel import cp_shard
+
+            other = mock.patch(
+                "recipes.torchtitan.parallelize.cp_shard",
+                lambda mesh, buffers, masks, _: cp_shard(mesh, buffers, masks, None),
+            )
+            stack.enter_context(other)
+        try:
+            build(options, take_flex_attention if kind == "flex" else do_nothing)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def take_full_checkpointing_of_torchtitan(config: Any) -> None:
+    """What `check_config` refuses."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    config.activation_checkpoint = FullAC.Config()
+
+
+def take_flex_attention(config: Any) -> None:
+    """What `parallelize` refuses."""
+    from torchtitan.models.common.attention import FlexAttention
+
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = FlexAttention.Config()
+
+
+def deal_contiguously(*arguments: Any) -> Any:
+    """What torchtitan's Trainer calls, whatever load balancer the configuration names."""
+    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+
+    *first, _, key = arguments
+    return prepare_context_parallel_input(*first, None, key)
+
+
+def deal_head_tail(*arguments: Any) -> Any:
+    """The same, the other way round."""
+    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+
+    *first, _, key = arguments
+    return prepare_context_parallel_input(*first, "headtail", key)
+
+
+# The tests.
+
+
+@pytest.fixture(scope="module")
+def titans() -> Iterator[Callable[[int], RankPool]]:
+    """Pools of their own, since torchtitan changes settings of torch."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools or pools[size].closed:
+            pools[size] = RankPool(size, timeout=240)
+        return pools[size]
+
+    yield pool
+    for started in pools.values():
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def alone(titans) -> Curve:
+    """One process, without compilation and checkpointing."""
+    (curve,) = titans(1).run(train, f"--training.local_batch_size {SEQUENCES} activation-checkpoint:none")
+    assert len(curve.losses) == STEPS
+    assert curve.losses[-1] < curve.losses[0]
+    return curve
+
+
+def differences(curves: list[Curve], expected: Curve) -> tuple[float, float, float]:
+    """The largest difference of losses, and of gradient norms and reported norms relative to them."""
+    for curve in curves:
+        assert (len(curve.losses), len(curve.norms), len(curve.reported)) == (STEPS, STEPS, STEPS)
+    losses = max(abs(a - b) for c in curves for a, b in zip(c.losses, expected.losses, strict=True))
+    norms = max(abs(a / b - 1) for c in curves for a, b in zip(c.norms, expected.norms, strict=True))
+    reported = max(abs(a / b - 1) for c in curves for a, b in zip(c.reported, expected.norms, strict=True))
+    return losses, norms, reported
+
+
+def assert_equal(curves: list[Curve], expected: Curve) -> None:
+    losses, norms, reported = differences(curves, expected)
+    assert losses < 1e-5
+    assert norms < 1e-6
+    assert reported < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("size", "checkpointing"),
+    [
+        *(
+            (size, checkpointing)
+            for size in SIZES
+            for checkpointing in ("none", "selective", "full")
+            if "HSDP" not in size
+        ),
+        ("2x2, HSDP 2", "selective"),
+    ],
+)
+def test_training_equals_one_process(titans, alone: Curve, size: str, checkpointing: str) -> None:
+    options, ranks, sequences, _ = SIZES[size]
+    curves = titans(ranks).run(
+        train, f"{options} --training.local_batch_size {sequences} activation-checkpoint:{checkpointing}"
+    )
+    assert_equal(curves, alone)
+    assert {curve.sent for curve in curves} == {SIZES[size].sends}
+
+
+@pytest.mark.parametrize(
+    ("size", "compilation", "checkpointing"),
+    [
+        ("ring 4", AOT, "selective"),
+        ("2x2", AOT, "none"),
+        ("2x2", AOT, "full"),
+        ("2x2", INDUCTOR, "selective"),
+        ("2x2, TP 2", AOT, "selective"),
+        ("2x2, FSDP 2", AOT, "full"),
+    ],
+)
+def test_compiled_training_equals_one_process(
+    titans, alone: Curve, size: str, compilation: str, checkpointing: str
+) -> None:
+    options, ranks, sequences, _ = SIZES[size]
+    curves = titans(ranks).run(
+        train,
+        f"{options} --training.local_batch_size {sequences} {compilation} activation-checkpoint:{checkpointing}",
+    )
+    assert_equal(curves, alone)
+    assert {curve.sent for curve in curves} == {SIZES[size].sends}
+
+
+def test_what_is_sent_tells_when_checkpointing_runs_the_ring_again(titans, alone: Curve) -> None:
+    size = SIZES["2x2"]
+    options = f"{size.options} --training.local_batch_size {SEQUENCES}"
+    patches = {"recipes.torchtitan.trainer.check_config": do_nothing}
+    curves = titans(size.ranks).run(train, options, patches, take_full_checkpointing_of_torchtitan)
+    assert_equal(curves, alone)
+    assert all(curve.sent > size.sends for curve in curves)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--parallelism.context_parallel_load_balancer None",
+        "--parallelism.context_parallel_schedule published --parallelism.context_parallel_rotate q",
+        "--parallelism.context_parallel_kernel reference",
+    ],
+)
+def test_other_ways_to_the_same_training(titans, alone: Curve, options: str) -> None:
+    size = SIZES["2x2"]
+    curves = titans(size.ranks).run(train, f"{size.options} --training.local_batch_size {SEQUENCES} {options}")
+    assert_equal(curves, alone)
+
+
+def test_a_checkpoint_is_resumed(titans, alone: Curve, tmp_path: Path) -> None:
+    size = SIZES["2x2, FSDP 2"]
+    options = (
+        f"{size.options} --training.local_batch_size {size.sequences} --dump_folder {tmp_path} "
+        "--checkpoint.enable --checkpoint.interval 2"
+    )
+    titans(size.ranks).run(train, options)
+    for curve in titans(size.ranks).run(train, f"{options} --checkpoint.load_step 2"):
+        assert len(curve.losses) == 1
+        assert curve.losses[0] == pytest.approx(alone.losses[2], abs=1e-5)
+        assert curve.norms[0] == pytest.approx(alone.norms[2], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("balancer", "patch"),
+    [
+        ("headtail", {"torchtitan.trainer.prepare_context_parallel_input": deal_contiguously}),
+        ("None", {"torchtitan.trainer.prepare_context_parallel_input": deal_head_tail}),
+    ],
+)
+def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch: dict) -> None:
+    size = SIZES["2x2"]
+    options = (
+        f"{size.options} --training.local_batch_size {SEQUENCES} "
+        f"--parallelism.context_parallel_load_balancer {balancer} activation-checkpoint:none"
+    )
+    curves = titans(size.ranks).run(train, options, patch)
+    losses, norms, _ = differences(curves, alone)
+    assert losses > 1e-4
+    assert norms > 1e-3
+    with pytest.raises(AssertionError):
+        assert_equal(curves, alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            context(4, 3),
+            "context_parallel_degree must be context_parallel_ring x context_parallel_team, got 4 and any x 3",
+        ),
+        (context(4, 2, "--parallelism.context_parallel_ring 4"), "got 4 and 4 x 2"),
+        (context(1, 2), "got 1 and any x 2"),
+        (context(4, 0), "must be at least 1, got None and 0"),
+        (context(4, 2, "--parallelism.context_parallel_load_balancer ptrr"), "must be one of headtail, None, got ptrr"),
+        (
+            context(4, 2, "--parallelism.spmd_backend spmd_types"),
+            "spmd_backend must be partial_dtensor, got spmd_types",
+        ),
+        (context(4, 2, "--parallelism.pipeline_parallel_degree 2"), "pipeline_parallel_degree must be 1"),
+        (context(4, 2, "--validator.enable"), "--validator.enable has no loader of whole sequences"),
+        (context(4, 2, "--training.no-disable_cuda_graphs"), "set --training.disable_cuda_graphs"),
+    ],
+)
+def test_options_that_are_refused(titans, options: str, message: str) -> None:
+    (said,) = titans(1).run(refusal, options)
+    assert message in said
+
+
+def test_parts_that_are_refused(titans) -> None:
+    (said,) = titans(1).run(refusals_of_parts)
+    assert "dataloader must be a TextLoader.Config, got HuggingFaceTextDataLoader.Config" in said["dataloader"]
+    for kind in ("SelectiveAC", "FullAC", "MemoryBudgetAC"):
+        assert f"got {kind}.Config: others run attention, and its ring, once more" in said[kind]
+    assert "parallelism must be a ContextParallelism, got ParallelismConfig" in said["parallelism"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (context(4, 2), "flex", "the model's inner attention is FlexAttention, whose masks it does not implement"),
+        (context(4, 2), "other order", "headtail deals tokens out in another order than 'head_tail'"),
+        (context(4, 4, "--parallelism.context_parallel_schedule published"), "", "team * team"),
+        (
+            context(4, 2, "--dataloader.dataset_path nowhere.txt"),
+            "",
+            "--dataloader.dataset_path: nowhere.txt is missing",
+        ),
+        (context(4, 2, "--training.local_batch_size 100000"), "", "--dataloader.dataset_path: the standard library"),
+    ],
+)
+def test_every_rank_refuses_before_training(titans, options: str, kind: str, message: str) -> None:
+    for said in titans(4).run(refusal_on_ranks, options, kind):
+        assert message in said
+
+
+def test_the_documented_command() -> None:
+    page = (ROOT / "docs" / "torchtitan.md").read_text()
+    (command,) = re.findall(r"```sh\n(make titan)\n```", page)
+    done = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"step: +\d+ .*?loss: +([\d.]+)", done.stdout + done.stderr)]
+    assert len(losses) == 20
+    assert losses[-1] < 0.6 * losses[0]
+    assert "Training completed" in done.stdout + done.stderr
+
+
+def test_the_documented_command_for_gpus_is_understood(titans) -> None:
+    page = (ROOT / "docs" / "torchtitan.md").read_text().replace("\\\n", " ")
+    (options,) = re.findall(r"-m recipes.torchtitan (--config llama3_8b .*)", page)
+    (made,) = titans(1).run(large_configuration, options)
+    assert made == ("8B", 32, (8, 2), 8192, True)
+
+
+def test_the_page_has_the_long_form() -> None:
+    told = subprocess.run(["make", "--dry-run", "titan"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in told.replace("\\\n", " ").splitlines() if "recipes.torchtitan" in line]
+    long_form = " ".join(line.split()).removeprefix(".venv/bin/")
+    assert f"\n{long_form}\n" in (ROOT / "docs" / "torchtitan.md").read_text()

@@ -1,0 +1,42 @@
+"""Plans for ``parallelize_module``: which modules of known models a style replaces. The models are not imported."""
+
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from wallfacer_dt.styles import WallFacerParallel
+
+
+def llama3_plan(
+    *,
+    order: str,
+    schedule: str = "2d",
+    rotate: str = "auto",
+    kernel: str = "auto",
+) -> dict[str, ParallelStyle]:
+    """Context-parallel attention for torchtitan's Llama 3, on a mesh of axes ``("cp_ring", "cp_team")``.
+
+    Apply it before the model's own tensor parallelism, activation checkpointing, compilation and FSDP. A mesh with a
+    team of one makes it Ring Attention. The model's inner attention must be ``ScaledDotProductAttention``; masks of the
+    others are refused when they arrive. There is no default order: torchtitan's load balancer ``"headtail"`` deals
+    tokens out in ``"head_tail"``, its ``None`` in ``"contiguous"``.
+
+    >>> list(llama3_plan(order="head_tail"))
+    ['layers.*.attention.inner_attention']
+
+    Args:
+        order: in which order the loader deals out tokens, ``"contiguous"`` or ``"head_tail"``.
+        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
+        rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
+        kernel: ``"flash"``, ``"reference"`` or ``"auto"``.
+
+    Returns:
+        ``{fully qualified name: style}``.
+    """
+    style = WallFacerParallel(
+        is_causal=True,
+        order=order,
+        schedule=schedule,
+        rotate=rotate,
+        kernel=kernel,
+        layout="BLNH",
+    )
+    return {"layers.*.attention.inner_attention": style}
