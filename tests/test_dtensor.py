@@ -16,7 +16,7 @@ from wallfacer_dt import WallFacerParallel, context_parallel_attention, release_
 from wallfacer_dt.testing import RankPool, attention_oracle
 
 AXES = {"R": "cp_ring", "T": "cp_team"}
-PLACEMENTS = {"B": Shard(0), "H": Shard(1), "S": Shard(2), "D": Shard(3), "-": Replicate(), "+": Partial()}
+PLACEMENTS = {"B": Shard(0), "N": Shard(1), "L": Shard(2), "H": Shard(3), "-": Replicate(), "+": Partial()}
 
 
 class Layout(NamedTuple):
@@ -90,19 +90,19 @@ class Inner(nn.Module):
 
 
 CONFORMING = [
-    Layout((2, 2), "RT", "SS"),
-    Layout((4, 1), "RT", "SS"),
-    Layout((1, 4), "RT", "SS", options={"is_causal": False, "order": "contiguous"}),
-    Layout((4, 2), "RT", "SS", options={"schedule": "published"}),
-    Layout((2, 4), "RT", "SS", options={"rotate": "q"}),
-    Layout((2, 2, 2), "dRT", "BSS"),
-    Layout((2, 2, 2), "RTt", "SSH"),
-    Layout((2, 2, 2), "RtT", "SHS"),
-    Layout((2, 2, 2), "dRT", "-SS"),
-    Layout((2, 2, 2, 1), "dRTt", "BSSH"),
-    Layout((2, 2, 2, 2), "dRTt", "BSSH"),
-    Layout((2, 4, 2), "dRT", "BSS"),
-    Layout((2, 2, 2, 2), "dRTt", "BSSH", options={"schedule": "published", "is_causal": False}),
+    Layout((2, 2), "RT", "LL"),
+    Layout((4, 1), "RT", "LL"),
+    Layout((1, 4), "RT", "LL", options={"is_causal": False, "order": "contiguous"}),
+    Layout((4, 2), "RT", "LL", options={"schedule": "published"}),
+    Layout((2, 4), "RT", "LL", options={"rotate": "q"}),
+    Layout((2, 2, 2), "dRT", "BLL"),
+    Layout((2, 2, 2), "RTt", "LLN"),
+    Layout((2, 2, 2), "RtT", "LNL"),
+    Layout((2, 2, 2), "dRT", "-LL"),
+    Layout((2, 2, 2, 1), "dRTt", "BLLN"),
+    Layout((2, 2, 2, 2), "dRTt", "BLLN"),
+    Layout((2, 4, 2), "dRT", "BLL"),
+    Layout((2, 2, 2, 2), "dRTt", "BLLN", options={"schedule": "published", "is_causal": False}),
 ]
 
 
@@ -128,11 +128,11 @@ def test_through_a_style(ranks: Callable[[int], RankPool], layout: Layout) -> No
 @pytest.mark.parametrize(
     ("layout", "out", "sent"),
     [
-        (Layout((2, 2, 2), "RTt", "SSH", "SS-"), "SSH", 0),  # heads of k and v are taken from what is there
-        (Layout((2, 2, 2), "RTt", "SS-", "SSH"), "SS-", 2),  # heads of k and v are gathered
-        (Layout((2, 2, 2), "dRT", "BSS", "-SS"), "BSS", 0),
-        (Layout((2, 2, 2), "RTt", "SSS"), "SSH", 3),  # sequence parallel over a third axis
-        (Layout((2, 2, 2), "RTt", "SSS", heads=(3, 1)), "SS-", 3),
+        (Layout((2, 2, 2), "RTt", "LLN", "LL-"), "LLN", 0),  # heads of k and v are taken from what is there
+        (Layout((2, 2, 2), "RTt", "LL-", "LLN"), "LL-", 2),  # heads of k and v are gathered
+        (Layout((2, 2, 2), "dRT", "BLL", "-LL"), "BLL", 0),
+        (Layout((2, 2, 2), "RTt", "LLL"), "LLN", 3),  # sequence parallel over a third axis
+        (Layout((2, 2, 2), "RTt", "LLL", heads=(3, 1)), "LL-", 3),
     ],
     ids=["heads taken", "heads gathered", "batch taken", "heads for sequence", "sequence gathered"],
 )
@@ -162,8 +162,8 @@ def refusal(
             shape = [batch, heads, 8 * mesh["cp_ring"].size() * mesh["cp_team"].size(), 8]
             local = list(shape)
             for axis, letter in enumerate(letters):
-                if "BHSD".find(letter) >= 0:
-                    local["BHSD".index(letter)] //= sizes[axis]
+                if "BNLH".find(letter) >= 0:
+                    local["BNLH".index(letter)] //= sizes[axis]
             stride = torch.empty(shape, device="meta").stride()
             return DTensor.from_local(
                 torch.zeros(local), mesh, layout.placements(letters), shape=torch.Size(shape), stride=stride
@@ -178,17 +178,17 @@ def refusal(
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        (((2, 2), "RT", "S-"), ["q", "'cp_team'", "Replicate()"]),
-        (((2, 2), "RT", "-S"), ["q", "'cp_ring'", "Replicate()"]),
+        (((2, 2), "RT", "L-"), ["q", "'cp_team'", "Replicate()"]),
+        (((2, 2), "RT", "-L"), ["q", "'cp_ring'", "Replicate()"]),
         (((2, 2), "RT", "--"), ["q", "'cp_ring'", "Replicate()"]),
-        (((2, 2), "RT", "SS", "S-"), ["k", "'cp_team'", "Replicate()"]),
-        (((2, 2), "RT", "SH"), ["q", "'cp_team'", "Shard(dim=1)"]),
-        (((2, 2), "RT", "S+"), ["q", "'cp_team'", "Partial"]),
-        (((2, 2, 2), "RTt", "SSD"), ["q", "'t'", "Shard(dim=3)"]),
-        (((2, 2, 2), "RTt", "SS+"), ["q", "'t'", "Partial(sum)", "redistribute"]),
-        (((2, 2, 2), "RTt", "SSH", "SS-", (4, 1)), ["heads", "'t' of 2", "Shard(1)"]),
-        (((2, 2, 2), "RTt", "SSH", "", (3, 3)), ["heads", "t", "2"]),
-        (((2, 2, 2), "dRT", "BSS", "", (4, 2), 3), ["batch", "d", "Shard(0)"]),
+        (((2, 2), "RT", "LL", "L-"), ["k", "'cp_team'", "Replicate()"]),
+        (((2, 2), "RT", "LN"), ["q", "'cp_team'", "Shard(dim=1)"]),
+        (((2, 2), "RT", "L+"), ["q", "'cp_team'", "Partial"]),
+        (((2, 2, 2), "RTt", "LLH"), ["q", "'t'", "Shard(dim=3)"]),
+        (((2, 2, 2), "RTt", "LL+"), ["q", "'t'", "Partial(sum)", "redistribute"]),
+        (((2, 2, 2), "RTt", "LLN", "LL-", (4, 1)), ["heads", "'t' of 2", "Shard(1)"]),
+        (((2, 2, 2), "RTt", "LLN", "", (3, 3)), ["heads", "t", "2"]),
+        (((2, 2, 2), "dRT", "BLL", "", (4, 2), 3), ["batch", "d", "Shard(0)"]),
     ],
 )
 def test_refuses_by_axis_and_placement(case: tuple[Any, ...], parts: list[str]) -> None:

@@ -1,7 +1,7 @@
 """What the executor really does, op by op and byte by byte, on fake ranks.
 
-The programs below are what rank 0 runs for queries (1, 2, 4, 8) and keys and values (1, 1, 4, 8) in bfloat16: a ``send``
-is a hop on ``cp_ring`` or the exchange of partial results on ``cp_team``, with what one rank sends to one other.
+The programs below are what rank 0 runs for queries (1, 2, 4, 8) and keys and values (1, 1, 4, 8) in bfloat16: a
+``send`` is a hop on ``cp_ring`` or the exchange of partial results on ``cp_team``, with what one rank sends to another.
 """
 
 from typing import Any
