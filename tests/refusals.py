@@ -134,6 +134,13 @@ def ring_of_a_team() -> Tensor:
     return attend(on=mesh()["cp_ring"])
 
 
+def bound_on_one_rank() -> Tensor:
+    on = mesh()
+    if dist.get_rank() == 1:
+        w.sequence_positions(16, on, order="head_tail")
+    return attend(on=on, is_causal=True)
+
+
 def seen_before() -> Tensor:
     for length in (5, 7):
         attend(x(length=length), x(length=length))
@@ -182,7 +189,10 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "three dims": lambda: attend(torch.zeros(2, 4, 8)),
     "an empty shard": lambda: attend(x(length=0), x(length=0)),
     "no tensor": lambda: attend([1.0]),
-    "a DTensor": lambda: attend(DTensor.from_local(x(), mesh(), [Shard(2), Shard(2)], run_check=False)),
+    "a DTensor among tensors": lambda: attend(DTensor.from_local(x(), mesh(), [Shard(2), Shard(2)], run_check=False)),
+    "a DTensor replicated in the team": lambda: attend(
+        *[DTensor.from_local(x(), mesh(), [Shard(2), Replicate()], run_check=False)] * 2
+    ),
     "sharded in another order": sharded_in_another_order,
     "positions in another order": positions_in_another_order,
     "dataset in another order": dataset_in_another_order,
@@ -248,6 +258,9 @@ DISAGREEMENTS: dict[str, Callable[[], Any]] = {
     "another dtype on one rank": lambda: attend(
         *[x(dtype=torch.float32 if dist.get_rank() else torch.float64, head_dim=24)] * 2
     ),
+    "a mask on one rank": lambda: called(attn_mask=torch.ones(4, 4) if dist.get_rank() == 2 else None),
+    "a learned scale on one rank": lambda: called(scale=torch.tensor(0.5) if dist.get_rank() == 2 else None),
+    "another order on one rank": bound_on_one_rank,
     "another seed on one rank": lambda: w.SequenceSampler(range(9), mesh(), seed=dist.get_rank()),
 }
 REFUSALS |= DISAGREEMENTS

@@ -45,7 +45,11 @@ MESSAGES = {
     "three dims": ("ValueError", "q must have shape (B, N, L, H) without empty dims, got (2, 4, 8)"),
     "an empty shard": ("ValueError", "without empty dims, got (1, 2, 0, 8)"),
     "no tensor": ("TypeError", "q must be a tensor, got list"),
-    "a DTensor": ("TypeError", "q must be this rank's shard as a plain tensor, got a DTensor; pass q.to_local()"),
+    "a DTensor among tensors": (
+        "TypeError",
+        "q, k and v must all be DTensors or all plain tensors, but q and k differ",
+    ),
+    "a DTensor replicated in the team": ("ValueError", "q must have its sequence sharded on axis 'cp_team'"),
     "sharded in another order": ("ValueError", "causal attention was given order='contiguous', but on this mesh"),
     "positions in another order": ("ValueError", "tokens were sharded in order='head_tail'"),
     "dataset in another order": ("ValueError", "SequenceDataset was given order='head_tail', but on this mesh"),
@@ -110,6 +114,9 @@ MESSAGES = {
     "another length on one rank, each seen before": ("ValueError", "the shape of q must be the same on every rank"),
     "another scale on one rank": ("ValueError", "scale must be the same on every rank of the mesh, got rank 0: 0.1"),
     "another dtype on one rank": ("ValueError", "the dtype of q must be the same on every rank of the mesh"),
+    "a mask on one rank": ("ValueError", "attn_mask=a tensor of shape (4, 4), which this style does not implement"),
+    "a learned scale on one rank": ("(ValueError|TypeError)", "scale must be a float or None, got tensor(0.5000)"),
+    "another order on one rank": ("ValueError", "order='contiguous', but on this mesh tokens were sharded in order="),
     "another seed on one rank": ("ValueError", "seed must be the same on every rank of the mesh, got rank 0: 0"),
 }
 

@@ -76,9 +76,9 @@ def context_parallel_attention(
         kernel=kernel,
     )
     with attention.refusing_together():
-        attention.check(q, k, v)
-    if is_causal:
-        bind_order(mesh, order, "causal attention")
+        attention.check(q, k, v, scale)
+        if is_causal:
+            bind_order(mesh, order, "causal attention")
     return attention(q, k, v)
 
 
@@ -136,8 +136,9 @@ class ContextAttention:
             is_causal, scale, order, schedule, rotate, kernel,
         )  # fmt: skip
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuse (TypeError, ValueError, NotImplementedError) tensors that do not fit."""
+    def check(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+        """Refuse (TypeError, ValueError, NotImplementedError) tensors, or a scale, that do not fit."""
+        check_scale(scale)
         _check_tensors(q, k, v, self.device_type)
         shards = 1 if isinstance(q, DTensor) else self.place.size
         check_length(q.shape[2] * shards, self.place.size, self.order)
@@ -157,8 +158,7 @@ class ContextAttention:
             raise
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        """Attention on shards that :meth:`check` has seen; ``scale`` goes before one's own."""
-        check_scale(scale)
+        """Attention on what :meth:`check` has seen; ``scale`` goes before one's own."""
         scale = self.scale if scale is None else scale
         place = self.place
         rotate = resolve_rotate(

@@ -153,7 +153,7 @@ class RingParallel(ParallelStyle):
             scale = self._check_options(options, where)
             if kwargs.get("enable_gqa") is False and q.shape != k.shape:
                 raise ValueError(f"enable_gqa=False, but q has shape {tuple(q.shape)} and k {tuple(k.shape)}")
-            attention.check(q, k, v)
+            attention.check(q, k, v, scale)
             return scale
 
         def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
