@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -45,12 +45,11 @@ class WholeBlock(nn.Module):
         return self.block(x, rotations(positions, CONFIG.head_dim, CONFIG.rope_base))
 
 
-def steps(what: str, ring: int, team: int, backend: str, lengths: list[int]) -> list[Step]:
+def steps(what: str, mesh: DeviceMesh, backend: str, lengths: list[int]) -> list[Step]:
     """Forward and backward of a block or a model at each length, eager and compiled."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    mesh = mesh_of(ring, team)
-    style = RingParallel if team == 1 else WallFacerParallel
+    style = RingParallel if mesh.size() == mesh.size(0) else WallFacerParallel
     model = ByteGPT(CONFIG) if what == "model" else WholeBlock()
     plan = style(is_causal=True, order="head_tail")
     parallelize_module(model, mesh, {"layers.*.attention.inner": plan, "block.attention.inner": plan})
@@ -75,12 +74,16 @@ def steps(what: str, ring: int, team: int, backend: str, lengths: list[int]) -> 
     return found
 
 
+def aot_eager(what: str, ring: int, team: int, lengths: list[int]) -> list[Step]:
+    return steps(what, mesh_of(ring, team), "aot_eager", lengths)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mesh", [(4, 1), (2, 2)])
 @pytest.mark.parametrize("what", ["block", "model"])
 def test_one_graph_equal_to_eager(ranks: Ranks, what: str, mesh: tuple[int, int]) -> None:
     """No graph break (fullgraph), no recompilation, one more graph for a second length and none for a third."""
-    for found in ranks(4).run(steps, what, *mesh, "aot_eager", [32, 32, 64, 64, 96]):
+    for found in ranks(4).run(aot_eager, what, *mesh, [32, 32, 64, 64, 96]):
         assert [step.graphs for step in found] == [1, 1, 2, 2, 2]
         assert all((step.output, step.gradient) == (0, 0) for step in found)
 
@@ -92,10 +95,14 @@ class Cached(NamedTuple):
 
 
 def with_cache(folder: str) -> Cached:
-    """A model compiled by Inductor, with torch's caches in a folder that the ranks share."""
+    """A model compiled by Inductor, with torch's caches in a folder that the ranks share.
+
+    On one axis all ranks have one process group, so nothing but their place tells their graphs apart.
+    """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     counters.clear()
-    found = steps("model", 2, 1, "inductor", [32, 32, 64, 96])
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp_ring",))
+    found = steps("model", mesh, "inductor", [32, 32, 64, 96])
     return Cached(found, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
 
 
