@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch._inductor.config
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import get_code
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -21,6 +23,7 @@ from wallfacer_dt import WallFacerParallel, context_mesh
 SHORT = {
     "_c10d_functional.all_gather_into_tensor": "gather",
     "_c10d_functional.all_to_all_single": "send",
+    "_c10d_functional.all_reduce_": "all_reduce",
     "_c10d_functional.wait_tensor": "wait",
     "aten._scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": "flash_backward",
@@ -48,14 +51,35 @@ def styled(mesh: DeviceMesh, **options: Any) -> Callable[[Tensor], Tensor]:
     return model
 
 
+def two_and_a_sum(mesh: DeviceMesh, **options: Any) -> Callable[[Tensor], Tensor]:
+    """Two attentions that do not depend on each other, and a sum over all ranks that depends on neither."""
+    first, second = (styled(mesh, scale=scale, **options) for scale in (0.5, 0.25))
+    other, long = torch.empty(1, 64, 128), torch.empty(40000)
+
+    def model(x: Tensor) -> Tensor:
+        a = first(x).sum()
+        total = all_reduce(long.sin(), "sum", dist.group.WORLD)
+        return a + second(other).sum() + total.sum()
+
+    return model
+
+
 @lru_cache
 def code_of(
-    ring: int, team: int, *, dtype: torch.dtype = torch.float32, dynamic: bool | None = None, **options: Any
+    ring: int,
+    team: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    dynamic: bool | None = None,
+    rank: int = 0,
+    model: Callable[..., Callable[[Tensor], Tensor]] = styled,
+    requires_grad: bool = True,
+    **options: Any,
 ) -> list[str]:
-    """The code of forward and backward, as plain ``torch.compile`` makes it."""
-    with fake_world(ring * team):
-        model = torch.compile(styled(context_mesh("cpu", ring, team), **options), fullgraph=True, dynamic=dynamic)
-        x = torch.empty(1, 64, 128, dtype=dtype, requires_grad=True)
+    """The code of forward and, with gradients, backward, as plain ``torch.compile`` makes it."""
+    with fake_world(ring * team, rank):
+        model = torch.compile(model(context_mesh("cpu", ring, team), **options), fullgraph=True, dynamic=dynamic)
+        x = torch.empty(1, 64, 128, dtype=dtype, requires_grad=requires_grad)
 
         def compiled() -> None:
             # Nothing is compiled to machine code, so running it fails.
@@ -66,8 +90,9 @@ def code_of(
             torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
             torch._inductor.config.patch(fx_graph_cache=False),
         ):
-            forward, backward = (code for code in get_code(compiled) if "def call(" in code)
-        return [forward, backward]
+            codes = [code for code in get_code(compiled) if "def call(" in code]
+        assert len(codes) == 1 + requires_grad
+        return codes
 
 
 def lines_of(ring: int, team: int, **options: Any) -> list[list[str]]:
@@ -110,10 +135,11 @@ def _program(code: str, axes: dict[str, str]) -> list[str]:
         if match := re.match(r"(?:(\w+) = )?torch\.ops\.(\w+\.\w+)\.default\((.*)\)$", line):
             buffer, op, args = match.groups()
             name = SHORT.get(op, op)
-            if name in ("gather", "send"):
-                pending[buffer] = len(pending)
+            if name in ("gather", "send", "all_reduce"):
+                # An in-place collective is waited for by its input.
+                number = pending[buffer or args.partition(",")[0]] = len(pending)
                 group = args.rpartition("'")[0].rpartition("'")[2]
-                lines.append(f"{name} #{pending[buffer]} {axes.get(group, 'cp')}")
+                lines.append(f"{name} #{number} {axes.get(group, 'both axes')}")
             elif name == "wait":
                 lines.append(f"wait #{pending[args]}")
             else:

@@ -9,7 +9,7 @@ import torch._inductor.config
 from expecttest import assert_expected_inline
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from tests.generated import code_of, lines_of, saved_bytes
+from tests.generated import code_of, lines_of, saved_bytes, two_and_a_sum
 from wallfacer_dt.lowering import register
 from wallfacer_dt.ops import BODIES
 
@@ -133,7 +133,7 @@ gather #0 cp_team
 gather #1 cp_team
 wait #0
     fused
-send #2 cp
+send #2 both axes
 wait #1
 wait #2
 send #3 cp_ring
@@ -154,7 +154,7 @@ gather #0 cp_team
 gather #1 cp_team
 wait #0
     fused
-send #2 cp
+send #2 both axes
 wait #1
 wait #2
 send #3 cp_ring
@@ -172,7 +172,7 @@ send #5 cp_team
     fused
 wait #4
     fused
-send #6 cp
+send #6 both axes
 wait #5
     fused
 wait #6
@@ -226,6 +226,23 @@ def test_transfers_hide_behind_kernels_and_merges_are_one(ring: int, team: int, 
 def test_nothing_more_is_alive_in_a_longer_ring(team: int, dtype: torch.dtype) -> None:
     eight, sixteen = ([most_alive(code) for code in code_of(ring, team, dtype=dtype, rotate="kv")] for ring in (8, 16))
     assert eight == sixteen
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
+def test_ranks_start_collectives_in_one_order(order: str, dynamic: bool | None) -> None:
+    """Although causal ranks have different work, hence different code."""
+    programs = [
+        lines_of(
+            4, 1, rank=rank, model=two_and_a_sum, requires_grad=False, is_causal=True, order=order, dynamic=dynamic
+        )
+        for rank in (0, 3)
+    ]
+    kinds = ("agree", "send", "all_reduce", "attention", "attention_backward")
+    for first, last in zip(*programs, strict=True):
+        started = [[line.split()[0] for line in lines if line.split()[0] in kinds] for lines in (first, last)]
+        assert started[0] == started[1]
+        assert len(started[0]) > 3 or dynamic
 
 
 def most_alive(code: str) -> int:

@@ -1,23 +1,18 @@
-"""Context-parallel attention on shards: what it accepts, and the call of the operator."""
+"""Context-parallel attention on shards: its options on a mesh, and the call of the operator."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from wallfacer_dt import sharding
 from wallfacer_dt.algorithms import check_rotate, resolve_rotate
-from wallfacer_dt.collectives import agree
-from wallfacer_dt.kernels import check_kernel, select_kernel
-from wallfacer_dt.layout import check_length, check_order
+from wallfacer_dt.kernels import check_kernel
+from wallfacer_dt.layout import check_order
 from wallfacer_dt.mesh import Coordinate, bind_order, context_groups, whole_context_group
 from wallfacer_dt.ops import CODE, Options
+from wallfacer_dt.refusal import Expected, check_tensors, refusing_together
 
 
 @torch.compiler.disable(reason="it looks process groups up; in a compiled model use a style")
@@ -75,8 +70,8 @@ def context_parallel_attention(
         rotate=rotate,
         kernel=kernel,
     )
-    with attention.refusing_together():
-        attention.check(q, k, v, scale)
+    with refusing_together(attention.expected):
+        check_tensors(q, k, v, attention.expected)
         if is_causal:
             bind_order(mesh, order, "causal attention")
     return attention(q, k, v)
@@ -136,29 +131,13 @@ class ContextAttention:
             is_causal, scale, order, schedule, rotate, kernel,
         )  # fmt: skip
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-        """Refuse (TypeError, ValueError, NotImplementedError) tensors, or a scale, that do not fit."""
-        check_scale(scale)
-        _check_tensors(q, k, v, self.device_type)
-        shards = 1 if isinstance(q, DTensor) else self.place.size
-        check_length(q.shape[2] * shards, self.place.size, self.order)
-        # A compiler asks the operator's rule, which checks the same.
-        if not torch.compiler.is_compiling():
-            sharding.check(q, k, v, self.ring, self.team)
-        select_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1])
-
-    @contextmanager
-    def refusing_together(self) -> Iterator[None]:
-        """Have all ranks refuse when one does, instead of waiting for it."""
-        try:
-            yield
-        except (TypeError, ValueError, NotImplementedError) as error:
-            with suppress(ValueError):  # one's own error says more than the comparison
-                agree((), self.team, self.ring, every_call=self.device_type == "cpu", error=str(error))
-            raise
+    @property
+    def expected(self) -> Expected:
+        """What q, k and v are checked against."""
+        return Expected(self.device_type, self.place.size, self.order, self.kernel, self.ring, self.team)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        """Attention on what :meth:`check` has seen; ``scale`` goes before one's own."""
+        """Attention on tensors that have been checked; ``scale``, checked as well, goes before one's own."""
         scale = self.scale if scale is None else scale
         place = self.place
         rotate = resolve_rotate(
@@ -190,32 +169,3 @@ def check_scale(scale: float | None) -> None:
         raise TypeError(f"scale must be a float or None, got {scale!r}")
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale must be finite and above 0, got {scale}")
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if isinstance(x, DTensor) != isinstance(q, DTensor):
-            raise TypeError(f"q, k and v must all be DTensors or all plain tensors, but q and {name} differ")
-        if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"
-            )
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {tuple(x.shape)}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them")
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"q, k and v must be floating point, got {q.dtype}; cast them")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if q.device.type != device_type:
-        raise ValueError(f"q, k and v must be on the mesh's device type {device_type!r}, got {q.device}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {shapes}")
-    if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-        raise ValueError(f"q, k and v must agree in batch, length and head dim (B, N, L, H), got {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"query heads must be a multiple of key and value heads, got {shapes}")

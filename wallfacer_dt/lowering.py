@@ -12,6 +12,12 @@ may move waits next to their starts. So *barriers* (collectives, waits, attentio
 scheduling dependencies, and what is computed between two of them and needed after the second is computed before it.
 That is the order and the memory of the eager body, with one fused kernel where the body had many operations.
 
+Note [One order on all ranks]
+Ranks that share a process group must start its collectives in the same order. Inductor keeps its collective kernels in
+the order of the graph, which is the same on all ranks; but what it may move otherwise depends on sizes, and the code of
+an operator differs between ranks. So whatever communicates is a collective kernel to Inductor: the transfers of a body
+anyway, and operators that stay opaque (``agree``, or attention of any length) as well.
+
 Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0 and 2.14.1.
 """
 
@@ -25,7 +31,7 @@ from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _BARRIERS = ("_c10d_functional::", "wallfacer_dt::", "aten::_scaled_dot_product", "aten::bmm", "aten::mm")
 
@@ -47,17 +53,37 @@ def register(op: OpOverload, body: Callable[..., Any]) -> None:
         op: a functional operator whose tensor arguments come first.
         body: what it does on this rank, in traceable operations.
     """
-    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
     def lower(*args: Any) -> Any:
         node = V.graph.current_node
         examples = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
         if any(_is_symbolic(example) for example in examples):
-            return fallback_handler(op, add_to_fallback_set=False)(*args)
+            return _opaque(op, args)
         return _run(_trace(body, examples, V.fake_mode), _realized(args, examples))
 
     register_lowering(op, type_promotion_kind=None)(lower)
+
+
+@cache
+def register_opaque(op: OpOverload) -> None:
+    """Lower an operator that communicates as one call, once, which keeps its order among all collectives of a graph.
+
+    See Note [One order on all ranks].
+
+    Args:
+        op: a functional operator.
+    """
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(op, type_promotion_kind=None)(lambda *args: _opaque(op, args))
+
+
+def _opaque(op: OpOverload, args: Sequence[Any]) -> Any:
+    from torch._inductor import ir
+
+    return tree_map_only(ir.IRNode, ir.TensorBox.create, ir._CollectiveKernel.create(op, *args))
 
 
 def _is_symbolic(example: Any) -> bool:

@@ -81,6 +81,7 @@ class Options(NamedTuple):
         )
 
 
+_COMPARED = ("is_causal", "scale", "order", "schedule", "rotate", "kernel", "code")
 _SCHEMA = (
     "int[] place, str ring, str team, str context, int[] context_ranks, bool is_causal, float scale, str order, "
     "str schedule, str rotate, str kernel, str code"
@@ -88,8 +89,11 @@ _SCHEMA = (
 
 
 def _digest_of_sources() -> str:
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    if not sources:
+        raise ImportError("wallfacer_dt must be installed with its sources, which are part of torch's cache keys")
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sources:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -118,7 +122,7 @@ def attention_body(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
         "the shape of q": tuple(q.shape),
         "the shape of k": tuple(k.shape),
         "the dtype of q": q.dtype,
-        **{name: getattr(options, name) for name in ("is_causal", "scale", "order", "schedule", "rotate")},
+        **{name: getattr(options, name) for name in _COMPARED},
     }
     values = [str(value) for value in signature.values()]
     torch.ops.wallfacer_dt.agree(q, list(signature), values, options.team, options.ring)
@@ -193,6 +197,7 @@ BODIES = {
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     if lowering.is_compiling():
         # Inductor, perhaps; until here there was no reason to import it.
+        lowering.register_opaque(torch.ops.wallfacer_dt.agree.default)
         for op, body in BODIES.items():
             lowering.register(op, body)
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt.algorithms import check_rotate
@@ -19,6 +20,7 @@ from wallfacer_dt.attention import ContextAttention, check_scale
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.layout import check_order
 from wallfacer_dt.mesh import bind_order
+from wallfacer_dt.refusal import check_tensors, refused_in_graph, refusing_together
 
 LAYOUTS = ("BLNH", "BNLH")
 
@@ -143,8 +145,9 @@ class RingParallel(ParallelStyle):
     ) -> Callable[..., Tensor]:
         transposed = self.layout == "BLNH"
         where = f"{type(self).__name__}: attention was called with"
+        expected = attention.expected
 
-        def check(q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+        def scale_of(q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
             if len(args) > len(names):
                 raise ValueError(
                     f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments"
@@ -153,19 +156,38 @@ class RingParallel(ParallelStyle):
             scale = self._check_options(options, where)
             if kwargs.get("enable_gqa") is False and q.shape != k.shape:
                 raise ValueError(f"enable_gqa=False, but q has shape {tuple(q.shape)} and k {tuple(k.shape)}")
-            attention.check(q, k, v, scale)
+            check_scale(scale)
             return scale
+
+        def eager(q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+            with refusing_together(expected):
+                scale = scale_of(q, k, args, kwargs)
+                check_tensors(q, k, v, expected)
+            return attention(q, k, v, scale)
+
+        def traced(q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+            # DTensors say the same on all ranks, which therefore refuse alike.
+            plain = all(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in (q, k, v))
+            try:
+                scale = scale_of(q, k, args, kwargs)
+            except (TypeError, ValueError) as error:
+                if plain:
+                    return refused_in_graph(q, k, v, str(error), expected)
+                raise
+            try:
+                check_tensors(q, k, v, expected)
+            except (TypeError, ValueError, NotImplementedError):
+                if plain:
+                    return refused_in_graph(q, k, v, "", expected)
+                raise
+            return attention(q, k, v, scale)
 
         def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if transposed:
                 q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
-            if torch.compiler.is_compiling():
-                scale = check(q, k, v, args, kwargs)
-            else:
-                with attention.refusing_together():
-                    scale = check(q, k, v, args, kwargs)
-            out = attention(q, k, v, scale)
-            return out.transpose(1, 2) if transposed else out
+            attend = traced if torch.compiler.is_compiling() else eager
+            out = attend(q, k, v, args, kwargs)
+            return out.transpose(1, 2) if transposed and out.ndim == 4 else out
 
         setattr(forward, _MARK, attention)
         return forward
