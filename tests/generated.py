@@ -36,7 +36,7 @@ SHORT = {
 class Inner(nn.Module):
     """Something for a style to replace."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         raise NotImplementedError
 
 

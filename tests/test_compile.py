@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -122,8 +123,15 @@ def test_inductor_cold_and_warm_on_ranks_that_share_a_cache(tmp_path: Path) -> N
             pool.close()
 
 
-def lowered(options: dict[str, Any], ring: int, team: int, dtype: torch.dtype) -> float:
-    """Largest difference between eager and Inductor, relative to the largest entry, of output and gradients."""
+def compiled_error(
+    options: dict[str, Any],
+    ring: int,
+    team: int,
+    dtype: torch.dtype,
+    backend: str = "inductor",
+    dynamic: bool | None = None,
+) -> float:
+    """Largest difference between eager and compiled, relative to the largest entry, of output and gradients."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = mesh_of(ring, team)
@@ -135,7 +143,7 @@ def lowered(options: dict[str, Any], ring: int, team: int, dtype: torch.dtype) -
     # One row of queries more than the smallest, a batch, and grouped heads.
     leaves = [torch.randn(2, 6, n, 8, dtype=dtype, requires_grad=True) for n in (4, 2, 2)]
     results = []
-    for function in (model, torch.compile(model, fullgraph=True)):
+    for function in (model, torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)):
         out = function(*leaves)
         results.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))
@@ -147,9 +155,63 @@ def test_inductor_lowers_messages_of_two_dtypes() -> None:
     pool = RankPool(2, timeout=500)
     try:
         options = {"is_causal": True, "order": "head_tail", "rotate": "kv"}
-        assert max(pool.run(lowered, options, 1, 2, torch.bfloat16)) <= 2**-7
+        assert max(pool.run(compiled_error, options, 1, 2, torch.bfloat16)) <= 2**-7
     finally:
         pool.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_size_may_be_symbolic(ranks: Ranks) -> None:
+    errors = ranks(4).run(compiled_error, {"is_causal": True}, 2, 2, torch.float64, "aot_eager", True)
+    assert max(errors) == 0
+
+
+ALONE = {
+    "length": "must be a positive multiple of 8 (order='head_tail' on 4 ranks), got 12",
+    "dtype": "must be floating point, got torch.int64",
+    "mask": "attn_mask=a tensor of shape (2, 2), which this style does not implement",
+    "scale": "scale must be finite and above 0, got inf",
+    "another length": "the shape of q must be the same on every rank of the mesh",
+}
+
+
+def refused(what: str, fullgraph: bool, backend: str, dynamic: bool | None = None) -> str:
+    """What this rank says when rank 1 alone calls a compiled module in a way that cannot be."""
+    torch._dynamo.reset()
+    inner = parallelize_module(Inner(), mesh_of(2, 2), WallFacerParallel(is_causal=True, order="head_tail"))
+    alone = dist.get_rank() == 1
+    length = {"length": 3, "another length": 8}.get(what, 4) if alone else 4
+    dtype = torch.int64 if what == "dtype" and alone else torch.float32
+    x = torch.ones(1, length, 2, 8, dtype=dtype)
+    options = {"mask": {"attn_mask": torch.ones(2, 2)}, "scale": {"scale": float("inf")}}.get(what, {}) if alone else {}
+    weight = torch.ones(8, requires_grad=dtype != torch.int64)
+
+    def model(x: Tensor) -> Tensor:
+        return inner(x * weight.to(x.dtype), x, x, **options) * weight
+
+    try:
+        torch.compile(model, fullgraph=fullgraph, backend=backend, dynamic=dynamic)(x)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("what", "fullgraph", "dynamic"),
+    [
+        *((what, True, None) for what in ALONE),
+        ("length", False, None),
+        ("mask", False, None),
+        ("length", True, True),
+        ("another length", True, True),
+    ],
+)
+def test_what_one_rank_refuses_in_a_graph_all_refuse(
+    ranks: Ranks, what: str, fullgraph: bool, dynamic: bool | None
+) -> None:
+    for said in ranks(4).run(refused, what, fullgraph, "aot_eager", dynamic):
+        assert ALONE[what] in said
 
 
 def dtensors(backend: str) -> tuple[int, float, list[bool]]:

@@ -215,7 +215,7 @@ def test_refuses_a_mixture_of_dtensors_and_plain_ones() -> None:
     ("axes", "part"),
     [
         (("cp_team", "cp_ring"), "'cp_ring' must come before 'cp_team'"),
-        (("tp", "dp"), "without axis cp_ring"),
+        (("tp", "dp"), "does not hold cp_ring of the context mesh"),
     ],
 )
 def test_refuses_a_mesh_of_other_axes(axes: tuple[str, str], part: str) -> None:

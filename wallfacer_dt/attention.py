@@ -140,9 +140,11 @@ class ContextAttention:
         """Attention on tensors that have been checked; ``scale``, checked as well, goes before one's own."""
         scale = self.scale if scale is None else scale
         place = self.place
+        # A compiler may take any size for a symbol; heads and their size are the model's.
+        heads, kv_heads, head_dim = int(q.shape[1]), int(k.shape[1]), int(q.shape[-1])
         rotate = resolve_rotate(
             self.rotate, self.schedule, place.ring, place.team,
-            heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[-1], dtype=q.dtype,
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype,
         )  # fmt: skip
         options = Options(
             (place.ring, place.team, place.ring_rank, place.team_rank),
@@ -151,7 +153,7 @@ class ContextAttention:
             self.context,
             self.context_ranks,
             self.is_causal,
-            1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+            1 / math.sqrt(head_dim) if scale is None else float(scale),
             self.order,
             self.schedule,
             rotate,

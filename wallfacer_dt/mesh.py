@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# Private; run on torch 2.13. What is read off a mesh or a group must not be seen by tracing modes (fake tensors, say).
+# Private; run on torch 2.11.0, 2.13.0 and 2.14.1. What is read off a mesh or a group must not be seen by tracing modes
+# (fake tensors, say).
 from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 
 RING_AXIS = "cp_ring"
@@ -227,7 +228,7 @@ def _check_whole(mesh: DeviceMesh) -> None:
         )
 
 
-# Private methods of DeviceMesh and process groups; run on torch 2.13.
+# Private methods of DeviceMesh and process groups; run on torch 2.11.0, 2.13.0 and 2.14.1.
 
 
 def inherit_timeout(mesh: DeviceMesh) -> None:

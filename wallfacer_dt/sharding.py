@@ -123,8 +123,8 @@ def _context_axes(mesh: DeviceMesh, ring: str, team: str) -> set[int]:
     missing = [axis for name, axis in wanted.items() if name not in groups]
     if missing:
         raise ValueError(
-            f"q, k and v are DTensors on a mesh {mesh.mesh_dim_names} without axis {missing[0]} of the context mesh; "
-            f"slice it from theirs, mesh[{RING_AXIS!r}, {TEAM_AXIS!r}], or pass local shards: q.to_local()"
+            f"q, k and v are DTensors on a mesh {mesh.mesh_dim_names} that does not hold {missing[0]} of the context "
+            f"mesh; slice it from theirs, mesh[{RING_AXIS!r}, {TEAM_AXIS!r}], or pass local shards: q.to_local()"
         )
     axes = [groups.index(name) for name in wanted]
     if axes != sorted(axes):

@@ -158,7 +158,7 @@ def resolve_rotate(
             dtype=dtype, rotate=rotation,
         ).backward.bytes  # fmt: skip
 
-    return min(("kv", "q"), key=received)
+    return "q" if received("q") < received("kv") else "kv"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Private; run on torch 2.13.
+# Private; run on torch 2.11.0, 2.13.0 and 2.14.1.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from wallfacer_dt.mesh import outside_modes

@@ -1,4 +1,5 @@
-"""torch's fused attention kernels, called below autograd (private aten ops; run on torch 2.13, CPU only so far).
+"""torch's fused attention kernels, called below autograd (private aten ops; run on torch 2.11.0, 2.13.0 and
+2.14.1, CPU only so far).
 
 Their traps: an empty block kills the process on CPU, a last dim whose stride is not 1 is read as if it were,
 log-sum-exps come with odd strides, gradients need not be contiguous. CUDA's flash attention wants head dims in
