@@ -1,4 +1,4 @@
-"""Pools of real gloo ranks, started when first needed and kept for the session; hypothesis profiles."""
+"""Pools of real gloo ranks, started when first needed and kept for a module; hypothesis profiles."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,9 +16,9 @@ settings.register_profile(
 settings.load_profile("ranks")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """``ranks(size)``: the pool of that size."""
+    """``ranks(size)``: the pool of that size; those of a module are closed with it, for their memory."""
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
