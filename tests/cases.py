@@ -13,12 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wallfacer_dt
 from wallfacer_dt.testing import AttentionResult, attention_oracle, count_collectives
+
+
+class Inner(nn.Module):
+    """Something for a style to replace."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import get_code
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import fake_world
+from tests.cases import Inner, fake_world
 from wallfacer_dt import WallFacerParallel, context_mesh
 
 SHORT = {
@@ -31,13 +31,6 @@ SHORT = {
     "wallfacer_dt.attention": "attention",
     "wallfacer_dt.attention_backward": "attention_backward",
 }
-
-
-class Inner(nn.Module):
-    """Something for a style to replace."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        raise NotImplementedError
 
 
 def styled(mesh: DeviceMesh, **options: Any) -> Callable[[Tensor], Tensor]:

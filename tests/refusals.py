@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -134,6 +135,12 @@ def ring_of_a_team() -> Tensor:
     return attend(on=mesh()["cp_ring"])
 
 
+def of_another_version() -> Tensor:
+    """Ranks whose packages differ would follow different schedules."""
+    with mock.patch("wallfacer_dt.attention.CODE", "old" if dist.get_rank() == 1 else "new"):
+        return attend()
+
+
 def bound_on_one_rank() -> Tensor:
     on = mesh()
     if dist.get_rank() == 1:
@@ -255,6 +262,8 @@ DISAGREEMENTS: dict[str, Callable[[], Any]] = {
     ),
     "another length on one rank, each seen before": seen_before,
     "another scale on one rank": lambda: attend(scale=0.1 + 0.1 * (dist.get_rank() == 1)),
+    "another kernel on one rank": lambda: attend(kernel="reference" if dist.get_rank() == 1 else "flash"),
+    "another version on one rank": of_another_version,
     "another dtype on one rank": lambda: attend(
         *[x(dtype=torch.float32 if dist.get_rank() else torch.float64, head_dim=24)] * 2
     ),

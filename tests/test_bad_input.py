@@ -113,6 +113,11 @@ MESSAGES = {
     "shards to unshard of different length": ("ValueError", "the shape of x must be the same on every rank"),
     "another length on one rank, each seen before": ("ValueError", "the shape of q must be the same on every rank"),
     "another scale on one rank": ("ValueError", "scale must be the same on every rank of the mesh, got rank 0: 0.1"),
+    "another kernel on one rank": (
+        "ValueError",
+        "kernel must be the same on every rank of the mesh, got rank 0: flash",
+    ),
+    "another version on one rank": ("ValueError", "code must be the same on every rank of the mesh, got rank 0: new"),
     "another dtype on one rank": ("ValueError", "the dtype of q must be the same on every rank of the mesh"),
     "a mask on one rank": ("ValueError", "attn_mask=a tensor of shape (4, 4), which this style does not implement"),
     "a learned scale on one rank": ("(ValueError|TypeError)", "scale must be a float or None, got tensor(0.5000)"),

@@ -15,18 +15,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.cases import mesh_of
+from tests.cases import Inner, mesh_of
 from wallfacer_dt import WallFacerParallel
 from wallfacer_dt.checkpoint import ATTENTION_SAVE_OPS, save_attention
 from wallfacer_dt.testing import RankPool, count_collectives
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
-
-
-class Inner(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 class Block(nn.Module):

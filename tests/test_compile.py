@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.train_bytes.model import Block, ByteGPT, ModelConfig, rotations
-from tests.cases import mesh_of
-from tests.generated import Inner
+from tests.cases import Inner, mesh_of
 from wallfacer_dt import RingParallel, WallFacerParallel, release_order, sequence_positions, shard_sequence
 from wallfacer_dt.testing import RankPool
 

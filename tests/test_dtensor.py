@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import fake_world, held
+from tests.cases import Inner, fake_world, held
 from wallfacer_dt import WallFacerParallel, context_parallel_attention, release_order
 from wallfacer_dt.testing import RankPool, attention_oracle
 
@@ -80,13 +80,6 @@ def attend(layout: Layout, through: str = "function") -> Outcome:
     errors = [(a.full_tensor() - b[:, :, rows]).abs().max() for a, b in zip(got, expected, strict=True)]
     # The operator is opaque to this mode, so what it counts are redistributions.
     return Outcome(float(max(errors)), [tuple(x.placements) for x in got], sent.get_total_counts())
-
-
-class Inner(nn.Module):
-    """Something for a style to replace."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 CONFORMING = [

@@ -223,6 +223,13 @@ def test_transfers_hide_behind_kernels_and_merges_are_one(ring: int, team: int, 
         assert set(merges) == {" fused"}
 
 
+def test_inductors_own_reordering_exposes_nothing() -> None:
+    with torch._inductor.config.patch(reorder_for_compute_comm_overlap=True):
+        # A scale of its own, since code is kept by options.
+        for lines in lines_of(3, 2, scale=0.7, **BALANCED):
+            assert exposed(lines) == []
+
+
 @pytest.mark.parametrize(("team", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
 def test_nothing_more_is_alive_in_a_longer_ring(team: int, dtype: torch.dtype) -> None:
     eight, sixteen = ([most_alive(code) for code in code_of(ring, team, dtype=dtype, rotate="kv")] for ring in (8, 16))

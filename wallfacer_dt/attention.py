@@ -70,8 +70,9 @@ def context_parallel_attention(
         rotate=rotate,
         kernel=kernel,
     )
-    with refusing_together(attention.expected):
-        check_tensors(q, k, v, attention.expected)
+    expected = attention.expected
+    with refusing_together(expected):
+        check_tensors(q, k, v, expected)
         if is_causal:
             bind_order(mesh, order, "causal attention")
     return attention(q, k, v)

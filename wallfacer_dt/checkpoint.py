@@ -1,8 +1,8 @@
 """Activation checkpointing that never reruns a ring: WallFacer's checkpoint placement (section 3.6).
 
 A checkpointed block is computed again in the backward, and with it every hop of its attention. Attention's backward
-needs q, k, v and its own output; q, k and v are cheap to compute again, the output is not. So the output is kept: as
-many elements per layer as the block's input, which checkpointing keeps anyway.
+needs q, k, v and its own output; q, k and v are cheap to compute again, the output is not. So the output is kept, as
+many elements a layer as q, with its log-sum-exp.
 """
 
 from collections.abc import Callable, Sequence

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.benchmarks.attention import commit
 from recipes.train_bytes.model import Block, ModelConfig, rotations
-from wallfacer_dt import WallFacerParallel, context_mesh
+from wallfacer_dt import WallFacerParallel, context_mesh, sequence_positions
 
 Step = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
 
@@ -99,7 +99,7 @@ def main(
     block = Block(config)
     parallelize_module(block, mesh, {"attention.inner": WallFacerParallel(is_causal=True, order="head_tail")})
     x = torch.randn(1, length // size, dim, requires_grad=True)
-    turn = rotations(torch.arange(length // size), config.head_dim, config.rope_base)
+    turn = rotations(sequence_positions(length, mesh, order="head_tail"), config.head_dim, config.rope_base)
     contenders = [
         Contender("eager", block),
         Contender("compiled", torch.compile(block, fullgraph=True)),
