@@ -1,57 +1,480 @@
-"""The fused kernel against the reference, the reference against autograd, and the merging of partial results."""
+"""Every kernel against attention in float64 and autograd, and the merging of partial results."""
+
+from math import inf
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask
 
-from wallfacer_dt.kernels import merge_, output_with_delta, reference, select_kernel
+from wallfacer_dt.kernels import CAUSAL, FULL, Band, aten, flex, merge_, output_with_delta, reference, select_kernel
 from wallfacer_dt.kernels.block import BlockKernel
-from wallfacer_dt.testing import attention_oracle
 
 FLASH = select_kernel("flash", "cpu", torch.float64, 16)
+SCALE = 0.3
+ANTI_CAUSAL = Band(0, None)
+
+
+class Block(NamedTuple):
+    """One block, and more keys that its rows see besides."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    more_k: Tensor
+    more_v: Tensor
+    more_mask: Tensor
+    band: Band = FULL
+    mask: Tensor | None = None
+    softcap: float = 0.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"band": self.band, "mask": self.mask, "scale": SCALE, "softcap": self.softcap}
+
+    def to(self, dtype: torch.dtype) -> "Block":
+        return self._replace(
+            **{
+                name: x.to(dtype)
+                for name, x in self._asdict().items()
+                if isinstance(x, Tensor) and x.is_floating_point()
+            }
+        )
+
+
+BOUNDS = st.none() | st.integers(-10, 10)
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    """q, k, v, grad_out, is_causal."""
+def blocks(draw: st.DrawFn, *, softcap: bool = False, masks: bool = True, longest: int = 9) -> Block:
     torch.manual_seed(draw(st.integers(0, 1000)))
-    is_causal = draw(st.booleans())
-    batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    heads, head_dim = kv_heads * draw(st.sampled_from([1, 2, 3, 8])), draw(st.sampled_from([1, 7, 16, 33, 128]))
-    rows = draw(st.integers(1, 9))
-    columns = rows if is_causal else draw(st.integers(1, 9))
-    q, grad_out = (torch.randn(batch, heads, rows, head_dim, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, columns, head_dim, dtype=torch.float64) for _ in range(2))
-    return q, k, v, grad_out, is_causal
+    kv_heads, groups = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8]))
+    batch, heads = draw(st.integers(1, 2)), kv_heads * groups
+    dims = st.sampled_from([1, 7, 16, 33, 128])
+    q_dim = draw(dims)
+    v_dim = draw(st.just(q_dim) | dims)
+    band = draw(st.sampled_from([FULL, CAUSAL, ANTI_CAUSAL]) | st.builds(Band, BOUNDS, BOUNDS))
+    rows, more = draw(st.integers(1, longest)), draw(st.integers(1, 4))
+    columns = draw(st.just(rows) | st.integers(1, longest))
+    mask = None
+    if masks and draw(st.booleans()):
+        shape = (draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, heads])), rows, columns)
+        mask = torch.rand(shape) < draw(st.sampled_from([0.0, 0.2, 0.5, 0.9]))
+    return Block(
+        q=_normal(batch, heads, rows, q_dim),
+        k=_normal(batch, kv_heads, columns, q_dim),
+        v=_normal(batch, kv_heads, columns, v_dim),
+        grad_out=_normal(batch, heads, rows, v_dim),
+        more_k=_normal(batch, kv_heads, more, q_dim),
+        more_v=_normal(batch, kv_heads, more, v_dim),
+        # Some rows see nothing here either.
+        more_mask=torch.rand(batch, heads, rows, more) < draw(st.sampled_from([0.0, 0.2, 1.0])),
+        band=band,
+        mask=mask,
+        softcap=draw(st.sampled_from([0.0, 0.5, 3.0])) if softcap else 0.0,
+    )
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """out and lse, differentiable; out 0 and lse -inf where nothing is visible."""
+    return _softmax(_scores(q, k, softcap), v, visible)
+
+
+def _scores(q: Tensor, k: Tensor, softcap: float) -> Tensor:
+    scores = SCALE * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    return softcap * (scores / softcap).tanh() if softcap else scores
+
+
+def _softmax(scores: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    largest = scores.detach().amax(-1, keepdim=True)
+    p = (scores - largest).exp() * visible
+    total = p.sum(-1, keepdim=True)
+    some = total > 0
+    out = p / torch.where(some, total, 1) @ v.repeat_interleave(p.shape[1] // v.shape[1], 1)
+    return out, torch.where(some, torch.where(some, total, 1).log() + largest, -torch.inf).squeeze(-1)
+
+
+def visible_in(block: Block) -> Tensor:
+    """(B, N, Lq, Lk), entry by entry."""
+    low = -inf if block.band.low is None else block.band.low
+    high = inf if block.band.high is None else block.band.high
+    rows, columns = block.q.shape[2], block.k.shape[2]
+    band = torch.tensor([[low <= s - t <= high for s in range(columns)] for t in range(rows)])
+    mask = band if block.mask is None else band & block.mask
+    return mask.expand(*block.q.shape[:2], -1, -1)
+
+
+class Expected(NamedTuple):
+    """Of a block alone: out, lse. Of the rows over all keys: out, lse. Of the block's part in these: gradients."""
+
+    out: Tensor
+    lse: Tensor
+    whole_out: Tensor
+    whole_lse: Tensor
+    grads: tuple[Tensor, ...]
+
+
+def oracle(block: Block) -> Expected:
+    """By autograd in float64. The block has its own copy of q, so that its part of dq can be told from the rest."""
+    block = block.to(torch.float64)
+    visible = visible_in(block)
+    q, k, v = (x.clone().requires_grad_() for x in block[:3])
+    scores = torch.cat([_scores(q, k, block.softcap), _scores(block.q, block.more_k, block.softcap)], -1)
+    whole = _softmax(scores, torch.cat([v, block.more_v], 2), torch.cat([visible, block.more_mask], -1))
+    grads = torch.autograd.grad(whole[0], (q, k, v), block.grad_out)
+    alone = dense(block.q, block.k, block.v, visible, block.softcap)
+    return Expected(*alone, *(x.detach() for x in whole), grads)
+
+
+def run(kernel: BlockKernel, block: Block, expected: Expected) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv."""
+    q, k, v, grad_out, *_ = block
+    out, lse = kernel.forward(q, k, v, **block.options)
+    whole = expected.whole_out.to(q.dtype), expected.whole_lse.to(lse.dtype)
+    return out, lse, *kernel.backward(grad_out, q, k, v, *whole, **block.options)
+
+
+def assert_right(kernel: BlockKernel, block: Block) -> None:
+    expected = oracle(block)
+    got = run(kernel, block, expected)
+    for name, x, want in zip(("out", "lse", "dq", "dk", "dv"), got, (*expected[:2], *expected.grads), strict=True):
+        torch.testing.assert_close(x, want, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@given(block=blocks(softcap=True))
+def test_the_reference_is_attention_of_its_block(block: Block) -> None:
+    assert_right(reference.KERNEL, block)
+
+
+@given(block=blocks())
+def test_flash_is_attention_of_its_block(block: Block) -> None:
+    assert_right(FLASH, block)
+
+
+BANDS = [
+    *(FULL, CAUSAL, ANTI_CAUSAL, Band(-3, 2), Band(2, None), Band(3, 4), Band(None, -2), Band(-4, -3)),
+    *(Band(None, -30), Band(5, 2)),  # which see nothing
+]
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("kernel", [reference.KERNEL, FLASH], ids=lambda kernel: kernel.name)
+def test_bands_of_every_kind(kernel: BlockKernel, band: Band) -> None:
+    for rows, columns in [(8, 8), (1, 1), (5, 8), (8, 5)]:
+        assert_right(kernel, ordinary(rows, columns)._replace(band=band))
+
+
+def ordinary(rows: int, columns: int, *, head_dim: int = 16) -> Block:
+    torch.manual_seed(0)
+    q, grad_out = (_normal(2, 4, rows, head_dim) for _ in range(2))
+    k, v = (_normal(2, 2, columns, head_dim) for _ in range(2))
+    more_k, more_v = (_normal(2, 2, 3, head_dim) for _ in range(2))
+    return Block(q, k, v, grad_out, more_k, more_v, torch.rand(2, 4, rows, 3) < 0.3)
+
+
+def test_masks_longer_than_the_fused_kernel_takes_at_a_time() -> None:
+    """Rows whose first keys, or all, are hidden: in some of its chunks such a row sees nothing."""
+    block = ordinary(700, 1100)
+    mask = torch.rand(1, 4, 700, 1100) < 0.5
+    mask[..., 3, :] = False
+    mask[..., 5, :1024] = False
+    mask[..., 600:, :600] = False
+    assert_right(FLASH, block._replace(mask=mask))
+    for band in (Band(-40, 60), ANTI_CAUSAL):
+        assert_right(FLASH, ordinary(700, 700)._replace(band=band))
 
 
 @pytest.mark.parametrize("kernel", [reference.KERNEL, FLASH], ids=lambda kernel: kernel.name)
-@given(block=blocks())
-def test_a_kernel_is_attention_of_its_block(kernel: BlockKernel, block: tuple) -> None:
-    q, k, v, grad_out, is_causal = block
-    expected = attention_oracle(q, k, v, grad_out, is_causal=is_causal, scale=0.3)
-    out, lse = kernel.forward(q, k, v, is_causal=is_causal, scale=0.3)
-    grads = kernel.backward(grad_out, q, k, v, out, lse, is_causal=is_causal, scale=0.3)
-    for got, want in zip((out, *grads), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    scores = 0.3 * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-12)
+def test_rows_that_see_no_key_of_any_block(kernel: BlockKernel) -> None:
+    block = ordinary(4, 4)._replace(band=Band(2, None))
+    block = block._replace(more_mask=torch.zeros_like(block.more_mask))
+    expected = oracle(block)
+    out, lse, dq, dk, dv = run(kernel, block, expected)
+    assert expected.whole_lse[:, :, 2:].eq(-torch.inf).all()
+    assert lse[:, :, 2:].eq(-torch.inf).all()
+    assert lse[:, :, :2].isfinite().all()
+    assert out[:, :, 2:].eq(0).all()
+    assert dq[:, :, 2:].eq(0).all()
+    assert all(x.isfinite().all() for x in (dk, dv))
 
 
-@given(block=blocks(), cut=st.integers(1, 8))
-def test_merging_blocks_is_attention_over_all_keys(block: tuple, cut: int) -> None:
-    q, k, v, _, _ = block
-    whole, whole_lse = reference.forward(q, k, v, is_causal=False, scale=0.3)
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype)
+def test_a_band_without_the_bounds_that_hide_nothing() -> None:
+    for rows, columns in [(1, 1), (3, 5), (5, 3)]:
+        for low in (None, *range(-6, 7)):
+            for high in (None, *range(-6, 7)):
+                block = ordinary(rows, columns)._replace(band=Band(low, high))
+                within = block.band.within(rows, columns)
+                assert visible_in(block).equal(visible_in(block._replace(band=within)))
+                for kept in (Band(within.low, None), Band(None, within.high)):
+                    assert kept == FULL or not visible_in(block._replace(band=kept)).all()
+
+
+@given(block=blocks(masks=False), cut=st.integers(1, 8))
+@pytest.mark.parametrize("kernel", [reference.KERNEL, FLASH], ids=lambda kernel: kernel.name)
+def test_merging_blocks_is_attention_over_all_keys(kernel: BlockKernel, block: Block, cut: int) -> None:
+    q, k, v, grad_out, *_ = block
+    whole, whole_lse = dense(q, k, v, visible_in(block))
+    out, lse = torch.zeros_like(whole), torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
     for start in range(0, k.shape[2], cut):
         part = slice(start, start + cut)
-        merge_(out, lse, *reference.forward(q, k[:, :, part], v[:, :, part], is_causal=False, scale=0.3))
+        bounds = (None if bound is None else bound - start for bound in block.band)
+        options = {**block.options, "band": Band(*bounds)}
+        merge_(out, lse, *kernel.forward(q, k[:, :, part], v[:, :, part], **options))
+        dq, dk, dv = kernel.backward(grad_out, q, k[:, :, part], v[:, :, part], whole, whole_lse, **options)
+        grads[0] += dq
+        grads[1][:, :, part] = dk
+        grads[2][:, :, part] = dv
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-12)
+    alone = oracle(block._replace(more_mask=torch.zeros_like(block.more_mask)))
+    torch.testing.assert_close(grads, list(alone.grads), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(block=blocks(longest=24))
+def test_flash_in_low_precision_is_as_good_as_the_reference(dtype: torch.dtype, block: Block) -> None:
+    """The reference computes in float32 and rounds once; see tests/test_equivalence.py for what is allowed."""
+    block = block.to(dtype)
+    expected = oracle(block)
+    wide = torch.float32
+    ours, best = run(FLASH, block, expected), run(reference.KERNEL, block, expected)
+    assert [x.dtype for x in ours] == [dtype, wide, dtype, dtype, dtype] == [x.dtype for x in best]
+    unseen = expected.lse == -torch.inf
+    assert ours[1][unseen].eq(-torch.inf).all()
+    exact = (expected.out, expected.lse.masked_fill(unseen, 0), *expected.grads)
+    for i, (x, theirs, want) in enumerate(zip(ours, best, exact, strict=True)):
+        x, theirs = (y.masked_fill(unseen, 0) if i == 1 else y for y in (x, theirs))
+        allowed = 4 * max(rms(theirs.double() - want), torch.finfo(dtype).eps * max(rms(want), 0.1))
+        assert rms(x.double() - want) <= allowed
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("kernel", [reference.KERNEL, FLASH, flex.KERNEL], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("band", [FULL, CAUSAL, ANTI_CAUSAL, Band(-2, 1)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_kernel_can_be_traced(kernel: BlockKernel, band: Band, masked: bool) -> None:
+    """On fake tensors, with the shapes and dtypes of real ones."""
+    block = ordinary(6, 6).to(torch.bfloat16)._replace(band=band)
+    block = block._replace(v=block.v[..., :8], grad_out=block.grad_out[..., :8])
+    mask = torch.rand(2, 1, 6, 6) < 0.5 if masked else None
+
+    def both(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        options = {**block.options, "mask": mask}
+        out, lse = kernel.forward(q, k, v, **options)
+        return out, lse, *kernel.backward(grad_out, q, k, v, out, lse, **options)
+
+    graph = make_fx(both, tracing_mode="fake")(*block[:4], mask)
+    if kernel.name == "flex":
+        shapes = [node.meta["val"].shape for node in graph.graph.find_nodes(op="output")[0].args[0]]
+        assert shapes == [x.shape for x in (block.grad_out, block.q[..., 0], *block[:3])]
+        return
+    for traced, eager in zip(graph(*block[:4], mask), both(*block[:4], mask), strict=True):
+        assert traced.dtype == eager.dtype
+        assert traced.equal(eager)
+
+
+def calls(band: Band, columns: int = 6) -> list[str]:
+    """The operations of both directions of flash on a block of 6 rows."""
+    block = ordinary(6, columns)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+        out, lse = FLASH.forward(q, k, v, **{**block.options, "band": band})
+        return FLASH.backward(grad_out, q, k, v, out, lse, **{**block.options, "band": band})
+
+    graph = make_fx(both, tracing_mode="fake")(*block[:4]).graph
+    return [str(node.target) for node in graph.nodes if node.op == "call_function" and "getitem" not in str(node)]
+
+
+def test_no_mask_is_made_where_the_fused_kernel_needs_none() -> None:
+    plain = calls(FULL)
+    assert plain == calls(CAUSAL) == calls(Band(-5, 5))
+    assert len(plain) == 2
+    assert set(calls(ANTI_CAUSAL)) - set(plain) == {"aten.flip.default"}
+    assert "aten.arange.default" in calls(Band(-4, 5))
+
+
+class Emulated(NamedTuple):
+    """CUDA's flash attention as it is documented, on any device, for one head dim in multiples of 8."""
+
+    calls: list[str]
+
+    def namespace(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            _scaled_dot_product_flash_attention=self.plain,
+            _scaled_dot_product_flash_attention_backward=self.plain_backward,
+            _flash_attention_forward=self.windowed,
+            _flash_attention_backward=self.windowed_backward,
+        )
+
+    def plain(self, q, k, v, dropout, is_causal, *, scale):
+        self.calls.append("plain")
+        out, lse = dense(q, k, v, self.visible(q, k, -1, 0 if is_causal else -1))
+        return out, lse, *[None] * 7
+
+    def plain_backward(
+        self, grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, is_causal, seed, offset, *, scale
+    ):
+        return self.gradients(grad_out, q, k, v, out, lse, self.visible(q, k, -1, 0 if is_causal else -1))
+
+    def windowed(
+        self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, is_causal, debug,
+        *, scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        self.calls.append("windowed")
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        out, lse = dense(q, k, v, self.visible(q, k, window_size_left, window_size_right))
+        return out.transpose(1, 2), lse.masked_fill(lse == -torch.inf, torch.inf), None, None, None
+
+    def windowed_backward(
+        self, grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, is_causal, state, unused,
+        *, scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
+        visible = self.visible(q, k, window_size_left, window_size_right)
+        return [x.transpose(1, 2) for x in self.gradients(grad_out, q, k, v, out, lse, visible)]
+
+    def visible(self, q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
+        rows, columns = q.shape[2], k.shape[2]
+        offset = torch.arange(columns) - torch.arange(rows).unsqueeze(-1) - (columns - rows)
+        # A negative bound is none.
+        visible = torch.ones_like(offset, dtype=torch.bool) if left < 0 else offset >= -left
+        visible = visible if right < 0 else visible & (offset <= right)
+        return visible.expand(*q.shape[:2], -1, -1)
+
+    def gradients(self, grad_out, q, k, v, out, lse, visible):
+        assert {x.shape[-1] for x in (grad_out, q, k, v, out)} == {v.shape[-1]}
+        assert v.shape[-1] % 8 == 0
+        assert lse.isfinite().all()
+        assert lse.is_contiguous()
+        options = {"band": FULL, "mask": visible, "scale": SCALE, "softcap": 0.0}
+        return reference.backward(grad_out, q, k, v, out, lse, **options)
+
+
+@given(block=blocks(masks=False))
+def test_bands_as_windows_of_flash_on_cuda(block: Block) -> None:
+    """Not on CUDA: how bands, lengths and head dims are handed over, and what is done with what comes back."""
+    emulated = Emulated([])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aten, "_aten", emulated.namespace())
+        assert_right(aten.FLASH_CUDA, block)
+    if block.band == FULL or (block.band == CAUSAL and block.q.shape[2] == block.k.shape[2]):
+        assert emulated.calls == ["plain"]
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_bands_of_every_kind_as_windows(band: Band, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "_aten", Emulated([]).namespace())
+    for rows, columns in [(8, 8), (1, 1), (5, 8), (8, 5)]:
+        assert_right(aten.FLASH_CUDA, ordinary(rows, columns)._replace(band=band))
+
+
+@given(band=st.builds(Band, BOUNDS, BOUNDS), rows=st.integers(1, 9), columns=st.integers(1, 9))
+def test_a_window_sees_what_the_band_does(band: Band, rows: int, columns: int) -> None:
+    want = visible_in(ordinary(rows, columns)._replace(band=band))[0, 0]
+    window = aten.flash_window(band, rows, columns)
+    got = torch.zeros_like(want)
+    if window is not None:
+        block = ordinary(window.rows, window.columns)
+        got[: window.rows, : window.columns] = Emulated([]).visible(block.q, block.k, window.left, window.right)[0, 0]
+    assert got.equal(want)
+    if window is not None:
+        assert window.left >= 0 or (window.left == -1 and band.low is None)
+        assert window.right >= 0 or (window.right == -1 and band.high is None)
+
+
+def test_flash_on_cuda_takes_no_mask() -> None:
+    block = ordinary(4, 4)
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="kernel='flash' takes no mask on cuda; pass kernel='flex'"):
+        aten.FLASH_CUDA.forward(*block[:3], **{**block.options, "mask": mask})
+
+
+def stand_in(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """What flex_attention gives, with gradients on CPU."""
+    assert scale == SCALE
+    out, lse = dense(q, k, v, torch.tensor(True) if mask is None else mask)
+    return out.to(q.dtype), lse
+
+
+@given(block=blocks())
+def test_flex_takes_its_gradients_from_autograd(block: Block) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "attend", stand_in)
+        assert_right(flex.KERNEL, block)
+
+
+def test_flex_records_gradients_below_autograd_and_within_it() -> None:
+    """As the attention operator calls it: from another operator, and in a backward."""
+    block = ordinary(5, 6)._replace(mask=torch.rand(2, 1, 5, 6) < 0.5)
+    expected = oracle(block)
+    whole = expected.whole_out, expected.whole_lse
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q: Tensor) -> Tensor:
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx, grad_out: Tensor) -> Tensor:
+            with torch._C._AutoDispatchBelowAutograd():
+                return flex.KERNEL.backward(grad_out, *block[:3], *whole, **block.options)[0]
+
+    q = torch.zeros_like(block.q, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "attend", stand_in)
+        Outer.apply(q).backward(block.grad_out)
+    torch.testing.assert_close(q.grad, expected.grads[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_flex_attention_looks_the_mask_up(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not fused: torch refuses its gradients on CPU, although without a fused kernel it has them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    block = ordinary(130, 150, head_dim=8).to(torch.float32)
+    mask = torch.rand(*shape, 130, 150) < 0.3
+    mask[..., 7, :] = False
+    for given_mask, band in [(mask, FULL), (mask, Band(-20, 30)), (None, FULL)]:
+        masked = block._replace(mask=given_mask, band=band)
+        expected = oracle(masked)
+        with torch._C._AutoDispatchBelowAutograd():  # as in the attention operator
+            got = run(flex.KERNEL, masked, expected)
+        for x, want in zip(got, (*expected[:2], *expected.grads), strict=True):
+            torch.testing.assert_close(x.double(), want, rtol=0, atol=1e-5)
+    compiled = torch.compile(lambda *qkv: flex.KERNEL.forward(*qkv, **block.options), backend="aot_eager")
+    for x, want in zip(compiled(*block[:3]), flex.KERNEL.forward(*block[:3], **block.options), strict=True):
+        torch.testing.assert_close(x, want)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 130, 300), (2, 1, 128, 128), (1, 4, 500, 17)])
+def test_flex_skips_the_tiles_that_torch_would(shape: tuple[int, ...]) -> None:
+    """Without its fused kernels flex_attention does not read the lists of tiles."""
+    mask = torch.rand(shape) < 0.5
+    mask[..., :128] = True
+    mask[..., :128, 128:] = False
+    mask[..., 256:384, :] = False
+    ours = flex._block_mask(mask, torch.zeros(2, 4, shape[2], 8))
+    torchs = create_block_mask(lambda b, h, q, k: mask[b, h, q, k], *shape, device="cpu")
+    names = ("num_blocks", "indices")
+    for name in [f"{full}{side}_{name}" for full in ("", "full_") for side in ("q", "kv") for name in names]:
+        assert getattr(ours, name).equal(getattr(torchs, name)), name
+        assert getattr(ours, name).dtype == torch.int32
+    assert (ours.shape, ours.BLOCK_SIZE) == (torchs.shape, torchs.BLOCK_SIZE)
 
 
 def test_merging_nothing_changes_nothing() -> None:
@@ -101,10 +524,35 @@ def test_output_with_delta_has_that_delta(exponent: int, dtype: torch.dtype) -> 
 
 def test_selecting_a_kernel() -> None:
     assert select_kernel("auto", "cpu", torch.float32, 17).name == "flash"
+    assert select_kernel("auto", "cpu", torch.float64, 17, masked=True).name == "flash"
     assert select_kernel("auto", "cuda", torch.bfloat16, 128).name == "flash"
-    assert select_kernel("reference", "cuda", torch.float64, 999).name == "reference"
+    assert select_kernel("auto", "cuda", torch.bfloat16, 128, masked=True).name == "flex"
+    assert select_kernel("flex", "cuda", torch.float32, 128).name == "flex"
+    assert select_kernel("reference", "cuda", torch.float64, 999, masked=True, softcap=3.0).name == "reference"
     for refused in [("cuda", torch.float32, 64), ("cuda", torch.bfloat16, 512), ("mps", torch.bfloat16, 64)]:
         with pytest.raises(ValueError, match="pass kernel='reference'"):
             select_kernel("auto", *refused)
     with pytest.raises(ValueError, match="kernel must be one of"):
         select_kernel("fast", "cpu", torch.float32, 64)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "flash", "flex"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_the_reference_has_a_soft_cap(kernel: str, device: str) -> None:
+    with pytest.raises(ValueError, match=f"kernel='{kernel}' has no soft cap .*; pass kernel='reference'"):
+        select_kernel(kernel, device, torch.bfloat16, 64, softcap=30.0)
+    block = ordinary(2, 2)._replace(softcap=30.0)
+    for each in (FLASH, aten.FLASH_CUDA, flex.KERNEL):
+        with pytest.raises(ValueError, match=f"kernel='{each.name}' has no soft cap"):
+            each.forward(*block[:3], **block.options)
+        with pytest.raises(ValueError, match=f"kernel='{each.name}' has no soft cap"):
+            each.backward(block.grad_out, *block[:3], block.grad_out, block.q[..., 0], **block.options)
+
+
+def test_masks_on_cuda_take_flex() -> None:
+    with pytest.raises(ValueError, match="kernel='flash' takes no mask on cuda: pass kernel='flex'"):
+        select_kernel("flash", "cuda", torch.bfloat16, 64, masked=True)
+    with pytest.raises(ValueError, match="not in float64"):
+        select_kernel("auto", "cuda", torch.float64, 64, masked=True)
+    with pytest.raises(ValueError, match=r"kernel='flex' .* runs on cuda.*; got cpu"):
+        select_kernel("flex", "cpu", torch.float32, 64, masked=True)

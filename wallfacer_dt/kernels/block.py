@@ -1,17 +1,55 @@
-"""What a block kernel is."""
+"""What a block kernel is, and which keys of a block its rows see."""
 
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 
+class Band(NamedTuple):
+    """Row t of the queries sees row s of the keys if, and only if, low <= s - t <= high.
+
+    Attributes:
+        low: None: no bound.
+        high: None: no bound.
+    """
+
+    low: int | None
+    high: int | None
+
+    def within(self, rows: int, columns: int) -> "Band":
+        """The same band without the bounds that hide nothing of a block.
+
+        >>> Band(-5, 2).within(rows=4, columns=4)
+        Band(low=None, high=2)
+        """
+        low = None if self.low is None or self.low <= 1 - rows else self.low
+        high = None if self.high is None or self.high >= columns - 1 else self.high
+        return Band(low, high)
+
+
+FULL = Band(None, None)
+CAUSAL = Band(None, 0)
+
+
 class Forward(Protocol):
     """Attention of one block: ``softmax(scale * q k^T) v``, with the log-sum-exp of its scores."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Return out (B, N, Lq, H) in q's dtype and lse (B, N, Lq), float32 or, for float64, float64.
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return out (B, N, Lq, Hv) in q's dtype and lse (B, N, Lq), float32 or, for float64, float64.
 
-        ``k`` and ``v`` are (B, Nkv, Lk, H), Nkv dividing N; ``is_causal`` only with Lq = Lk. No length is 0.
+        Args:
+            q: queries (B, N, Lq, H). No length is 0.
+            k: keys (B, Nkv, Lk, H), Nkv dividing N.
+            v: values (B, Nkv, Lk, Hv).
+            band: which keys a row sees.
+            mask: which of those it sees, boolean (B or 1, N or 1, Lq, Lk), True: visible. None: all.
+            scale: of the scores.
+            softcap: scores s become ``softcap * tanh(s / softcap)`` after the scale. 0.0: they stay.
+
+        Returns:
+            A row that sees no key has out 0 and lse -inf.
         """
         ...
 
@@ -28,13 +66,15 @@ class Backward(Protocol):
         out: Tensor,
         lse: Tensor,
         *,
-        is_causal: bool,
+        band: Band,
+        mask: Tensor | None,
         scale: float,
+        softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv in the inputs' dtype.
+        """Return dq, dk, dv in the inputs' dtype, of what :class:`Forward` takes.
 
         ``out`` and ``lse`` are those of the whole row, over all blocks; of ``out`` only rowsum(grad_out * out)
-        matters.
+        matters. A row with lse -inf, which sees no key of any block, has no gradient.
         """
         ...
 
@@ -45,3 +85,9 @@ class BlockKernel(NamedTuple):
     name: str
     forward: Forward
     backward: Backward
+
+
+def refuse_softcap(kernel: str, softcap: float) -> None:
+    """Refuse (ValueError) a soft cap for a kernel that has none."""
+    if softcap:
+        raise ValueError(f"kernel={kernel!r} has no soft cap (softcap is {softcap}); pass kernel='reference'")

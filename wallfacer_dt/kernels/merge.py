@@ -23,6 +23,25 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The whole result (B, N, L, H), (B, N, L) when a logit more (N,) for every head is in the sum, with no value."""
+    sinks = sinks.to(lse.dtype).unsqueeze(-1)
+    with_sink = torch.logaddexp(lse, sinks)
+    # Of a row that sees nothing, and has a sink of -inf besides, out is 0 already.
+    weight = torch.where(lse == -torch.inf, 0, torch.exp(lse - with_sink))
+    return out * weight.unsqueeze(-1), with_sink
+
+
+def sinks_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of sinks (N,) from what the rows' softmax and delta were, (B, N, L), sinks included.
+
+    A sink's value is 0, so its score's gradient p (dp - delta) is -p delta.
+    """
+    scores = sinks.to(lse.dtype).unsqueeze(-1)
+    probability = torch.where(scores == -torch.inf, 0, torch.exp(scores - lse))
+    return -(probability * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def output_with_delta(grad_out: Tensor, delta: Tensor) -> Tensor:
     """Some O' with rowsum(grad_out * O') = delta: all that a backward kernel reads of the output.
 

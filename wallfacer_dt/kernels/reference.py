@@ -2,37 +2,51 @@
 
 Memory grows with Lq * Lk. Half-precision inputs are computed in float32.
 
-Legend: B batch, G kv heads, R query heads per kv head, L queries, S keys, H head dim.
+Legend: B batch, G kv heads, R query heads per kv head, L queries, S keys, H head dim (of v another, perhaps).
 """
 
 import torch
 from torch import Tensor
 
-from wallfacer_dt.kernels.block import BlockKernel
+from wallfacer_dt.kernels.block import Band, BlockKernel
 from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.kernels.visible import finite, visible_keys
 
 
 def _grouped(x_BNLH: Tensor, kv_heads: int) -> Tensor:
     return _wide(x_BNLH).unflatten(1, (kv_heads, -1))
 
 
-def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
     scores_BGRLS = torch.einsum("bgrlh,bgsh->bgrls", _grouped(q, k.shape[1]), _wide(k)) * scale
-    if is_causal:
-        hidden = torch.ones(scores_BGRLS.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores_BGRLS = scores_BGRLS.masked_fill(hidden, -torch.inf)
-    return scores_BGRLS
+    return softcap * torch.tanh(scores_BGRLS / softcap) if softcap else scores_BGRLS
+
+
+def _hidden(band: Band, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """What a block's rows do not see, to be broadcast to its scores; None: nothing."""
+    visible = visible_keys(band, mask, q, k)
+    if visible is None:
+        return None
+    # One row of heads for each kv head, where heads differ.
+    return visible.logical_not().unflatten(1, (k.shape[1], -1) if visible.shape[1] > 1 else (1, 1))
+
+
+def _masked(scores_BGRLS: Tensor, hidden: Tensor | None) -> Tensor:
+    return scores_BGRLS if hidden is None else scores_BGRLS.masked_fill(hidden, -torch.inf)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
     """See :class:`wallfacer_dt.kernels.block.Forward`."""
-    scores_BGRLS = _scores(q, k, is_causal, scale)
+    hidden = _hidden(band, mask, q, k)
+    scores_BGRLS = _masked(_scores(q, k, scale, softcap), hidden)
     lse_BGRL = scores_BGRLS.logsumexp(-1)
-    p_BGRLS = (scores_BGRLS - lse_BGRL.unsqueeze(-1)).exp()
+    p_BGRLS = (scores_BGRLS - finite(lse_BGRL).unsqueeze(-1)).exp()
     out_BGRLH = torch.einsum("bgrls,bgsh->bgrlh", p_BGRLS, _wide(v))
     return out_BGRLH.flatten(1, 2).to(q.dtype), lse_BGRL.flatten(1, 2)
 
@@ -45,16 +59,22 @@ def backward(
     out: Tensor,
     lse: Tensor,
     *,
-    is_causal: bool,
+    band: Band,
+    mask: Tensor | None,
     scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`wallfacer_dt.kernels.block.Backward`."""
     kv_heads = k.shape[1]
     go_BGRLH, q_BGRLH = _grouped(grad_out, kv_heads), _grouped(q, kv_heads)
-    p_BGRLS = (_scores(q, k, is_causal, scale) - _grouped(lse.unsqueeze(-1), kv_heads)).exp()
+    scores_BGRLS = _scores(q, k, scale, softcap)
+    masked_BGRLS = _masked(scores_BGRLS, _hidden(band, mask, q, k))
+    p_BGRLS = (masked_BGRLS - _grouped(finite(lse).unsqueeze(-1), kv_heads)).exp()
     delta_BGRL1 = (go_BGRLH * _grouped(out, kv_heads)).sum(-1, keepdim=True)
     dp_BGRLS = torch.einsum("bgrlh,bgsh->bgrls", go_BGRLH, _wide(v))
     ds_BGRLS = p_BGRLS * (dp_BGRLS - delta_BGRL1) * scale
+    if softcap:
+        ds_BGRLS = ds_BGRLS * (1 - (scores_BGRLS / softcap).square())
     dq = torch.einsum("bgrls,bgsh->bgrlh", ds_BGRLS, _wide(k)).flatten(1, 2)
     dk = torch.einsum("bgrls,bgrlh->bgsh", ds_BGRLS, q_BGRLH)
     dv = torch.einsum("bgrls,bgrlh->bgsh", p_BGRLS, go_BGRLH)
