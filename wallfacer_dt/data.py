@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
 from wallfacer_dt.collectives import agree
-from wallfacer_dt.layout import Span, check_length, rank_spans
-from wallfacer_dt.mesh import bind_order, context_groups
+from wallfacer_dt.layout import BY_DOCUMENT, Span, check_length, check_order, deal
+from wallfacer_dt.mesh import RING_AXIS, bind_order, context_groups
 
 
 class TokenStream(Protocol):
@@ -54,11 +54,14 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
         *,
         order: str = "contiguous",
     ) -> None:
-        index, size = 0, 1
+        check_order(order)
+        if order == BY_DOCUMENT:
+            raise ValueError(f"order={order!r} needs documents, which a stream does not have")
+        check_length(length)
+        held = (Span(0, length),)
         if mesh is not None:
-            place = context_groups(mesh, any_axis=True).coordinate
-            index, size = place.index, place.size
-        check_length(length, size, order)
+            place = context_groups(mesh, any_axis=RING_AXIS).coordinate
+            held = deal(length, place.axes, order)[place.index]
         if len(tokens) <= length:
             raise ValueError(
                 f"a sequence of {length} tokens and their labels needs {length + 1} tokens, "
@@ -67,19 +70,20 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
         if mesh is not None:
             bind_order(mesh, order, "SequenceDataset")
         self.tokens, self.length = tokens, length
-        self.spans: Sequence[Span] = rank_spans(index, size, order, length // size) if size > 1 else [Span(0, length)]
+        self.spans: Sequence[Span] = held
 
     def __len__(self) -> int:
         """Number of whole windows that also have their last label."""
         return (len(self.tokens) - 1) // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """This rank's inputs and labels of sample ``index``: two int64 tensors of shape (N / P,)."""
+        """This rank's inputs and labels of sample ``index``: two int64 tensors of its tokens' shape."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         begin = index % len(self) * self.length
         chunks = [self._read(begin + start, begin + stop + 1) for start, stop in self.spans]
-        return torch.cat([c[:-1] for c in chunks]), torch.cat([c[1:] for c in chunks])
+        nothing = torch.empty(0, dtype=torch.int64)  # a short sequence may have no token for this rank
+        return torch.cat([nothing, *(c[:-1] for c in chunks)]), torch.cat([nothing, *(c[1:] for c in chunks)])
 
     def _read(self, start: int, stop: int) -> Tensor:
         rows = self.tokens[start:stop]
@@ -121,8 +125,8 @@ class SequenceSampler(DistributedSampler[int]):
         samples = len(dataset)  # type: ignore[arg-type]
         if samples < groups:
             raise ValueError(f"{groups} data-parallel groups need as many samples, the dataset has {samples}")
-        context = None if mesh is None else context_groups(mesh, any_axis=True)
-        self._names = () if context is None else (context.team_name, context.ring.group_name)
+        context = None if mesh is None else context_groups(mesh, any_axis=RING_AXIS)
+        self._names = () if context is None else context.names
         signature = (
             ("number of samples", samples),
             ("seed", seed),

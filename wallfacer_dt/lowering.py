@@ -43,15 +43,16 @@ def is_compiling() -> bool:
 
 
 @cache
-def register(op: OpOverload, body: Callable[..., Any]) -> None:
+def register(op: OpOverload, body: Callable[..., Any], is_static: Callable[[Sequence[Any]], bool]) -> None:
     """Lower ``op`` as its body, once; imports Inductor, so call it when something is being compiled.
 
-    A graph whose shapes are symbols keeps the opaque operator, since a schedule is made for one length: right, and the
-    operator overlaps as in eager mode, but nothing is fused into it.
+    A graph whose shapes are symbols keeps the opaque operator, since a schedule is made for one length, and so does a
+    call whose schedule depends on data: right, and it overlaps as in eager mode, but nothing is fused into it.
 
     Args:
         op: a functional operator whose tensor arguments come first.
         body: what it does on this rank, in traceable operations.
+        is_static: from a call's arguments, whether its body can be traced: not where it depends on data.
     """
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
@@ -59,7 +60,7 @@ def register(op: OpOverload, body: Callable[..., Any]) -> None:
     def lower(*args: Any) -> Any:
         node = V.graph.current_node
         examples = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
-        if any(_is_symbolic(example) for example in examples):
+        if any(_is_symbolic(example) for example in examples) or not is_static(examples):
             return _opaque(op, args)
         return _run(_trace(body, examples, V.fake_mode), _realized(args, examples))
 
@@ -100,7 +101,8 @@ def _trace(body: Callable[..., Any], examples: Sequence[Any], fake_mode: Any) ->
     tensors = [example for example in examples if isinstance(example, Tensor)]
 
     def on_tensors(*given: Tensor) -> Any:
-        return body(*given, *examples[len(given) :])
+        rest = iter(given)
+        return body(*(next(rest) if isinstance(example, Tensor) else example for example in examples))
 
     with fake_mode, enable_python_dispatcher():
         functional = functionalize(on_tensors, remove="mutations")

@@ -1,13 +1,14 @@
-"""The context mesh: its two axes, how it is made, and one rank's place in it.
+"""The context mesh: its axes, how it is made, and one rank's place in it.
 
-P = ring * team ranks share a sequence. Axis ``cp_ring`` is the one keys and values (or queries) travel
-along hop by hop; axis ``cp_team`` the one they are gathered over. A mesh also carries the name of the order in which
-tokens are dealt out on it; what the order means is in ``layout``.
+P = ulysses * ring * team ranks share a sequence. Over axis ``cp_ulysses`` tokens are exchanged for heads; axis
+``cp_ring`` is the one keys and values (or queries) travel along hop by hop, ``cp_team`` the one they are gathered
+over. A mesh also carries the name of the order in which tokens are dealt out on it; what the order means is in
+``layout``.
 """
 
 import weakref
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 # (fake tensors, say).
 from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 
+ULYSSES_AXIS = "cp_ulysses"
 RING_AXIS = "cp_ring"
 TEAM_AXIS = "cp_team"
-CONTEXT_AXES = (RING_AXIS, TEAM_AXIS)
+CONTEXT_AXES = (ULYSSES_AXIS, RING_AXIS, TEAM_AXIS)
 
-Placement = Literal["team_in_node", "ring_in_node"]
+Placement = Literal["team_in_node", "ring_in_node", "ulysses_in_node"]
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,90 +36,116 @@ class Coordinate:
         team: size C of axis ``cp_team`` (WallFacer's attention parallel size, table 1).
         ring_rank: position on ``cp_ring`` (the paper's inter-team rank r_t).
         team_rank: position on ``cp_team`` (the paper's intra-team rank r_a).
+        ulysses: size of axis ``cp_ulysses``.
+        ulysses_rank: position on ``cp_ulysses``.
     """
 
     ring: int
     team: int
     ring_rank: int
     team_rank: int
+    ulysses: int = 1
+    ulysses_rank: int = 0
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """The sizes of the axes, outermost first."""
+        return self.ulysses, self.ring, self.team
 
     @property
     def size(self) -> int:
         """P, the number of ranks that share a sequence."""
-        return self.ring * self.team
+        return self.ulysses * self.ring * self.team
 
     @property
     def index(self) -> int:
-        """This rank's index along the sequence: ``ring_rank * team + team_rank``."""
+        """This rank's index along the sequence, team innermost."""
+        return self.ulysses_rank * self.ring * self.team + self.inner_index
+
+    @property
+    def inner_index(self) -> int:
+        """This rank's index among those of one head group: ``ring_rank * team + team_rank``."""
         return self.ring_rank * self.team + self.team_rank
 
 
 @dataclass(frozen=True, slots=True)
 class ContextGroups:
-    """What attention needs of a mesh: this rank's coordinate and the process groups of the two axes.
+    """What attention needs of a mesh: this rank's coordinate and the names of the axes' process groups.
 
-    ``team`` is None where the mesh has one axis only.
+    A name is empty where the mesh has no such axis.
     """
 
     coordinate: Coordinate
-    ring: dist.ProcessGroup
-    team: dist.ProcessGroup | None
+    ulysses: str
+    ring: str
+    team: str
 
     @property
-    def team_name(self) -> str:
-        """Name of the team's process group, empty where there is none."""
-        return self.team.group_name if self.team is not None else ""
+    def names(self) -> tuple[str, str, str]:
+        """All three, innermost first."""
+        return self.team, self.ring, self.ulysses
 
 
-def context_mesh(device_type: str, ring: int, team: int = 1, *, placement: Placement = "team_in_node") -> DeviceMesh:
-    """Make a mesh with axes ``("cp_ring", "cp_team")`` over all ranks.
+def context_mesh(
+    device_type: str, ring: int = 1, team: int = 1, *, ulysses: int = 1, placement: Placement = "team_in_node"
+) -> DeviceMesh:
+    """Make a mesh with axes ``("cp_ring", "cp_team")``, and ``"cp_ulysses"`` before them, over all ranks.
 
     WallFacer section 3.4 knows two placements. With ``team_in_node`` neighbouring ranks form a team, so the
-    gathers stay in a node; with ``ring_in_node`` neighbouring ranks form a ring, so the hops do. Results are
-    the same either way. A wait on the mesh's process groups raises after the timeout that
-    ``init_process_group`` was given.
+    gathers stay in a node; with ``ring_in_node`` neighbouring ranks form a ring, so the hops do; with
+    ``ulysses_in_node`` they exchange heads. Results are the same in all. A wait on the mesh's process groups raises
+    after the timeout that ``init_process_group`` was given.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ...
         ring: ranks in a ring, R.
         team: ranks in a team, C; 1 is Ring Attention.
+        ulysses: ranks that split the heads.
         placement: which axis takes neighbouring ranks.
 
     Returns:
-        The mesh of shape (ring, team).
+        The mesh of shape (ring, team), or with ``ulysses`` above 1 (ulysses, ring, team).
 
     Raises:
         TypeError: a size is not an int.
-        ValueError: a size is below 1, ring * team is not the number of ranks, or the placement is unknown.
+        ValueError: a size is below 1, their product is not the number of ranks, or the placement is unknown.
     """
-    for option, size in (("ring", ring), ("team", team)):
+    for option, size in (("ring", ring), ("team", team), ("ulysses", ulysses)):
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"{option} must be an int, got {size!r}")
         if size < 1:
             raise ValueError(f"{option} must be at least 1, got {size}")
-    if placement not in ("team_in_node", "ring_in_node"):
-        raise ValueError(f"placement must be 'team_in_node' or 'ring_in_node', got {placement!r}")
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement must be one of {PLACEMENTS}, got {placement!r}")
     if not dist.is_initialized():
         dist.init_process_group()
     world = dist.get_world_size()
-    if ring * team != world:
+    if ulysses * ring * team != world:
         raise ValueError(
-            f"ring * team must be the number of ranks, got {ring} * {team} = {ring * team} on {world} ranks; "
-            f"for a part of the ranks slice a larger mesh: mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
+            f"ulysses * ring * team must be the number of ranks, got {ulysses} * {ring} * {team} = "
+            f"{ulysses * ring * team} on {world} ranks; for a part of the ranks slice a larger mesh: "
+            f"mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
         )
     ranks = torch.arange(world)
-    layout = ranks.view(ring, team) if placement == "team_in_node" else ranks.view(team, ring).T
-    mesh = DeviceMesh(device_type, layout.contiguous(), mesh_dim_names=CONTEXT_AXES)
+    layout = {
+        "team_in_node": lambda: ranks.view(ulysses, ring, team),
+        "ring_in_node": lambda: ranks.view(ulysses, team, ring).transpose(1, 2),
+        "ulysses_in_node": lambda: ranks.view(ring, team, ulysses).permute(2, 0, 1),
+    }[placement]()
+    names = CONTEXT_AXES
+    if ulysses == 1:
+        layout, names = layout[0], CONTEXT_AXES[1:]
+    mesh = DeviceMesh(device_type, layout.contiguous(), mesh_dim_names=names)
     inherit_timeout(mesh)
     return mesh
 
 
-def context_groups(mesh: DeviceMesh, *, any_axis: bool = False) -> ContextGroups:
-    """Find this rank's coordinate and process groups in a mesh of axes (cp_ring, cp_team), or (cp_ring,).
+def context_groups(mesh: DeviceMesh, *, any_axis: str = "") -> ContextGroups:
+    """Find this rank's coordinate and process groups in a mesh of axes (cp_ulysses, cp_ring, cp_team), or some of them.
 
     Args:
         mesh: the context mesh, possibly a slice of a larger one.
-        any_axis: also take a mesh of one axis of any other name as the ring.
+        any_axis: the axis as which a mesh of one axis of any other name is taken; empty: as none.
 
     Returns:
         Coordinate and groups.
@@ -127,39 +156,37 @@ def context_groups(mesh: DeviceMesh, *, any_axis: bool = False) -> ContextGroups
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    names = mesh.mesh_dim_names
-    if not (names in (CONTEXT_AXES, (RING_AXIS,)) or (any_axis and mesh.ndim == 1)):
-        remedy = (
-            f"; slice it first: mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
-            if names and set(CONTEXT_AXES) < set(names)
-            else "; make one with context_mesh(device_type, ring, team)"
-        )
-        raise ValueError(f"mesh must have axes {CONTEXT_AXES}, got {names}{remedy}")
+    names = _context_names(mesh, any_axis)
     place = mesh.get_coordinate()
     if place is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
-    ring_rank, team_rank = (*place, 0)[:2]
-    ring, team = (*mesh.shape, 1)[:2]
-    _check_whole(mesh)
-    groups = mesh.get_all_groups()
-    coordinate = Coordinate(ring, team, ring_rank, team_rank)
-    return ContextGroups(coordinate, groups[0], groups[1] if len(groups) > 1 else None)
+    _check_whole(mesh, names)
+    size = dict(zip(names, mesh.shape, strict=True))
+    rank = dict(zip(names, place, strict=True))
+    group = dict(zip(names, (str(group.group_name) for group in mesh.get_all_groups()), strict=True))
+    _ranks_of.setdefault(_world(), {})[tuple(group.get(axis, "") for axis in CONTEXT_AXES)] = _ranks(mesh)
+    coordinate = Coordinate(
+        size.get(RING_AXIS, 1), size.get(TEAM_AXIS, 1), rank.get(RING_AXIS, 0), rank.get(TEAM_AXIS, 0),
+        size.get(ULYSSES_AXIS, 1), rank.get(ULYSSES_AXIS, 0),
+    )  # fmt: skip
+    return ContextGroups(coordinate, *(group.get(axis, "") for axis in CONTEXT_AXES))
 
 
 def whole_context_group(mesh: DeviceMesh) -> tuple[str, tuple[int, ...]]:
-    """The process group of all P ranks of a context mesh, made at the first call (by all ranks together).
+    """The process group of a mesh's ring and team together, made at the first call (by all ranks together).
 
     Args:
-        mesh: the context mesh, of two axes.
+        mesh: a context mesh with the axes ``cp_ring`` and ``cp_team``.
 
     Returns:
-        The group's name, and for every sequence index (ring-major) its rank in that group.
+        The group's name, and for every index (ring-major) its rank in that group.
     """
     with outside_modes():
-        flat = _flattened(mesh)
+        inner = mesh[RING_AXIS, TEAM_AXIS]
+        flat = _flattened(inner)
     inherit_timeout(flat)
     group = flat.get_group()
-    return group.group_name, tuple(dist.get_group_rank(group, rank) for rank in _ranks(mesh))
+    return group.group_name, tuple(dist.get_group_rank(group, rank) for rank in _ranks(inner))
 
 
 # Note [One token order per mesh]
@@ -167,6 +194,9 @@ def whole_context_group(mesh: DeviceMesh) -> tuple[str, tuple[int, ...]]:
 # the loader used is silently wrong. So the ranks that share a sequence have one token order: whoever names it first
 # (the loader's side, a style, or causal attention) binds it, and whoever names another is refused, on whichever mesh
 # of the same ranks. Kept per world, so that a new process group starts afresh.
+_ranks_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 _bound_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
 
 
@@ -175,12 +205,21 @@ def bind_order(mesh: DeviceMesh, order: str, who: str) -> None:
 
     See Note [One token order per mesh].
     """
-    bound = _orders().setdefault(_ranks(mesh), order)
+    _refuse_another(_orders().setdefault(_ranks(mesh), order), order, who)
+
+
+def _refuse_another(bound: str, order: str, who: str) -> None:
     if bound != order:
         raise ValueError(
             f"{who} was given order={order!r}, but on this mesh tokens were sharded in order={bound!r}; its ranks "
             f"have one token order: pass order={bound!r}, or release_order(mesh) once no such tokens are left"
         )
+
+
+def bind_order_of(ulysses: str, ring: str, team: str, order: str, who: str) -> None:
+    """The same for the mesh of which these are the process groups, which :func:`context_groups` has seen."""
+    bound = _orders().setdefault(_ranks_of[_world()][ulysses, ring, team], order)
+    _refuse_another(bound, order, who)
 
 
 def release_order(mesh: DeviceMesh) -> None:
@@ -210,8 +249,24 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
         return tuple(mesh.mesh.flatten().tolist())
 
 
-def _check_whole(mesh: DeviceMesh) -> None:
-    """Refuse a mesh whose groups number ranks otherwise than it does, and a ring without its team."""
+def _context_names(mesh: DeviceMesh, any_axis: str) -> tuple[str, ...]:
+    """The mesh's axes by their names here."""
+    names = mesh.mesh_dim_names or ()
+    if names and names == tuple(axis for axis in CONTEXT_AXES if axis in names):
+        return names
+    if any_axis and mesh.ndim == 1:
+        return (any_axis,)
+    held = [axis for axis in CONTEXT_AXES if axis in names]
+    remedy = (
+        f"; slice it first: mesh[{', '.join(map(repr, held))}]"
+        if len(held) > 1 and len(held) < len(names)
+        else "; make one with context_mesh(device_type, ring, team)"
+    )
+    raise ValueError(f"mesh must have axes {CONTEXT_AXES}, or some of them in this order, got {names or None}{remedy}")
+
+
+def _check_whole(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Refuse a mesh whose groups number ranks otherwise than it does, and a slice that leaves context axes out."""
     with outside_modes():
         ascending = all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
     if not ascending:
@@ -221,10 +276,12 @@ def _check_whole(mesh: DeviceMesh) -> None:
         )
     root = _root(mesh)
     axes = dict(zip(root.mesh_dim_names or (), root.shape, strict=False))
-    if mesh.mesh_dim_names == (RING_AXIS,) and axes.get(TEAM_AXIS, 1) > 1:
+    missing = [axis for axis in CONTEXT_AXES if axes.get(axis, 1) > 1 and axis not in names]
+    if missing and mesh.mesh_dim_names == names:
+        whole = ", ".join(repr(axis) for axis in CONTEXT_AXES if axis in axes)
         raise ValueError(
-            f"axis {RING_AXIS!r} alone is only a part of the ranks that share a sequence, since its mesh has a "
-            f"{TEAM_AXIS!r} of {axes[TEAM_AXIS]}; slice both: mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
+            f"{', '.join(map(repr, names))} alone is only a part of the ranks that share a sequence, since its mesh "
+            f"has a {missing[0]!r} of {axes[missing[0]]}; slice them all: mesh[{whole}]"
         )
 
 

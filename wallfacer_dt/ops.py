@@ -13,77 +13,19 @@ could find them out: the rank's place in the mesh, and a digest of the package's
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering, sharding
-from wallfacer_dt.algorithms import (
-    Backward,
-    Forward,
-    Groups,
-    Operand,
-    Schedule,
-    execute,
-    make_schedule,
-)
-from wallfacer_dt.kernels import accumulation_dtype, select_kernel
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.algorithms import known_blocks
+from wallfacer_dt.calls import Options, make_call
+from wallfacer_dt.kernels import accumulation_dtype
 
-
-class Options(NamedTuple):
-    """What both operators take after their tensors, in order.
-
-    Attributes:
-        place: this rank's ring size, team size, ring rank and team rank.
-        ring: name of the ring's process group.
-        team: name of the team's process group, or empty.
-        context: name of both axes' process group, or empty where the schedule does not use it.
-        context_ranks: for every sequence index its rank in ``context``.
-        is_causal: mask keys that come later than the query.
-        scale: of the scores.
-        order: token order.
-        schedule: ``"2d"`` or ``"published"``.
-        rotate: ``"kv"`` or ``"q"``, which side moves round the ring in the backward.
-        kernel: of the blocks.
-        code: :data:`CODE`.
-    """
-
-    place: Sequence[int]
-    ring: str
-    team: str
-    context: str
-    context_ranks: Sequence[int]
-    is_causal: bool
-    scale: float
-    order: str
-    schedule: str
-    rotate: str
-    kernel: str
-    code: str
-
-    @property
-    def groups(self) -> Groups:
-        """Where the schedule runs."""
-        return Groups(Coordinate(*self.place), self.ring, self.team, self.context, tuple(self.context_ranks))
-
-    def make_schedule(self, shard_length: int, *, backward: bool) -> Schedule:
-        """This rank's schedule."""
-        return make_schedule(
-            Coordinate(*self.place),
-            shard_length,
-            order=self.order,
-            is_causal=self.is_causal,
-            published=self.schedule == "published",
-            stationary="kv" if backward and self.rotate == "q" else "q",
-            backward=backward,
-        )
-
-
-_COMPARED = ("is_causal", "scale", "order", "schedule", "rotate", "kernel", "code")
 _SCHEMA = (
-    "int[] place, str ring, str team, str context, int[] context_ranks, bool is_causal, float scale, str order, "
+    "int[] place, str ulysses, str ring, str team, str context, int[] context_ranks, int[] lengths, int replicated, "
+    "bool is_causal, int[] window, int prefix, str mask, str packed, float scale, float softcap, str order, "
     "str schedule, str rotate, str kernel, str code"
 )
 
@@ -102,88 +44,111 @@ CODE = _digest_of_sources()
 """Digest of the package's sources; see Note [What a compiled graph bakes in]."""
 
 
-def attention_body(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def attention_body(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_shared: Tensor | None,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
     """What ``wallfacer_dt::attention`` does on one rank.
 
     Args:
         q: queries (B, N, L, H).
-        k: keys (B, Nkv, L, H).
-        v: values (B, Nkv, L, H).
+        k: keys (B, Nkv, L, H), or (B, Nkv, L, H - Hs) with ``k_shared``.
+        v: values (B, Nkv, L, Hv).
+        k_shared: the end of every head's key (B, 1, L, Hs).
+        sinks: for every head a logit without a value (N,).
+        documents: where documents are in the whole sequence, on the CPU, a row for each of the batch or one for all.
         *rest: the fields of :class:`Options`.
 
     Returns:
-        out (B, N, L, H) in q's dtype and memory layout, lse (B, N, L) in the accumulation dtype, contiguous.
+        out (B, N, L, Hv) in q's dtype and memory layout, lse (B, N, L) in the accumulation dtype, contiguous.
 
     Raises:
         ValueError: on every rank, before any tensor is sent: ranks disagree in shapes, dtype or options.
     """
-    options = Options(*rest)
-    signature = {
-        "the shape of q": tuple(q.shape),
-        "the shape of k": tuple(k.shape),
-        "the dtype of q": q.dtype,
-        **{name: getattr(options, name) for name in _COMPARED},
-    }
-    values = [str(value) for value in signature.values()]
-    torch.ops.wallfacer_dt.agree(q, list(signature), values, options.team, options.ring)
-    arithmetic = Forward(select_kernel(options.kernel, q.device.type, q.dtype, q.shape[-1]), options.scale)
-    plan = options.make_schedule(q.shape[2], backward=False)
-    (out, lse), _ = execute(plan, arithmetic, options.groups, Operand((q,)), Operand((k, v)))
-    return _laid_out(out, q), lse.contiguous()
+    call = make_call(Options(*rest), q, k, v, k_shared, sinks, documents, compare=True)
+    out, lse = call.forward(q, _present(k, v, k_shared), sinks)
+    return _laid_out(out, _like(q, v.shape[-1])), lse.contiguous()
 
 
 def attention_backward_body(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_shared: Tensor | None,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::attention_backward`` does on one rank.
 
     Args:
-        grad_out: gradient of the output (B, N, L, H).
+        grad_out: gradient of the output (B, N, L, Hv).
         q: queries (B, N, L, H).
         k: keys (B, Nkv, L, H).
-        v: values (B, Nkv, L, H).
+        v: values (B, Nkv, L, Hv).
+        k_shared: as the forward was given it.
+        sinks: as the forward was given them.
+        documents: as the forward was given it.
         out: the forward's output.
         lse: the forward's log-sum-exp.
         *rest: the fields of :class:`Options`.
 
     Returns:
-        dq, dk, dv, each in its input's dtype and memory layout.
+        dq, dk, dv and the gradients of k_shared and sinks, each in its input's dtype and memory layout; that of an
+        absent input is empty.
     """
-    options = Options(*rest)
-    plan = options.make_schedule(q.shape[2], backward=True)
-    arithmetic = Backward(select_kernel(options.kernel, q.device.type, q.dtype, q.shape[-1]), options.scale)
-    grad_out = grad_out.contiguous()
-    delta = (grad_out.to(lse.dtype) * out).sum(-1)
-    # One's own output is here: only queries that arrive from elsewhere need a stand-in.
-    queries, keys = Operand((q, grad_out, lse, delta), out=out), Operand((k, v))
-    if plan.stationary == "q":
-        (dq,), (dk, dv) = execute(plan, arithmetic, options.groups, queries, keys)
-    else:
-        (dk, dv), (dq,) = execute(plan, arithmetic, options.groups, keys, queries)
-    return _laid_out(dq, q), _laid_out(dk, k), _laid_out(dv, v)
+    call = make_call(Options(*rest), q, k, v, k_shared, sinks, documents, compare=False)
+    grads, dsinks = call.backward(grad_out, out, lse, q, _present(k, v, k_shared), sinks)
+    laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, _present(q, k, v, k_shared), strict=True)]
+    dq, dk, dv, dk_shared = (*laid_out, q.new_empty(0))[:4]
+    return dq, dk, dv, dk_shared, q.new_empty(0) if dsinks is None else dsinks
+
+
+def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(x for x in tensors if x is not None)
+
+
+def _like(x: Tensor, head_dim: int) -> Tensor:
+    """An empty tensor of another head dim, laid out as x: by tokens (as BLNH is, seen as BNLH) or by heads."""
+    if head_dim == x.shape[-1]:
+        return torch.empty_like(x)
+    batch, heads, length, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
+    return x.new_empty((batch, heads, length, head_dim))
 
 
 def _laid_out(result: Tensor, like: Tensor) -> Tensor:
     """The result as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
-    laid_out = torch.empty_like(like)
-    if result.dtype == like.dtype and result.stride() == laid_out.stride():
+    if result.dtype == like.dtype and result.stride() == like.stride():
         return result
-    return laid_out.copy_(result)
+    return like.copy_(result)
 
 
 attention = torch.library.custom_op(
     "wallfacer_dt::attention",
     attention_body,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor)",
+    schema=(
+        f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {_SCHEMA}) "
+        "-> (Tensor, Tensor)"
+    ),
 )
 attention_backward = torch.library.custom_op(
     "wallfacer_dt::attention_backward",
     attention_backward_body,
     mutates_args=(),
     schema=(
-        f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SCHEMA}) "
-        "-> (Tensor, Tensor, Tensor)"
+        "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
+        f"Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 
@@ -199,33 +164,55 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
         # Inductor, perhaps; until here there was no reason to import it.
         lowering.register_opaque(torch.ops.wallfacer_dt.agree.default)
         for op, body in BODIES.items():
-            lowering.register(op, body)
+            lowering.register(op, body, _is_static)
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    return torch.empty_like(q), lse
+    return _like(q, v.shape[-1]), lse
+
+
+def _is_static(args: Sequence[Any]) -> bool:
+    """Whether an operator's schedule is known when code is generated: it is not where data decide."""
+    options = Options(*args[-len(Options._fields) :])
+    return not options.packed and not options.mask
 
 
 @attention_backward.register_fake
-def _attention_backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in (q, k, v))
+def _attention_backward_fake(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, k_shared, sinks))
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    *tensors, ctx.options = (*inputs[:_TENSORS], inputs[_TENSORS:])
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
+    # A mask's answers must not go before the backward has come.
+    mask = Options(*ctx.options).mask
+    ctx.answers = known_blocks(mask) if mask else None
 
 
 def _autograd(ctx, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
     nothing = (None,) * len(ctx.options)
     if grad_out is None:
-        return (None, None, None, *nothing)
+        return (*[None] * _TENSORS, *nothing)
     saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
     grads = torch.ops.wallfacer_dt.attention_backward(grad_out, *saved, *ctx.options)
-    return (*map(sharding.placed_like, grads, saved), *nothing)
+    placed = [
+        None if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
+        for name, grad, x in zip(_INPUTS, grads, saved, strict=False)
+    ]
+    return (*placed, None, *nothing)
 
+
+_INPUTS = ("q", "k", "v", "k_shared", "sinks", "documents")
+_TENSORS = len(_INPUTS)
 
 attention.register_autograd(_autograd, setup_context=_setup_context)
 
-sharding.register(torch.ops.wallfacer_dt.attention.default, inputs="qkv", outputs=2)
-sharding.register(torch.ops.wallfacer_dt.attention_backward.default, inputs="gqkvol", outputs=3)
+sharding.register(torch.ops.wallfacer_dt.attention.default, inputs=_INPUTS, outputs=("out", "lse"))
+sharding.register(
+    torch.ops.wallfacer_dt.attention_backward.default,
+    inputs=("grad_out", *_INPUTS, "out", "lse"),
+    outputs=("grad_q", "grad_k", "grad_v", "grad_k_shared", "grad_sinks"),
+)

@@ -11,6 +11,7 @@ def llama3_plan(
     schedule: str = "2d",
     rotate: str = "auto",
     kernel: str = "auto",
+    check: bool = True,
 ) -> dict[str, ParallelStyle]:
     """Context-parallel attention for torchtitan's Llama 3, on a mesh of axes ``("cp_ring", "cp_team")``.
 
@@ -27,6 +28,7 @@ def llama3_plan(
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
         kernel: ``"flash"``, ``"reference"`` or ``"auto"``.
+        check: compare each inner attention with the style first, see :func:`wallfacer_dt.check_equivalence`.
 
     Returns:
         ``{fully qualified name: style}``.
@@ -38,5 +40,6 @@ def llama3_plan(
         rotate=rotate,
         kernel=kernel,
         layout="BLNH",
+        check=check,
     )
     return {"layers.*.attention.inner_attention": style}

@@ -6,7 +6,8 @@ tells them, and all of them raise. While a compiler traces, ranks cannot meet: o
 still traces. So there a refusal becomes an operator of the graph, which meets the others, and raises, when it runs.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -17,70 +18,127 @@ from torch.distributed.tensor import DTensor
 
 from wallfacer_dt import lowering, sharding
 from wallfacer_dt.collectives import agree
+from wallfacer_dt.documents import check_documents
 from wallfacer_dt.kernels import select_kernel
-from wallfacer_dt.layout import check_length
+from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
+
+
+class Extras(NamedTuple):
+    """What attention may be given besides q, k and v.
+
+    Attributes:
+        document_ids: (B, N) or (N,), int, on the CPU: the document of every token of the whole sequence.
+        cu_seqlens: (documents + 1,), int, on the CPU: the documents' cumulative lengths, for all rows of the batch.
+        sinks: (N,): a logit more for every head.
+        k_shared: (B, 1, L, Hs): the end of every head's key.
+    """
+
+    document_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    sinks: Tensor | None = None
+    k_shared: Tensor | None = None
+
+
+NO_EXTRAS = Extras()
 
 
 class Expected(NamedTuple):
-    """What q, k and v are checked against.
+    """What a call's tensors are checked against.
 
     Attributes:
-        device_type: of the mesh.
-        size: ranks that share a sequence.
-        order: token order.
-        kernel: of the blocks.
-        ring: name of the ring's process group.
+        ulysses: name of the process group of axis ``cp_ulysses``, or empty.
+        ring: name of the ring's process group, or empty.
         team: name of the team's process group, or empty.
+        device_type: of the mesh.
+        axes: sizes of ulysses, ring and team.
+        index: this rank's sequence index.
+        lengths: of the whole sequence, queries and keys; empty where shards are equal.
+        replicated: tokens before the shards that every rank holds.
+        square: whether there is a mask for which queries and keys are the same tokens.
+        masked: whether there is a mask_mod.
+        documents: whether documents go with the other masks.
+        order: token order.
+        softcap: of the scores.
+        kernel: of the blocks.
     """
 
-    device_type: str
-    size: int
-    order: str
-    kernel: str
+    ulysses: str
     ring: str
     team: str
+    device_type: str
+    axes: Sequence[int]
+    index: int
+    lengths: Sequence[int]
+    replicated: int
+    square: bool
+    masked: bool
+    documents: bool
+    order: str
+    softcap: float
+    kernel: str
+
+    @property
+    def groups(self) -> tuple[str, str, str]:
+        """The groups' names, innermost first."""
+        return self.team, self.ring, self.ulysses
 
 
 @contextmanager
-def refusing_together(expected: Expected) -> Iterator[None]:
-    """Have all ranks refuse when one does; see Note [Refusing together]."""
+def refusing_together(groups: tuple[str, ...], device_type: str) -> Iterator[None]:
+    """Have all ranks refuse when one does; see Note [Refusing together].
+
+    Args:
+        groups: names of the process groups of the mesh's axes, innermost first.
+        device_type: of the mesh.
+
+    Yields:
+        Nothing.
+    """
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        _tell(str(error), expected)
+    except Exception as error:  # a mask_mod may raise anything
+        if not hasattr(error, "met"):  # or else all ranks have it already
+            _tell(str(error) or repr(error), groups, device_type)
         raise
 
 
-def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, error: str, expected: Expected) -> Tensor:
+def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, extras: Extras, error: str, expected: Expected) -> Tensor:
     """Put a refusal of plain tensors into the graph that is being traced; see Note [Refusing together].
 
     Args:
         q: as the call was given it.
         k: as the call was given it.
         v: as the call was given it.
+        extras: as the call was given them.
         error: why; empty where the tensors themselves are refused, which then say so when the operator runs.
         expected: what they were checked against.
 
     Returns:
         Something of q's shape, in the graph.
     """
-    return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), error, *expected)
+    given = (x.detach() if isinstance(x, Tensor) else None for x in extras)
+    return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), *given, error, *expected)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, expected: Expected) -> None:
+def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, expected: Expected) -> None:
     """Refuse (TypeError, ValueError, NotImplementedError) tensors that attention cannot be given."""
-    _check_each(q, k, v)
-    _check_together(q, k, v, expected.device_type)
-    shards = 1 if isinstance(q, DTensor) else expected.size
-    check_length(q.shape[2] * shards, expected.size, expected.order)
+    _check_each(q, k, v, extras.k_shared)
+    _check_together(q, k, v, extras.k_shared, expected)
+    _check_lengths(q, k, expected)
+    _check_documents(q, k, extras, expected)
+    _check_sinks(q, extras.sinks)
     # A compiler asks the operator's rule, which checks the same.
     if not torch.compiler.is_compiling():
-        sharding.check(q, k, v, expected.ring, expected.team)
-    select_kernel(expected.kernel, q.device.type, q.dtype, q.shape[-1])
+        axes = sharding.Axes(expected.ulysses, expected.ring, expected.team)
+        sharding.check(q, k, v, axes, extras.k_shared, extras.sinks)
+    head_dim = max(q.shape[-1], v.shape[-1])
+    select_kernel(expected.kernel, q.device.type, q.dtype, head_dim, masked=expected.masked, softcap=expected.softcap)
 
 
-def _check_each(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("k_shared", k_shared)):
+        if x is None and name == "k_shared":
+            continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if isinstance(x, DTensor) != isinstance(q, DTensor):
@@ -89,49 +147,142 @@ def _check_each(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise NotImplementedError(
                 f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"
             )
-        if x.ndim != 4 or 0 in x.shape:
+        # A rank may hold no token of a short sequence.
+        if x.ndim != 4 or 0 in (*x.shape[:2], *x.shape[3:]):
             raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {tuple(x.shape)}")
 
 
-def _check_together(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> None:
+def _check_together(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, expected: Expected) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dtype == k.dtype == v.dtype:
+    if k_shared is not None:
+        shapes += f", k_shared {tuple(k_shared.shape)}"
+    others = [k, v] if k_shared is None else [k, v, k_shared]
+    if any(x.dtype != q.dtype for x in others):
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them")
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"q, k and v must be floating point, got {q.dtype}; cast them")
-    if not q.device == k.device == v.device:
+    if any(x.device != q.device for x in others):
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if q.device.type != device_type:
-        raise ValueError(f"q, k and v must be on the mesh's device type {device_type!r}, got {q.device}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {shapes}")
-    if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-        raise ValueError(f"q, k and v must agree in batch, length and head dim (B, N, L, H), got {shapes}")
+    if q.device.type != expected.device_type:
+        raise ValueError(f"q, k and v must be on the mesh's device type {expected.device_type!r}, got {q.device}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in all but the head dim (B, N, L, H), got {shapes}")
+    if k_shared is not None and (k_shared.shape[0], *k_shared.shape[1:3]) != (k.shape[0], 1, k.shape[2]):
+        raise ValueError(f"k_shared must have shape (B, 1, L, Hs), one head for all, got {tuple(k_shared.shape)}")
+    head_dim = k.shape[3] + (0 if k_shared is None else k_shared.shape[3])
+    if q.shape[0] != k.shape[0] or q.shape[3] != head_dim:
+        raise ValueError(
+            f"q and k must agree in batch and head dim (B, N, L, H), to which k_shared belongs, got {shapes}"
+        )
+    if expected.square and q.shape[2] != k.shape[2]:
+        raise ValueError(f"under a mask q, k and v must agree in length, got {shapes}; cross attention has no mask")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of key and value heads, got {shapes}")
+    if q.shape[1] < expected.axes[0]:
+        raise ValueError(f"cp_ulysses of {expected.axes[0]} splits query heads, of which there are only {q.shape[1]}")
+
+
+def _check_lengths(q: Tensor, k: Tensor, expected: Expected) -> None:
+    if isinstance(q, DTensor):
+        if expected.replicated:
+            raise ValueError("replicated tokens and a shard are no DTensor: pass local tensors, q.to_local()")
+        if expected.lengths and tuple(expected.lengths) != (q.shape[2], k.shape[2]):
+            raise ValueError(
+                f"DTensors know their length: leave length={expected.lengths[0]} out, got q {tuple(q.shape)} and k "
+                f"{tuple(k.shape)} (B, N, L, H)"
+            )
+        return
+    lengths = expected.lengths or (None, None)
+    for name, x, length in (("q", q, lengths[0]), ("k", k, lengths[1])):
+        own = x.shape[2] - expected.replicated
+        if length is None:
+            if own < 1:
+                replicated = f" after {expected.replicated} replicated ones" if expected.replicated else ""
+                raise ValueError(
+                    f"{name} must have tokens of this rank{replicated}, got {tuple(x.shape)} (B, N, L, H); of a "
+                    "sequence that does not divide pass the length"
+                )
+            continue
+        holds = shard_sizes(length, tuple(expected.axes), expected.order)[expected.index]
+        if own != holds:
+            raise ValueError(
+                f"of {length} tokens this rank holds {holds} (order={expected.order!r}), got {name} {tuple(x.shape)} "
+                f"(B, N, L, H) with {expected.replicated} replicated; deal them out with shard_sequence"
+            )
+
+
+def _check_documents(q: Tensor, k: Tensor, extras: Extras, expected: Expected) -> None:
+    kinds = {"ids": extras.document_ids, "cu_seqlens": extras.cu_seqlens}
+    given = {kind: documents for kind, documents in kinds.items() if documents is not None}
+    if not given:
+        if expected.order == BY_DOCUMENT:
+            raise ValueError(f"order={BY_DOCUMENT!r} needs document_ids or cu_seqlens at every call")
+        return
+    if len(given) > 1:
+        raise ValueError("documents are given twice: pass document_ids or cu_seqlens")
+    if not expected.documents or q.shape[2] != k.shape[2]:
+        raise ValueError("documents go with causal and window masks, not with a prefix, mask_mod, replicated tokens "
+                         "or keys of another length")  # fmt: skip
+    length = expected.lengths[0] if expected.lengths else q.shape[2] * math.prod(expected.axes)
+    if isinstance(q, DTensor):
+        length = q.shape[2]
+        if expected.order == BY_DOCUMENT and length % math.prod(expected.axes):
+            raise ValueError(
+                f"in order={BY_DOCUMENT!r} the shards of {length} tokens are none of a DTensor's: pad it to a multiple "
+                f"of {math.prod(expected.axes)}, or pass local tensors and length"
+            )
+    for kind, documents in given.items():
+        check_documents(documents, kind, q.shape[0], length)
+
+
+def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a tensor, got {type(sinks).__name__}")
+    if isinstance(sinks, DTensor) != isinstance(q, DTensor):
+        raise TypeError("sinks must be a DTensor where q is, and a plain tensor where q is")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
+    if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks must be a floating point tensor of one logit per query head ({q.shape[1]},), got "
+            f"{tuple(sinks.shape)} {sinks.dtype}"
+        )
 
 
 # A compiler that has broken a graph off may want to trace this, too.
 @torch.compiler.disable
-def _tell(error: str, expected: Expected) -> None:
+def _tell(error: str, groups: tuple[str, ...], device_type: str) -> None:
     with suppress(ValueError):  # one's own error says more than the comparison
-        agree((), expected.team, expected.ring, every_call=expected.device_type == "cpu", error=error)
+        agree((), *groups, every_call=device_type == "cpu", error=error)
 
 
 @torch.library.custom_op(
     "wallfacer_dt::refuse",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, str error, str device_type, int size, str order, str kernel, str ring, "
-        "str team) -> Tensor"
+        "(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? cu_seqlens, Tensor? sinks, Tensor? k_shared, "
+        "str error, str ulysses, str ring, str team, str device_type, int[] axes, int index, int[] lengths, "
+        "int replicated, bool square, bool masked, bool documents, str order, float softcap, str kernel) -> Tensor"
     ),
 )
-def _refuse(q: Tensor, k: Tensor, v: Tensor, error: str, *rest: object) -> Tensor:
+def _refuse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+    k_shared: Tensor | None,
+    error: str,
+    *rest: object,
+) -> Tensor:
     expected = Expected(*rest)  # pyrefly: ignore[bad-argument-type]
-    with refusing_together(expected):
+    with refusing_together(expected.groups, expected.device_type):
         if error:
             raise ValueError(error)
-        check_tensors(q, k, v, expected)
+        check_call(q, k, v, Extras(document_ids, cu_seqlens, sinks, k_shared), expected)
     raise AssertionError("what a compiler refused, these tensors do not show")
 
 

@@ -1,8 +1,8 @@
 """How DTensors enter and leave attention: which placements it takes, and the operators' sharding rule.
 
-Axes of a DTensor's mesh are told apart by their process groups: on the two of the context mesh the sequence must be
+Axes of a DTensor's mesh are told apart by their process groups: on those of the context mesh the sequence must be
 sharded, on any other axis the batch or the heads may be, or nothing. torch's public ``register_sharding`` cannot tell
-axes apart and would take a sequence that is replicated on one of the two: silently wrong.
+axes apart and would take a sequence that is replicated on one of them: silently wrong.
 
 Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0 and 2.14.1.
 """
@@ -11,15 +11,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
 
-from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS
+from wallfacer_dt.mesh import CONTEXT_AXES
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -32,24 +33,49 @@ class Sharded(NamedTuple):
     shape: Sequence[int]
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, ring: str, team: str) -> None:
-    """Refuse (ValueError) DTensors that attention cannot be given; see :func:`placements_for`."""
-    if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
-        placements_for(_of(q), _of(k), _of(v), ring, team)
+class Axes(NamedTuple):
+    """Names of the process groups of the context mesh's axes; empty where there is none."""
+
+    ulysses: str
+    ring: str
+    team: str
 
 
-def placements_for(q: Sharded, k: Sharded, v: Sharded, ring: str, team: str) -> tuple[Placement, ...]:
-    """The placements in which attention takes q, k and v and leaves its output: those of q, where they can be.
-
-    An axis besides the two that shards the sequence too (torch's sequence parallelism) shards the heads instead, or
-    where they do not divide, nothing. k and v follow q.
+def check(
+    q: Tensor, k: Tensor, v: Tensor, axes: Axes, k_shared: Tensor | None = None, sinks: Tensor | None = None
+) -> None:
+    """Refuse (ValueError) DTensors that attention cannot be given.
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        ring: name of the ring's process group.
-        team: name of the team's process group, or empty.
+        axes: of the context mesh.
+        k_shared: the end of every head's key.
+        sinks: a logit more for every head.
+    """
+    if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
+        return
+    shared = _of(k_shared) if isinstance(k_shared, DTensor) else None
+    placements_for(_of(q), _of(k), _of(v), axes, shared)
+    if isinstance(sinks, DTensor) and sinks.device_mesh != q.device_mesh:
+        raise ValueError(f"q and sinks must be DTensors on one mesh, got {q.device_mesh} and {sinks.device_mesh}")
+
+
+def placements_for(
+    q: Sharded, k: Sharded, v: Sharded, axes: Axes, k_shared: Sharded | None = None
+) -> tuple[Placement, ...]:
+    """The placements in which attention takes q, k and v and leaves its output: those of q, where they can be.
+
+    An axis besides the context mesh's that shards the sequence too (torch's sequence parallelism) shards the heads
+    instead, or where they do not divide, nothing. k and v follow q.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        axes: of the context mesh.
+        k_shared: the end of every head's key, or None.
 
     Returns:
         One placement for every axis of the mesh.
@@ -58,19 +84,27 @@ def placements_for(q: Sharded, k: Sharded, v: Sharded, ring: str, team: str) -> 
         ValueError: a placement that attention cannot be given, naming tensor, axis and placement.
     """
     mesh = q.mesh
-    if not mesh == k.mesh == v.mesh:
-        raise ValueError(f"q, k and v must be DTensors on one mesh, got {q.mesh}, {k.mesh}, {v.mesh}")
-    context = _context_axes(mesh, ring, team)
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    tensors = {"q": q, "k": k, "v": v} | ({} if k_shared is None else {"k_shared": k_shared})
+    for name, x in tensors.items():
+        if x.mesh != mesh:
+            raise ValueError(f"q and {name} must be DTensors on one mesh, got {mesh} and {x.mesh}")
+    context = _context_axes(mesh, axes)
+    for name, x in tensors.items():
         for axis, placement in enumerate(x.placements):
             _check_placement(name, placement, _name(mesh, axis), on_context=axis in context)
     heads = math.gcd(q.shape[HEADS], k.shape[HEADS])
     wanted = [_instead(p, heads, mesh.size(axis), axis in context) for axis, p in enumerate(q.placements)]
     for dim, what, length in ((BATCH, "batch", q.shape[BATCH]), (HEADS, "heads of q, k and v", heads)):
-        axes = [axis for axis, placement in enumerate(wanted) if _is_shard(placement, dim)]
-        parts = math.prod(mesh.size(axis) for axis in axes)
+        sharding = [axis for axis, placement in enumerate(wanted) if _is_shard(placement, dim)]
+        parts = math.prod(mesh.size(axis) for axis in sharding)
+        ulysses = next((mesh.size(axis) for axis in context if _group(mesh, axis) == axes.ulysses), 1)
+        if dim == HEADS and q.shape[HEADS] // parts < ulysses:
+            raise ValueError(
+                f"cp_ulysses of {ulysses} splits the query heads that are left to a rank, of which there are only "
+                f"{q.shape[HEADS] // parts}: q {tuple(q.shape)} (B, N, L, H) is sharded by heads over {parts} ranks"
+            )
         if length % parts:
-            named = ", ".join(f"{_name(mesh, axis)} of {mesh.size(axis)}" for axis in axes)
+            named = ", ".join(f"{_name(mesh, axis)} of {mesh.size(axis)}" for axis in sharding)
             raise ValueError(
                 f"{what} must divide evenly over axis {named}, where q has placement Shard({dim}); got q "
                 f"{tuple(q.shape)}, k {tuple(k.shape)} (B, N, L, H)"
@@ -78,38 +112,88 @@ def placements_for(q: Sharded, k: Sharded, v: Sharded, ring: str, team: str) -> 
     return tuple(wanted)
 
 
-def placed_like(grad: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient in the placements of its tensor; plain tensors as they are."""
-    if isinstance(tensor, DTensor) and isinstance(grad, DTensor) and grad.placements != tensor.placements:
-        return grad.redistribute(placements=tensor.placements)
-    return grad
+def replicate(x: Tensor, like: Tensor) -> Tensor:
+    """A plain tensor that all ranks have alike as a DTensor on another's mesh, where that is one, on its own device."""
+    return _replicated(x, like) if isinstance(like, DTensor) else x
 
 
-def register(op: OpOverload, *, inputs: str, outputs: int) -> None:
-    """Register the rule of an operator whose tensors come first and then its place, ring and team.
+def placed_like(grad: Tensor, tensor: Tensor, *, sums: bool = False) -> Tensor:
+    """A gradient in the placements of its tensor; plain tensors as they are.
+
+    With ``sums`` sums that are still to be made are left so, as those of a parameter's gradient are.
+    """
+    if not (isinstance(tensor, DTensor) and isinstance(grad, DTensor)):
+        return grad
+    wanted = tuple(
+        mine if sums and isinstance(mine, Partial) else its
+        for mine, its in zip(grad.placements, tensor.placements, strict=True)
+    )
+    return grad if grad.placements == wanted else grad.redistribute(placements=wanted)
+
+
+def sharded_dims(x: DTensor) -> set[int]:
+    """The dims that some axis shards."""
+    return {p.dim for p in x.placements if isinstance(p, Shard)}
+
+
+def register(op: OpOverload, *, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Register the rule of an operator whose tensors come first and then its place and the names of its axes' groups.
 
     Args:
         op: the operator.
-        inputs: a letter for each tensor argument; q, k and v are among them.
-        outputs: number of outputs.
+        inputs: names of the tensor arguments, q, k and v among them; others may be absent in a call. ``k_shared`` is
+            sharded as they are but has one head for all, ``sinks`` are by heads, ``documents`` are rows of the batch
+            about the whole sequence.
+        outputs: names of the outputs; all but ``grad_k_shared`` and ``grad_sinks`` are sharded as q is.
     """
 
     def strategy(schema: OpSchema) -> OpStrategy:
-        given = schema.args_schema[: len(inputs)]
-        tensors = {name: x for name, x in zip(inputs, given, strict=True) if isinstance(x, OpStrategy)}
-        if len(tensors) < len(inputs):
-            raise ValueError(f"{op}: all tensors must be DTensors, got only {', '.join(tensors)}")
-        _, ring, team = schema.args_schema[len(inputs) : len(inputs) + 3]
+        given = dict(zip(inputs, schema.args_schema, strict=False))
+        tensors = {name: x for name, x in given.items() if isinstance(x, OpStrategy)}
+        plain = [name for name, x in given.items() if x is not None and name not in tensors]
+        if plain:
+            raise ValueError(f"{op}: all tensors must be DTensors, but {', '.join(plain)} is not")
+        axes = Axes(*map(str, schema.args_schema[len(inputs) + 1 : len(inputs) + 4]))
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
-        q, k, v = (Sharded(specs[name].mesh, specs[name].placements, specs[name].shape) for name in "qkv")
-        placements = placements_for(q, k, v, str(ring), str(team))
-        wanted = [DTensorSpec(q.mesh, placements, tensor_meta=spec.tensor_meta) for spec in specs.values()]
+        whole = {name: Sharded(spec.mesh, spec.placements, spec.shape) for name, spec in specs.items()}
+        q = whole["q"]
+        placements = placements_for(q, whole["k"], whole["v"], axes, whole.get("k_shared"))
+        by_heads = tuple(Shard(0) if _is_shard(p, HEADS) else Replicate() for p in placements)
+        by_name = {
+            "k_shared": tuple(Replicate() if _is_shard(p, HEADS) else p for p in placements),
+            # Every head has its part in the gradient of what heads share.
+            "grad_k_shared": tuple(Partial() if _is_shard(p, HEADS) else p for p in placements),
+            "documents": tuple(p if _is_shard(p, BATCH) else Replicate() for p in placements),
+            "sinks": by_heads,
+            "grad_sinks": tuple(
+                Partial() if _is_shard(p, BATCH, SEQUENCE) else own for p, own in zip(placements, by_heads, strict=True)
+            ),
+        }
+        if "documents" in specs and specs["documents"].shape[0] == 1:
+            by_name["documents"] = (Replicate(),) * len(placements)
+        wanted = [
+            DTensorSpec(q.mesh, by_name.get(name, placements), tensor_meta=spec.tensor_meta)
+            for name, spec in specs.items()
+        ]
         costs = [generate_redistribute_costs(x, spec) for x, spec in zip(tensors.values(), wanted, strict=True)]
-        results = tuple(DTensorSpec(q.mesh, placements) for _ in range(outputs))
+        for absent in {"k_shared", "sinks"} - specs.keys():  # then its gradient is an empty tensor
+            by_name[f"grad_{absent}"] = (Replicate(),) * len(placements)
+        results = tuple(DTensorSpec(q.mesh, by_name.get(name, placements)) for name in outputs)
         return OpStrategy([OpSpec(output_specs=results, input_specs=wanted, redistribute_cost=costs)])
 
     # Everything after the tensors is part of what a cached decision depends on.
     register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=len(inputs)))(strategy)
+
+
+def _replicated(x: Tensor, like: DTensor) -> DTensor:
+    # DTensor.from_local would move it to the mesh's device.
+    mesh = like.device_mesh
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(x.shape, x.stride(), x.dtype))
+    return DTensor(x, spec, requires_grad=False)
+
+
+# A compiler is shown this as one operation: it could look neither at a mesh nor at a DTensor's constructor.
+torch.compiler.allow_in_graph(_replicated)
 
 
 def _of(x: DTensor) -> Sharded:
@@ -117,22 +201,27 @@ def _of(x: DTensor) -> Sharded:
     return Sharded(x.device_mesh, tuple(x.placements), x.shape)
 
 
-def _context_axes(mesh: DeviceMesh, ring: str, team: str) -> set[int]:
-    groups = [str(mesh.get_group(axis).group_name) for axis in range(mesh.ndim)]
-    wanted = {name: axis for name, axis in ((ring, RING_AXIS), (team, TEAM_AXIS)) if name}
+def _context_axes(mesh: DeviceMesh, names: Axes) -> set[int]:
+    groups = [_group(mesh, axis) for axis in range(mesh.ndim)]
+    wanted = {name: axis for name, axis in zip(names, CONTEXT_AXES, strict=True) if name}
     missing = [axis for name, axis in wanted.items() if name not in groups]
     if missing:
         raise ValueError(
             f"q, k and v are DTensors on a mesh {mesh.mesh_dim_names} that does not hold {missing[0]} of the context "
-            f"mesh; slice it from theirs, mesh[{RING_AXIS!r}, {TEAM_AXIS!r}], or pass local shards: q.to_local()"
+            f"mesh; slice it from theirs, mesh[{', '.join(map(repr, wanted.values()))}], or pass local shards: "
+            "q.to_local()"
         )
     axes = [groups.index(name) for name in wanted]
     if axes != sorted(axes):
         raise ValueError(
-            f"axis {RING_AXIS!r} must come before {TEAM_AXIS!r} in the mesh of DTensors, which is the order of their "
-            f"shards; got {mesh.mesh_dim_names}"
+            f"axis {' must come before '.join(map(repr, wanted.values()))} in the mesh of DTensors, which is the order "
+            f"of their shards; got {mesh.mesh_dim_names}"
         )
     return set(axes)
+
+
+def _group(mesh: DeviceMesh, axis: int) -> str:
+    return str(mesh.get_group(axis).group_name)
 
 
 def _is_shard(placement: Placement, *dims: int) -> bool:

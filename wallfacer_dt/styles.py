@@ -1,113 +1,107 @@
 """ParallelStyles: attention of a model made context parallel by a ``parallelize_module`` plan.
 
 A style goes on the *inner* attention, a module without parameters that is called ``attention(q, k, v, **kwargs)``
-and computes softmax(scale * q k^T) v. The style replaces its forward by context-parallel attention; whatever else
-the module was called with, or has as a default, is either what the style was told or refused by name.
+and computes softmax(scale * q k^T) v. The style replaces its forward by context-parallel attention. Whatever else the
+module was called with, or has as a default, is what the style was told, or is handed to attention (documents, sinks,
+shared keys, a mask), or is refused by name; what stands in its code is found by ``check_equivalence``.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.algorithms import check_rotate
-from wallfacer_dt.attention import ContextAttention, check_scale
-from wallfacer_dt.kernels import check_kernel
-from wallfacer_dt.layout import check_order
-from wallfacer_dt.mesh import bind_order
-from wallfacer_dt.refusal import check_tensors, refused_in_graph, refusing_together
+from wallfacer_dt.attention import AttentionOptions, ContextAttention, check_scale
+from wallfacer_dt.equivalence import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, check_once
+from wallfacer_dt.mesh import Coordinate, bind_order
+from wallfacer_dt.refusal import Extras, check_call, refused_in_graph, refusing_together
 
 LAYOUTS = ("BLNH", "BNLH")
 
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | BlockMask
+Window = tuple[int | None, int | None]
+
 _MARK = "_wallfacer_dt_attention"
 
-_CAUSAL = ("is_causal", "causal")
-_SCALE = ("scale", "softmax_scale")
+_MASKS = ("attention_masks", "block_mask", "mask_mod")
+# Names of a call's tensors, and what attention calls them.
+_TENSORS = {
+    "document_ids": "document_ids", "cu_seqlens": "cu_seqlens", "sinks": "sinks", "s_aux": "sinks",
+    "k_shared": "k_shared",
+}  # fmt: skip
+_TOLD = (
+    *CAUSAL_NAMES,
+    *SCALE_NAMES,
+    *SOFTCAP_NAMES,
+    *_MASKS,
+    *_TENSORS,
+    "window_size",
+    "sliding_window",
+    "prefix_length",
+)
 # Options that ask for nothing when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dropout": (None, 0),
     "dropout_p": (None, 0),
     "enable_gqa": (None, True, False),
-    "softcap": (None, 0),
-    "soft_cap": (None, 0),
-    "window_size": (None, (-1, -1)),
-} | dict.fromkeys(
-    (
-        "alibi_slopes", "attention_mask", "attention_masks", "attn_mask", "block_mask", "cu_seqlens",
-        "document_ids", "mask", "mask_mod", "score_mod", "sinks", "sliding_window",
-    ),
-    (None,),
-)  # fmt: skip
+} | dict.fromkeys(("alibi_slopes", "attention_mask", "attn_mask", "mask", "score_mod", *_TOLD), (None,))
 
 
-class RingParallel(ParallelStyle):
-    """Ring Attention (Liu et al.) for an inner attention module; WallFacer with teams of one.
+class _Call(NamedTuple):
+    """What a call, or a module, asks for beside q, k and v."""
 
-    Keyword Args:
-        is_causal: a query sees the keys up to its own position.
-        scale: factor of the scores; None takes the one the module is called with, or 1 / sqrt(H).
-        order: in which order the loader dealt out tokens, ``"contiguous"`` or ``"head_tail"``.
-        rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
-        kernel: ``"flash"``, ``"reference"`` or ``"auto"``.
-        layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
+    scale: float | None
+    extras: Extras
+    mask: MaskMod | None
 
-    The mesh has axes ``("cp_ring", "cp_team")`` with a team of one, or one axis of any name.
-    """
 
-    schedule = "2d"
-    any_axis = True
+class _ContextParallel(ParallelStyle, ABC):
+    """What the styles share: they differ in the meshes that they take."""
 
-    def __init__(
-        self,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        order: str = "contiguous",
-        rotate: str = "auto",
-        kernel: str = "auto",
-        layout: str = "BLNH",
-    ) -> None:
+    _any_axis: ClassVar[str] = ""
+
+    def __init__(self, options: AttentionOptions, layout: str, check: bool) -> None:
         super().__init__()
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
-        if not isinstance(is_causal, bool):
-            raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-        check_order(order)
-        check_kernel(kernel)
-        check_scale(scale)
-        check_rotate(rotate, self.schedule, 1, 1)
-        self.is_causal, self.scale, self.order = is_causal, scale, order
-        self.rotate, self.kernel, self.layout = rotate, kernel, layout
+        if not isinstance(check, bool):
+            raise TypeError(f"check must be a bool, got {check!r}")
+        options.check()
+        self.options, self.layout, self.check = options, layout, check
+        self._passed: set[Hashable] = set()
+
+    @abstractmethod
+    def _check_place(self, place: Coordinate) -> None:
+        """Refuse (ValueError) a mesh that is not of this style."""
+
+    def attention_on(self, mesh: DeviceMesh, options: AttentionOptions) -> ContextAttention:
+        """Attention on a mesh with these options instead of the style's own; all ranks call it together."""
+        attention = ContextAttention.on(mesh, options, any_axis=self._any_axis)
+        self._check_place(attention.place)
+        return attention
+
+    def forward_of(self, module: nn.Module, attention: ContextAttention) -> Callable[..., Tensor]:
+        """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are."""
+        return self._forward(attention, *self._read_module(module))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names, defaults = self._read_module(module)
-        attention = ContextAttention.on(
-            device_mesh,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            order=self.order,
-            schedule=self.schedule,
-            rotate=self.rotate,
-            kernel=self.kernel,
-            any_axis=self.any_axis,
-        )
-        self._check_team(attention.place.team)
-        if self.is_causal:
-            bind_order(device_mesh, self.order, f"{type(self).__name__}(is_causal=True)")
-        module.forward = self._forward(attention, names, defaults)
+        attention = self.attention_on(device_mesh, self.options)
+        if self.check:
+            check_once(module, self, device_mesh, self._passed)
+        bind = partial(bind_order, device_mesh, self.options.order)
+        forward = self._forward(attention, *self._read_module(module), bind)
+        if self.options.has_mask:
+            bind(f"{type(self).__name__} with a mask")
+        module.forward = forward
         return module
-
-    def _check_team(self, team: int) -> None:
-        if team > 1:
-            raise ValueError(
-                f"RingParallel needs a mesh with cp_team of size 1, got {team}; "
-                "use WallFacerParallel, or context_mesh(device_type, ring)"
-            )
 
     def _read_module(self, module: nn.Module) -> tuple[list[str], dict[str, Any]]:
         """Refuse a module that is not plain attention.
@@ -132,55 +126,66 @@ class RingParallel(ParallelStyle):
             raise ValueError(
                 f"{name} replaces a module called as attention(q, k, v), got {kind}{inspect.signature(module.forward)}"
             )
-        known = (*_CAUSAL, *_SCALE, *_NEUTRAL)
-        attributes = {key: getattr(module, key) for key in known if hasattr(module, key)}
+        attributes = {key: getattr(module, key) for key in _NEUTRAL if hasattr(module, key)}
         attributes = {key: value for key, value in attributes.items() if value is not None and not _does_nothing(value)}
-        self._check_options(attributes, f"{name}: the module {kind} has")
+        self._read_options(attributes, f"{name}: the module {kind} has")
         options = positional[3:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         defaults = {p.name: p.default for p in options if p.default is not p.empty and p.default is not None}
         return [p.name for p in positional[3:]], attributes | defaults
 
     def _forward(
-        self, attention: ContextAttention, names: list[str], defaults: dict[str, Any]
+        self,
+        attention: ContextAttention,
+        names: list[str],
+        defaults: dict[str, Any],
+        bind: Callable[[str], None] | None = None,
     ) -> Callable[..., Tensor]:
         transposed = self.layout == "BLNH"
         where = f"{type(self).__name__}: attention was called with"
         expected = attention.expected
 
-        def scale_of(q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+        def read(q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
             if len(args) > len(names):
                 raise ValueError(
                     f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments"
                 )
-            options = defaults | dict(zip(names, args, strict=False)) | kwargs
-            scale = self._check_options(options, where)
-            if kwargs.get("enable_gqa") is False and q.shape != k.shape:
+            call = self._read_options(defaults | dict(zip(names, args, strict=False)) | kwargs, where)
+            if kwargs.get("enable_gqa") is False and q.shape[1] != k.shape[1]:
                 raise ValueError(f"enable_gqa=False, but q has shape {tuple(q.shape)} and k {tuple(k.shape)}")
-            check_scale(scale)
-            return scale
+            check_scale(call.scale)
+            shared = call.extras.k_shared
+            if transposed and shared is not None and shared.ndim == 4:
+                return call._replace(extras=call.extras._replace(k_shared=shared.transpose(1, 2)))
+            return call
 
         def eager(q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-            with refusing_together(expected):
-                scale = scale_of(q, k, args, kwargs)
-                check_tensors(q, k, v, expected)
-            return attention(q, k, v, scale)
+            with refusing_together(expected.groups, expected.device_type):
+                scale, extras, mask = read(q, k, args, kwargs)
+                masked = attention if mask is None else attention.with_mask(mask)
+                check_call(q, k, v, extras, masked.expected)
+                if bind and (
+                    masked is not attention or extras.document_ids is not None or extras.cu_seqlens is not None
+                ):
+                    bind("attention under a mask")
+                options = masked.resolve(q, k, v, extras, scale)
+            return masked.run(q, k, v, extras, options)
 
         def traced(q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
             # DTensors say the same on all ranks, which therefore refuse alike.
             plain = all(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in (q, k, v))
             try:
-                scale = scale_of(q, k, args, kwargs)
+                scale, extras, _ = read(q, k, args, kwargs)
             except (TypeError, ValueError) as error:
                 if plain:
-                    return refused_in_graph(q, k, v, str(error), expected)
+                    return refused_in_graph(q, k, v, Extras(), str(error), expected)
                 raise
             try:
-                check_tensors(q, k, v, expected)
+                check_call(q, k, v, extras, expected)
             except (TypeError, ValueError, NotImplementedError):
                 if plain:
-                    return refused_in_graph(q, k, v, "", expected)
+                    return refused_in_graph(q, k, v, extras, "", expected)
                 raise
-            return attention(q, k, v, scale)
+            return attention(q, k, v, extras, scale)
 
         def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if transposed:
@@ -192,62 +197,259 @@ class RingParallel(ParallelStyle):
         setattr(forward, _MARK, attention)
         return forward
 
-    def _check_options(self, options: dict[str, Any], where: str) -> float | None:
-        """Refuse options that this style does not implement as given; return the scale to use."""
-        scale = self.scale
+    def _read_options(self, options: dict[str, Any], where: str) -> _Call:
+        """Take what attention implements, and refuse (ValueError) what this style was not told."""
+        scale = self.options.scale
+        extras: dict[str, Any] = {}
+        masks: dict[str, Any] = {}
         for name, value in options.items():
-            if name in _CAUSAL:
-                if value is not None and value is not self.is_causal:
-                    raise ValueError(f"{where} {name}={value!r}, the style was given is_causal={self.is_causal}")
-            elif name in _SCALE:
-                if value is not None and scale not in (None, value):
+            if value is None and name in _TOLD:
+                continue
+            if name in SCALE_NAMES:
+                if scale not in (None, value):
                     raise ValueError(f"{where} {name}={value!r}, the style was given scale={scale}")
-                scale = scale if value is None else value
-            elif not _is_one_of(value, _NEUTRAL.get(name, ())):
-                raise ValueError(f"{where} {name}={_short(value)}, which this style does not implement")
-        return scale
+                scale = value
+            elif name in _TENSORS and isinstance(value, Tensor):
+                _add(extras, _TENSORS[name], value, where)
+            elif name in _MASKS and (isinstance(value, BlockMask) or (name == "mask_mod" and callable(value))):
+                if not self._is_own_mask(value, f"{where} {name}"):
+                    _add(masks, "mask_mod", value, where)
+            else:
+                self._check_option(name, value, f"{where} {name}=")
+        return _Call(scale, Extras(**extras), masks.get("mask_mod"))
+
+    def _check_option(self, name: str, value: Any, where: str) -> None:
+        """Refuse (ValueError) an option other than the style's."""
+        told = self.options
+        if name in CAUSAL_NAMES:
+            if value is not told.is_causal:
+                raise ValueError(f"{where}{value!r}, the style was given is_causal={told.is_causal}")
+            return
+        own: dict[str, Any] = {"prefix_length": told.prefix_length} | dict.fromkeys(SOFTCAP_NAMES, told.softcap or 0)
+        asked = value
+        if name in ("window_size", "sliding_window"):
+            own[name] = told.window
+            asked = _asked_window(name, value, told.is_causal)
+        if name in own and not isinstance(asked, Tensor) and asked == own[name]:
+            return
+        if not _is_one_of(value, _NEUTRAL.get(name, ())):
+            raise ValueError(f"{where}{_short(value)}, which this style {self._lacks(name)}")
+
+    def _lacks(self, name: str) -> str:
+        """What to say of an option that has another value than the style's."""
+        told = self.options
+        stated = {"prefix_length": told.prefix_length or None} | dict.fromkeys(SOFTCAP_NAMES, told.softcap)
+        stated |= dict.fromkeys(("window_size", "sliding_window"), told.window_size)
+        if name not in stated:
+            return "does not implement"
+        what = {"soft_cap": "softcap", "sliding_window": "window_size"}.get(name, name)
+        if stated[name] is None:
+            return f"does not implement unless it is given {what}"
+        return f"was not given: {what}={stated[name]}"
+
+    def _is_own_mask(self, mask: MaskMod, where: str) -> bool:
+        """Whether a call's mask is the style's; refuse (ValueError) another one, and any that a compiler would see."""
+        own = self.options.mask_mod
+        if own is not None:
+            # A BlockMask may hide more than its mask_mod says.
+            if mask is own or (not isinstance(own, BlockMask) and _mask_mod_of(mask) is own):
+                return True
+            raise ValueError(f"{where}={_short(mask)}, the style was given another mask_mod")
+        if torch.compiler.is_compiling():
+            raise ValueError(f"{where} under torch.compile, where masks are constants: give it to the style, mask_mod=")
+        return False
 
 
-class WallFacerParallel(RingParallel):
-    """WallFacer (teams and rings of ranks) for an inner attention module.
+class RingParallel(_ContextParallel):
+    """Ring Attention (Liu et al.) for an inner attention module; WallFacer with teams of one.
 
     Keyword Args:
         is_causal: a query sees the keys up to its own position.
+        window_size: (left, right), how far a query sees back and ahead; None or -1: any distance. Hugging Face's
+            ``sliding_window=W`` is ``(W - 1, 0)``.
+        prefix_length: with ``is_causal``, keys before it are seen by all queries.
+        mask_mod: callable (b, h, q_idx, kv_idx) that says what is seen, or a BlockMask; instead of other masks.
         scale: factor of the scores; None takes the one the module is called with, or 1 / sqrt(H).
-        order: in which order the loader dealt out tokens, ``"contiguous"`` or ``"head_tail"``.
-        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
+        softcap: scores s become softcap * tanh(s / softcap).
+        length: of the sequence, where its shards are not of equal length.
+        kv_length: of the keys, as ``length``.
+        replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
+        order: in which order the loader dealt out tokens, ``"contiguous"``, ``"head_tail"`` or
+            ``"document_head_tail"``, which needs documents at every call.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
-        kernel: ``"flash"``, ``"reference"`` or ``"auto"``.
+        kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
+        check: compare the module with this style first, see :func:`check_equivalence`.
 
-    The mesh has axes ``("cp_ring", "cp_team")``.
+    The mesh has axes ``("cp_ring", "cp_team")`` with a team of one, or one axis of any name.
     """
 
-    any_axis = False
+    _any_axis = "cp_ring"
 
     def __init__(
         self,
         *,
         is_causal: bool = False,
+        window_size: Window | None = None,
+        prefix_length: int = 0,
+        mask_mod: MaskMod | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        length: int | None = None,
+        kv_length: int | None = None,
+        replicated: int = 0,
+        order: str = "contiguous",
+        rotate: str = "auto",
+        kernel: str = "auto",
+        layout: str = "BLNH",
+        check: bool = True,
+    ) -> None:
+        options = AttentionOptions(
+            is_causal=is_causal, window_size=window_size, prefix_length=prefix_length, mask_mod=mask_mod, scale=scale,
+            softcap=softcap, length=length, kv_length=kv_length, replicated=replicated, order=order, rotate=rotate,
+            kernel=kernel,
+        )  # fmt: skip
+        super().__init__(options, layout, check)
+
+    def _check_place(self, place: Coordinate) -> None:
+        for axis, size in (("cp_team", place.team), ("cp_ulysses", place.ulysses)):
+            if size > 1:
+                raise ValueError(
+                    f"RingParallel needs a mesh with {axis} of size 1, got {size}; "
+                    "use WallFacerParallel, or context_mesh(device_type, ring)"
+                )
+
+
+class WallFacerParallel(_ContextParallel):
+    """WallFacer (teams and rings of ranks), alone or with Ulysses, for an inner attention module.
+
+    Keyword Args:
+        is_causal: a query sees the keys up to its own position.
+        window_size: (left, right), how far a query sees back and ahead; None or -1: any distance. Hugging Face's
+            ``sliding_window=W`` is ``(W - 1, 0)``.
+        prefix_length: with ``is_causal``, keys before it are seen by all queries.
+        mask_mod: callable (b, h, q_idx, kv_idx) that says what is seen, or a BlockMask; instead of other masks.
+        scale: factor of the scores; None takes the one the module is called with, or 1 / sqrt(H).
+        softcap: scores s become softcap * tanh(s / softcap).
+        length: of the sequence, where its shards are not of equal length.
+        kv_length: of the keys, as ``length``.
+        replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
+        order: in which order the loader dealt out tokens, ``"contiguous"``, ``"head_tail"`` or
+            ``"document_head_tail"``, which needs documents at every call.
+        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
+        rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
+        kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
+        layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
+        check: compare the module with this style first, see :func:`check_equivalence`.
+
+    The mesh is any that :func:`context_mesh` makes, a slice of it, or its axis ``cp_ring`` or ``cp_ulysses`` alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_causal: bool = False,
+        window_size: Window | None = None,
+        prefix_length: int = 0,
+        mask_mod: MaskMod | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        length: int | None = None,
+        kv_length: int | None = None,
+        replicated: int = 0,
         order: str = "contiguous",
         schedule: str = "2d",
         rotate: str = "auto",
         kernel: str = "auto",
         layout: str = "BLNH",
+        check: bool = True,
     ) -> None:
-        self.schedule = schedule
-        super().__init__(
-            is_causal=is_causal,
-            scale=scale,
-            order=order,
-            rotate=rotate,
-            kernel=kernel,
-            layout=layout,
-        )
+        options = AttentionOptions(
+            is_causal=is_causal, window_size=window_size, prefix_length=prefix_length, mask_mod=mask_mod, scale=scale,
+            softcap=softcap, length=length, kv_length=kv_length, replicated=replicated, order=order,
+            schedule=schedule, rotate=rotate, kernel=kernel,
+        )  # fmt: skip
+        super().__init__(options, layout, check)
 
-    def _check_team(self, team: int) -> None:
+    def _check_place(self, place: Coordinate) -> None:
         pass
+
+
+class UlyssesParallel(_ContextParallel):
+    """Ulysses (Jacobs et al.) for an inner attention module: tokens are exchanged for heads.
+
+    Keyword Args:
+        is_causal: a query sees the keys up to its own position.
+        window_size: (left, right), how far a query sees back and ahead; None or -1: any distance. Hugging Face's
+            ``sliding_window=W`` is ``(W - 1, 0)``.
+        prefix_length: with ``is_causal``, keys before it are seen by all queries.
+        mask_mod: callable (b, h, q_idx, kv_idx) that says what is seen, or a BlockMask; instead of other masks.
+        scale: factor of the scores; None takes the one the module is called with, or 1 / sqrt(H).
+        softcap: scores s become softcap * tanh(s / softcap).
+        length: of the sequence, where its shards are not of equal length.
+        kv_length: of the keys, as ``length``.
+        replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
+        order: in which order the loader dealt out tokens, ``"contiguous"``, ``"head_tail"`` or
+            ``"document_head_tail"``, which needs documents at every call.
+        kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
+        layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
+        check: compare the module with this style first, see :func:`check_equivalence`.
+
+    The mesh has an axis ``cp_ulysses`` and, if others, ``cp_ring`` and ``cp_team`` of size 1; or one axis of any name.
+    """
+
+    _any_axis = "cp_ulysses"
+
+    def __init__(
+        self,
+        *,
+        is_causal: bool = False,
+        window_size: Window | None = None,
+        prefix_length: int = 0,
+        mask_mod: MaskMod | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        length: int | None = None,
+        kv_length: int | None = None,
+        replicated: int = 0,
+        order: str = "contiguous",
+        kernel: str = "auto",
+        layout: str = "BLNH",
+        check: bool = True,
+    ) -> None:
+        options = AttentionOptions(
+            is_causal=is_causal, window_size=window_size, prefix_length=prefix_length, mask_mod=mask_mod, scale=scale,
+            softcap=softcap, length=length, kv_length=kv_length, replicated=replicated, order=order, kernel=kernel,
+        )  # fmt: skip
+        super().__init__(options, layout, check)
+
+    def _check_place(self, place: Coordinate) -> None:
+        for axis, size in (("cp_ring", place.ring), ("cp_team", place.team)):
+            if size > 1:
+                raise ValueError(
+                    f"UlyssesParallel needs a mesh with {axis} of size 1, got {size}; "
+                    "use WallFacerParallel, or context_mesh(device_type, ulysses=...)"
+                )
+
+
+def _add(extras: dict[str, Any], name: str, value: Any, where: str) -> None:
+    if extras.get(name, value) is not value:
+        raise ValueError(f"{where} {name} twice, under two names")
+    extras[name] = value
+
+
+def _asked_window(name: str, value: Any, is_causal: bool) -> tuple[int, int] | None:
+    """The window that a call asks for, -1 for any distance, or None if it is not one."""
+    if name == "sliding_window":
+        return (value - 1, 0) if isinstance(value, int) and value > 0 else None
+    if isinstance(value, tuple | list) and len(value) == 2 and all(x is None or isinstance(x, int) for x in value):
+        left, right = (-1 if side is None else side for side in value)
+        return left, 0 if is_causal and right == -1 else right
+    return None
+
+
+def _mask_mod_of(mask: MaskMod) -> Any:
+    return mask.mask_mod if isinstance(mask, BlockMask) else mask
 
 
 def _does_nothing(thing: Any) -> bool:
@@ -262,5 +464,7 @@ def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, BlockMask):
+        return f"a BlockMask of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,16 +4,20 @@ Precision: partial results accumulate in float32 (float64 for float64). What gat
 in that dtype too, so the error does not grow with the ring; what is sent once travels in the inputs' dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wallfacer_dt.algorithms.tiles import Tile
+from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.kernels import BlockKernel, accumulation_dtype, merge_, output_with_delta
 
-SEQUENCE_DIM = 2  # of everything here: (B, N, L, H) and (B, N, L)
+BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2  # of everything here: (B, N, L, H) and (B, N, L)
+
+Visible = Callable[[Tile, torch.device], Tensor]
+"""What ``mask_mod`` says of a tile: boolean (B or 1, N or 1, Lq, Lk)."""
 
 
 @dataclass(slots=True)
@@ -21,8 +25,10 @@ class Operand:
     """Queries or keys on this rank, and what has been computed for them so far.
 
     Attributes:
-        data: what a transfer sends. Keys: (k, v). Queries: (q,) forward, (q, grad_out, lse, delta) backward.
-        partial: forward, for queries: (out, lse). Backward: (dq,) or (dk, dv). Empty until the first tile.
+        data: what a transfer sends. Keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every
+            head's key. Queries: (q,) forward, (q, grad_out, lse, delta) backward.
+        partial: forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the
+            first tile.
         out: backward, for queries: an output with rowsum(grad_out * out) = delta.
         message: data as it was received, to be sent on without packing it again.
     """
@@ -34,36 +40,56 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """out and lse of queries over keys."""
+class Scores:
+    """What becomes of q k^T on its way to the softmax.
+
+    Attributes:
+        kernel: that computes a tile.
+        scale: factor.
+        softcap: s becomes softcap * tanh(s / softcap); 0 for none.
+        visible: the mask, for tiles that ask it.
+    """
 
     kernel: BlockKernel
     scale: float
+    softcap: float = 0.0
+    visible: Visible | None = None
+
+    def options(self, tile: Tile, device: torch.device) -> dict[str, Any]:
+        """A kernel's options for a tile."""
+        mask = None
+        if tile.at:
+            assert self.visible is not None, "a schedule that asks has a mask to be asked"
+            mask = self.visible(tile, device)
+        return {"band": tile.band, "mask": mask, "scale": self.scale, "softcap": self.softcap}
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """out and lse of queries over keys."""
+
+    scores: Scores
+    value_dim: int
 
     def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
         """Merge the tiles into the queries' partial result."""
-        (q,), (k, v) = query.data, keys.data
+        (q,) = query.data
         for tile in tiles:
-            out, lse = self.kernel.forward(
-                _rows(q, tile.q),
-                _rows(k, tile.k),
-                _rows(v, tile.k),
-                is_causal=tile.is_causal,
-                scale=self.scale,
-            )
-            if not query.partial and _covers(tile.q, q):
+            k, v = _keys(keys, tile)
+            out, lse = self.scores.kernel.forward(_part(q, tile, tile.q), k, v, **self.scores.options(tile, q.device))
+            if not query.partial and _covers(tile, tile.q, q):
                 query.partial = (out.to(lse.dtype), lse)
                 continue
             if not query.partial:
                 query.partial = self.nothing(query)
-            self.combine([_rows(x, tile.q) for x in query.partial], (out, lse))
+            self.combine([_part(x, tile, tile.q) for x in query.partial], (out, lse))
 
     def nothing(self, query: Operand) -> tuple[Tensor, Tensor]:
         """The partial result of queries that have seen no key."""
         (q,) = query.data
         wide = accumulation_dtype(q.dtype)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
-        return torch.zeros_like(q, dtype=wide), lse
+        return q.new_zeros((*q.shape[:-1], self.value_dim), dtype=wide), lse
 
     def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A partial result as it is sent to its owner, once; ``dtype`` is the inputs'."""
@@ -80,29 +106,26 @@ class Forward:
 class Backward:
     """Gradients of queries and keys, from the whole row's lse and delta = rowsum(grad_out * out)."""
 
-    kernel: BlockKernel
-    scale: float
+    scores: Scores
 
     def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
         """Add the tiles' gradients to both operands' partial results."""
         q, grad_out, lse, delta = query.data
-        k, v = keys.data
         if not tiles:
             return
         if query.out is None:
             query.out = output_with_delta(grad_out, delta)
         for tile in tiles:
-            rows = [_rows(x, tile.q) for x in (grad_out, q, query.out, lse)]
-            dq, dk, dv = self.kernel.backward(
-                rows[0], rows[1], _rows(k, tile.k), _rows(v, tile.k), rows[2], rows[3],
-                is_causal=tile.is_causal, scale=self.scale,
-            )  # fmt: skip
-            self._add(query, (dq,), tile.q)
-            self._add(keys, (dk, dv), tile.k)
+            rows = [_part(x, tile, tile.q) for x in (grad_out, q, query.out, lse)]
+            dq, dk, dv = self.scores.kernel.backward(
+                rows[0], rows[1], *_keys(keys, tile), rows[2], rows[3], **self.scores.options(tile, q.device)
+            )
+            self._add(query, (dq,), tile, tile.q)
+            self._add(keys, _key_grads(keys, dk, dv), tile, tile.k)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The gradients of an operand that took no part."""
-        # Queries are (q, grad_out, lse, delta), keys (k, v).
+        # Queries are (q, grad_out, lse, delta), keys (k, v) or (k, v, k_shared).
         inputs = operand.data[:1] if len(operand.data) == 4 else operand.data
         return tuple(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in inputs)
 
@@ -115,18 +138,38 @@ class Backward:
         for mine, theirs in zip(partial, more, strict=True):
             mine.add_(theirs)
 
-    def _add(self, operand: Operand, grads: Sequence[Tensor], rows: tuple[int, int]) -> None:
-        if not operand.partial and _covers(rows, operand.data[0]):
+    def _add(self, operand: Operand, grads: Sequence[Tensor], tile: Tile, rows: Rows) -> None:
+        if not operand.partial and _covers(tile, rows, operand.data[0]):
             operand.partial = tuple(grad.to(accumulation_dtype(grad.dtype)) for grad in grads)
             return
         if not operand.partial:
             operand.partial = self.nothing(operand)
-        self.combine([_rows(x, rows) for x in operand.partial], grads)
+        self.combine([_part(x, tile, rows) for x in operand.partial], grads)
 
 
-def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
+def _keys(keys: Operand, tile: Tile) -> tuple[Tensor, Tensor]:
+    """A tile's keys and values, the keys with the part that heads share."""
+    k, v, *shared = (_part(x, tile, tile.k) for x in keys.data)
+    if shared:
+        k = torch.cat([k, shared[0].expand(-1, k.shape[HEADS_DIM], -1, -1)], -1)
+    return k, v
+
+
+def _key_grads(keys: Operand, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of the keys' data from those of a tile's keys and values."""
+    if len(keys.data) == 2:
+        return dk, dv
+    own = keys.data[0].shape[-1]
+    shared = dk[..., own:].sum(HEADS_DIM, keepdim=True, dtype=accumulation_dtype(dk.dtype))
+    return dk[..., :own], dv, shared
+
+
+def _part(x: Tensor, tile: Tile, rows: Rows) -> Tensor:
+    """Rows of an operand's tensor, in the rows of the batch that a tile is for."""
+    if tile.batch:
+        x = x.narrow(BATCH_DIM, tile.batch[0], tile.batch[1] - tile.batch[0])
     return x.narrow(SEQUENCE_DIM, rows[0], rows[1] - rows[0])
 
 
-def _covers(rows: tuple[int, int], x: Tensor) -> bool:
-    return rows == (0, x.shape[SEQUENCE_DIM])
+def _covers(tile: Tile, rows: Rows, x: Tensor) -> bool:
+    return rows == (0, x.shape[SEQUENCE_DIM]) and tile.batch in (None, (0, x.shape[BATCH_DIM]))

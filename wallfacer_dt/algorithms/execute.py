@@ -5,10 +5,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Backward, Forward, Operand
-from wallfacer_dt.algorithms.schedule import (
+from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     HOME,
     Attend,
@@ -18,7 +19,6 @@ from wallfacer_dt.algorithms.schedule import (
     Move,
     Part,
     Schedule,
-    Slice,
     Start,
     Transfer,
     Wait,
@@ -34,16 +34,18 @@ from wallfacer_dt.collectives import (
     unpack,
     wait,
 )
+from wallfacer_dt.layout import Slice
 from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
 
 
 class Groups(NamedTuple):
     """Where a schedule runs: this rank's coordinate and its process groups by name.
 
-    ``context`` and ``context_ranks`` (the rank in that group of every sequence index) serve the published schedule.
+    ``context`` and ``context_ranks`` (the rank in that group of every inner index) serve the published schedule.
     """
 
     place: Coordinate
+    ulysses: str
     ring: str
     team: str
     context: str
@@ -78,7 +80,10 @@ def execute(
         What was computed for the own shard of the stationary and of the moving side: (out, lse) or nothing in the
         forward, gradients in the backward; in the accumulation dtype.
     """
-    run = _Run(schedule, arithmetic, groups, stationary, moving)
+    rows = [operand.data[0].shape[SEQUENCE_DIM] for operand in (stationary, moving)]
+    slots = schedule.slots if schedule.stationary == "q" else schedule.slots[::-1]
+    padded = (_padded(operand, slot) for operand, slot in zip((stationary, moving), slots, strict=True))
+    run = _Run(schedule, arithmetic, groups, *padded)
     for step in schedule.steps:
         match step:
             case Start(transfer):
@@ -87,7 +92,8 @@ def execute(
                 run.wait(transfer)
             case Attend(part, _, block, tiles):
                 run.attend(part, block, tiles)
-    return run.results()
+    results = run.results()
+    return _cut(results[0], rows[0]), _cut(results[1], rows[1])
 
 
 class _Run:
@@ -120,8 +126,8 @@ class _Run:
             case Gather(side):
                 data = (self.own if side == self.schedule.stationary else self.blocks[0]).data
                 pending = all_gather(pack(data), self.groups.team), fields_of(data)
-            case Move(_, block, axis, to, source):
-                operand = self.blocks[max(block - 1, 0)]
+            case Move(_, held, _, axis, to, source):
+                operand = self.blocks[held]
                 message = pack(operand.data) if operand.message is None else operand.message
                 pending = self._permute(message, axis, to, source), fields_of(operand.data)
             case Carry(_, block, _, axis, to, source):
@@ -140,11 +146,11 @@ class _Run:
             case Gather(side) if side == self.schedule.stationary:
                 self.others = Operand(self._assemble(buffer, fields, self.schedule.others))
             case Gather():
-                self.blocks[0] = Operand(self._assemble(buffer, fields, self.schedule.everyone))
-            case Move(_, block, _, _, _):
+                data = self._assemble(buffer, fields, self.schedule.everyone)
+                self.blocks[0] = _padded(Operand(data), self.schedule.gathered)
+            case Move(_, _, block, _, _, _):
+                self._forget(block)
                 self.blocks[block] = Operand(unpack(buffer, fields), message=buffer)
-                if block > (1 if self.schedule.home == "block" else 0):
-                    del self.blocks[block - 1]
             case Carry(_, _, into, _, _, _) if into == HOME:
                 self.home = unpack(buffer, fields)
             case Carry(_, _, into, _, _, _):
@@ -156,7 +162,17 @@ class _Run:
 
     def results(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What was computed for the own shards of the stationary and the moving side."""
-        return self.own.partial, self.blocks[0].partial if self.schedule.home == "block" else self.home
+        own = self._partial(self.own)
+        if self.schedule.home == "exchange":
+            return own, self.home
+        # In a forward nothing is computed for the moving side.
+        return own, self._partial(self.blocks[0]) if isinstance(self.arithmetic, Backward) else ()
+
+    def _forget(self, arrived: int) -> None:
+        """Let go of the blocks before one that has arrived, but for one's own, which what comes home is added to."""
+        for block in list(self.blocks):
+            if block < arrived and not (block == 0 and self.schedule.home == "block"):
+                del self.blocks[block]
 
     def _permute(self, buffer: Tensor, axis: str, to: int, source: int) -> Tensor:
         rank = self.groups.rank
@@ -165,8 +181,9 @@ class _Run:
     def _assemble(self, buffer: Tensor, fields: Sequence[Field], slices: Sequence[Slice]) -> tuple[Tensor, ...]:
         """The rows of ``slices``, of every field, from the messages of the whole team."""
         members = [unpack(message, fields) for message in buffer.view(self.groups.place.team, -1).unbind(0)]
+        rows = [(s.member, s.start, s.span.length) for s in slices] or [(0, 0, 0)]
         return tuple(
-            _joined([members[s.member][i].narrow(SEQUENCE_DIM, s.start, s.span.length) for s in slices], SEQUENCE_DIM)
+            _joined([members[member][i].narrow(SEQUENCE_DIM, start, n) for member, start, n in rows], SEQUENCE_DIM)
             for i in range(len(fields))
         )
 
@@ -178,17 +195,22 @@ class _Run:
         else:
             partial, slices = self.home, self.schedule.everyone
         me, team = self.groups.place.team_rank, self.groups.place.team
+        slot = self._slot(transfer.side)
         return [
-            self.arithmetic.outgoing(_rows_of(member, partial, slices), self.own.data[0].dtype)
+            self.arithmetic.outgoing(_rows_of(member, partial, slices, slot), self.own.data[0].dtype)
             for member in range(team)
             if member != me
         ]
+
+    def _slot(self, side: str) -> int:
+        return self.schedule.slots[0 if side == "q" else 1]
 
     def _mine(self, transfer: Exchange) -> tuple[Tensor, ...]:
         """One's own rows, to which an exchange adds what the others computed for them."""
         if transfer.side == self.schedule.stationary:
             return self._partial(self.own)
-        self.home = _rows_of(self.groups.place.team_rank, self.home, self.schedule.everyone)
+        slot = self._slot(transfer.side)
+        self.home = _rows_of(self.groups.place.team_rank, self.home, self.schedule.everyone, slot)
         return self.home
 
     def _partial(self, operand: Operand) -> tuple[Tensor, ...]:
@@ -197,12 +219,32 @@ class _Run:
         return operand.partial
 
 
-def _rows_of(member: int, tensors: Sequence[Tensor], slices: Sequence[Slice]) -> tuple[Tensor, ...]:
-    """The rows of one team member out of tensors assembled from ``slices``."""
+def _rows_of(member: int, tensors: Sequence[Tensor], slices: Sequence[Slice], slot: int) -> tuple[Tensor, ...]:
+    """The rows of one team member out of tensors assembled from ``slices``, as long as a slot."""
     # Slices and a member's own rows both ascend in position, so the member's order is kept.
     offsets = accumulate((s.span.length for s in slices), initial=0)
     rows = [(offset, s.span.length) for s, offset in zip(slices, offsets, strict=False) if s.member == member]
-    return tuple(_joined([x.narrow(SEQUENCE_DIM, *row) for row in rows], SEQUENCE_DIM) for x in tensors)
+    return tuple(
+        _filled(_joined([x.narrow(SEQUENCE_DIM, *row) for row in rows or [(0, 0)]], SEQUENCE_DIM), slot)
+        for x in tensors
+    )
+
+
+def _padded(operand: Operand, slot: int) -> Operand:
+    """An operand whose data is as long as what is sent of it; no tile touches what is added."""
+    if operand.data[0].shape[SEQUENCE_DIM] == slot:
+        return operand
+    out = None if operand.out is None else _filled(operand.out, slot)
+    return Operand(tuple(_filled(x, slot) for x in operand.data), out=out)
+
+
+def _cut(tensors: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
+    return tuple(x.narrow(SEQUENCE_DIM, 0, rows) if rows < x.shape[SEQUENCE_DIM] else x for x in tensors)
+
+
+def _filled(x: Tensor, slot: int) -> Tensor:
+    missing = slot - x.shape[SEQUENCE_DIM]
+    return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (0, missing)) if missing else x
 
 
 def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Schedules: what one rank sends, computes and waits for, as data made on the host.
+"""Schedules: what one rank of a ring and a team sends, computes and waits for, as data made on the host.
 
 Attention pairs queries with keys. One side is *stationary*: gathered in the team, it stays, and what is computed for
 it on each rank is a partial result that goes back to its owner in one exchange. The other side *moves* round the ring
@@ -6,8 +6,10 @@ in blocks; what is computed for a moving block (its gradient) is carried along b
 stationary; the backward may keep either.
 
 ``2d``: every rank's own block moves round its ring ``{(., m)}``; the R blocks of a ring are seen after R - 1 hops,
-and a team together has seen every key. ``published``: WallFacer's Algorithms 1 to 3. Both sides are gathered in the
-team, the moving side's copies are placed (Algorithm 2) so that a ring needs only P / C^2 ranks, and hop there
+and a team together has seen every key. Where a mask hides blocks at some distance from all ranks alike, these hops
+are left out: what remains is visited outwards from oneself, first one way round the ring and then the other, so that a
+window sends no further than it reaches (a halo). ``published``: WallFacer's Algorithms 1 to 3. Both sides are gathered
+in the team, the moving side's copies are placed (Algorithm 2) so that a ring needs only P / C^2 ranks, and hop there
 (Algorithm 3).
 
 Note [What hides behind what]
@@ -17,192 +19,87 @@ that block are computed. Where nothing would be left to hide the last transfer b
 block's gradient home, or the exchange of a team without ring), part of own rows x own block is kept for the end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
 
-from wallfacer_dt.algorithms.tiles import Tile, plan_tiles, split_tiles
-from wallfacer_dt.layout import Span, chunks_per_rank, rank_spans
-from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
-
-Side = Literal["q", "kv"]
-Part = Literal["own", "others"]
-CONTEXT = "cp"  # both axes together
-HOME = -1  # the place of what a published schedule carries back to the rank that the rows belong to
-
-
-class Slice(NamedTuple):
-    """Rows of a team member's shard, a piece of a gathered tensor; and the positions they have."""
-
-    member: int
-    start: int
-    span: Span
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """All-gather one side's data in the team."""
-
-    side: Side
-
-    def __str__(self) -> str:
-        return f"all_gather {TEAM_AXIS} {self.side}"
+from wallfacer_dt.algorithms.sequences import Sequences, hops
+from wallfacer_dt.algorithms.steps import (
+    CONTEXT,
+    HOME,
+    Attend,
+    Carry,
+    Exchange,
+    Gather,
+    Move,
+    Part,
+    Schedule,
+    Side,
+    Start,
+    Step,
+    Wait,
+)
+from wallfacer_dt.algorithms.tiles import ByRow, Tile, plan_tiles, split_tiles
+from wallfacer_dt.layout import Shards, Slice, Span, Spans, in_order, length_of
+from wallfacer_dt.mesh import RING_AXIS, Coordinate
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Pass a moving block's data on: the receiver knows it as block ``block``."""
-
-    side: Side
-    block: int
-    axis: str
-    to: int
-    source: int
-
-    def __str__(self) -> str:
-        return f"permute {self.axis} {self.side}[{self.block}] to {self.to} from {self.source}"
-
-
-@dataclass(frozen=True, slots=True)
-class Carry:
-    """Pass on what has been computed for moving block ``block``; it is added to the receiver's ``into``."""
-
-    side: Side
-    block: int
-    into: int
-    axis: str
-    to: int
-    source: int
-
-    def __str__(self) -> str:
-        into = "home" if self.into == HOME else f"into d{self.side}[{self.into}]"
-        what = f"d{self.side}[{self.block}] {into}"
-        return f"permute {self.axis} {what} to {self.to} from {self.source}"
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """All-to-all of partial results in the team: everyone's go to their owner, who combines them."""
-
-    side: Side
-
-    def __str__(self) -> str:
-        return f"all_to_all {TEAM_AXIS} partial {self.side}"
-
-
-Transfer = Gather | Move | Carry | Exchange
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a transfer."""
-
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"start {self.transfer}"
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Wait for a started transfer and take up what it brought."""
-
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"wait  {self.transfer}"
-
-
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """Compute tiles of the stationary side's rows (own or the others') against a moving block."""
-
-    part: Part
-    stationary: Side
-    block: int
-    tiles: tuple[Tile, ...]
-
-    def __str__(self) -> str:
-        moving = "kv" if self.stationary == "q" else "q"
-        tiles = ", ".join(
-            f"{t.q[0]}:{t.q[1]} x {t.k[0]}:{t.k[1]}{' causal' if t.is_causal else ''}" for t in self.tiles
-        )
-        return f"      attend {self.part} {self.stationary} x {moving}[{self.block}]: {tiles or 'nothing visible'}"
-
-
-Step = Start | Wait | Attend
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One rank's schedule of one attention call, forward or backward.
-
-    Attributes:
-        steps: in program order, the same kinds of transfers on every rank.
-        stationary: the side that is gathered and stays.
-        home: what is computed for the own shard of the moving side ends up in block 0 (``"block"``), or comes out of
-            an exchange after all blocks (``"exchange"``).
-        others: the team's rows without one's own, in the order in which they are stored.
-        everyone: the whole team's rows, likewise; only for a moving side that is gathered.
-    """
-
-    steps: tuple[Step, ...]
-    stationary: Side
-    home: Literal["block", "exchange"]
-    others: tuple[Slice, ...]
-    everyone: tuple[Slice, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(str(step) for step in self.steps)
-
-
-@lru_cache(maxsize=512)
+# A schedule of many documents is megabytes, and every packing is a schedule of its own.
+@lru_cache(maxsize=64)
 def make_schedule(
     place: Coordinate,
-    shard_length: int,
+    sequences: Sequences,
     *,
-    order: str,
-    is_causal: bool,
     published: bool,
     stationary: Side,
     backward: bool,
 ) -> Schedule:
-    """The schedule of one rank.
+    """The schedule of one rank, for one group of heads.
 
     Args:
         place: the rank's coordinate.
-        shard_length: N / P tokens per rank.
-        order: token order.
-        is_causal: mask keys that come later than the query.
-        published: WallFacer's Algorithms 1 to 3 instead of the 2D schedule; team * team must divide P.
+        sequences: what is attended, by whom it is held.
+        published: WallFacer's Algorithms 1 to 3 instead of the 2D schedule; team * team must divide ring * team.
         stationary: the side that stays; the forward's is ``"q"``.
         backward: what is computed for a moving block is carried along.
 
     Returns:
         The schedule; equal arguments give the same object.
     """
-    maker = _Maker(place, shard_length, order, is_causal, stationary, backward)
     # Without a team there is nothing to gather and nothing to place: the published schedule is a ring.
     published = published and place.team > 1
-    steps = maker.published() if published else maker.two_dimensional()
+    moving: Side = "kv" if stationary == "q" else "q"
+    offsets = tuple(range(1, place.ring)) if published else hops(place, sequences, stationary)
+    maker = _Maker(place, sequences, stationary, backward, offsets)
+    steps = tuple(maker.published() if published else maker.two_dimensional())
+    stored = {side: sequences.inner_stored(side, place) for side in (stationary, moving)}
+    slots = {side: max(map(length_of, shards)) for side, shards in stored.items()}
+    me = place.ring_rank
+    teams = [length_of(piece.span for piece in _team(place, stored[moving], rank)) for rank in range(place.ring)]
     return Schedule(
-        tuple(steps),
+        steps,
         stationary,
         "exchange" if published else "block",
-        maker.slices(exclude=place.team_rank),
-        maker.slices(),
+        _team(place, stored[stationary], me, exclude=place.team_rank),
+        _team(place, stored[moving], me),
+        (slots["q"], slots["kv"]),
+        max(teams),
     )
+
+
+def _team(place: Coordinate, stored: Shards, ring_rank: int, exclude: int | None = None) -> tuple[Slice, ...]:
+    """The rows of a team as they are put together."""
+    first = _index(place, ring_rank, 0)
+    return in_order((member, stored[first + member]) for member in range(place.team) if member != exclude)
 
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
     place: Coordinate
-    shard_length: int
-    order: str
-    is_causal: bool
+    sequences: Sequences
     stationary: Side
     backward: bool
+    offsets: tuple[int, ...]
 
     @property
     def moving(self) -> Side:
@@ -210,35 +107,43 @@ class _Maker:
 
     def two_dimensional(self) -> Iterator[Step]:
         ring, me, has_team = self.place.ring, self.place.ring_rank, self.place.team > 1
-        to, source = (me + 1) % ring, (me - 1) % ring
         gather, exchange = Gather(self.stationary), Exchange(self.stationary)
+        ahead, back = self._ways()
+        # By block, how far round the ring it has come; 0 is one's own, from which both ways begin.
+        offsets = [0, *ahead, *back]
+        blocks = len(offsets)
+
+        def held_before(block: int) -> int:
+            return 0 if block == 1 + len(ahead) else block - 1
 
         def move(block: int) -> Move:
-            return Move(self.moving, block, RING_AXIS, to, source)
+            before = held_before(block)
+            return Move(self.moving, before, block, RING_AXIS, *self._hop(offsets[block] - offsets[before]))
 
         def carry(block: int) -> Carry:
-            return Carry(self.moving, block, (block + 1) % ring, RING_AXIS, to, source)
+            into = 0 if block in (len(ahead), blocks - 1) else block + 1
+            return Carry(self.moving, block, into, RING_AXIS, *self._hop(offsets[into] - offsets[block]))
 
-        def held(block: int) -> tuple[Span, ...]:
-            return self._shard_spans((me - block) % ring, self.place.team_rank)
+        def held(block: int) -> list[Spans]:
+            return self._shard(self.moving, _index(self.place, (me - offsets[block]) % ring, self.place.team_rank))
 
         now, later = self._own_tiles(held(0)), ()
-        if (ring > 1 and self.backward) or (ring == 1 and has_team):
+        if (blocks > 1 and self.backward) or (blocks == 1 and has_team):
             now, later = split_tiles(now)
 
         if has_team:
             yield Start(gather)
-        if ring > 1:
+        if blocks > 1:
             yield Start(move(1))
         yield Attend("own", self.stationary, 0, now)
         if has_team:
             yield Wait(gather)
             yield self._attend("others", 0, held(0))
-            if ring == 1:
+            if blocks == 1:
                 yield Start(exchange)
-        for block in range(1, ring):
+        for block in range(1, blocks):
             yield Wait(move(block))
-            last = block == ring - 1
+            last = block == blocks - 1
             if not last:
                 yield Start(move(block + 1))
             yield from self._attend_all(block, held(block), exchange if last else None)
@@ -250,8 +155,22 @@ class _Maker:
             yield Attend("own", self.stationary, 0, later)
         if has_team:
             yield Wait(exchange)
-        if self.backward and ring > 1:
-            yield Wait(carry(ring - 1))
+        if self.backward and blocks > 1:
+            yield Wait(carry(blocks - 1))
+
+    def _ways(self) -> tuple[list[int], list[int]]:
+        """The distances at which blocks are needed: one way round, ascending, and what is nearer the other way."""
+        ring = self.place.ring
+        if len(self.offsets) == ring - 1:
+            return list(self.offsets), []
+        ahead = [offset for offset in self.offsets if 2 * offset <= ring]
+        back = [offset - ring for offset in reversed(self.offsets) if 2 * offset > ring]
+        return ahead, back
+
+    def _hop(self, shift: int) -> tuple[int, int]:
+        """To whom and from whom a block goes that gets ``shift`` further round the ring."""
+        ring, me = self.place.ring, self.place.ring_rank
+        return (me + shift) % ring, (me - shift) % ring
 
     def published(self) -> Iterator[Step]:
         ring, team = self.place.ring, self.place.team
@@ -268,8 +187,8 @@ class _Maker:
 
         def move(block: int) -> Move:
             if block == 0:
-                return Move(self.moving, 0, CONTEXT, placed_at, placed_from)
-            return Move(self.moving, block, RING_AXIS, to, source)
+                return Move(self.moving, 0, 0, CONTEXT, placed_at, placed_from)
+            return Move(self.moving, block - 1, block, RING_AXIS, to, source)
 
         def team_held(block: int) -> int:
             return (position - block) % blocks * team + member
@@ -293,7 +212,7 @@ class _Maker:
             last = block == blocks - 1
             if not last:
                 yield Start(move(block + 1))
-            yield from self._attend_all(block, self._team_spans(team_held(block)), exchange if last else None)
+            yield from self._attend_all(block, self._team(self.moving, team_held(block)), exchange if last else None)
             if self.backward:
                 if block > 0:
                     yield Wait(carry(block - 1))
@@ -306,46 +225,37 @@ class _Maker:
             yield Start(Exchange(self.moving))
             yield Wait(Exchange(self.moving))
 
-    def slices(self, exclude: int | None = None) -> tuple[Slice, ...]:
-        """The rows of this rank's team in ascending order of position."""
-        return self._team_slices(self.place.ring_rank, exclude)
-
-    def _attend_all(self, block: int, moving: Sequence[Span], exchange: Exchange | None) -> Iterator[Step]:
+    def _attend_all(self, block: int, moving: ByRow, exchange: Exchange | None) -> Iterator[Step]:
         parts: tuple[Part, ...] = ("others", "own") if self.place.team > 1 else ("own",)
         for part in parts:
             yield self._attend(part, block, moving)
             if part == "others" and exchange:
                 yield Start(exchange)
 
-    def _attend(self, part: Part, block: int, moving: Sequence[Span]) -> Attend:
+    def _attend(self, part: Part, block: int, moving: ByRow) -> Attend:
         if part == "own":
             return Attend(part, self.stationary, block, self._own_tiles(moving))
-        others = tuple(piece.span for piece in self.slices(exclude=self.place.team_rank))
+        others = self._team(self.stationary, self.place.ring_rank, exclude=self.place.team_rank)
         return Attend(part, self.stationary, block, self._tiles(others, moving))
 
-    def _own_tiles(self, moving: Sequence[Span]) -> tuple[Tile, ...]:
-        return self._tiles(self._shard_spans(self.place.ring_rank, self.place.team_rank), moving)
+    def _own_tiles(self, moving: ByRow) -> tuple[Tile, ...]:
+        return self._tiles(self._shard(self.stationary, self.place.inner_index), moving)
 
-    def _tiles(self, stationary: Sequence[Span], moving: Sequence[Span]) -> tuple[Tile, ...]:
+    def _tiles(self, stationary: ByRow, moving: ByRow) -> tuple[Tile, ...]:
         queries, keys = (stationary, moving) if self.stationary == "q" else (moving, stationary)
-        return plan_tiles(queries, keys, self.is_causal)
+        return plan_tiles(queries, keys, self.sequences.mask)
 
-    def _shard_spans(self, ring_rank: int, team_rank: int) -> tuple[Span, ...]:
-        index = _index(self.place, ring_rank, team_rank)
-        return rank_spans(index, self.place.size, self.order, self.shard_length)
+    def _shard(self, side: Side, index: int) -> list[Spans]:
+        """By row of the batch, the positions that an inner index holds, as they are stored."""
+        return [self.sequences.inner(side, self.place, row)[index] for row in range(self.sequences.rows)]
 
-    def _team_spans(self, ring_rank: int) -> tuple[Span, ...]:
-        return tuple(piece.span for piece in self._team_slices(ring_rank, None))
-
-    def _team_slices(self, ring_rank: int, exclude: int | None) -> tuple[Slice, ...]:
-        length = self.shard_length // chunks_per_rank(self.order)
-        pieces = [
-            Slice(member, position * length, span)
-            for member in range(self.place.team)
-            if member != exclude
-            for position, span in enumerate(self._shard_spans(ring_rank, member))
-        ]
-        return tuple(sorted(pieces, key=lambda piece: piece.span))
+    def _team(self, side: Side, ring_rank: int, exclude: int | None = None) -> list[list[Span]]:
+        """By row of the batch, the positions of a team, as they are put together."""
+        first = _index(self.place, ring_rank, 0)
+        members = [first + member for member in range(self.place.team) if member != exclude]
+        by_row = (self.sequences.inner(side, self.place, row) for row in range(self.sequences.rows))
+        together = [[span for member in members for span in shards[member]] for shards in by_row]
+        return [sorted(spans) for spans in together] if self.sequences.rows == 1 else together
 
 
 def _index(place: Coordinate, ring_rank: int, team_rank: int) -> int:

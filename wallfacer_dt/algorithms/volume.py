@@ -9,17 +9,34 @@ and team sizes, P = R * C. In units of U:
     published forward     (2+2g)(C-1)        + 2gP/C        WallFacer equations 3 and 4 are g = 1
     published backward    (3+4g)(C-1)        + 3P/C
 
-The left part is gathered or exchanged in the team, the right part hops. A gradient that is carried costs R-1 hops: the
+The left part is gathered or exchanged in the team, the right part hops; a mask that leaves shards unseen by everybody
+leaves h hops of R - 1 (:func:`attention_volume` takes h). A gradient that is carried costs R-1 hops: the
 block computed first is one's own and does not travel. A published placement, or its way back, costs a rank nothing
 where Algorithm 2 names the rank itself, which only this rank's formula can tell. Beside this payload travel
 statistics, B * L * N elements each: lse with every partial output, lse and delta with every query of a backward.
+
+With values of another head dim, outputs and values count as much less; a key that heads share counts once. Shards of
+different lengths are sent as long as the longest (for published hops of uneven shards this is an upper bound).
+
+Of T replicated tokens every rank receives the others' outputs, and in the backward what the others say of one's own.
+
+Around this Ulysses exchanges tokens for heads. A rank that computes n of the N query heads, and for them m of the Nkv
+key heads (m > n g only where key heads do not divide), receives, with u ranks on the axis:
+
+    to heads    (u-1) tokens' worth of n query heads and m key and value heads
+    to tokens   of its own tokens, what others computed: N - n query heads, and all others' key heads in a backward
+
+The ring and the team then work on u times the tokens and the heads n and m.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from wallfacer_dt.algorithms.heads import Heads, split_heads
 from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import Coordinate
 
 SCHEDULES = ("2d", "published")
@@ -54,14 +71,21 @@ def attention_volume(
     ring: int,
     team: int,
     *,
+    ulysses: int = 1,
     batch: int,
     length: int,
+    kv_length: int | None = None,
     heads: int,
     kv_heads: int,
     head_dim: int,
+    value_dim: int | None = None,
+    shared_dim: int = 0,
     dtype: torch.dtype,
     schedule: str = "2d",
     rotate: str = "auto",
+    hops: int | None = None,
+    order: str = "contiguous",
+    replicated: int = 0,
     index: int | None = None,
 ) -> AttentionVolume:
     """What one rank receives in one attention call (design: the module's table).
@@ -69,52 +93,54 @@ def attention_volume(
     Args:
         ring: R.
         team: C.
+        ulysses: size of axis ``cp_ulysses``.
         batch: B.
-        length: N, of the whole sequence, a multiple of ring * team.
+        length: N, of the whole sequence.
+        kv_length: of the keys, where it is another one.
         heads: query heads.
         kv_heads: key and value heads.
-        head_dim: H.
+        head_dim: H, of queries.
+        value_dim: of values and outputs, where it is another one.
+        shared_dim: what of H all heads of a key share.
         dtype: of q, k and v.
         schedule: ``"2d"`` or ``"published"``.
         rotate: ``"kv"``, ``"q"`` or ``"auto"``: for the backward; auto takes the fewest bytes.
-        index: sequence index of the rank (ring-major); without it, one that is never its own target in a published
-            placement.
+        hops: of the 2D schedule round the ring, where a mask needs fewer than ring - 1.
+        order: token order; ``"document_head_tail"`` cuts a sequence that does not divide otherwise.
+        replicated: tokens before the sequence that every rank holds.
+        index: sequence index of the rank; without it, one that is never its own target in a published placement, and
+            otherwise the first.
 
     Returns:
         Forward and backward volumes.
 
     Raises:
-        ValueError: unknown schedule or rotation, they do not fit the mesh or each other, or the length does not
-            divide.
+        ValueError: unknown schedule or rotation, or they do not fit the mesh or each other.
     """
-    if length % (ring * team):
-        raise ValueError(f"length must be a multiple of ring * team = {ring * team}, got {length}")
+    kv_length = length if kv_length is None else kv_length
+    value_dim = head_dim if value_dim is None else value_dim
     rotate = resolve_rotate(
-        rotate, schedule, ring, team, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+        rotate, schedule, ring, team, ulysses=ulysses, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        value_dim=value_dim, shared_dim=shared_dim, lengths=(length, kv_length), dtype=dtype,
+    )  # fmt: skip
+    shape = _Shape(batch, heads, kv_heads, head_dim, value_dim, shared_dim)
+    place = Coordinate(ring, team, *divmod((index or 0) % (ring * team), team), ulysses, (index or 0) // (ring * team))
+    parts = shard_sizes(replicated, place.axes)
+    q_sizes, k_sizes = (
+        tuple(map(sum, zip(shard_sizes(n, place.axes, order), parts, strict=True))) for n in (length, kv_length)
     )
-    tokens = batch * (length // (ring * team))
-    unit = _Unit(tokens * heads * head_dim, tokens * kv_heads * head_dim, tokens * heads, dtype)
-    published = schedule == "published" and team > 1
-    # Hops of the moving side and of what is carried for it, each of `wide` shards.
-    hops, carried, wide = (ring // team, ring // team, team) if published else (ring - 1, ring - 1, 1)
-    own_target = own_holder = False
-    if published and index is not None:
-        place = Coordinate(ring, team, *divmod(index, team))
-        own_target, own_holder = _is_own_target(place), _is_own_holder(place)
-    mates = team - 1
-    kv_gather = 2 * mates * published
-    forward = unit.volume(q=2 * mates, kv=kv_gather + 2 * wide * (hops - own_target), statistics=mates)
-    if rotate == "kv":
-        backward = unit.volume(q=3 * mates, kv=2 * hops, carried_kv=2 * carried, statistics=2 * mates)
-    else:
-        moved = wide * (hops - own_target)
-        backward = unit.volume(
-            q=2 * moved + 3 * mates * published,
-            kv=4 * mates,
-            carried_q=wide * (carried - own_holder),
-            statistics=2 * moved + 2 * mates * published,
-        )
-    return AttentionVolume(forward, backward, rotate)
+    exchanges = _Exchanges(place, shape, q_sizes, k_sizes)
+    forward, backward = _Counter(dtype), _Counter(dtype)
+    # Everyone's part of the output is gathered, and what everyone says of it is summed, as long as the longest part.
+    others = (place.size - 1) * max(parts) * shape.out(heads)
+    forward.sent += others
+    backward.carried += others
+    if ulysses > 1:
+        exchanges.count(forward, backward)
+    for unit in exchanges.units():
+        _count_forward(forward, unit, place, schedule, hops, known=index is not None)
+        _count_backward(backward, unit, place, schedule, rotate, hops, known=index is not None)
+    return AttentionVolume(forward.volume, backward.volume, rotate)
 
 
 def check_rotate(rotate: str, schedule: str, ring: int, team: int) -> None:
@@ -134,56 +160,173 @@ def check_rotate(rotate: str, schedule: str, ring: int, team: int) -> None:
         )
 
 
+# A compiler need not look into it, and warns of the caches that it would find there.
+@torch.compiler.assume_constant_result
 def resolve_rotate(
     rotate: str,
     schedule: str,
     ring: int,
     team: int,
     *,
+    ulysses: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
+    value_dim: int,
+    shared_dim: int,
+    lengths: tuple[int, int],
     dtype: torch.dtype,
 ) -> str:
-    """The rotation of the backward: as asked for, or the one that receives the fewest bytes (ties: kv)."""
+    """The rotation of the backward: as asked for, or the one that receives the fewest bytes (ties: kv).
+
+    It is one for all ranks, so it goes by the first's heads; ``lengths`` are queries and keys, or their ratio.
+    """
     check_rotate(rotate, schedule, ring, team)
     if schedule == "published":
         return "q"
     if rotate != "auto":
         return rotate
+    shape = _Shape(1, heads, kv_heads, head_dim, value_dim, shared_dim)
+    place = Coordinate(ring, team, 0, 0, ulysses, 0)
+    # Scaled up, so that no ratio is lost in whole shards.
+    sizes = [tuple([length] * place.size) for length in lengths]
+    units = _Exchanges(place, shape, *sizes).units()
 
     def received(rotation: str) -> int:
-        return attention_volume(
-            ring, team, batch=1, length=ring * team, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            dtype=dtype, rotate=rotation,
-        ).backward.bytes  # fmt: skip
+        counter = _Counter(dtype)
+        for unit in units:
+            _count_backward(counter, unit, place, schedule, rotation, None, known=False)
+        return counter.volume.bytes
 
     return "q" if received("q") < received("kv") else "kv"
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Elements of one rank's q, of its k, and of a statistic."""
+class _Shape(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    shared_dim: int
+
+    def q(self, heads: int) -> int:
+        """Elements of a token's queries."""
+        return self.batch * heads * self.head_dim
+
+    def out(self, heads: int) -> int:
+        """Elements of a token's outputs."""
+        return self.batch * heads * self.value_dim
+
+    def kv(self, heads: int) -> int:
+        """Elements of a token's keys and values."""
+        shared = self.shared_dim if heads else 0
+        return self.batch * (heads * (self.head_dim - shared + self.value_dim) + shared)
+
+
+class _Unit(NamedTuple):
+    """Elements of what one rank of a ring and team sends of itself: q, output, k with v, a statistic."""
 
     q: int
+    out: int
     kv: int
     statistic: int
-    dtype: torch.dtype
 
-    def volume(
-        self,
-        *,
-        q: int = 0,
-        kv: int = 0,
-        carried_q: int = 0,
-        carried_kv: int = 0,
-        statistics: int = 0,
-    ) -> Volume:
-        sent = q * self.q + kv * self.kv
-        carried = carried_q * self.q + carried_kv * self.kv
-        stats = statistics * self.statistic
+
+@dataclass(slots=True)
+class _Counter:
+    """What is received: payload in the inputs' dtype, payload that accumulates and statistics in the wide one."""
+
+    dtype: torch.dtype
+    sent: int = 0
+    carried: int = 0
+    statistics: int = 0
+
+    @property
+    def volume(self) -> Volume:
         wide = accumulation_dtype(self.dtype).itemsize
-        return Volume(sent + carried, stats, sent * self.dtype.itemsize + (carried + stats) * wide)
+        bytes_ = self.sent * self.dtype.itemsize + (self.carried + self.statistics) * wide
+        return Volume(self.sent + self.carried, self.statistics, bytes_)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchanges:
+    """Tokens for heads and back, on one rank; sizes are tokens by sequence index."""
+
+    place: Coordinate
+    shape: _Shape
+    q_sizes: tuple[int, ...]
+    k_sizes: tuple[int, ...]
+
+    def units(self) -> list[_Unit]:
+        """By group of heads, what the ring and the team then work on."""
+        inner = self.place.ring * self.place.team
+        q_rows, k_rows = (max(sum(sizes[i::inner]) for i in range(inner)) for sizes in (self.q_sizes, self.k_sizes))
+        if self.place.ulysses == 1:
+            heads = [(self.shape.heads, self.shape.kv_heads)]
+        else:
+            heads = [(g.q[1] - g.q[0], g.kv[1] - g.kv[0]) for g in self._groups()[self.place.ulysses_rank]]
+        shape = self.shape
+        return [
+            _Unit(q_rows * shape.q(n), q_rows * shape.out(n), k_rows * shape.kv(m), q_rows * shape.batch * n)
+            for n, m in heads
+            if n
+        ]
+
+    def count(self, forward: _Counter, backward: _Counter) -> None:
+        """Add what the exchanges receive."""
+        me, shape, inner = self.place.ulysses_rank, self.shape, self.place.ring * self.place.team
+        mine_q, mine_k = self.q_sizes[self.place.index], self.k_sizes[self.place.index]
+        others_q = sum(self.q_sizes[self.place.inner_index :: inner]) - mine_q
+        others_k = sum(self.k_sizes[self.place.inner_index :: inner]) - mine_k
+        for rank, groups in enumerate(self._groups()):
+            for (q, q_stop), (kv, kv_stop) in groups:
+                n, m = q_stop - q, kv_stop - kv
+                if rank == me:
+                    forward.sent += others_q * shape.q(n) + others_k * shape.kv(m)
+                    backward.sent += others_q * (shape.q(n) + shape.out(n)) + others_k * shape.kv(m)
+                    backward.statistics += 2 * others_q * shape.batch * n
+                else:
+                    forward.sent += mine_q * shape.out(n)
+                    forward.statistics += mine_q * shape.batch * n
+                    backward.sent += mine_q * shape.q(n) + mine_k * shape.kv(m)
+
+    def _groups(self) -> tuple[tuple[Heads, ...], ...]:
+        hidden = not self.shape.shared_dim
+        return split_heads(self.shape.heads, self.shape.kv_heads, self.place.ulysses, hidden=hidden)
+
+
+def _count_forward(
+    counter: _Counter, unit: _Unit, place: Coordinate, schedule: str, hops: int | None, *, known: bool
+) -> None:
+    mates = place.team - 1
+    published, count, wide = _hops(place, schedule, hops)
+    own = published and known and _is_own_target(place)
+    counter.sent += mates * (unit.q + unit.out + (unit.kv if published else 0)) + wide * (count - own) * unit.kv
+    counter.statistics += mates * unit.statistic
+
+
+def _count_backward(
+    counter: _Counter, unit: _Unit, place: Coordinate, schedule: str, rotate: str, hops: int | None, *, known: bool
+) -> None:
+    mates = place.team - 1
+    published, count, wide = _hops(place, schedule, hops)
+    if rotate == "kv":
+        counter.sent += mates * (2 * unit.q + unit.out) + count * unit.kv
+        counter.carried += count * unit.kv
+        counter.statistics += 2 * mates * unit.statistic
+        return
+    moved = wide * (count - (published and known and _is_own_target(place)))
+    gathered = mates if published else 0  # queries, and their gradients on their way back
+    counter.sent += 2 * mates * unit.kv + moved * (unit.q + unit.out) + gathered * (2 * unit.q + unit.out)
+    counter.carried += wide * (count - (published and known and _is_own_holder(place))) * unit.q
+    counter.statistics += 2 * (moved + gathered) * unit.statistic
+
+
+def _hops(place: Coordinate, schedule: str, hops: int | None) -> tuple[bool, int, int]:
+    """Whether the schedule is the published one, its hops, and of how many shards each is."""
+    if schedule == "published" and place.team > 1:
+        return True, place.ring // place.team, place.team
+    return False, place.ring - 1 if hops is None else hops, 1
 
 
 def _is_own_target(place: Coordinate) -> bool:

@@ -4,16 +4,18 @@ The only package that calls torch's functional collectives. Every operation retu
 be read only after :func:`wait`; a wait that takes longer than its process group's timeout raises there.
 """
 
-from wallfacer_dt.collectives.functional import all_gather, exchange, permute, wait
+from wallfacer_dt.collectives.functional import all_gather, all_to_all, exchange, permute, wait
 from wallfacer_dt.collectives.groups import agree, group_rank, group_size
-from wallfacer_dt.collectives.message import Field, fields_of, pack, unpack
+from wallfacer_dt.collectives.message import Field, fields_of, flattened, pack, unpack
 
 __all__ = [
     "Field",
     "agree",
     "all_gather",
+    "all_to_all",
     "exchange",
     "fields_of",
+    "flattened",
     "group_rank",
     "group_size",
     "pack",

@@ -1,9 +1,11 @@
-"""The four operations, on the raw ``_c10d_functional`` ops (private; run on torch 2.11.0, 2.13.0 and 2.14.1).
+"""The operations, on the raw ``_c10d_functional`` ops (private; run on torch 2.11.0, 2.13.0 and 2.14.1).
 
 All take flat contiguous buffers: these ops split dim 0 whatever the caller meant. All are traceable and run on
 gloo and NCCL alike; point-to-point transfers are an all-to-all with one nonzero split, because the functional
 send and receive of torch 2.13 are missing in 2.11 and write into buffers that their schemas call functional.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +28,12 @@ def permute(buffer: Tensor, to: int, source: int, group: str) -> Tensor:
     size = group_size(group)
     sent = [buffer.numel() if rank == to else 0 for rank in range(size)]
     received = [buffer.numel() if rank == source else 0 for rank in range(size)]
-    return _ops.all_to_all_single(buffer, received, sent, group)
+    return all_to_all(buffer, sent, received, group)
+
+
+def all_to_all(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """Start sending ``sent[j]`` elements of ``buffer`` to rank j, receiving ``received[j]`` from it: pending."""
+    return _ops.all_to_all_single(buffer, list(received), list(sent), group)
 
 
 def exchange(buffer: Tensor, group: str) -> Tensor:
@@ -37,7 +44,7 @@ def exchange(buffer: Tensor, group: str) -> Tensor:
     size, me = group_size(group), group_rank(group)
     share = buffer.numel() // (size - 1)
     splits = [0 if rank == me else share for rank in range(size)]
-    return _ops.all_to_all_single(buffer, splits, splits, group)
+    return all_to_all(buffer, splits, splits, group)
 
 
 def wait(pending: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from wallfacer_dt.mesh import outside_modes
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
+# On a device, signatures that all ranks have had, oldest first; ranks of one program have them in the same order.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, None]] = weakref.WeakKeyDictionary()
+_KEPT = 1024
 
 
 def group_size(name: str) -> int:
@@ -40,37 +42,46 @@ def agree(signature: tuple[tuple[str, Hashable], ...], *names: str, every_call: 
         error: why this rank cannot make the call at all.
 
     Raises:
-        ValueError: on every rank, naming what differs and where.
+        ValueError: on every rank, naming what differs and where; with an attribute ``met``, since all ranks know.
     """
     groups = [group for group in map(_group, filter(None, names)) if group.size() > 1]
     if not groups or dist.get_backend(groups[0]) == "fake":
         return
-    known = [_agreed.get(group, set()) for group in groups]
+    known = [_agreed.get(group, {}) for group in groups]
     if every_call:
         if _same_digest((error, signature), groups):
             return
-    elif all(known) if error else all(signature in seen for seen in known):
+    elif all(known) if error and not signature else all(signature in seen for seen in known):
         return
     everyone = {dist.get_rank(): (error, signature)}
     for group in groups:
         heard: list[dict] = [{} for _ in range(group.size())]
         dist.all_gather_object(heard, everyone, group=group)
         everyone = {rank: theirs for part in heard for rank, theirs in part.items()}
-    _refuse_differences(everyone)
+    try:
+        _refuse_differences(everyone)
+    except ValueError as error:
+        error.met = True  # pyrefly: ignore[missing-attribute]
+        raise
     for group in groups:
-        _agreed.setdefault(group, set()).add(signature)
+        seen = _agreed.setdefault(group, {})
+        seen[signature] = None
+        if len(seen) > _KEPT:  # every packing of documents is a signature of its own
+            del seen[next(iter(seen))]
 
 
 @torch.library.custom_op(
-    "wallfacer_dt::agree", mutates_args=(), schema="(Tensor q, str[] names, str[] values, str team, str ring) -> ()"
+    "wallfacer_dt::agree",
+    mutates_args=(),
+    schema="(Tensor q, str[] names, str[] values, str team, str ring, str ulysses) -> ()",
 )
-def _agree_op(q: Tensor, names: Sequence[str], values: Sequence[str], team: str, ring: str) -> None:
+def _agree_op(q: Tensor, names: Sequence[str], values: Sequence[str], team: str, ring: str, ulysses: str) -> None:
     """:func:`agree` as an operator, which generated code can call."""
-    agree(tuple(zip(names, values, strict=True)), team, ring, every_call=q.device.type == "cpu")
+    agree(tuple(zip(names, values, strict=True)), team, ring, ulysses, every_call=q.device.type == "cpu")
 
 
 @_agree_op.register_fake
-def _agree_fake(q: Tensor, names: Sequence[str], values: Sequence[str], team: str, ring: str) -> None:
+def _agree_fake(q: Tensor, names: Sequence[str], values: Sequence[str], team: str, ring: str, ulysses: str) -> None:
     pass
 
 

@@ -31,11 +31,18 @@ def fields_of(tensors: Sequence[Tensor]) -> tuple[Field, ...]:
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Lay tensors end to end in a flat buffer, widest dtype first (as :func:`unpack` expects)."""
+    flat = flattened(tensors)
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The pieces of a message of these tensors, to be laid end to end."""
+    if not tensors:
+        return []
     carrier = min((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
     order = _widest_first([tensor.dtype for tensor in tensors])
     # reshape(-1) alone may leave a strided view, which is neither a message nor viewable as another dtype.
-    flat = [tensors[i].contiguous().view(-1).view(carrier) for i in order]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    return [tensors[i].contiguous().view(-1).view(carrier) for i in order]
 
 
 def unpack(buffer: Tensor, fields: Sequence[Field]) -> tuple[Tensor, ...]:

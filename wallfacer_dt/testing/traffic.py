@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wallfacer_dt.collectives import group_rank, group_size
-from wallfacer_dt.mesh import context_groups
+from wallfacer_dt.mesh import CONTEXT_AXES, RING_AXIS, context_groups
 from wallfacer_dt.ops import BODIES
 
 
@@ -21,7 +21,7 @@ class Received:
 
     Attributes:
         calls: attention operators that ran.
-        collectives: how often each (operation, axis) ran; the axis is "cp" where it is neither ring nor team.
+        collectives: how often each (operation, axis) ran; the axis is "cp" where it is ring and team.
         received: bytes per (operation, axis).
     """
 
@@ -55,8 +55,8 @@ def count_collectives(mesh: DeviceMesh) -> Iterator[Traffic]:
     Yields:
         The counts, which grow as operators run.
     """
-    groups = context_groups(mesh, any_axis=True)
-    names = {groups.team_name: "cp_team", groups.ring.group_name: "cp_ring"}
+    groups = context_groups(mesh, any_axis=RING_AXIS)
+    names = dict(zip((groups.ulysses, groups.ring, groups.team), CONTEXT_AXES, strict=True))
     mode = _Counting(Traffic(), names)
     with mode:
         yield mode.traffic

@@ -1,0 +1,310 @@
+"""An arbitrary mask as a table of blocks: which blocks of queries and keys are empty, full, or partly visible.
+
+A ``mask_mod`` in flex_attention's sense is a function of (batch, head, query position, key position). It is asked once
+about every pair of a sequence; what it answered about partial blocks is kept, a bit each.
+
+Note [Masks by name]
+An operator takes no functions, so it takes the mask's name: the digest of its answers. Whoever has the name (another
+rank, a compiled graph, a cache on disk, a backward after the mask's tensors have changed) means the same answers; a
+process that was never given them is refused.
+"""
+
+import hashlib
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from wallfacer_dt.layout import Span
+from wallfacer_dt.mesh import outside_modes
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+EMPTY_BLOCK, PARTIAL_BLOCK, FULL_BLOCK = 0, 1, 2
+SIZE = 128
+"""Positions in a block."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Blocks:
+    """A mask's answers; compared and hashed by their digest.
+
+    Attributes:
+        name: the digest.
+        table: (rows, query blocks, key blocks) of EMPTY_BLOCK, PARTIAL_BLOCK or FULL_BLOCK.
+        by_head: whether heads differ.
+        bits: of a partial block (row, query block, key block) the answers (heads or 1, queries, keys / 8), packed.
+    """
+
+    name: str
+    table: np.ndarray = field(compare=False, repr=False)
+    by_head: bool = field(compare=False)
+    bits: dict[tuple[int, int, int], np.ndarray] = field(compare=False, repr=False)
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the batch differ; one stands for all."""
+        return self.table.shape[0]
+
+    def runs(self, row: int, q: Span, k: Span) -> Iterator[tuple[Span, Span, int]]:
+        """The parts of a rectangle that are not empty: neighbouring blocks of one kind in a block row."""
+        for i in range(q.start // SIZE, -(-q.stop // SIZE)):
+            columns = range(k.start // SIZE, -(-k.stop // SIZE))
+            for kind, run in groupby(columns, lambda j, i=i: int(self.table[row, i, j])):
+                blocks = list(run)
+                if kind != EMPTY_BLOCK:
+                    yield _within(i, i, q), _within(blocks[0], blocks[-1], k), kind
+
+    def visible(self, batch: range, heads: range, q: Span, k: Span) -> Tensor:
+        """The answers about neighbouring partial blocks of a block row: boolean (rows or 1, heads or 1, q, k)."""
+        i, columns = q.start // SIZE, range(k.start // SIZE, -(-k.stop // SIZE))
+        by_row = [
+            np.concatenate([self.bits[row, i, j] for j in columns], -1)
+            for row in (batch if self.rows > 1 else range(1))
+        ]
+        answers = np.unpackbits(np.stack(by_row), axis=-1).astype(bool)
+        rows, keys = slice(q.start - i * SIZE, q.stop - i * SIZE), slice(k.start - columns[0] * SIZE, None)
+        shown = answers[:, heads.start : heads.stop] if self.by_head else answers
+        return torch.from_numpy(np.ascontiguousarray(shown[:, :, rows, keys][..., : k.length]))
+
+
+_keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_count = itertools.count(1)
+# Answers live as long as their mask, or whoever needs them for a backward.
+_answers: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Blocks, tuple[tuple[int, int], ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
+_known: weakref.WeakValueDictionary[str, Blocks] = weakref.WeakValueDictionary()
+
+
+def mask_key(mask: Any) -> int:
+    """A number for a mask_mod or BlockMask, by identity; 0 for None."""
+    if mask is None:
+        return 0
+    try:
+        hash(mask)
+    except TypeError:
+        raise TypeError(f"mask_mod must be hashable, got a {type(mask).__name__}; wrap it in a function") from None
+    if mask not in _keys:
+        _keys[mask] = next(_count)
+        _masks[_keys[mask]] = mask
+    return _keys[mask]
+
+
+@torch.compiler.assume_constant_result
+def mask_name(
+    key: int, batch: int, heads: int, q_length: int, k_length: int, device_type: str, *, by_row: bool, by_head: bool
+) -> str:
+    """The name under which operators know a mask's answers; asks it about all pairs the first time.
+
+    Args:
+        key: the mask's, see :func:`mask_key`.
+        batch: rows of the batch.
+        heads: query heads.
+        q_length: queries in the whole sequence.
+        k_length: keys in the whole sequence.
+        device_type: where to ask it.
+        by_row: whether it may depend on the row of the batch: not where a rank has only some of them.
+        by_head: whether it may depend on the head, likewise.
+
+    Returns:
+        The name.
+
+    Raises:
+        ValueError: the mask depends on what it may not depend on, or on a tensor that was changed in place since.
+    """
+    blocks = _blocks_of(_masks[key], batch, heads, q_length, k_length, torch.device(device_type))
+    for may, does, what in ((by_row, blocks.rows > 1, "batch"), (by_head, blocks.by_head, "head")):
+        if does and not may:
+            raise ValueError(
+                f"mask_mod depends on the {what}, which DTensors shard on another axis of their mesh: pass local "
+                "tensors, whose numbers it then sees"
+            )
+    return blocks.name
+
+
+def _blocks_of(mask: Any, batch: int, heads: int, q_length: int, k_length: int, device: torch.device) -> Blocks:
+    shape = batch, heads, q_length, k_length, device
+    known, versions = _answers.setdefault(mask, {}), _versions(mask)
+    if shape in known and known[shape][1] != versions:
+        raise ValueError(
+            "a tensor that mask_mod depends on was changed in place after it had been asked: make a new mask_mod, or "
+            "BlockMask, for other tokens"
+        )
+    if shape not in known:
+        with outside_modes(), torch.no_grad():
+            function = _by_table(mask, (q_length, k_length), device) if isinstance(mask, BlockMask) else mask
+            blocks = blocks_of(function, *shape)
+            known[shape] = _known.setdefault(blocks.name, blocks), versions
+    return known[shape][0]
+
+
+def _versions(mask: Any) -> tuple[tuple[int, int], ...]:
+    """What a mask's tensors are and how often each was changed in place, as far as a mask shows them."""
+    seen: dict[int, Any] = {}
+    pending = [(mask, 0)]
+    while pending:
+        thing, depth = pending.pop()
+        if id(thing) not in seen and depth < 6:
+            seen[id(thing)] = thing
+            pending += [(part, depth + 1) for part in _parts(thing)]
+    tensors = [x for x in seen.values() if isinstance(x, Tensor)]
+    return tuple((id(x), 0 if x.is_inference() else x._version) for x in tensors)
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    """What a function has captured, and what containers and other objects hold."""
+    if isinstance(thing, Tensor | type | ModuleType | str | bytes | int | float | torch.nn.Module):
+        return ()
+    if inspect.isfunction(thing):
+        captured = inspect.getclosurevars(thing)
+        return [*captured.nonlocals.values(), *captured.globals.values(), *(thing.__defaults__ or ())]
+    if isinstance(thing, partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, Mapping):
+        return list(thing.values())
+    if isinstance(thing, list | tuple | set | frozenset):
+        return list(thing)
+    if inspect.ismethod(thing):
+        return [thing.__self__, thing.__func__]
+    return list(getattr(thing, "__dict__", {}).values())
+
+
+def _by_table(mask: BlockMask, lengths: tuple[int, int], device: torch.device) -> MaskMod:
+    """What flex_attention takes a BlockMask to say: its mask_mod in listed blocks, all of those listed as full."""
+    if tuple(mask.seq_lengths) != lengths:
+        raise ValueError(
+            f"the BlockMask is for {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys, the whole sequence "
+            f"has {lengths[0]} and {lengths[1]}"
+        )
+    q_size, k_size = mask.BLOCK_SIZE
+    columns = -(-lengths[1] // k_size)
+    asked = _listed(mask.kv_num_blocks, mask.kv_indices, columns).to(device)
+    full = torch.zeros_like(asked)
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns).to(device)
+
+    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        # A table that is one for all rows, or heads, does not depend on them.
+        place = (
+            b if len(asked) > 1 else b[:1] * 0,
+            h if asked.shape[1] > 1 else h[:, :1] * 0,
+            q // q_size,
+            k // k_size,
+        )
+        return (asked[place] & mask.mask_mod(b, h, q, k)) | full[place]
+
+    return function
+
+
+def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Which key blocks are among the first ``counts`` of each block row's ``indices``."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    dense = torch.zeros((*counts.shape, columns + 1), dtype=torch.bool, device=indices.device)
+    dense.scatter_(-1, torch.where(listed, indices, columns).long(), True)
+    return dense[..., :columns]
+
+
+def blocks_of(function: MaskMod, batch: int, heads: int, q_length: int, k_length: int, device: torch.device) -> Blocks:
+    """Ask a mask about all pairs; see Note [Masks by name].
+
+    Time grows with q_length * k_length; memory with SIZE * k_length, and a bit for each pair of a partial block.
+
+    Args:
+        function: the mask.
+        batch: rows of the batch.
+        heads: query heads.
+        q_length: queries in the whole sequence.
+        k_length: keys in the whole sequence.
+        device: where to ask.
+
+    Returns:
+        Its answers.
+    """
+    digest = hashlib.sha256(repr((q_length, k_length)).encode())
+    strips, by_head, bits = [], False, {}
+    for start in range(0, q_length, SIZE):
+        q = Span(start, min(start + SIZE, q_length))
+        answers = _ask(function, range(batch), range(heads), q, Span(0, k_length), device)
+        kinds, packed = _kinds(answers), np.packbits(answers.cpu().numpy(), axis=-1)
+        digest.update(repr(tuple(answers.shape)).encode())
+        digest.update(packed.tobytes())
+        by_head |= answers.shape[1] > 1
+        for row, j in np.argwhere(kinds == PARTIAL_BLOCK).tolist():
+            block = packed[row, :, :, j * SIZE // 8 : (j + 1) * SIZE // 8]
+            bits[row, start // SIZE, j] = np.pad(block, ((0, 0), (0, 0), (0, SIZE // 8 - block.shape[-1])))
+        strips.append(kinds)
+    rows = max(strip.shape[0] for strip in strips)
+    if rows > 1 or by_head:
+        bits = _for_all(bits, strips, rows, heads if by_head else 1)
+    table = np.stack([np.broadcast_to(strip, (rows, strip.shape[1])) for strip in strips], axis=1)
+    return Blocks(digest.hexdigest()[:16], table, by_head, bits)
+
+
+def _for_all(
+    bits: dict[tuple[int, int, int], np.ndarray], strips: list[np.ndarray], rows: int, heads: int
+) -> dict[tuple[int, int, int], np.ndarray]:
+    """The same with answers by row and head everywhere, where some blocks' were one for all."""
+    return {
+        (each, i, j): np.broadcast_to(block, (heads, *block.shape[1:]))
+        for (row, i, j), block in bits.items()
+        for each in (range(rows) if len(strips[i]) == 1 else [row])
+    }
+
+
+def known_blocks(name: str) -> Blocks:
+    """The mask of that name.
+
+    Args:
+        name: see :func:`mask_name`.
+
+    Returns:
+        Its answers.
+
+    Raises:
+        ValueError: it has not been made in this process, or its mask has gone and others have come.
+    """
+    blocks = _known.get(name)
+    if blocks is None:
+        raise ValueError(
+            f"the answers of the mask {name!r} are gone, or were never here: pass mask_mod on every rank, and keep it "
+            "until the backward"
+        )
+    return blocks
+
+
+def _ask(function: MaskMod, batch: range, heads: range, q: Span, k: Span, device: torch.device) -> Tensor:
+    ranges = (batch, heads, range(*q), range(*k))
+    grids = [
+        torch.arange(r.start, r.stop, device=device).view([-1 if dim == place else 1 for dim in range(4)])
+        for place, r in enumerate(ranges)
+    ]
+    answers = function(*grids).to(device=device, dtype=torch.bool)
+    return answers.expand(torch.broadcast_shapes(answers.shape, (1, 1, q.length, k.length)))
+
+
+def _kinds(answers: Tensor) -> np.ndarray:
+    """(rows, key blocks) from the answers about one block of queries."""
+    missing = -answers.shape[-1] % SIZE
+    # What is beyond the last key is as the last key, so that it decides nothing.
+    padded = torch.cat([answers, answers[..., -1:].expand(*answers.shape[:-1], missing)], -1)
+    some, every = padded.any(2).any(1), padded.all(2).all(1)
+    by_block = (x.unflatten(-1, (-1, SIZE)) for x in (some, every))
+    some, every = next(by_block).any(-1), next(by_block).all(-1)
+    return (some.int() + every.int()).to(torch.uint8).cpu().numpy()
+
+
+def _within(first: int, last: int, span: Span) -> Span:
+    """Blocks ``first`` to ``last``, cut to a span."""
+    return Span(max(first * SIZE, span.start), min((last + 1) * SIZE, span.stop))

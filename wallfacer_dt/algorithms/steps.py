@@ -1,0 +1,135 @@
+"""What schedules consist of: transfers, their starts and waits, and the tiles that are computed in between."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from wallfacer_dt.algorithms.tiles import Tile
+from wallfacer_dt.layout import Slice
+from wallfacer_dt.mesh import TEAM_AXIS
+
+Side = Literal["q", "kv"]
+Part = Literal["own", "others"]
+CONTEXT = "cp"  # both axes together
+HOME = -1  # the place of what a published schedule carries back to the rank that the rows belong to
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All-gather one side's data in the team."""
+
+    side: Side
+
+    def __str__(self) -> str:
+        return f"all_gather {TEAM_AXIS} {self.side}"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Pass moving block ``held`` on: the receiver knows it as block ``block``."""
+
+    side: Side
+    held: int
+    block: int
+    axis: str
+    to: int
+    source: int
+
+    def __str__(self) -> str:
+        return f"permute {self.axis} {self.side}[{self.block}] to {self.to} from {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Pass on what has been computed for moving block ``block``; it is added to the receiver's ``into``."""
+
+    side: Side
+    block: int
+    into: int
+    axis: str
+    to: int
+    source: int
+
+    def __str__(self) -> str:
+        into = "home" if self.into == HOME else f"into d{self.side}[{self.into}]"
+        what = f"d{self.side}[{self.block}] {into}"
+        return f"permute {self.axis} {what} to {self.to} from {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """All-to-all of partial results in the team: everyone's go to their owner, who combines them."""
+
+    side: Side
+
+    def __str__(self) -> str:
+        return f"all_to_all {TEAM_AXIS} partial {self.side}"
+
+
+Transfer = Gather | Move | Carry | Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a transfer."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"start {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for a started transfer and take up what it brought."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"wait  {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """Compute tiles of the stationary side's rows (own or the others') against a moving block."""
+
+    part: Part
+    stationary: Side
+    block: int
+    tiles: tuple[Tile, ...]
+
+    def __str__(self) -> str:
+        moving = "kv" if self.stationary == "q" else "q"
+        tiles = ", ".join(map(str, self.tiles))
+        return f"      attend {self.part} {self.stationary} x {moving}[{self.block}]: {tiles or 'nothing visible'}"
+
+
+Step = Start | Wait | Attend
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One rank's schedule of one attention call, forward or backward.
+
+    Shards may differ in length; what is sent is as long as the longest, and no tile touches the rest.
+
+    Attributes:
+        steps: in program order, the same kinds of transfers on every rank.
+        stationary: the side that is gathered and stays.
+        home: what is computed for the own shard of the moving side ends up in block 0 (``"block"``), or comes out of
+            an exchange after all blocks (``"exchange"``).
+        others: the team's rows of the stationary side without one's own, in the order in which they are stored.
+        everyone: the whole team's rows of the moving side, likewise; only for one that is gathered.
+        slots: rows of a shard as it is sent, of queries and of keys.
+        gathered: rows of a moving side that is gathered, as they are sent.
+    """
+
+    steps: tuple[Step, ...]
+    stationary: Side
+    home: Literal["block", "exchange"]
+    others: tuple[Slice, ...]
+    everyone: tuple[Slice, ...]
+    slots: tuple[int, int]
+    gathered: int
+
+    def __str__(self) -> str:
+        return "\n".join(str(step) for step in self.steps)

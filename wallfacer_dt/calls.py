@@ -1,0 +1,304 @@
+"""One call of attention on one rank: what is compared before anything is sent, and what runs."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt.algorithms import (
+    Backward,
+    Forward,
+    Groups,
+    HeadExchange,
+    Heads,
+    Kind,
+    Mask,
+    Operand,
+    Replicated,
+    Schedule,
+    Scores,
+    Sequences,
+    Side,
+    Tile,
+    execute,
+    known_blocks,
+    make_schedule,
+    split_heads,
+)
+from wallfacer_dt.collectives import agree
+from wallfacer_dt.documents import boundaries, digest
+from wallfacer_dt.kernels import select_kernel, sinks_gradient, with_sinks
+from wallfacer_dt.layout import Span
+from wallfacer_dt.mesh import Coordinate, bind_order_of
+
+_COMPARED = (
+    "lengths", "replicated", "is_causal", "window", "prefix", "mask", "scale", "softcap", "order",
+    "schedule", "rotate", "kernel", "code",
+)  # fmt: skip
+
+
+class Options(NamedTuple):
+    """What both operators take after their tensors, in order.
+
+    Attributes:
+        place: this rank's coordinate: sizes of ring and team, its ranks on them, the same of ulysses.
+        ulysses: name of the process group of axis ``cp_ulysses``, or empty.
+        ring: name of the ring's process group, or empty.
+        team: name of the team's process group, or empty.
+        context: name of the ring's and team's common process group, or empty where the schedule does not use it.
+        context_ranks: for every inner index its rank in ``context``.
+        lengths: of the whole sequence, queries and keys; empty where shards are equal.
+        replicated: tokens before the shards that every rank holds.
+        is_causal: mask keys that come later than the query.
+        window: how far back and ahead a query sees, -1 for any distance.
+        prefix: keys before this position are seen by all queries.
+        mask: name of an arbitrary mask, or empty.
+        packed: what the tensor ``documents`` is: ``"ids"``, ``"cu_seqlens"``, or empty for none.
+        scale: of the scores.
+        softcap: of the scores, 0 for none.
+        order: token order.
+        schedule: ``"2d"`` or ``"published"``.
+        rotate: ``"kv"`` or ``"q"``, which side moves round the ring in the backward.
+        kernel: of the blocks.
+        code: :data:`wallfacer_dt.ops.CODE`.
+    """
+
+    place: Sequence[int]
+    ulysses: str
+    ring: str
+    team: str
+    context: str
+    context_ranks: Sequence[int]
+    lengths: Sequence[int]
+    replicated: int
+    is_causal: bool
+    window: Sequence[int]
+    prefix: int
+    mask: str
+    packed: str
+    scale: float
+    softcap: float
+    order: str
+    schedule: str
+    rotate: str
+    kernel: str
+    code: str
+
+
+def make_call(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_shared: Tensor | None,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    *,
+    compare: bool,
+) -> "Call":
+    """Make a call from an operator's arguments.
+
+    Args:
+        options: the operators' options.
+        q: queries (B, N, L, H).
+        k: keys (B, Nkv, L, H).
+        v: values (B, Nkv, L, Hv).
+        k_shared: the end of every head's key (B, 1, L, Hs), or None.
+        sinks: for every head a logit without a value (N,), or None.
+        documents: what ``options.packed`` says, or None.
+        compare: with the other ranks' calls, all of which must do so.
+
+    Returns:
+        The call.
+
+    Raises:
+        ValueError: on every rank: calls differ, or one cannot be made.
+    """
+    place = Coordinate(*options.place)
+    groups = Groups(place, options.ulysses, options.ring, options.team, options.context, tuple(options.context_ranks))
+    q_length, k_length = options.lengths or (
+        (q.shape[2] - options.replicated) * place.size,
+        (k.shape[2] - options.replicated) * place.size,
+    )
+    mask, error = None, ""
+    try:
+        mask = _mask(options, documents, q_length)
+        if documents is not None and compare:
+            # A compiled graph is made before anyone knows the order of the documents' tokens.
+            bind_order_of(options.ulysses, options.ring, options.team, options.order, "attention within documents")
+    except ValueError as refused:
+        error = str(refused)
+    if compare:
+        _compare(options, q, k, v, k_shared, sinks, documents, error)
+    if mask is None:
+        raise ValueError(error)
+    hidden = place.ulysses > 1 and k_shared is None
+    heads = split_heads(q.shape[1], k.shape[1], place.ulysses, hidden=hidden)
+    sequences = Sequences(q_length, k_length, options.order, mask, options.replicated)
+    kernel = select_kernel(
+        options.kernel, q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]),
+        masked=mask.blocks is not None, softcap=options.softcap,
+    )  # fmt: skip
+    scores = Scores(kernel, options.scale, options.softcap)
+    return Call(groups, sequences, scores, heads, options.schedule == "published", options.rotate)
+
+
+def _mask(options: Options, documents: Tensor | None, length: int) -> Mask:
+    left, right = (None if n < 0 else n for n in options.window)
+    return Mask(
+        left,
+        0 if options.is_causal else right,
+        options.prefix,
+        boundaries(documents, options.packed, length) if documents is not None else (),
+        known_blocks(options.mask) if options.mask else None,
+    )
+
+
+def _compare(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_shared: Tensor | None,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    error: str,
+) -> None:
+    def shape(x: Tensor | None) -> Hashable:
+        # Shards of a sequence whose length is given need not be equal.
+        return x if x is None else (*x.shape[:2], "L" if options.lengths else x.shape[2], x.shape[3])
+
+    signature: dict[str, Hashable] = {
+        "the shape of q": shape(q),
+        "the shape of k": shape(k),
+        "the head dim of v": v.shape[-1],
+        "the shape of k_shared": shape(k_shared),
+        "the shape of sinks": None if sinks is None else tuple(sinks.shape),
+        "the dtype of q": q.dtype,
+        **{name: getattr(options, name) for name in _COMPARED},
+        "what says where documents are": options.packed or "nothing",
+    }
+    groups = (options.team, options.ring, options.ulysses)
+    if documents is None and not error:
+        # An operator, since code may be generated from this.
+        torch.ops.wallfacer_dt.agree(q, list(signature), [str(value) for value in signature.values()], *groups)
+        return
+    signature["the documents"] = digest(documents)
+    pairs = tuple((name, str(value)) for name, value in signature.items())
+    agree(pairs, *groups, every_call=q.device.type == "cpu", error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that all ranks have agreed on; they make it together.
+
+    Attributes:
+        groups: the process groups, and this rank's coordinate.
+        sequences: what is attended, by whom it is held.
+        scores: what becomes of q k^T; without its mask, which depends on the heads.
+        heads: by rank of ``cp_ulysses``, its groups of heads.
+        published: the published schedule.
+        rotate: the side that moves in the backward.
+    """
+
+    groups: Groups
+    sequences: Sequences
+    scores: Scores
+    heads: tuple[tuple[Heads, ...], ...]
+    published: bool
+    rotate: str
+
+    def forward(self, q: Tensor, keys: Sequence[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output and lse of one's own rows, from queries (B, N, L, H) and (k, v) or (k, v, k_shared)."""
+        schedule = self._schedule(stationary="q", backward=False)
+        value_dim = keys[1].shape[-1]
+
+        def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            queries, keys = Operand(tuple(tensors[:1])), Operand(tuple(tensors[1:]))
+            arithmetic = Forward(self._scores(heads, q), value_dim)
+            if heads.is_empty:
+                partial = arithmetic.nothing(queries)
+            else:
+                partial, _ = execute(schedule, arithmetic, self.groups, queries, keys)
+            if sinks is not None:
+                out, lse = partial
+                partial = with_sinks(out, lse, sinks[slice(*heads.q)])
+            return arithmetic.outgoing(partial, q.dtype)
+
+        own = [self._replicated.own(x) for x in (q, *keys)]
+        out, lse = self._by_heads(own, ["q", *_KEY_KINDS[: len(keys)]], compute, ["q", "q"])
+        return self._replicated.everyone(out), self._replicated.placed(lse)
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, keys: Sequence[Tensor], sinks: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The gradients of q and of the keys' tensors, and that of the sinks which is due to one's own rows."""
+        schedule = self._schedule(stationary="kv" if self.rotate == "q" else "q", backward=True)
+        replicated = self._replicated
+        out, lse = replicated.own(out), replicated.own(lse)
+        grad_out = replicated.summed(grad_out.contiguous())
+        delta = (grad_out.to(lse.dtype) * out).sum(-1)
+        # One's own output is here: only queries that arrive from elsewhere need a stand-in.
+        own_out = out if self.groups.place.ulysses == 1 else None
+
+        def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            queries, keys = Operand(tuple(tensors[:4]), out=own_out), Operand(tuple(tensors[4:]))
+            arithmetic = Backward(self._scores(heads, q))
+            if heads.is_empty:
+                dq, dkeys = arithmetic.nothing(queries), arithmetic.nothing(keys)
+            elif schedule.stationary == "q":
+                dq, dkeys = execute(schedule, arithmetic, self.groups, queries, keys)
+            else:
+                dkeys, dq = execute(schedule, arithmetic, self.groups, keys, queries)
+            return arithmetic.outgoing((*dq, *dkeys), q.dtype)
+
+        key_kinds = _KEY_KINDS[: len(keys)]
+        own_q, *own_keys = [replicated.own(x) for x in (q, *keys)]
+        tensors = (own_q, grad_out, lse, delta, *own_keys)
+        grads = self._by_heads(tensors, ["q", "q", "q", "q", *key_kinds], compute, ["q", *key_kinds])
+        dsinks = None if sinks is None else sinks_gradient(lse, delta, sinks)
+        return [replicated.placed(grad) for grad in grads], dsinks
+
+    @property
+    def _replicated(self) -> Replicated:
+        return Replicated(self.sequences.replicated, self.groups)
+
+    def _schedule(self, *, stationary: Side, backward: bool) -> Schedule:
+        place, published = self.groups.place, self.published
+        return make_schedule(place, self.sequences, published=published, stationary=stationary, backward=backward)
+
+    def _by_heads(
+        self,
+        tensors: Sequence[Tensor],
+        kinds: Sequence[Kind],
+        compute: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]],
+        result_kinds: Sequence[Kind],
+    ) -> Sequence[Tensor]:
+        """Compute all heads, or exchange tokens for the heads that this rank computes and back."""
+        place = self.groups.place
+        mine = self.heads[place.ulysses_rank]
+        if place.ulysses == 1:
+            return compute(mine[0], tensors)
+        inner = place.ring * place.team
+        shards = [self.sequences.stored(side, place)[place.inner_index :: inner] for side in ("q", "kv")]
+        exchange = HeadExchange(self.groups.ulysses, place.ulysses_rank, self.heads, *shards)
+        return exchange.run(tensors, kinds, lambda number, given: compute(mine[number], given), result_kinds)
+
+    def _scores(self, heads: Heads, q: Tensor) -> Scores:
+        blocks, batch = self.sequences.mask.blocks, q.shape[0]
+        if blocks is None:
+            return self.scores
+
+        def visible(tile: Tile, device: torch.device) -> Tensor:
+            assert tile.at is not None, "only tiles with a position ask"
+            (q_start, k_start), rows = tile.at, tile.batch or (0, batch)
+            queries = Span(q_start, q_start + tile.q[1] - tile.q[0])
+            keys = Span(k_start, k_start + tile.k[1] - tile.k[0])
+            return blocks.visible(range(*rows), range(*heads.q), queries, keys).to(device)
+
+        return Scores(self.scores.kernel, self.scores.scale, self.scores.softcap, visible)
+
+
+_KEY_KINDS: list[Kind] = ["kv", "kv", "shared"]

@@ -1,0 +1,79 @@
+"""Packed documents: from what a loader has (ids by token, cumulative lengths) to where each document begins.
+
+Both are about the whole sequence in its natural order, and on the CPU, since the schedule is made on the host.
+"""
+
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def check_documents(documents: Tensor, kind: str, batch: int, length: int | None) -> None:
+    """Refuse (TypeError, ValueError) a tensor that cannot be what ``kind`` says, by its shape and dtype.
+
+    Args:
+        documents: the tensor.
+        kind: ``"ids"`` for (B, N) or (N,), ``"cu_seqlens"`` for (documents + 1,).
+        batch: B.
+        length: N, where it is known.
+    """
+    name = "document_ids" if kind == "ids" else "cu_seqlens"
+    if not isinstance(documents, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(documents).__name__}")
+    if isinstance(documents, DTensor):
+        raise TypeError(f"{name} must be a plain tensor, all of it on every rank, got a DTensor")
+    if documents.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, got {documents.dtype}")
+    if documents.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU, where the schedule is made, got {documents.device}")
+    shape = tuple(documents.shape)
+    if kind == "cu_seqlens":
+        if len(shape) != 1 or shape[0] < 2:
+            raise ValueError(f"cu_seqlens must have shape (documents + 1,), got {shape}; for rows that differ pass ids")
+    elif len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] not in (1, batch)):
+        raise ValueError(f"document_ids must have shape (B, N) or (N,) with B = {batch}, got {shape}")
+    elif length is not None and shape[-1] != length:
+        raise ValueError(
+            f"document_ids must be those of the whole sequence of {length} tokens on every rank, got {shape}"
+        )
+
+
+def boundaries(documents: Tensor, kind: str, length: int) -> tuple[tuple[int, ...], ...]:
+    """Where documents begin, and the sequence's length: a row for each of the batch, or one for all alike.
+
+    >>> boundaries(torch.tensor([[7, 7, 8, 8], [1, 1, 1, 1]]), "ids", 4)
+    ((0, 2, 4), (0, 4))
+
+    Args:
+        documents: ids (B, N) or (N,), a new document wherever they change; or cumulative lengths from 0 to N.
+        kind: ``"ids"`` or ``"cu_seqlens"``.
+        length: N.
+
+    Returns:
+        The boundaries.
+
+    Raises:
+        ValueError: cumulative lengths that are none, or ids of another length.
+    """
+    values = documents.numpy()
+    if kind == "cu_seqlens":
+        values = values.reshape(-1)
+        if values[0] != 0 or values[-1] != length or (np.diff(values) < 0).any():
+            raise ValueError(f"cu_seqlens must ascend from 0 to the sequence's length {length}, got {_short(values)}")
+        return (tuple(np.unique(values).tolist()),)
+    if values.shape[-1] != length:
+        raise ValueError(f"document_ids must be those of the whole sequence of {length} tokens, got {values.shape}")
+    rows = [(0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), length) for row in values.reshape(-1, length)]
+    return tuple(rows[:1]) if all(row == rows[0] for row in rows) else tuple(rows)
+
+
+def digest(documents: Tensor | None) -> int:
+    """What ranks compare."""
+    return 0 if documents is None else zlib.crc32(documents.contiguous().numpy().tobytes())
+
+
+def _short(values: np.ndarray) -> str:
+    return np.array2string(values, threshold=8, edgeitems=3, separator=", ")

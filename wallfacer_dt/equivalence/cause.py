@@ -1,0 +1,160 @@
+"""The first difference between a module and a style, and what may have caused it, in words."""
+
+from contextlib import suppress
+from itertools import permutations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt.equivalence.compare import Row, difference, probabilities, tolerance
+from wallfacer_dt.equivalence.style import EquivalenceError
+from wallfacer_dt.equivalence.tensors import Results
+from wallfacer_dt.equivalence.trial import Reference, Trial, forward_of_copy, run
+
+# Fainter probabilities may be lost in a narrow dtype.
+_FAINTEST = 1e-6
+
+
+def compare(trial: Trial, reference: Reference, styled: Results) -> None:
+    """Refuse (EquivalenceError) results of the module and the style that differ."""
+    rtol = tolerance(reference.sizes.dtype, trial.mesh.device_type)
+    found = _first_difference(reference, styled, rtol)
+    if found:
+        cause = _other_call(trial, reference, styled, rtol)
+        raise EquivalenceError(f"{trial.names}: {cause or found}")
+
+
+def _first_difference(reference: Reference, styled: Results, rtol: float) -> str:
+    expected = reference.results
+    rows = probabilities(reference.inputs.queries, expected.seen, styled.seen, reference.sizes)
+    if found := _other_heads(rows) or _other_keys(rows):
+        return found
+    if found := difference(expected.out, styled.out, rtol):
+        return f"output at {found}; {_hint(rows, rtol)}"
+    for name, what in (("dq", "q"), ("dk", "k"), ("dv", "v")):
+        ours, theirs = getattr(expected, name), getattr(styled, name)
+        if ours is not None and theirs is not None and (found := difference(ours, theirs, rtol)):
+            return f"outputs agree, but not the gradient of {what} at {found}; does the module detach something?"
+    return ""
+
+
+def _other_heads(rows: list[Row]) -> str:
+    for row in rows:
+        theirs = int(row.module.sum(1).argmax())
+        if theirs != row.kv_head and row.module.any():
+            return (
+                f"query head {row.head} attends to key and value head {theirs} in the module, to {row.kv_head} under "
+                "the style, where neighbouring query heads share one: is it repeat() instead of repeat_interleave()?"
+            )
+    return ""
+
+
+def _other_keys(rows: list[Row]) -> str:
+    """The first query that sees other keys, and what may explain it."""
+    for row in rows:
+        ours, theirs = row.pair
+        differs = ((ours != 0) != (theirs != 0)) & (torch.maximum(ours.abs(), theirs.abs()) > _FAINTEST)
+        if differs.any():
+            key = int(differs.int().argmax())
+            there, missing = ("in the module", "under the style") if ours[key] else ("under the style", "in the module")
+            bands = [_band([(row.query, row.pair[side]) for row in rows]) for side in (0, 1)]
+            hint = f": the module has {bands[0]}, the style {bands[1]}" if all(bands) else ""
+            return f"query {row.query} sees key {key} {there} but not {missing}{hint}"
+    return ""
+
+
+def _band(rows: list[tuple[int, Tensor]]) -> str:
+    """In words, if the keys that queries see are a band about the diagonal."""
+    lefts, rights = set(), set()
+    for query, row in rows:
+        keys = row.nonzero()[:, 0].tolist()
+        if not keys or len(keys) != keys[-1] - keys[0] + 1:
+            return ""
+        if keys[0] > 0:
+            lefts.add(query - keys[0])
+        if keys[-1] < len(row) - 1:
+            rights.add(keys[-1] - query)
+    if len(lefts) > 1 or len(rights) > 1:
+        return ""
+    left, right = next(iter(lefts), None), next(iter(rights), None)
+    if left is None:
+        return {None: "no mask", 0: "a causal mask (is_causal=True)"}.get(right, f"window_size=(None, {right})")
+    window = f"window_size=({left}, {right})"
+    return f"a sliding window of {left + 1}, {window}" if right == 0 else window
+
+
+class _Fit(NamedTuple):
+    """Slope of the line; ratio of the rows' sums; spread about the line; largest change of a logarithm."""
+
+    slope: float
+    level: float
+    rest: float
+    moved: float
+
+
+def _hint(rows: list[Row], rtol: float) -> str:
+    """What may make the module's probabilities p of the style's s: log(p / s) of a row is fitted by a line in log s."""
+    fits = [_fit(*row.pair) for row in rows if row.style[row.kv_head].count_nonzero() > 7]
+    if not fits:
+        return "the same keys are seen, as far as can be told"
+    slopes, levels, rests, moved = torch.tensor([fit for fit in fits if fit.moved > rtol] or fits).unbind(1)
+    if moved.max() <= rtol:
+        return "probabilities agree, so look at what is done to v or to the output"
+    if (rests > 0.3 * moved).float().mean() > 0.5:
+        return (
+            "the same keys are seen, but with probabilities that do not follow q k^T: is there a bias, or are q and k "
+            "changed?"
+        )
+    return _hint_of_slopes(slopes, rtol) or _hint_of_levels(levels, rtol)
+
+
+def _hint_of_slopes(slopes: Tensor, rtol: float) -> str:
+    """What changes scores, if they are changed."""
+    low, high = float(slopes.min()), float(slopes.max())
+    steepest = max(-low, high)
+    if steepest <= rtol / 4:
+        return ""
+    if high - low < 0.2 * steepest:
+        factor = 1 + float(slopes.median())
+        return f"the same keys are seen, but scores are {factor:.3g} times the style's: another scale?"
+    return "the same keys are seen, but low and high scores count otherwise: is there a soft cap, or a norm of q or k?"
+
+
+def _hint_of_levels(levels: Tensor, rtol: float) -> str:
+    """What changes all probabilities of a query alike."""
+    least, most = float(levels.min()), float(levels.max())
+    if max(1 - least, most - 1) <= rtol:
+        return "the same keys are seen, with slightly other probabilities: is there another scale, or a soft cap?"
+    if most - least < 3 * rtol * most:
+        return f"probabilities are {most:.3g} times the style's: are v or the output multiplied by it?"
+    who = "module" if least < 1 - rtol else "style"
+    return (
+        f"the same keys are seen, but in the {who} the probabilities of a query add up to less than 1: attention sinks?"
+    )
+
+
+def _fit(ours: Tensor, theirs: Tensor) -> _Fit:
+    both = (ours > _FAINTEST) & (theirs > _FAINTEST)
+    y, x = (ours[both] / theirs[both]).log(), theirs[both].log()
+    centred = x - x.mean()
+    slope = (centred * y).sum() / centred.square().sum()
+    rest = (y - y.mean() - slope * centred).square().mean().sqrt()
+    return _Fit(float(slope), float(ours.sum() / theirs.sum()), float(rest), float(y.abs().max()))
+
+
+def _other_call(trial: Trial, reference: Reference, styled: Results, rtol: float) -> str:
+    """Whether the module, called otherwise, gives what the style gives; in words."""
+    inputs, layout = reference.inputs, trial.style.layout
+    forward = forward_of_copy(trial.module)
+    other = "BNLH" if layout == "BLNH" else "BLNH"
+    calls = {f"the module's layout is {other!r}, the style was given layout={layout!r}": (other, inputs)}
+    for order in [p for p in permutations("qkv") if p != ("q", "k", "v")]:
+        reordered = inputs._replace(**dict(zip("qkv", (getattr(inputs, x) for x in order), strict=True)))
+        calls[f"the module takes q, k, v in another order: given ({', '.join(order)}) it agrees"] = layout, reordered
+    for words, (called_in, given) in calls.items():
+        with suppress(Exception):  # most modules cannot be called so
+            out = run(forward, given, called_in, reference.kwargs, backward=False).out
+            if not difference(out, styled.out, 3 * rtol):
+                return words
+    return ""

@@ -1,0 +1,133 @@
+"""The check as callers have it: one module and one style, or a module that is like one that has passed."""
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from wallfacer_dt.equivalence.cause import compare
+from wallfacer_dt.equivalence.ranks import exchange, is_pretended, run_together
+from wallfacer_dt.equivalence.sizes import Sizes, heads_to_try, shortened
+from wallfacer_dt.equivalence.style import AttentionStyle
+from wallfacer_dt.equivalence.trial import Trial
+from wallfacer_dt.layout import check_length
+
+
+def check_equivalence(
+    module: nn.Module,
+    style: AttentionStyle,
+    mesh: DeviceMesh,
+    *,
+    length: int | None = None,
+    heads: tuple[int, int] | None = None,
+    head_dim: int = 16,
+    dtype: torch.dtype | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Compare a module with what a style would put in its place: outputs, gradients and which key each query sees.
+
+    Every rank runs the module on a whole random sequence and the style on its shard; all ranks of the mesh call it
+    together, before the style is applied. Both are called with ``kwargs`` and with what the module's signature names
+    of the style's options (``is_causal``, ``scale``, ``window_size``, ``sliding_window``, ``softcap``, ``enable_gqa``,
+    masks). The module, the random state and the mesh's token order are left as they are. Nothing is compared under
+    fake tensors and on fake process groups. A module whose output needs no gradient is compared in its output alone.
+
+    Differences are relative to the largest entry of each channel: 1e-3 in float32 (2e-2 off the CPU, where matrix
+    products may be rounded to TF32), 1e-5 in float64, 8e-2 in half precision, where a module may round scores.
+
+    Args:
+        module: the inner attention as the model has it, in the mode (``train()`` or ``eval()``) it will be used in.
+        style: :class:`RingParallel`, :class:`WallFacerParallel` or :class:`UlyssesParallel`.
+        mesh: that the style is to be applied on.
+        length: tokens of the sequence; 1152 and more by default, so that windows up to 1024 are seen, or the style's
+            own ``length`` where that is shorter. A style whose order deals tokens out by document is tried in
+            ``"head_tail"``: what a query sees is the same.
+        heads: heads of q and of k and v; by default 4 and 2 or, where the module refuses that, 4 and 4 (more on more
+            than 4 ranks of Ulysses).
+        head_dim: H of v, and of k without ``k_shared``.
+        dtype: of q, k and v; by default float32 on the CPU and bfloat16 elsewhere.
+        kwargs: what the model calls the module with besides q, k, v; ``k_shared`` (1, 1, length, Hs), like all else,
+            of the whole sequence.
+
+    Raises:
+        EquivalenceError: on every rank, naming the first difference and what may have caused it; or the module could
+            not be run.
+        ValueError: the style refuses the module, or to be called with these options.
+        TypeError: as ValueError, or an argument of the wrong type.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    if length is not None:
+        check_length(length, "length")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    options, lengths = shortened(style.options, length, mesh.size())
+    attention = style.attention_on(mesh, options)
+    if is_pretended(mesh):
+        return
+    dtype = dtype or (torch.float32 if mesh.device_type == "cpu" else torch.bfloat16)
+    heads_tried = heads_to_try(heads, options, attention.place.ulysses)
+    sizes = [Sizes(*lengths, *some, head_dim, dtype) for some in heads_tried]
+    trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
+    with _set_apart(mesh):
+        reference = run_together(mesh, trial.run_module)
+        styled = run_together(mesh, trial.run_style, reference)
+        run_together(mesh, lambda: compare(trial, reference, trial.assembled(reference, styled)))
+
+
+def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passed: set[Hashable]) -> None:
+    """:func:`check_equivalence`, but for a module that is like one that has passed on this mesh.
+
+    Args:
+        module: as for :func:`check_equivalence`.
+        style: as for :func:`check_equivalence`.
+        mesh: as for :func:`check_equivalence`.
+        passed: what has passed with this style; the module is added.
+    """
+    if is_pretended(mesh):
+        return
+    likeness = _likeness(module)
+    known = likeness is not None and (mesh, likeness) in passed
+    # Ranks that differ in what they know would wait for each other.
+    if all(exchange(known, mesh).values()):
+        return
+    check_equivalence(module, style, mesh)
+    if likeness is not None:
+        passed.add((mesh, likeness))
+
+
+def _likeness(module: nn.Module) -> Hashable | None:
+    """Equal for modules of which one check is enough; None for one that is like no other."""
+    usual = vars(nn.Module())
+    own = {name: value for name, value in vars(module).items() if name not in usual}
+    children = tuple((name, type(child)) for name, child in module.named_children())
+    likeness = (type(module), type(module).forward, module.training, children, _frozen(own))
+    try:
+        hash(likeness)
+    except TypeError:
+        return None
+    return likeness
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in value.items())
+    return value
+
+
+@contextmanager
+def _set_apart(mesh: DeviceMesh) -> Iterator[None]:
+    """Gradients on, autocast off, tensors on the mesh's device; and afterwards the random state as before."""
+    kind = mesh.device_type
+    devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind))
+        stack.enter_context(torch.inference_mode(False))  # which under no_grad, too, turns gradients on
+        stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.device(kind))
+        yield

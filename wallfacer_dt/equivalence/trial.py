@@ -1,0 +1,208 @@
+"""The trial: a module on the whole sequence, a style on every rank's shard, and what the style gives in all."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from wallfacer_dt.attention import ContextAttention
+from wallfacer_dt.equivalence.compare import difference, tolerance
+from wallfacer_dt.equivalence.ranks import exchange
+from wallfacer_dt.equivalence.sizes import Sizes
+from wallfacer_dt.equivalence.style import (
+    CAUSAL_NAMES,
+    SCALE_NAMES,
+    SOFTCAP_NAMES,
+    AttentionStyle,
+    EquivalenceError,
+)
+from wallfacer_dt.equivalence.tensors import Inputs, Results, draw, laid_out
+from wallfacer_dt.layout import deal
+
+
+class Reference(NamedTuple):
+    """What the module made of the inputs, and what it was called with."""
+
+    sizes: Sizes
+    inputs: Inputs
+    kwargs: dict[str, Any]
+    results: Results
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A module and the style that is to replace it.
+
+    Attributes:
+        module: the module, of which a copy is run.
+        style: the style.
+        mesh: that it is to be applied on.
+        attention: the style's on this mesh, with options for a short sequence.
+        sizes: to be tried in this order.
+        kwargs: the caller's, of the whole sequence.
+    """
+
+    module: nn.Module
+    style: AttentionStyle
+    mesh: DeviceMesh
+    attention: ContextAttention
+    sizes: list[Sizes]
+    kwargs: dict[str, Any]
+
+    @property
+    def names(self) -> str:
+        """How an error about the two begins."""
+        return f"{type(self.module).__name__} is not what {type(self.style).__name__} computes"
+
+    def run_module(self) -> Reference:
+        """The module on the whole sequence, with the first sizes that it takes."""
+        self.style.forward_of(self.module, self.attention)  # which may refuse it
+        forward = forward_of_copy(self.module)
+        errors: list[Exception] = []
+        for sizes in self.sizes:
+            try:
+                return self._run_module(forward, sizes)
+            except EquivalenceError:
+                raise
+            except Exception as error:  # whatever a module may raise
+                errors.append(error)
+        what = " or ".join(str((sizes.heads, sizes.kv_heads)) for sizes in self.sizes)
+        raise EquivalenceError(
+            f"{type(self.module).__name__} could not be run on q, k, v of {self.sizes[0].length} tokens, {what} heads "
+            f"of {self.sizes[0].head_dim}, layout {self.style.layout!r}: {type(errors[0]).__name__}: {errors[0]}. "
+            "Call check_equivalence with heads=, head_dim= or kwargs= that fit, or give the style check=False"
+        ) from errors[0]
+
+    def run_style(self, reference: Reference) -> Results:
+        """The style on this rank's rows."""
+        q_rows, kv_rows = self._rows(reference.sizes)
+        inputs, kwargs = reference.inputs, dict(reference.kwargs)
+        q, grad_out, probe = (x[:, :, q_rows] for x in (inputs.q, inputs.grad_out, inputs.probe))
+        if self.attention.place.index:  # or else what all ranks hold would count as often
+            for grad in (grad_out, probe):
+                grad[:, :, : self.attention.options.replicated] = 0
+        mine = Inputs(q, inputs.k[:, :, kv_rows], inputs.v[:, :, kv_rows], grad_out, probe, inputs.queries)
+        if isinstance(kwargs.get("k_shared"), Tensor):
+            dim = 2 if self.style.layout == "BNLH" else 1
+            kwargs["k_shared"] = kwargs["k_shared"].index_select(dim, kv_rows)
+        return run(self.style.forward_of(self.module, self.attention), mine, self.style.layout, kwargs)
+
+    def assembled(self, reference: Reference, mine: Results) -> Results:
+        """The style's results on the whole sequence."""
+        rows = [x.cpu() for x in self._rows(reference.sizes)]
+        shards = exchange((rows, mine), self.mesh).values()
+        whole: dict[str, Tensor] = {}
+        for name, like in reference.results._asdict().items():
+            if like is None or getattr(mine, name) is None:
+                continue
+            whole[name] = torch.zeros_like(like)
+            for (q_rows, kv_rows), shard in shards:
+                if name == "out":
+                    whole[name].index_copy_(2, q_rows, shard.out)
+                else:  # of what all ranks hold, each has a part
+                    whole[name].index_add_(2, q_rows if name == "dq" else kv_rows, getattr(shard, name))
+        return Results(**whole)
+
+    def _run_module(self, forward: Callable[..., Any], sizes: Sizes) -> Reference:
+        kwargs, layout = self._kwargs(forward, sizes), self.style.layout
+        inputs = draw(self.attention.options, sizes, self.mesh.device_type, kwargs.get("k_shared"))
+        results = run(forward, inputs, layout, kwargs)
+        again = run(forward, inputs, layout, kwargs, backward=False)
+        if difference(results.out, again.out, tolerance(sizes.dtype, "cpu")):
+            raise EquivalenceError(
+                f"{self.names}: called again with the same tensors it gives another output; is there dropout? "
+                "Context-parallel attention has none"
+            )
+        return Reference(sizes, inputs, kwargs, results)
+
+    def _rows(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """Rows of the queries and of the keys that this rank holds."""
+        place, options = self.attention.place, self.attention.options
+        rows = []
+        for length in (sizes.length, sizes.kv_length):
+            spans = deal(length, place.axes, options.order)[place.index]
+            held = [torch.arange(options.replicated), *(options.replicated + torch.arange(*span) for span in spans)]
+            rows.append(torch.cat(held).to(self.mesh.device_type))
+        return rows[0], rows[1]
+
+    def _kwargs(self, forward: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
+        """What the style was told, as far as the module's signature names it; then the caller's."""
+        options = self.attention.options
+        told: dict[str, Any] = dict.fromkeys(CAUSAL_NAMES, options.is_causal)
+        told |= dict.fromkeys(SCALE_NAMES, options.scale) | dict.fromkeys(SOFTCAP_NAMES, options.softcap)
+        told["prefix_length"] = options.prefix_length or None
+        told["enable_gqa"] = True if sizes.heads != sizes.kv_heads else None
+        if options.window_size is not None:
+            left, right = options.window
+            told["window_size"] = (left, right)
+            told["sliding_window"] = left + 1 if options.is_causal and left >= 0 else None
+        if options.mask_mod is not None:
+            told |= _named_masks(options.mask_mod, sizes, self.mesh.device_type)
+        named = inspect.signature(forward).parameters
+        return {name: value for name, value in told.items() if name in named and value is not None} | self.kwargs
+
+
+def run(
+    forward: Callable[..., Any], inputs: Inputs, layout: str, kwargs: Mapping[str, Any], *, backward: bool = True
+) -> Results:
+    """Call a forward and, where its output has a gradient, its backward twice.
+
+    Args:
+        forward: the module's or the style's.
+        inputs: in (B, N, L, H).
+        layout: in which the forward takes and gives them.
+        kwargs: of the call.
+        backward: ask for gradients.
+
+    Returns:
+        What came out.
+
+    Raises:
+        EquivalenceError: the forward gives no tensor, or one of another shape.
+    """
+    leaves = [laid_out(x, layout).detach().requires_grad_(backward) for x in inputs[:3]]
+    grad_out, probe = laid_out(inputs.grad_out, layout), laid_out(inputs.probe, layout)
+    out = forward(*leaves, **kwargs)
+    if not isinstance(out, Tensor):
+        raise EquivalenceError(f"the module returns a {type(out).__name__}, a style a tensor")
+    if out.shape != grad_out.shape:
+        raise EquivalenceError(
+            f"the module returns shape {tuple(out.shape)} for q {tuple(leaves[0].shape)}, a style of "
+            f"layout={layout!r} returns {tuple(grad_out.shape)}"
+        )
+    if not (backward and out.requires_grad):
+        return Results(_gathered(out, layout))
+    grads = torch.autograd.grad(out, leaves, grad_out, retain_graph=True, allow_unused=True)
+    seen = torch.autograd.grad(out, leaves[2], probe, allow_unused=True)
+    found = zip((*leaves, leaves[2]), (*grads, *seen), strict=True)
+    filled = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in found)
+    return Results(*(_gathered(x, layout) for x in (out, *filled)))
+
+
+def forward_of_copy(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a copy, so that the module stays as it is."""
+    try:
+        return copy.deepcopy(module).forward
+    except Exception:  # what it holds may not be copied
+        return copy.copy(module).forward
+
+
+def _named_masks(mask: Any, sizes: Sizes, device: str) -> dict[str, Any]:
+    """A style's mask by the names that modules have for one."""
+    blocks, function = mask, mask
+    if isinstance(mask, BlockMask):
+        function = mask.mask_mod
+    else:
+        blocks = create_block_mask(mask, 1, sizes.heads, sizes.length, sizes.length, device=device)
+    return {"mask_mod": function, "block_mask": blocks, "attention_masks": blocks}
+
+
+def _gathered(x: Tensor, layout: str) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return laid_out(x, layout).detach().to("cpu", dtype).contiguous()
