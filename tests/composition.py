@@ -34,9 +34,14 @@ def token_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[axes]._flatten("tokens")
 
 
+def context_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes along which ranks share a sequence: cp_ring and cp_team, or cp_ulysses and cp_ring, or all three."""
+    return mesh[tuple(axis for axis in mesh.mesh_dim_names if axis.startswith("cp_"))]
+
+
 def deal(tokens_BN: Tensor, labels_BN: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's tokens_BL, labels_BL and positions_L; data-parallel groups take different sequences."""
-    context = mesh["cp_ring", "cp_team"]
+    context = context_of(mesh)
     if "dp" in mesh.mesh_dim_names:
         group, groups = mesh["dp"].get_local_rank(), mesh["dp"].size()
         tokens_BN, labels_BN = tokens_BN.chunk(groups)[group], labels_BN.chunk(groups)[group]
@@ -76,24 +81,24 @@ def shard_parameters(modules: Iterable[nn.Module], mesh: DeviceMesh, **options: 
 
 
 def fsdp(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    parallelize_module(model, mesh["cp_ring", "cp_team"], {"layers.*.attention.inner": style})
+    parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
     shard_parameters((*model.layers, model), token_mesh(mesh))
 
 
 def zero2(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    parallelize_module(model, mesh["cp_ring", "cp_team"], {"layers.*.attention.inner": style})
+    parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
     shard_parameters((*model.layers, model), token_mesh(mesh), reshard_after_forward=False)
 
 
 def hsdp(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    parallelize_module(model, mesh["cp_ring", "cp_team"], {"layers.*.attention.inner": style})
-    dp, ring, team = mesh.shape
-    replicate_shard = init_device_mesh(mesh.device_type, (dp, ring * team), mesh_dim_names=("dp", "cp"))
+    parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
+    sizes = mesh["dp"].size(), context_of(mesh).size()
+    replicate_shard = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("dp", "cp"))
     shard_parameters((*model.layers, model), replicate_shard)
 
 
 def mixed_precision(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    parallelize_module(model, mesh["cp_ring", "cp_team"], {"layers.*.attention.inner": style})
+    parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     shard_parameters(model.layers, token_mesh(mesh), mp_policy=policy)
     shard_parameters([model], token_mesh(mesh), mp_policy=replace(policy, output_dtype=torch.float32))
@@ -118,7 +123,7 @@ def tensor_parallel(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> N
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh["tp"], plan)
-    parallelize_module(model, mesh["cp_ring", "cp_team"], {"layers.*.attention.inner": style})
+    parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
     shard_parameters((*model.layers, model), token_mesh(mesh))
 
 
@@ -145,7 +150,7 @@ class Stage(nn.Module):
 def pipeline(
     model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle, positions_L: Tensor, counted: Tensor
 ) -> tuple[Schedule1F1B, Stage]:
-    parallelize_module(model, mesh["cp_ring", "cp_team"], {"layers.*.attention.inner": style})
+    parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
     index, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
     each = len(model.layers) // stages
     module = Stage(model, range(index * each, (index + 1) * each), positions_L)

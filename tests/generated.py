@@ -33,13 +33,26 @@ SHORT = {
 }
 
 
-def styled(mesh: DeviceMesh, **options: Any) -> Callable[[Tensor], Tensor]:
-    """A function of x (1, 64, 128) round attention with 4 heads of 16 and 2 for keys and values."""
-    inner = parallelize_module(Inner(), mesh, WallFacerParallel(**options))
+def styled(mesh: DeviceMesh, heads: tuple[int, int] = (4, 2), **options: Any) -> Callable[[Tensor], Tensor]:
+    """A function of x (1, 64, 128) round attention with that many heads, and for keys and values: 4 of 16 and 2."""
+    n, g = heads
+    inner = parallelize_module(Inner(), mesh, WallFacerParallel(check=False, **options))
 
     def model(x: Tensor) -> Tensor:
-        q, k, v = (x * 2).unflatten(-1, (8, 16)).split((4, 2, 2), 2)
+        q, k, v = (x * 2).unflatten(-1, (n + 2 * g, -1)).split((n, g, g), 2)
         return inner(q, k, v).flatten(2).sin()
+
+    return model
+
+
+def packed(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """The same of packed documents, which come with the call."""
+    inner = parallelize_module(Inner(), mesh, WallFacerParallel(is_causal=True, check=False))
+    ids = torch.arange(64 * mesh.size()) // 50
+
+    def model(x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (8, 16)).split((4, 2, 2), 2)
+        return inner(q, k, v, document_ids=ids).sin()
 
     return model
 
@@ -62,6 +75,7 @@ def code_of(
     ring: int,
     team: int,
     *,
+    ulysses: int = 1,
     dtype: torch.dtype = torch.float32,
     dynamic: bool | None = None,
     rank: int = 0,
@@ -70,8 +84,9 @@ def code_of(
     **options: Any,
 ) -> list[str]:
     """The code of forward and, with gradients, backward, as plain ``torch.compile`` makes it."""
-    with fake_world(ring * team, rank):
-        model = torch.compile(model(context_mesh("cpu", ring, team), **options), fullgraph=True, dynamic=dynamic)
+    with fake_world(ulysses * ring * team, rank):
+        mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
+        model = torch.compile(model(mesh, **options), fullgraph=True, dynamic=dynamic)
         x = torch.empty(1, 64, 128, dtype=dtype, requires_grad=requires_grad)
 
         def compiled() -> None:
@@ -88,11 +103,11 @@ def code_of(
         return codes
 
 
-def lines_of(ring: int, team: int, **options: Any) -> list[list[str]]:
+def lines_of(ring: int, team: int, *, ulysses: int = 1, **options: Any) -> list[list[str]]:
     """The programs of forward and backward: collectives by axis, waits, kernels and fused kernels."""
-    codes = code_of(ring, team, **options)
-    with fake_world(ring * team):
-        mesh = context_mesh("cpu", ring, team)
+    codes = code_of(ring, team, ulysses=ulysses, **options)
+    with fake_world(ulysses * ring * team, options.get("rank", 0)):
+        mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
         axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
     return [_program(code, axes) for code in codes]
 

@@ -61,8 +61,13 @@ class Inner(nn.Module):
         return q
 
 
+def unchecked(**options: Any) -> w.WallFacerParallel:
+    """A style that does not ask what these stand-ins compute."""
+    return w.WallFacerParallel(check=False, **options)
+
+
 def styled(module: nn.Module | None = None, style: Any = None, on: Any = None) -> nn.Module:
-    return parallelize_module(module or Inner(), on or mesh(), style or w.WallFacerParallel())
+    return parallelize_module(module or Inner(), on or mesh(), style or unchecked())
 
 
 def called(style: Any = None, module: nn.Module | None = None, *extra: Any, **kwargs: Any) -> Tensor:
@@ -98,12 +103,12 @@ def sharded_in_another_order() -> None:
 def positions_in_another_order() -> None:
     fresh = mesh()
     w.sequence_positions(8, fresh, order="head_tail")
-    styled(style=w.WallFacerParallel(is_causal=True), on=fresh["cp_ring", "cp_team"])
+    styled(style=unchecked(is_causal=True), on=fresh["cp_ring", "cp_team"])
 
 
 def dataset_in_another_order() -> None:
     fresh = mesh()
-    styled(style=w.WallFacerParallel(is_causal=True), on=fresh)
+    styled(style=unchecked(is_causal=True), on=fresh)
     w.SequenceDataset(torch.arange(99), 8, fresh, order="head_tail")
 
 
@@ -182,8 +187,58 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "unknown kernel": lambda: attend(kernel="fast"),
     "is_causal that is no bool": lambda: attend(is_causal=1),
     "scale that is no number": lambda: attend(scale="big"),
-    "odd shard in head_tail": lambda: attend(x(length=3), x(length=3), on=mesh(), order="head_tail"),
-    "lengths of q and k": lambda: attend(x(length=4), x(length=6)),
+    "lengths of q and k under a mask": lambda: attend(x(length=4), x(length=6), is_causal=True),
+    "another length than the order's": lambda: attend(*[x(length=3)] * 2, length=13),
+    "a length without tokens": lambda: attend(length=0),
+    "a length of keys under a mask": lambda: attend(is_causal=True, length=16, kv_length=24),
+    "a length of keys alone": lambda: attend(kv_length=16),
+    "a window that is no pair": lambda: attend(window_size=8),
+    "a window of floats": lambda: attend(window_size=(8.0, 0)),
+    "a window below zero": lambda: attend(window_size=(-2, 0)),
+    "a causal window that looks ahead": lambda: attend(is_causal=True, window_size=(4, 4)),
+    "a prefix without causality": lambda: attend(prefix_length=4),
+    "a prefix with a window": lambda: attend(is_causal=True, prefix_length=4, window_size=(4, 0)),
+    "a mask_mod beside another mask": lambda: attend(is_causal=True, mask_mod=lambda b, h, i, j: i >= j),
+    "a mask_mod that is none": lambda: attend(mask_mod=torch.ones(16, 16)),
+    "replicated tokens under a mask": lambda: attend(is_causal=True, replicated=2),
+    "replicated tokens alone": lambda: attend(replicated=4),
+    "replicated tokens in DTensors": lambda: attend(
+        *[DTensor.from_local(x(), mesh(), [Shard(2), Shard(2)], run_check=False)] * 2, replicated=2
+    ),
+    "a soft cap in a kernel that has none": lambda: attend(softcap=30.0),
+    "a soft cap of zero": lambda: attend(softcap=0.0),
+    "flex on the CPU": lambda: attend(kernel="flex"),
+    "documents of a shard": lambda: attend(document_ids=torch.zeros(1, 4, dtype=torch.int64)),
+    "documents of another batch": lambda: attend(document_ids=torch.zeros(2, 16, dtype=torch.int64)),
+    "documents that are no integers": lambda: attend(document_ids=torch.zeros(16)),
+    "documents on a device": lambda: attend(document_ids=torch.zeros(16, dtype=torch.int64, device="meta")),
+    "documents as a list": lambda: attend(cu_seqlens=[0, 16]),
+    "documents twice": lambda: attend(
+        document_ids=torch.zeros(16, dtype=torch.int64), cu_seqlens=torch.tensor([0, 16])
+    ),
+    "cumulative lengths of another sequence": lambda: attend(cu_seqlens=torch.tensor([0, 8, 20])),
+    "cumulative lengths that descend": lambda: attend(cu_seqlens=torch.tensor([0, 8, 4, 16])),
+    "documents with a prefix": lambda: attend(is_causal=True, prefix_length=2, cu_seqlens=torch.tensor([0, 16])),
+    "documents with a mask_mod": lambda: attend(mask_mod=lambda b, h, i, j: i >= j, cu_seqlens=torch.tensor([0, 16])),
+    "dealt out by document without documents": lambda: attend(order="document_head_tail"),
+    "sharded by document without documents": lambda: w.shard_sequence(x(), mesh(), dim=2, order="document_head_tail"),
+    "a stream dealt out by document": lambda: w.SequenceDataset(
+        torch.arange(99), 8, mesh(), order="document_head_tail"
+    ),
+    "sinks for other heads": lambda: attend(sinks=torch.zeros(3)),
+    "sinks that are integers": lambda: attend(sinks=torch.zeros(2, dtype=torch.int64)),
+    "sinks as a number": lambda: attend(sinks=0.5),
+    "shared keys of several heads": lambda: attend(x(head_dim=12), k_shared=x(head_dim=4)),
+    "shared keys too wide": lambda: attend(x(head_dim=12), k_shared=x(heads=1, head_dim=8)),
+    "shared keys of another length": lambda: attend(x(head_dim=12), k_shared=x(heads=1, length=2, head_dim=4)),
+    "fewer heads than ulysses": lambda: attend(on=mesh_of(1, 1, ulysses=4)),
+    "mesh with ulysses inside": lambda: attend(
+        on=init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "cp_ulysses"))
+    ),
+    "a ring without its ulysses": lambda: attend(on=mesh_of(2, 1, ulysses=2)["cp_ring", "cp_team"]),
+    "ulysses of the wrong size": lambda: w.context_mesh("cpu", 2, ulysses=3),
+    "ring style on ulysses": lambda: styled(style=w.RingParallel(check=False), on=mesh_of(2, 1, ulysses=2)),
+    "ulysses style on a ring": lambda: styled(style=w.UlyssesParallel(check=False), on=mesh_of(2, 1, ulysses=2)),
     "lengths of k and v": lambda: attend(v=x(length=6)),
     "batches": lambda: attend(x(batch=2)),
     "head dims": lambda: attend(x(head_dim=16)),
@@ -203,9 +258,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "sharded in another order": sharded_in_another_order,
     "positions in another order": positions_in_another_order,
     "dataset in another order": dataset_in_another_order,
-    "sequence that does not divide": lambda: w.shard_sequence(x(length=10), mesh(), dim=2, order="contiguous"),
-    "sequence that does not divide by 2P": lambda: w.shard_sequence(x(length=12), mesh(), dim=2, order="head_tail"),
-    "positions that do not divide": lambda: w.sequence_positions(6, mesh(), order="contiguous"),
+    "an empty sequence": lambda: w.shard_sequence(x(length=0), mesh(), dim=2, order="contiguous"),
     "a length that is no int": lambda: w.sequence_positions(8.0, mesh(), order="contiguous"),
     "dim that is no int": lambda: w.shard_sequence(x(), mesh(), dim=0.5, order="contiguous"),
     "sharding a DTensor": lambda: w.shard_sequence(
@@ -216,7 +269,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
         x(requires_grad=True), mesh(), dim=2, order="contiguous"
     ),
     "too short a stream": lambda: w.SequenceDataset(torch.arange(8), 8, mesh(), order="contiguous"),
-    "ring style on a team": lambda: styled(style=w.RingParallel()),
+    "ring style on a team": lambda: styled(style=w.RingParallel(check=False)),
     "unknown layout": lambda: w.RingParallel(layout="BHLD"),
     "wallfacer style on one axis": lambda: styled(on=init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))),
     "style on a module with parameters": lambda: styled(nn.MultiheadAttention(8, 2)),
@@ -224,7 +277,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "style on a styled module": styled_twice,
     "module that is causal by default": lambda: called(None, CausalByDefault()),
     "module with a window by default": lambda: called(None, WindowByDefault()),
-    "module with another scale by default": lambda: called(w.WallFacerParallel(scale=1.0), ScaleByDefault()),
+    "module with another scale by default": lambda: called(unchecked(scale=1.0), ScaleByDefault()),
     "module that holds is_causal": lambda: styled(Holding(is_causal=True)),
     "module that holds a window": lambda: styled(Holding(sliding_window=64)),
     "module that holds dropout": lambda: styled(Holding(drop=nn.Dropout(0.5))),
@@ -238,11 +291,12 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "called with dropout": lambda: called(dropout_p=0.1),
     "called with a window": lambda: called(sliding_window=8),
     "called with a flash window": lambda: called(window_size=(8, 0)),
-    "called with sinks": lambda: called(sinks=torch.zeros(2)),
+    "called with sinks that are no tensor": lambda: called(sinks=0.5),
+    "called with sinks twice": lambda: called(sinks=torch.zeros(4), s_aux=torch.zeros(4)),
     "called with a soft cap": lambda: called(softcap=30.0),
     "called with something unknown": lambda: called(temperature=None),
     "called as causal": lambda: called(is_causal=True),
-    "called with another scale": lambda: called(w.WallFacerParallel(scale=1.0), scale=0.5),
+    "called with another scale": lambda: called(unchecked(scale=1.0), scale=0.5),
     "called with a learned scale": lambda: called(scale=torch.tensor(0.5, requires_grad=True)),
     "called with an infinite scale": lambda: called(scale=float("inf")),
     "called with grouped heads switched off": lambda: styled()(
@@ -255,6 +309,20 @@ REFUSALS: dict[str, Callable[[], Any]] = {
 DISAGREEMENTS: dict[str, Callable[[], Any]] = {
     "shards of different length": lambda: attend(*[x(length=3 + (dist.get_rank() == 3))] * 2),
     "an odd shard on one rank": lambda: attend(*[x(length=4 - (dist.get_rank() == 3))] * 2, order="head_tail"),
+    "other documents on one rank": lambda: attend(cu_seqlens=torch.tensor([0, 8 + dist.get_rank() // 3, 16])),
+    "bad documents on one rank": lambda: attend(cu_seqlens=torch.tensor([0, 8 + 9 * (dist.get_rank() == 3), 16])),
+    "no documents on one rank": lambda: attend(cu_seqlens=torch.tensor([0, 16]) if dist.get_rank() else None),
+    "another window on one rank": lambda: attend(window_size=(4 + dist.get_rank() // 3, 0)),
+    "another mask_mod on one rank": lambda: attend(mask_mod=lambda b, h, i, j: i >= j + dist.get_rank() // 3),
+    "shared keys on one rank": lambda: attend(
+        x(head_dim=12),
+        x(head_dim=12 if dist.get_rank() else 8),
+        x(),
+        k_shared=None if dist.get_rank() else x(heads=1, head_dim=4),
+    ),
+    "another width of values on one rank": lambda: attend(v=x(head_dim=8 + dist.get_rank() // 3)),
+    "another number of replicated tokens on one rank": lambda: attend(replicated=1 + dist.get_rank() // 3),
+    "sinks that do not fit on one rank": lambda: attend(sinks=torch.zeros(2 + dist.get_rank() // 3)),
     "an empty shard on one rank": lambda: attend(*[x(length=4 * (dist.get_rank() != 3))] * 2),
     "an integer on one rank": lambda: attend(*[x(dtype=torch.int64 if dist.get_rank() == 1 else None)] * 2),
     "shards to unshard of different length": lambda: w.unshard_sequence(

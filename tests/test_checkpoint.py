@@ -31,9 +31,9 @@ class Block(nn.Module):
         super().__init__()
         self.project, self.inner, self.output = nn.Linear(16, 48), Inner(), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **documents: Tensor) -> Tensor:
         q, k, v = self.project(x).unflatten(-1, (6, 8)).chunk(3, 2)
-        return x + self.output(F.silu(self.inner(q, k, v).flatten(2)))
+        return x + self.output(F.silu(self.inner(q, k, v, **documents).flatten(2)))
 
 
 class Count(TorchDispatchMode):
@@ -66,17 +66,24 @@ CONTEXTS: dict[str, Callable[[], Any] | None] = {
 }
 
 
-def gradients(how: str, *, compiled: bool = False) -> tuple[list[Tensor], Counter[str]]:
-    """Gradients of two blocks, and how often operators ran (or stand in the compiled graphs), both ways together."""
+def gradients(how: str, *, compiled: bool = False, packed: bool = False) -> tuple[list[Tensor], Counter[str]]:
+    """Gradients of two blocks, and how often operators ran (or stand in the compiled graphs), both ways together.
+
+    ``packed``: of documents, on a mesh with an axis ``cp_ulysses``.
+    """
     torch.manual_seed(0)
-    mesh = mesh_of(2, 2)
+    mesh = mesh_of(2, 1, ulysses=2) if packed else mesh_of(2, 2)
+    documents = {"document_ids": torch.arange(16) // 6} if packed else {}
     blocks = nn.ModuleList(Block() for _ in range(2))
-    parallelize_module(blocks, mesh, {"*.inner": WallFacerParallel(is_causal=True, order="head_tail")})
+    parallelize_module(blocks, mesh, {"*.inner": WallFacerParallel(is_causal=True, order="head_tail", check=False)})
     context = {} if CONTEXTS[how] is None else {"context_fn": CONTEXTS[how]}
 
     def model(x: Tensor) -> Tensor:
         for block in blocks:
-            x = block(x) if how == "none" else checkpoint(block, x, use_reentrant=False, **context)
+            if how == "none":
+                x = block(x, **documents)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, **context, **documents)
         return x
 
     x = torch.randn(1, 4, 16, requires_grad=True)
@@ -94,10 +101,10 @@ def gradients(how: str, *, compiled: bool = False) -> tuple[list[Tensor], Counte
     return [p.grad for p in (x, *blocks.parameters())], counting.counts
 
 
-def compare(how: str, compiled: bool) -> tuple[float, int, int, int]:
+def compare(how: str, compiled: bool, packed: bool = False) -> tuple[float, int, int, int]:
     """Largest difference to gradients without checkpoints; calls of attention, of its backward, of addmm."""
-    expected, _ = gradients("none")
-    got, counts = gradients(how, compiled=compiled)
+    expected, _ = gradients("none", packed=packed)
+    got, counts = gradients(how, compiled=compiled, packed=packed)
     error = max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
     return error, counts["attention"], counts["attention_backward"], counts["addmm"]
 
@@ -110,6 +117,13 @@ def test_the_ring_runs_once(ranks: Ranks, how: str, projections: int, compiled: 
         assert error < 1e-6
         assert (forward, backward) == (2, 2)
         assert addmm == projections
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_so_does_attention_of_documents_with_ulysses(ranks: Ranks, compiled: bool) -> None:
+    for error, forward, backward, addmm in ranks(4).run(compare, "full", compiled, True):
+        assert error < 1e-6
+        assert (forward, backward, addmm) == (2, 2, 6)
 
 
 def test_without_the_policy_it_runs_twice(ranks: Ranks) -> None:

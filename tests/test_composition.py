@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from tests import composition
-from tests.composition import IGNORED, MAX_NORM, deal, pipeline, pipeline_step, train_step
+from tests.composition import IGNORED, MAX_NORM, context_of, deal, pipeline, pipeline_step, train_step
 from wallfacer_dt import RingParallel, WallFacerParallel, release_order, sequence_positions
 from wallfacer_dt.testing import RankPool
 
@@ -33,6 +33,7 @@ STEPS, SEQUENCES, LENGTH = 3, 4, 64
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2)
 DATA, TENSOR, PIPELINE = ("dp", "cp_ring", "cp_team"), ("cp_ring", "cp_team", "tp"), ("pp", "cp_ring", "cp_team")
 AXES = {"tensor_parallel": TENSOR, "pipeline": PIPELINE}
+HYBRIDS = {"fsdp": ("dp", "cp_ulysses", "cp_ring"), "tensor_parallel": ("cp_ulysses", "cp_ring", "tp")}
 COMPOSITIONS = ["fsdp", "zero2", "hsdp", "tensor_parallel", "pipeline"]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     # Adam hides a wrong scale of the gradients. With an eps below most of them, rounding would decide the direction in
@@ -116,11 +117,11 @@ def train_alone(dtype: torch.dtype, optimizer: str, compute: torch.dtype | None 
     return run.finish(model)
 
 
-def make_mesh(name: str, ring: int, team: int) -> DeviceMesh:
+def make_mesh(name: str, ring: int, team: int, *, hybrid: bool = False) -> DeviceMesh:
     """The mesh of 8 ranks that a composition is for, bound to no token order yet."""
-    axes = AXES.get(name, DATA)
+    axes = HYBRIDS[name] if hybrid else AXES.get(name, DATA)
     mesh = _made(tuple({"cp_ring": ring, "cp_team": team}.get(axis, 2) for axis in axes), axes)
-    release_order(mesh["cp_ring", "cp_team"])
+    release_order(context_of(mesh))
     return mesh
 
 
@@ -129,10 +130,10 @@ def _made(shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=axes)
 
 
-def train(name: str, ring: int, team: int, dtype: torch.dtype, optimizer: str) -> Run:
-    """The same steps on this rank of 8, under a composition."""
-    mesh, model = make_mesh(name, ring, team), make_model(dtype)
-    style = (WallFacerParallel if team > 1 else RingParallel)(is_causal=True, order="head_tail")
+def train(name: str, ring: int, team: int, dtype: torch.dtype, optimizer: str, hybrid: bool = False) -> Run:
+    """The same steps on this rank of 8, under a composition; a hybrid has an axis ``cp_ulysses`` of 2."""
+    mesh, model = make_mesh(name, ring, team, hybrid=hybrid), make_model(dtype)
+    style = (WallFacerParallel if team > 1 or hybrid else RingParallel)(is_causal=True, order="head_tail", check=hybrid)
     with no_warning_of_views():
         if name == "pipeline":
             return train_pipeline(model, mesh, style, optimizer)
@@ -144,7 +145,7 @@ def train(name: str, ring: int, team: int, dtype: torch.dtype, optimizer: str) -
 
 
 def train_pipeline(model: ByteGPT, mesh: DeviceMesh, style: RingParallel, optimizer: str) -> Run:
-    positions_L = sequence_positions(LENGTH, mesh["cp_ring", "cp_team"], order="head_tail")
+    positions_L = sequence_positions(LENGTH, context_of(mesh), order="head_tail")
     counted = torch.zeros((), dtype=torch.int64)
     schedule, module = pipeline(model, mesh, style, positions_L, counted)
     stepper, run = OPTIMIZERS[optimizer](module.parameters()), Run()
@@ -214,6 +215,14 @@ def test_steps_equal_those_of_one_process(ranks: Ranks, name: str, ring: int, te
     assert all(error < 1e-10 for error in found.values()), found
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_steps_of_a_hybrid_equal_those_of_one_process(ranks: Ranks, name: str) -> None:
+    """Ulysses around a ring; with tensor parallelism a rank has one key head and splits it."""
+    exact = alone(torch.float64, "sgd")
+    found = worst(ranks(8).run(train, name, 2, 1, torch.float64, "sgd", True), exact)
+    assert all(error < 1e-10 for error in found.values()), found
+
+
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_float32_steps_are_as_close_as_one_process_is(ranks: Ranks, name: str) -> None:
     """Measured from float64."""
@@ -236,7 +245,7 @@ def test_bfloat16_steps_are_as_close_as_one_process_is(ranks: Ranks, optimizer: 
 def precisions() -> dict[str, torch.dtype]:
     """What is computed in which dtype in one forward and backward."""
     mesh, model = make_mesh("mixed_precision", 2, 2), make_model(torch.float32)
-    composition.mixed_precision(model, mesh, WallFacerParallel(is_causal=True, order="head_tail"))
+    composition.mixed_precision(model, mesh, WallFacerParallel(is_causal=True, order="head_tail", check=False))
     found = {}
 
     def note(_: nn.Module, args: tuple[Tensor, tuple[Tensor, Tensor]]) -> None:
@@ -264,7 +273,7 @@ def test_what_is_computed_in_bfloat16(ranks: Ranks) -> None:
 def keeps_parameters(name: str) -> list[bool]:
     """Of each layer whether its parameters are whole after the forward."""
     mesh, model = make_mesh(name, 2, 2), make_model(torch.float32)
-    getattr(composition, name)(model, mesh, WallFacerParallel(is_causal=True, order="head_tail"))
+    getattr(composition, name)(model, mesh, WallFacerParallel(is_causal=True, order="head_tail", check=False))
     tokens_BL, _, positions_L = deal(*batch(0), mesh)
     model(tokens_BL, positions_L)
     return [not isinstance(layer.feed_forward.gate.weight, DTensor) for layer in model.layers]
@@ -285,5 +294,5 @@ def test_the_page_shows_what_the_tests_run() -> None:
         return [line for line in text.splitlines() if line]
 
     assert lines(shown) == lines(code)
-    for axes in (DATA, TENSOR, PIPELINE):
+    for axes in (DATA, TENSOR, PIPELINE, *HYBRIDS.values()):
         assert f"(2, 2, 2), mesh_dim_names={axes})".replace("'", '"') in page

@@ -5,10 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from wallfacer_dt import SequenceDataset, SequenceSampler, release_order
+from tests.cases import fake_world, held
+from tests.strategies import ulysses_meshes
+from wallfacer_dt import SequenceDataset, SequenceSampler, context_mesh, release_order
 from wallfacer_dt.testing import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -56,6 +60,35 @@ def test_windows_do_not_overlap_and_have_their_last_label(length: int) -> None:
         return
     dataset = SequenceDataset(stream, 4)
     assert torch.cat([dataset[i][0] for i in range(len(dataset))]).tolist() == stream[: length // 4 * 4]
+
+
+@settings(max_examples=60)
+@given(
+    length=st.integers(1, 50),
+    size=st.integers(1, 12),
+    order=st.sampled_from(["contiguous", "head_tail"]),
+    data=st.data(),
+)
+def test_any_length_on_any_mesh(length: int, size: int, order: str, data: st.DataObject) -> None:
+    """Of a short window a rank may read nothing."""
+    ring, team, ulysses = data.draw(st.sampled_from(ulysses_meshes(size)))
+    index = data.draw(st.integers(0, size - 1))
+    recording = Recording()
+    with fake_world(size, index):
+        dataset = SequenceDataset(recording, length, context_mesh("cpu", ring, team, ulysses=ulysses), order=order)
+    assert len(dataset) == 100 // length
+    sample = data.draw(st.integers(0, len(dataset) - 1))
+    inputs, labels = dataset[sample]
+    expected = [sample * length + p for p in held(index, (ulysses, ring, team), order, length)]
+    assert inputs.tolist() == expected
+    assert labels.tolist() == [p + 1 for p in expected]
+    assert inputs.dtype == labels.dtype == torch.int64
+    assert recording.read == {q for p in expected for q in (p, p + 1)}
+
+
+def test_a_stream_has_no_documents() -> None:
+    with pytest.raises(ValueError, match="order='document_head_tail' needs documents, which a stream does not have"):
+        SequenceDataset(STREAM, 8, order="document_head_tail")
 
 
 def read_on_a_rank(order: str, workers: int) -> dict:

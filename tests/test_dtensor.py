@@ -1,6 +1,8 @@
 """DTensors in, DTensors out: equal to one process on meshes with further axes, and what is refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,16 +13,21 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Inner, fake_world, held
-from wallfacer_dt import WallFacerParallel, context_parallel_attention, release_order
-from wallfacer_dt.testing import RankPool, attention_oracle
+from tests.cases import Case, Inner, draw, draw_extras, fake_world, held, oracle, per_row
+from tests.refusals import Communication
+from wallfacer_dt import WallFacerParallel, context_parallel_attention, release_order, sharding
+from wallfacer_dt.calls import Options
+from wallfacer_dt.testing import RankPool
 
-AXES = {"R": "cp_ring", "T": "cp_team"}
+AXES = {"U": "cp_ulysses", "R": "cp_ring", "T": "cp_team"}
 PLACEMENTS = {"B": Shard(0), "N": Shard(1), "L": Shard(2), "H": Shard(3), "-": Replicate(), "+": Partial()}
 
 
 class Layout(NamedTuple):
-    """A mesh, by size and by letter: R ring, T team, others are axes of their own; and a letter per axis and tensor."""
+    """A mesh, by size and by letter: U, R, T are ulysses, ring, team, others are axes of their own; and placements.
+
+    A letter per axis for q, and for k and v, and sinks, where they are placed otherwise; ``options``: of the case.
+    """
 
     sizes: tuple[int, ...]
     axes: str
@@ -28,24 +35,38 @@ class Layout(NamedTuple):
     kv: str = ""
     options: dict[str, Any] = {}  # noqa: RUF012
     heads: tuple[int, int] = (4, 2)
+    sinks: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(AXES.get(letter, letter) for letter in self.axes)
 
+    @property
+    def context(self) -> tuple[str, ...]:
+        """The axes that share a sequence."""
+        return tuple(AXES[letter] for letter in self.axes if letter in AXES)
+
+    @property
+    def case(self) -> Case:
+        """Shapes, inputs and options."""
+        size = dict(zip(self.axes, self.sizes, strict=True))
+        heads, kv_heads = self.heads
+        options = {"batch": 4, "head_dim": 8, "is_causal": True, "order": "head_tail"} | self.options
+        return Case(
+            size.get("R", 1), size.get("T", 1), ulysses=size.get("U", 1), heads=heads, kv_heads=kv_heads, **options
+        )  # fmt: skip
+
     def placements(self, letters: str) -> list[Placement]:
         return [PLACEMENTS[letter] for letter in letters]
 
-
-def draw(layout: Layout, mesh: DeviceMesh, order: str) -> tuple[list[Tensor], list[int]]:
-    """q, k, v and grad_out of the whole sequence, and the order in which shards hold it."""
-    size = mesh["cp_ring"].size() * mesh["cp_team"].size()
-    length = 4 * size
-    torch.manual_seed(7)
-    n, g = layout.heads
-    whole = [torch.randn(4, heads, length, 8, dtype=torch.float64) for heads in (n, g, g, n)]
-    rows = [int(row) for index in range(size) for row in held(index, size, order, length)]
-    return whole, rows
+    def placements_of(self, name: str) -> list[Placement]:
+        """Of an input by its name."""
+        kv = self.kv or self.q
+        if name == "sinks":
+            return [Shard(0) if letter == "N" else Replicate() for letter in self.sinks or self.q]
+        if name == "k_shared":
+            return self.placements(kv.replace("N", "-"))
+        return self.placements(self.q if name == "q" else kv)
 
 
 class Outcome(NamedTuple):
@@ -56,30 +77,52 @@ class Outcome(NamedTuple):
 
 def attend(layout: Layout, through: str = "function") -> Outcome:
     """Output and gradients against one process, their placements, and what redistribution cost."""
-    mesh = init_device_mesh("cpu", layout.sizes, mesh_dim_names=layout.names)
-    context: DeviceMesh = mesh["cp_ring", "cp_team"]
+    mesh, case = init_device_mesh("cpu", layout.sizes, mesh_dim_names=layout.names), layout.case
+    context: DeviceMesh = mesh[layout.context]
     release_order(context)
-    options = {"is_causal": True, "order": "head_tail"} | layout.options
-    (q, k, v, grad_out), rows = draw(layout, mesh, options["order"])
-    expected = attention_oracle(q, k, v, grad_out, is_causal=options["is_causal"])
-    kv = layout.kv or layout.q
-    leaves = [
-        distribute_tensor(x[:, :, rows], mesh, layout.placements(letters)).requires_grad_()
-        for x, letters in ((q, layout.q), (k, kv), (v, kv))
-    ]
+
+    def rows(length: int) -> list[int]:
+        """The order in which shards hold tokens."""
+        return [row for index in range(case.size) for row in held(index, case.axes, case.order, length)]
+
+    q_rows, k_rows = rows(case.total), rows(case.kv_total)
+    q, k, v, grad_out = draw(case)
+    whole = {"q": q, "k": k, "v": v} | draw_extras(case)
+    order = {"q": q_rows, "k": k_rows, "v": k_rows, "k_shared": k_rows}
+    leaves = {
+        name: distribute_tensor(x[:, :, order[name]] if name in order else x, mesh, layout.placements_of(name))
+        for name, x in whole.items()
+    }
+    for leaf in leaves.values():
+        leaf.requires_grad_()
     sent = CommDebugMode()
-    if through == "style":
-        inner = parallelize_module(Inner(), context, WallFacerParallel(layout="BNLH", **options))
-        out = inner(*leaves)
+    # A DTensor knows how long its sequence is.
+    options = {name: value for name, value in case.options.items() if name not in ("length", "kv_length")}
+    documents = {name: options.pop(name) for name in ("document_ids", "cu_seqlens") if name in options}
+
+    def results(attention: Callable[..., Tensor]) -> dict[str, Tensor]:
+        with sent if through == "function" else nullcontext():
+            out = attention(**leaves, **documents)
+        grad = distribute_tensor(grad_out[:, :, q_rows], mesh, out.placements)
+        grads = torch.autograd.grad(out, list(leaves.values()), grad)
+        return dict(zip(("out", *(f"d{name}" for name in leaves)), (out.detach(), *grads), strict=True))
+
+    if through == "function":
+        got = results(partial(context_parallel_attention, mesh=context, **options))
     else:
-        with sent:
-            out = context_parallel_attention(*leaves, context, **options)
-    grads = torch.autograd.grad(out, leaves, distribute_tensor(grad_out[:, :, rows], mesh, out.placements))
-    got = (out.detach(), *grads)
-    assert all(isinstance(x, DTensor) for x in got)
-    errors = [(a.full_tensor() - b[:, :, rows]).abs().max() for a, b in zip(got, expected, strict=True)]
+        inner = parallelize_module(Inner(), context, WallFacerParallel(layout="BNLH", check=False, **options))
+        got = results(inner)
+    if through == "compiled":
+        torch._dynamo.reset()
+        eager, got = got, results(torch.compile(inner, backend="aot_eager", fullgraph=True))
+        assert all(torch.equal(x.full_tensor(), got[name].full_tensor()) for name, x in eager.items())
+    assert all(isinstance(x, DTensor) for x in got.values())
+    errors = []
+    for name, expected in oracle(case).by_name().items():
+        picked = order.get("q" if name == "out" else name[1:])
+        errors.append((got[name].full_tensor() - (expected if picked is None else expected[:, :, picked])).abs().max())
     # The operator is opaque to this mode, so what it counts are redistributions.
-    return Outcome(float(max(errors)), [tuple(x.placements) for x in got], sent.get_total_counts())
+    return Outcome(float(max(errors)), [tuple(x.placements) for x in got.values()], sent.get_total_counts())
 
 
 CONFORMING = [
@@ -98,6 +141,53 @@ CONFORMING = [
     Layout((2, 2, 2, 2), "dRTt", "BLLN", options={"schedule": "published", "is_causal": False}),
 ]
 
+PACKED = (((5, 11, 16), (32,), (1, 1, 30), (9, 23)), ((7, 25),))
+
+FEATURES = {
+    "ulysses": Layout((2,), "U", "L", options={"order": "contiguous"}),
+    "kv heads over tp that do not divide": Layout((2, 2), "Ut", "LN", heads=(12, 6)),
+    "fewer kv heads than ulysses": Layout((2, 2), "UR", "LL", heads=(3, 1)),
+    "hybrid, published": Layout((2, 2, 2), "URT", "LLL", options={"schedule": "published"}),
+    "hybrid, window, sinks": Layout(
+        (2, 2, 2), "URT", "LLL", options={"window_size": (5, 0), "sinks": True, "rotate": "q"}
+    ),
+    "hybrid, data parallel, documents by row": Layout(
+        (2, 2, 2), "dUR", "BLL", options={"shard": 8, "documents": PACKED[0], "sinks": True}
+    ),
+    "documents by row, all rows everywhere": Layout((2, 2), "RT", "LL", options={"shard": 8, "documents": PACKED[0]}),
+    "documents alike": Layout(
+        (2, 2, 2), "dRT", "BLL", options={"shard": 8, "documents": PACKED[1], "packed": "cu_seqlens"}
+    ),
+    "window both ways": Layout((2, 2), "RT", "LL", options={"is_causal": False, "window_size": (3, 2)}),
+    "prefix": Layout((2, 2), "UR", "LL", options={"prefix_length": 6}),
+    "mask": Layout((2, 2), "UR", "LL", options={"is_causal": False, "mask": "per_head"}),
+    "mask, data parallel": Layout((2, 2, 2), "dRt", "BLN", options={"is_causal": False, "mask": "blind"}),
+    "block mask": Layout((2, 2), "RT", "LL", options={"is_causal": False, "mask": "blockmask"}),
+    "sinks over tp": Layout((2, 2, 2), "dRt", "BLN", options={"sinks": True}),
+    "sinks everywhere": Layout((2, 2), "Rt", "LN", options={"sinks": True}, sinks="--"),
+    "shared keys": Layout((2, 2, 2), "URT", "LLL", options={"shared_dim": 4, "value_dim": 6}),
+    "shared keys over tp": Layout((2, 2, 2), "dUt", "BLN", options={"shared_dim": 4, "value_dim": 6}),
+    "shared keys over tp, all q": Layout((2, 2, 2), "dRt", "BLN", "-LN", options={"shared_dim": 4}),
+    "cross": Layout((2, 2), "RT", "LL", options={"is_causal": False, "kv_length": 20, "order": "contiguous"}),
+    "cross, uneven": Layout(
+        (2, 2), "UR", "LL", options={"is_causal": False, "length": 13, "kv_length": 5, "order": "contiguous"}
+    ),
+    "soft cap": Layout((2, 2), "RT", "LL", options={"softcap": 0.7, "kernel": "reference"}),
+    "uneven": Layout((2, 2), "RT", "LL", options={"length": 13, "order": "contiguous"}),
+    "uneven, head and tail": Layout((2, 2, 2), "URT", "LLL", options={"length": 29}),
+    "shorter than ranks": Layout((2, 2, 2), "dRT", "BLL", options={"length": 3}),
+    "everything": Layout(
+        (2, 2, 2, 1, 2),
+        "dURTt",
+        "BLLLN",
+        heads=(12, 6),
+        options={
+            "length": 31, "documents": ((31,), (4, 27), (30, 1), (15, 16)), "window_size": (9, None), "sinks": True,
+            "shared_dim": 4, "value_dim": 6,
+        },
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", CONFORMING, ids=lambda layout: f"{layout.axes}{layout.sizes}{layout.q}")
@@ -106,6 +196,30 @@ def test_equals_one_process_with_the_placements_it_was_given(ranks: Callable[[in
     for outcome in ranks(torch.Size(layout.sizes).numel()).run(attend, layout):
         assert outcome.error < 1e-10
         assert outcome.placements == [placements] * 4
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_equals_one_process(ranks: Callable[[int], RankPool], name: str) -> None:
+    """On DTensors, which say themselves how long an uneven sequence is."""
+    layout = FEATURES[name]
+    for outcome in ranks(torch.Size(layout.sizes).numel()).run(attend, layout):
+        assert outcome.error < 1e-10
+        assert outcome.placements[:2] == [tuple(layout.placements(layout.q))] * 2
+        assert outcome.collectives == 0
+
+
+COMPILED = ("hybrid, data parallel, documents by row", "mask", "shared keys over tp", "shorter than ranks")
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_they_are_as_in_eager_mode(ranks: Callable[[int], RankPool], name: str) -> None:
+    layout = FEATURES[name]
+    for outcome in ranks(torch.Size(layout.sizes).numel()).run(attend, layout, "compiled"):
+        assert outcome.error < 1e-10
+        assert outcome.placements[:2] == [tuple(layout.placements(layout.q))] * 2
 
 
 @pytest.mark.ranks
@@ -189,19 +303,85 @@ def test_refuses_by_axis_and_placement(case: tuple[Any, ...], parts: list[str]) 
     assert all(part in message for part in parts), message
 
 
-def mixed() -> str:
+def with_extras(what: str) -> None:
+    """A call with something beside q, k and v that cannot be."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp_ring"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "dp"))
+    q = DTensor.from_local(torch.zeros(1, 2, 4, 8), mesh, [Shard(0), Shard(2)])
+    shared, summed = torch.zeros(1, 1, 8, 4), torch.zeros(2, 1, 4, 4)
+
+    def placed(x: Tensor, *placements: Placement, on: DeviceMesh = mesh) -> DTensor:
+        return DTensor.from_local(x, on, placements)
+
+    k = placed(torch.zeros(1, 2, 4, 4), Shard(0), Shard(2))
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    calls: dict[str, Callable[[], dict[str, Any]]] = {
+        "a plain v": lambda: {"v": q.to_local()},
+        "plain sinks": lambda: {"sinks": torch.zeros(2)},
+        "sinks on another mesh": lambda: {"sinks": placed(torch.zeros(2), Replicate(), Replicate(), on=other)},
+        "plain shared keys": lambda: {"k": k, "k_shared": torch.zeros(2, 1, 8, 4)},
+        "shared keys replicated on the ring": lambda: {"k": k, "k_shared": placed(shared, Shard(0), Replicate())},
+        "shared keys still to be summed": lambda: {"k": k, "k_shared": placed(summed, Partial(), Shard(2))},
+        "shared keys on another mesh": lambda: {
+            "k": k, "k_shared": placed(shared[:, :, :4], Shard(2), Shard(0), on=other)
+        },
+        "replicated tokens": lambda: {"replicated": 2},
+        "documents as a DTensor": lambda: {"document_ids": placed(ids, Replicate(), Replicate())},
+        "documents of one shard": lambda: {"document_ids": ids[:, :4]},
+        "documents of some rows": lambda: {"document_ids": ids.repeat(2, 1)},
+        "a mask by row of a sharded batch": lambda: {"mask_mod": per_row},
+    }  # fmt: skip
+    release_order(mesh["cp_ring"])
+    context_parallel_attention(**({"q": q, "k": q, "v": q} | calls[what]()), mesh=mesh["cp_ring"])
+
+
+EXTRAS = {
+    "a plain v": ("TypeError", "all be DTensors or all plain tensors, but q and v differ"),
+    "plain sinks": ("TypeError", "sinks must be a DTensor where q is"),
+    "sinks on another mesh": ("ValueError", "q and sinks must be DTensors on one mesh"),
+    "plain shared keys": ("TypeError", "all be DTensors or all plain tensors, but q and k_shared differ"),
+    "shared keys replicated on the ring": ("ValueError", "k_shared must have its sequence sharded on axis 'cp_ring'"),
+    "shared keys still to be summed": ("ValueError", "k_shared is a sum still to be made, Partial(sum) on axis 'dp'"),
+    "shared keys on another mesh": ("ValueError", "q and k_shared must be DTensors on one mesh"),
+    "replicated tokens": ("ValueError", "replicated tokens and a shard are no DTensor"),
+    "documents as a DTensor": ("TypeError", "document_ids must be a plain tensor"),
+    "documents of one shard": ("ValueError", "must be those of the whole sequence of 8 tokens"),
+    "documents of some rows": ("ValueError", "must have shape (B, N) or (N,) with B = 2"),
+    "a mask by row of a sharded batch": ("ValueError", "mask_mod depends on the batch, which DTensors shard"),
+}
+
+
+def outcomes() -> dict[str, tuple[str, str, list[str]]]:
+    """By call, what this rank raises, and what it ran that communicates."""
+    found = {}
+    for what in EXTRAS:
+        with Communication() as communication:
+            try:
+                with_extras(what)
+            except Exception as error:  # the type is what is tested
+                found[what] = type(error).__name__, str(error), communication.ran
+    return found
+
+
+@pytest.mark.ranks
+def test_refuses_what_goes_with_them_on_every_rank_before_anything_is_sent(ranks: Callable[[int], RankPool]) -> None:
+    for found in ranks(4).run(outcomes):
+        for what, (kind, text) in EXTRAS.items():
+            raised, message, ran = found.get(what, ("nothing", "", []))
+            assert raised == kind, f"{what}: {raised}, {message}"
+            assert text in message
+            assert not [op for op in ran if not op.startswith("c10d")], f"{what}: {ran}"
+
+
+def test_documents_stay_where_they_are_on_a_mesh_of_another_device() -> None:
+    """The schedule is made from them on the host; ``DTensor.from_local`` would move them."""
     with fake_world(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "cp_team"))
-        x = torch.zeros(1, 2, 4, 8)
-        q = DTensor.from_local(x, mesh, [Shard(2), Shard(2)])
-        with pytest.raises(TypeError) as caught:
-            context_parallel_attention(q, q, x, mesh)
-        return str(caught.value)
-
-
-def test_refuses_a_mixture_of_dtensors_and_plain_ones() -> None:
-    assert "v" in mixed()
-    assert "DTensors" in mixed()
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("cp_ring", "cp_team"))
+        q = DTensor.from_local(torch.zeros(1, 2, 4, 8, device="meta"), mesh, [Shard(2), Shard(2)])
+        documents = sharding.replicate(torch.zeros(1, 16, dtype=torch.int64), q)
+        assert isinstance(documents, DTensor)
+        assert documents.to_local().device.type == "cpu"
+        assert documents.device_mesh == mesh
 
 
 @pytest.mark.parametrize(
@@ -233,8 +413,18 @@ def test_the_rule_itself_refuses_too() -> None:
         good, bad = (
             DTensor.from_local(torch.zeros(1, 2, 4, 8), mesh, [Shard(2), second]) for second in (Shard(2), Replicate())
         )
-        names = (mesh.get_group(axis).group_name for axis in mesh.mesh_dim_names)
-        options = ((2, 2, 0, 0), *names, "", (), False, 1.0, "contiguous", "2d", "kv", "flash", "")
-        torch.ops.wallfacer_dt.attention(good, good, good, *options)
-        with pytest.raises((ValueError, RuntimeError), match=r"(?s)'cp_team'.*Replicate"):
-            torch.ops.wallfacer_dt.attention(good, good, bad, *options)
+        ring, team = (str(mesh.get_group(axis).group_name) for axis in mesh.mesh_dim_names)
+        options = Options(
+            place=(2, 2, 0, 0, 1, 0), ulysses="", ring=ring, team=team, context="", context_ranks=(), lengths=(),
+            replicated=0, is_causal=False, window=(-1, -1), prefix=0, mask="", packed="", scale=1.0, softcap=0.0,
+            order="contiguous", schedule="2d", rotate="kv", kernel="flash", code="",
+        )  # fmt: skip
+        torch.ops.wallfacer_dt.attention(good, good, good, None, None, None, *options)
+        with pytest.raises((ValueError, RuntimeError), match=r"(?s)v must .*'cp_team'.*Replicate"):
+            torch.ops.wallfacer_dt.attention(good, good, bad, None, None, None, *options)
+        shared = torch.zeros(1, 1, 8, 4)
+        for k_shared in (DTensor.from_local(shared, mesh, bad.placements), shared):
+            with pytest.raises(
+                (ValueError, RuntimeError), match=r"(?s)k_shared.*'cp_team'.*Replicate|mixed torch.Tensor"
+            ):
+                torch.ops.wallfacer_dt.attention(good, good, good, k_shared, None, None, *options)

@@ -10,7 +10,7 @@ import torch._inductor.config
 from expecttest import assert_expected_inline
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from tests.generated import code_of, lines_of, saved_bytes, two_and_a_sum
+from tests.generated import code_of, lines_of, packed, saved_bytes, two_and_a_sum
 from wallfacer_dt.lowering import register
 from wallfacer_dt.ops import BODIES
 
@@ -184,6 +184,65 @@ wait #7
     )
 
 
+def test_ulysses() -> None:
+    """Of two groups of heads: the next one is on its way while one is computed, and the last one's results are."""
+    assert_expected_inline(
+        text(1, 1, ulysses=2, heads=(8, 4)),
+        """\
+    fused
+  agree
+    fused
+send #0 cp_ulysses
+wait #0
+    fused
+send #1 cp_ulysses
+  flash
+    fused
+send #2 cp_ulysses
+wait #1
+    fused
+  flash
+    fused
+send #3 cp_ulysses
+wait #2
+wait #3
+    fused
+backward
+    fused
+send #0 cp_ulysses
+wait #0
+    fused
+send #1 cp_ulysses
+    fused
+  flash_backward
+    fused
+send #2 cp_ulysses
+wait #1
+    fused
+  flash_backward
+    fused
+send #3 cp_ulysses
+wait #2
+wait #3
+    fused""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ring", "options"),
+    [(1, {"heads": (16, 8)}), (2, {"heads": (8, 4), "is_causal": True, "window_size": (70, None), "length": 255})],
+    ids=["four groups", "uneven hybrid"],
+)
+def test_groups_of_heads_are_exchanged_behind_kernels(ring: int, options: dict[str, Any]) -> None:
+    """The next group's leave before a group's kernels, its results before the next group's: U Uk U Uk ... U k U."""
+    for lines in lines_of(ring, 1, ulysses=2, **options):
+        marks = ["U" if "cp_ulysses" in line else "k" if line.startswith("  flash") else "" for line in lines]
+        assert re.fullmatch("U(Uk+U)+k+U", "".join(marks))
+        sent = [line.split()[1] for line in lines if "cp_ulysses" in line]
+        # Nothing can hide the first group's arrival and the last one's return.
+        assert exposed(lines) == [sent[0], sent[-1]]
+
+
 def kernels(lines: list[str]) -> list[str]:
     return [line.strip() for line in lines if line.startswith("  flash")]
 
@@ -237,21 +296,34 @@ def test_nothing_more_is_alive_in_a_longer_ring(team: int, dtype: torch.dtype) -
     assert min(eight) > 64 * 16 * 8  # what q, k and v hold
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
-def test_ranks_start_collectives_in_one_order(order: str, dynamic: bool | None) -> None:
-    """Although causal ranks have different work, hence different code."""
+@pytest.mark.parametrize(
+    ("options", "ranks", "apart"),
+    [
+        *(
+            ({"ring": 4, "order": order, "dynamic": dynamic}, (0, 3), "no axis")
+            for order in ("contiguous", "head_tail")
+            for dynamic in (None, True)
+        ),
+        ({"ring": 2, "ulysses": 3, "heads": (8, 4), "window_size": (20, None)}, (0, 4), "cp_ring"),
+    ],
+)
+def test_ranks_start_collectives_in_one_order(options: dict[str, Any], ranks: tuple[int, int], apart: str) -> None:
+    """Although causal ranks have different work, hence different code; and some have one group of heads less.
+
+    Those that have it less are on a ring of their own (``apart``), round which they then send nothing.
+    """
     programs = [
-        lines_of(
-            4, 1, rank=rank, model=two_and_a_sum, requires_grad=False, is_causal=True, order=order, dynamic=dynamic
-        )
-        for rank in (0, 3)
+        lines_of(team=1, rank=rank, model=two_and_a_sum, requires_grad=False, is_causal=True, **options)
+        for rank in ranks
     ]
     kinds = ("agree", "send", "all_reduce", "attention", "attention_backward")
     for first, last in zip(*programs, strict=True):
-        started = [[line.split()[0] for line in lines if line.split()[0] in kinds] for lines in (first, last)]
+        started = [
+            [line.split()[0] for line in lines if line.split()[0] in kinds and apart not in line]
+            for lines in (first, last)
+        ]
         assert started[0] == started[1]
-        assert len(started[0]) > 3 or dynamic
+        assert len(started[0]) > 3 or options.get("dynamic")
 
 
 def most_alive(code: str) -> int:
@@ -284,9 +356,10 @@ def test_what_is_saved_does_not_grow_with_the_ring(team: int) -> None:
     assert saved[0] <= local + x
 
 
-def test_a_graph_of_any_length_keeps_the_operator() -> None:
-    """A schedule is made for one length."""
-    forward, backward = lines_of(2, 2, dynamic=True)
+@pytest.mark.parametrize("options", [{"dynamic": True}, {"model": packed}], ids=["any length", "documents"])
+def test_a_graph_of_any_length_or_packing_keeps_the_operator(options: dict[str, Any]) -> None:
+    """A schedule is made for one length, and for one packing."""
+    forward, backward = lines_of(2, 2, **options)
     assert "  attention" in forward
     assert "  attention_backward" in backward
     assert not kernels(forward + backward)

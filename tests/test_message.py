@@ -46,3 +46,15 @@ def test_bits_survive() -> None:
     half = torch.zeros(3, dtype=torch.bfloat16)
     back, _ = unpack(pack([special, half]), fields_of([special, half]))
     assert back.view(torch.int32).equal(special.view(torch.int32))
+
+
+def test_a_tensor_of_no_element_is_a_field() -> None:
+    """A rank that computes no head of a group is sent none."""
+    some = [torch.ones(2, 3), torch.empty(2, 0, 3, dtype=torch.bfloat16), torch.arange(4.0).double()]
+    message = pack(some)
+    assert message.nbytes == 24 + 32
+    for got, want in zip(unpack(message, fields_of(some)), some, strict=True):
+        assert got.shape == want.shape
+        assert got.equal(want)
+    nothing = [torch.empty(2, 0), torch.empty(0, dtype=torch.float64)]
+    assert [x.shape for x in unpack(pack(nothing), fields_of(nothing))] == [(2, 0), (0,)]

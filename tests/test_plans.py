@@ -73,7 +73,8 @@ def test_every_layer_has_the_style(ranks, order: str, options: dict[str, str]) -
 def test_options_arrive() -> None:
     (style,) = llama3_plan(order="head_tail", schedule="published", rotate="q", kernel="reference").values()
     assert isinstance(style, WallFacerParallel)
-    got = style.is_causal, style.order, style.schedule, style.rotate, style.kernel, style.layout
+    told = style.options
+    got = told.is_causal, told.order, told.schedule, told.rotate, told.kernel, style.layout
     assert got == (True, "head_tail", "published", "q", "reference", "BLNH")
 
 

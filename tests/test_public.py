@@ -13,7 +13,9 @@ from wallfacer_dt.plans import llama3_plan
 
 
 def described(thing: object) -> str:
-    """Parameters without annotations; keyword-only ones after a star."""
+    """Parameters without annotations, keyword-only ones after a star; of an exception what it is."""
+    if isinstance(thing, type) and issubclass(thing, Exception):
+        return f"    {thing.__mro__[1].__name__}"
     parameters = []
     for p in inspect.signature(thing).parameters.values():
         if p.kind is p.KEYWORD_ONLY and "*" not in parameters:
@@ -31,36 +33,48 @@ def test_public_names_and_signatures() -> None:
         """\
 AttentionVolume
     forward, backward, rotate
+EquivalenceError
+    AssertionError
 RingParallel
-    *, is_causal=False, scale=None, order='contiguous', rotate='auto', kernel='auto', layout='BLNH'
+    *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
+    length=None, kv_length=None, replicated=0, order='contiguous', rotate='auto', kernel='auto',
+    layout='BLNH', check=True
 SequenceDataset
     tokens, length, mesh=None, *, order='contiguous'
 SequenceSampler
     dataset, mesh=None, *, data_parallel=None, shuffle=True, seed=0
+UlyssesParallel
+    *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
+    length=None, kv_length=None, replicated=0, order='contiguous', kernel='auto', layout='BLNH', check=True
 Volume
     payload, statistics, bytes
 WallFacerParallel
-    *, is_causal=False, scale=None, order='contiguous', schedule='2d', rotate='auto', kernel='auto',
-    layout='BLNH'
+    *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
+    length=None, kv_length=None, replicated=0, order='contiguous', schedule='2d', rotate='auto',
+    kernel='auto', layout='BLNH', check=True
 attention_volume
-    ring, team, *, batch, length, heads, kv_heads, head_dim, dtype, schedule='2d', rotate='auto', index=None
+    ring, team, *, ulysses=1, batch, length, kv_length=None, heads, kv_heads, head_dim, value_dim=None,
+    shared_dim=0, dtype, schedule='2d', rotate='auto', hops=None, order='contiguous', replicated=0, index=None
+check_equivalence
+    module, style, mesh, *, length=None, heads=None, head_dim=16, dtype=None, kwargs=None
 context_mesh
-    device_type, ring, team=1, *, placement='team_in_node'
+    device_type, ring=1, team=1, *, ulysses=1, placement='team_in_node'
 context_parallel_attention
-    q, k, v, mesh, *, is_causal=False, scale=None, order='contiguous', schedule='2d', rotate='auto',
-    kernel='auto'
+    q, k, v, mesh, *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, document_ids=None,
+    cu_seqlens=None, sinks=None, k_shared=None, scale=None, softcap=None, length=None, kv_length=None,
+    replicated=0, order='contiguous', schedule='2d', rotate='auto', kernel='auto'
 release_order
     mesh
 sequence_positions
-    length, mesh, *, order
+    length, mesh, *, order, document_ids=None, cu_seqlens=None
 shard_sequence
-    x, mesh, *, dim, order
+    x, mesh, *, dim, order, document_ids=None, cu_seqlens=None
 unshard_sequence
-    x, mesh, *, dim, order
+    x, mesh, *, dim, order, document_ids=None, cu_seqlens=None
 checkpoint.save_attention
     policy=None
 plans.llama3_plan
-    *, order, schedule='2d', rotate='auto', kernel='auto'""",
+    *, order, schedule='2d', rotate='auto', kernel='auto', check=True""",
     )
 
 

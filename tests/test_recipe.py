@@ -12,8 +12,11 @@ import torch
 
 from recipes.train_bytes.compare import compare
 from recipes.train_bytes.model import ByteGPT, ModelConfig
-from recipes.train_bytes.record import Run, Traffic
-from recipes.train_bytes.settings import RecipeError, Settings, check_settings
+from recipes.train_bytes.ranks import make_meshes
+from recipes.train_bytes.record import Run, Traffic, run_name
+from recipes.train_bytes.settings import Placement, RecipeError, Settings, check_settings
+from tests.cases import fake_world
+from wallfacer_dt import context_mesh
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--sequence", "256", "--dim", "32", "--layers", "1", "--batch", "1", "--steps", "20"]
@@ -52,10 +55,12 @@ def test_bad_input_gets_one_line(tmp_path: Path, command: str, arguments: list[s
 @pytest.mark.parametrize(
     ("sizes", "world", "message"),
     [
-        ({"ring": 4, "team": 2}, 4, "--ring 4 x --team 2 x --data-parallel 1 = 8 ranks, but there are 4"),
-        ({"team": 3}, 8, "--team 3 x --data-parallel 1 must divide the number of ranks, which is 8"),
-        ({"ring": 8, "sequence": 4100}, 8, "--sequence 4100 must be a multiple of 16"),
-        ({"ring": 8, "sequence": 4100, "order": "contiguous"}, 8, "--sequence 4100 must be a multiple of 8"),
+        ({"ring": 4, "team": 2}, 4, "--ulysses 1 x --ring 4 x --team 2 x --data-parallel 1 = 8 ranks, but there are 4"),
+        ({"ulysses": 2, "ring": 4}, 4, "--ulysses 2 x --ring 4 x --team 1 x --data-parallel 1 = 8 ranks"),
+        ({"team": 3}, 8, "--ulysses 1 x --team 3 x --data-parallel 1 must divide the number of ranks, which is 8"),
+        ({"ulysses": 3}, 8, "--ulysses 3 x --team 1 x --data-parallel 1 must divide the number of ranks, which is 8"),
+        ({"ulysses": 0}, 8, "--ulysses must be at least 1, got 0"),
+        ({"ulysses": 8}, 8, "--ulysses 8 gives every rank of its axis some of the heads, of which --heads has 4"),
         ({"ring": 2, "team": 4, "schedule": "published"}, 8, "--ring that is a multiple of --team"),
         ({"ring": 4, "schedule": "published", "rotate": "kv"}, 4, "rotates queries"),
     ],
@@ -64,6 +69,40 @@ def test_sizes_that_do_not_fit_the_ranks(sizes: dict, world: int, message: str) 
     with pytest.raises(RecipeError) as refusal:
         check_settings(Settings(**sizes), world)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("placement", ["team_in_node", "ring_in_node", "ulysses_in_node"])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (2, 2, 3)])
+def test_every_data_parallel_group_is_placed_as_one_is(placement: Placement, sizes: tuple[int, int, int]) -> None:
+    ulysses, ring, team = sizes
+    settings = Settings(ulysses=ulysses, ring=ring, team=team, data_parallel=2, placement=placement)
+    world = 2 * math.prod(sizes)
+    with fake_world(world):
+        mesh, data_parallel = make_meshes(settings, "cpu", sizes)
+        whole = mesh._get_root_mesh().mesh
+    with fake_world(world // 2):
+        one = context_mesh("cpu", ring, team, ulysses=ulysses, placement=placement)
+    assert mesh.mesh_dim_names == one.mesh_dim_names
+    assert data_parallel is not None
+    assert [group.tolist() for group in whole] == [one.mesh.tolist(), (one.mesh + world // 2).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ((1, 1, 1, 1), "one process"),
+        ((1, 1, 1, 4), "4 data-parallel ranks"),
+        ((1, 4, 1, 1), "ring of 4"),
+        ((4, 1, 1, 1), "ulysses of 4"),
+        ((1, 2, 2, 1), "ring 2 x team 2"),
+        ((1, 1, 4, 1), "ring 1 x team 4"),
+        ((2, 2, 1, 1), "ulysses 2 x ring 2"),
+        ((2, 2, 2, 1), "ulysses 2 x ring 2 x team 2"),
+        ((2, 2, 1, 3), "ulysses 2 x ring 2 x 3 data-parallel"),
+    ],
+)
+def test_what_a_run_is_called(sizes: tuple[int, int, int, int], name: str) -> None:
+    assert run_name(*sizes) == name
 
 
 def test_the_demo_wants_enough_steps_to_compare() -> None:
@@ -78,6 +117,7 @@ def run(**changes: object) -> Run:
     traffic = Traffic(received=(20, 20), calls=(2, 2), expected_calls=2, formula=(10, 10))
     same = Run(
         name="a run",
+        ulysses=1,
         ring=2,
         team=1,
         data_parallel=1,
@@ -133,7 +173,9 @@ def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "RIGHT" in done.stdout
     written = json.loads((tmp_path / "run.json").read_text())
-    assert [(r["ring"], r["team"], len(r["losses"])) for r in written["runs"]] == [(2, 2, 20), (1, 1, 20), (4, 1, 20)]
+    meshes = [(r["ulysses"], r["ring"], r["team"]) for r in written["runs"]]
+    assert meshes == [(1, 2, 2), (1, 1, 1), (1, 4, 1), (2, 2, 1)]
+    assert {len(r["losses"]) for r in written["runs"]} == {20}
     assert written["comparison"]["largest_loss_difference"] < 1e-4
     assert written["runs"][0]["losses"][-1] < written["runs"][0]["losses"][0]
     assert (tmp_path / "curves.png").stat().st_size > 10_000
@@ -142,13 +184,24 @@ def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "sizes", [["--ring", "4", "--team", "2"], ["--ring", "2", "--team", "2", "--data-parallel", "2"]]
+    "sizes",
+    [
+        ["--ring", "4", "--team", "2"],
+        ["--ulysses", "2", "--ring", "2", "--team", "2", "--placement", "ulysses_in_node"],
+        # 129 tokens do not divide by 4.
+        ["--ulysses", "2", "--ring", "2", "--data-parallel", "2", "--batch", "1", "--sequence", "129"],
+    ],
 )
-def test_the_long_form(tmp_path: Path, sizes: list[str]) -> None:
+def test_the_long_form_is_the_run_of_one_process(tmp_path: Path, sizes: list[str]) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
-    done = recipe(*sizes, *SMALL, "--steps", "3", "--out", str(tmp_path), launcher=launcher)
+    common = [*SMALL, "--steps", "3", "--batch", "2"]
+    done = recipe(*common, *sizes, "--out", str(tmp_path), launcher=launcher)
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "run.json").read_text())["run"]
-    assert len(record["losses"]) == 3
+    length = sizes[sizes.index("--sequence") :] if "--sequence" in sizes else []
+    done = recipe(*common, *length, "--out", str(tmp_path / "alone"))
+    assert done.returncode == 0, done.stderr
+    record, alone = (json.loads((path / "run.json").read_text())["run"] for path in (tmp_path, tmp_path / "alone"))
+    assert record["losses"] == pytest.approx(alone["losses"], abs=1e-6)
+    assert record["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)
     for direction in ("forward", "backward"):
         assert record[direction]["received"] == record[direction]["formula"]

@@ -1,114 +1,433 @@
 """Schedules of all ranks together, simulated: everyone's transfers fit, and every pair is computed once."""
 
 from collections import Counter
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
 
+import numpy as np
+import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import held
-from tests.strategies import meshes
-from wallfacer_dt.algorithms.schedule import (
+from tests.cases import Case, held
+from tests.strategies import mask_options, meshes, ulysses_meshes
+from tests.test_tiles import add_covered, planned, seen
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     HOME,
     Attend,
     Carry,
+    Exchange,
     Gather,
     Move,
     Schedule,
     Start,
     Wait,
-    make_schedule,
 )
+from wallfacer_dt.layout import ORDERS, deal_documents
 from wallfacer_dt.mesh import Coordinate
 
 SHARD = 2
 
 
-def all_schedules(ring: int, team: int, **options: object) -> dict[int, Schedule]:
-    places = [Coordinate(ring, team, r, m) for r in range(ring) for m in range(team)]
-    return {place.index: make_schedule(place, SHARD, **options) for place in places}
+@dataclass(frozen=True)
+class Drawn:
+    """A case and the schedule of it that is asked for."""
+
+    case: Case
+    stationary: str
+    backward: bool
+
+    @property
+    def published(self) -> bool:
+        return self.case.schedule == "published"
+
+    @property
+    def inner(self) -> int:
+        return self.case.ring * self.case.team
+
+    @property
+    def mates(self) -> dict[int, list[int]]:
+        """By inner index, its team."""
+        team = self.case.team
+        return {i: [i // team * team + m for m in range(team)] for i in range(self.inner)}
+
+    def schedules(self, ulysses_rank: int = 0) -> dict[int, Schedule]:
+        """By inner index."""
+        case = self.case
+        sequences = Sequences(case.total, case.kv_total, case.order, planned(case), case.replicated)
+        places = [
+            Coordinate(case.ring, case.team, r, m, case.ulysses, ulysses_rank)
+            for r in range(case.ring)
+            for m in range(case.team)
+        ]
+        chosen = {"published": self.published, "stationary": self.stationary, "backward": self.backward}
+        return {place.inner_index: make_schedule(place, sequences, **chosen) for place in places}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch that differ in who holds what."""
+        return len(self.case.documents) if self.case.order == "document_head_tail" else 1
+
+    def shards(self, side: str) -> list[dict[int, list[int]]]:
+        """By row and inner index, the positions in the order in which they are stored."""
+        case = self.case
+        length = case.total if side == "q" else case.kv_total
+        rows = []
+        for row in range(self.rows):
+            by_index = [self._held(index, row, length) for index in range(case.size)]
+            together = ([p for part in by_index[i :: self.inner] for p in part] for i in range(self.inner))
+            rows.append({i: self.ordered(held) for i, held in enumerate(together)})
+        return rows
+
+    def ordered(self, held: list[int]) -> list[int]:
+        """What several ranks hold is put in order of position; where rows differ, it stays in order of rank."""
+        return sorted(held) if self.rows == 1 else held
+
+    def _held(self, index: int, row: int, length: int) -> list[int]:
+        case = self.case
+        if case.order == "document_head_tail":
+            bounds = tuple(int(x) for x in np.cumsum((0, *case.documents[row])))
+            return [p for span in deal_documents(bounds, case.axes)[index] for p in range(*span)]
+        replicated = held(index, case.axes, "contiguous", case.replicated) if case.replicated else []
+        return [*replicated, *(case.replicated + p for p in held(index, case.axes, case.order, length))]
 
 
 @st.composite
-def options(draw: st.DrawFn) -> dict:
+def drawn(draw: st.DrawFn, largest: int = 36, most: int = 3) -> Drawn:
+    """Any schedule; of several blocks of 128 on few ranks, of a few tokens each on many."""
+    size = draw(st.integers(1, largest))
+    ring, team, ulysses = draw(st.sampled_from(ulysses_meshes(size)))
+    published = ring % team == 0 and draw(st.booleans())
+    backward = draw(st.booleans())
+    stationary = "q" if not backward else "kv" if published else draw(st.sampled_from(["q", "kv"]))
+    batch = draw(st.integers(1, 2))
+    longest = 420 if size <= 6 and draw(st.booleans()) else most * size
+    length = draw(st.integers(1, longest))
+    masks = draw(mask_options(batch, length))
+    if draw(st.booleans()):  # somewhat longer than a shard at most, so that there are hops to leave out
+        near = st.integers(0, length // size + 1)
+        masks = draw(
+            st.sampled_from(
+                [{"window_size": (draw(near), 0), "is_causal": True}, {"window_size": (draw(near), draw(near))}]
+                + [{"mask": "per_row"}] * (longest > most * size)
+            )
+        )
+    orders = ORDERS if masks.get("documents") else ORDERS[:2]
+    options: dict[str, Any] = {"length": length} | masks | {"order": draw(st.sampled_from(orders))}
+    if not any(masks.values()):
+        options |= {"kv_length": draw(st.integers(1, longest)), "replicated": draw(st.sampled_from([0, 0, 1, 5]))}
+    case = Case(ring, team, ulysses=ulysses, batch=batch, schedule="published" if published else "2d", **options)
+    return Drawn(case, stationary, backward)
+
+
+@dataclass
+class Rank:
+    """What one rank has: blocks by number, of whom their rows are, and what was computed for them by which step."""
+
+    blocks: dict[int, tuple[int, ...]]
+    partial: dict[int, Counter] = field(default_factory=dict)
+    own: Counter = field(default_factory=Counter)
+    others: Counter = field(default_factory=Counter)
+    home: Counter = field(default_factory=Counter)
+    under_way: dict[Any, Any] = field(default_factory=dict)
+
+
+def peer(index: int, transfer: Move | Carry, number: int, team: int) -> int:
+    """Inner index of a position that a transfer names on its axis."""
+    return number if transfer.axis == CONTEXT else number * team + index % team
+
+
+class Simulation:
+    """All ranks of one head group, step by step; nothing here knows the formulas."""
+
+    def __init__(self, chosen: Drawn) -> None:
+        self.chosen = chosen
+        self.schedules = chosen.schedules()
+        self.moving = "kv" if chosen.stationary == "q" else "q"
+        self.held = {side: chosen.shards(side) for side in ("q", "kv")}
+        self.ranks = {i: Rank({0: (i,)}) for i in range(chosen.inner)}
+        self.visible = seen(chosen.case)
+        if chosen.case.replicated:
+            extent = [n + chosen.case.replicated for n in self.visible.shape[2:]]
+            self.visible = np.ones((1, 1, *extent), bool)
+        self.computed = np.zeros(self.visible.shape, int)
+        self.labels: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {i: [] for i in self.ranks}
+
+    def run(self) -> None:
+        programs = {i: self._segments(i) for i in self.ranks}
+        assert len({len(program) for program in programs.values()}) == 1, "ranks run different programs"
+        for segments in zip(*programs.values(), strict=True):
+            now = {i: transfers for i, (_, transfers) in zip(self.ranks, segments, strict=True)}
+            assert len({kind_of(step) for step in now.values()}) == 1, "ranks run different programs"
+            for i, (attends, step) in zip(self.ranks, segments, strict=True):
+                for number, attend in attends:
+                    self._attend(i, number, attend)
+                if isinstance(step, Start):
+                    self._start(i, step.transfer)
+            for i, step in now.items():
+                if isinstance(step, Start) and isinstance(step.transfer, Move | Carry):
+                    self._check_peers(i, now, step.transfer)
+                if isinstance(step, Wait):
+                    self._wait(i, step.transfer)
+
+    def _segments(self, i: int) -> list[tuple[list[tuple[int, Attend]], Start | Wait | None]]:
+        """A rank's starts and waits, each with what is computed before it; at last what is computed after them."""
+        segments: list[tuple[list[tuple[int, Attend]], Start | Wait | None]] = []
+        attends: list[tuple[int, Attend]] = []
+        for number, step in enumerate(self.schedules[i].steps):
+            if isinstance(step, Attend):
+                attends.append((number, step))
+            else:
+                segments.append((attends, step))
+                attends = []
+        return [*segments, (attends, None)]
+
+    def positions(self, side: str, owners: tuple[int, ...]) -> list[np.ndarray]:
+        rows = ([p for owner in owners for p in held[owner]] for held in self.held[side])
+        return [np.array(self.chosen.ordered(row), int) for row in rows]
+
+    def mates(self, i: int) -> tuple[int, ...]:
+        return tuple(self.chosen.mates[i])
+
+    def _attend(self, i: int, number: int, step: Attend) -> None:
+        rank = self.ranks[i]
+        owners = (i,) if step.part == "own" else tuple(m for m in self.mates(i) if m != i)
+        staying = self.positions(self.chosen.stationary, owners)
+        travelling = self.positions(self.moving, rank.blocks[step.block])
+        queries, keys = (staying, travelling) if self.chosen.stationary == "q" else (travelling, staying)
+        for tile in step.tiles:
+            add_covered(self.computed, tile, queries, keys, self.visible)
+        (rank.own if step.part == "own" else rank.others)[i, number] += 1
+        rank.partial.setdefault(step.block, Counter())[i, number] += 1
+        self.labels[i].append((step.part, number, rank.blocks[step.block]))
+
+    def _start(self, i: int, transfer: Any) -> None:
+        """What is sent is what is there at the start."""
+        rank = self.ranks[i]
+        assert transfer not in rank.under_way
+        match transfer:
+            case Move():
+                rank.under_way[transfer] = rank.blocks[transfer.held]
+            case Carry():
+                rank.under_way[transfer] = rank.partial.pop(transfer.block, Counter()), rank.blocks[transfer.block]
+            case Exchange(side) if side == self.chosen.stationary:
+                rank.under_way[transfer] = rank.others
+                rank.others = Counter()
+            case Exchange():
+                rank.under_way[transfer] = rank.home.copy()
+            case Gather():
+                rank.under_way[transfer] = None
+
+    def _check_peers(self, i: int, now: dict[int, Any], transfer: Move | Carry) -> None:
+        team = self.chosen.case.team
+        target = peer(i, transfer, transfer.to, team)
+        answer = now[target].transfer
+        assert peer(target, answer, answer.source, team) == i, "a receiver expects another sender"
+
+    def _sent(self, i: int, transfer: Move | Carry) -> Any:
+        """What the sender had at the start of the transfer that ends here."""
+        rank = self.ranks[peer(i, transfer, transfer.source, self.chosen.case.team)]
+        (sent,) = [what for started, what in rank.under_way.items() if is_same_step(started, transfer)]
+        return sent
+
+    def _wait(self, i: int, transfer: Any) -> None:
+        rank = self.ranks[i]
+        assert transfer in rank.under_way, "waited for before it is started"
+        match transfer:
+            case Gather(side) if side == self.moving:
+                rank.blocks[0] = self.mates(i)
+            case Move():
+                rank.blocks[transfer.block] = self._sent(i, transfer)
+            case Carry(into=into):
+                sent, owners = self._sent(i, transfer)
+                if into == HOME:
+                    assert owners == self.mates(i), "gradients of other rows come home"
+                    rank.home.update(sent)
+                else:
+                    assert owners == rank.blocks[into], "a gradient of other rows"
+                    rank.partial.setdefault(into, Counter()).update(sent)
+            case Exchange(side):
+                for mate in set(self.mates(i)) - {i}:
+                    theirs = self.ranks[mate].under_way[transfer]
+                    (rank.own if side == self.chosen.stationary else rank.home).update(theirs)
+
+    def gradients_of_moving(self, i: int) -> Counter:
+        """The steps whose results for this rank's moving rows have come home."""
+        return self.ranks[i].home if self.schedules[i].home == "exchange" else self.ranks[i].partial.get(0, Counter())
+
+
+def kind_of(step: Start | Wait | None) -> tuple[Any, ...]:
+    """What must be the same on all ranks, whose collectives are called in one order."""
+    transfer = getattr(step, "transfer", None)
+    parts = (getattr(transfer, name, None) for name in ("side", "axis", "block", "held", "into"))
+    return (type(step), type(transfer), *parts)
+
+
+def is_same_step(theirs: Any, mine: Move | Carry) -> bool:
+    """Whether two ranks' transfers are the two ends of one."""
+    return type(theirs) is type(mine) and theirs.block == mine.block
+
+
+@settings(max_examples=250)
+@given(drawn())
+def test_what_is_sent_is_expected_and_every_pair_is_computed_once(chosen: Drawn) -> None:
+    """Follow whose rows each block holds, and where each step's results go, through the transfers."""
+    simulation = Simulation(chosen)
+    simulation.run()
+    assert np.array_equal(simulation.computed, np.broadcast_to(simulation.visible, simulation.computed.shape))
+    for i, rank in simulation.ranks.items():
+        mine = [(j, number) for j in chosen.mates[i] for part, number, _ in simulation.labels[j]
+                if part == ("own" if j == i else "others")]  # fmt: skip
+        assert rank.own == Counter(mine), "a partial result is lost, or comes twice"
+        if chosen.backward:
+            labels = simulation.labels.items()
+            theirs = [(j, number) for j, steps in labels for _, number, owners in steps if i in owners]
+            assert simulation.gradients_of_moving(i) == Counter(theirs), "a gradient is lost, or comes twice"
+
+
+@given(drawn(largest=16))
+def test_ranks_that_exchange_heads_have_one_schedule(chosen: Drawn) -> None:
+    assert chosen.schedules() == chosen.schedules(chosen.case.ulysses - 1)
+
+
+@settings(max_examples=150)
+@given(drawn())
+def test_what_is_put_together_is_in_the_order_of_the_tiles(chosen: Drawn) -> None:
+    """The slices by which the executor assembles a team's rows, against the positions that tiles count by."""
+    for i, schedule in chosen.schedules().items():
+        moving = "kv" if chosen.stationary == "q" else "q"
+        for side, slices, left_out in ((chosen.stationary, schedule.others, i), (moving, schedule.everyone, None)):
+            shards, slot = chosen.shards(side), schedule.slots[0 if side == "q" else 1]
+            members = [m for m in chosen.mates[i] if m != left_out]
+            for row in shards:
+                first = chosen.mates[i][0]
+                found = [row[first + s.member][s.start + n] for s in slices for n in range(s.span.length)]
+                assert found == chosen.ordered([p for m in members for p in row[m]])
+                assert max(map(len, row.values())) == slot
+        most = max(sum(len(shards[0][m]) for m in mates) for mates in chosen.mates.values())
+        assert schedule.gathered == most
+
+
+def distances(schedules: dict[int, Schedule], team: int) -> list[int]:
+    """How far round the ring the block of each hop has come, by its steps' peers."""
+    come = {0: 0}
+    ring = len(schedules) // team
+    for step in schedules[0].steps:
+        if isinstance(step, Start) and isinstance(step.transfer, Move):
+            # What comes from rank ``source`` has been ``held`` there.
+            come[step.transfer.block] = (come[step.transfer.held] - step.transfer.source) % ring
+    return [come[block] for block in sorted(come)][1:]
+
+
+@settings(max_examples=250)
+@given(drawn(largest=24).filter(lambda chosen: not (chosen.published and chosen.case.team > 1)))
+def test_hops_are_those_that_somebody_needs(chosen: Drawn) -> None:
+    case, mask = chosen.case, planned(chosen.case)
+    hops = distances(chosen.schedules(), case.team)
+    assert len(set(hops)) == len(hops)
+    # Outwards from oneself, one way round and then the other; all the way round where all are needed.
+    near = [hop for hop in hops if 2 * hop <= case.ring or len(hops) == case.ring - 1]
+    assert hops == [*sorted(near), *sorted(set(hops) - set(near), reverse=True)]
+    if not mask.spares_hops:
+        assert sorted(hops) == list(range(1, case.ring))
+        return
+    visible = seen(case).any(1)
+    if mask.blocks:  # by block of 128 x 128
+        visible = by_block(visible)
+    shards = {side: chosen.shards(side) for side in ("q", "kv")}
+    needed = set()
+    for row in range(len(visible)):
+        q, k = (shards[side][row % chosen.rows] for side in ("q", "kv"))
+        for i in q:
+            for j in k:
+                if visible[row][np.ix_(q[i], k[j])].any():
+                    needed.add((i // case.team - j // case.team) * (1 if chosen.stationary == "q" else -1) % case.ring)
+    assert sorted(hops) == sorted(needed - {0})
+
+
+@pytest.mark.parametrize(("order", "expected"), [("contiguous", [1, 7]), ("head_tail", [1, 7])])
+def test_a_mask_mod_that_is_a_window_is_a_halo(order: str, expected: list[int]) -> None:
+    """Told by its table alone: of blocks of 128 only neighbours see something of each other."""
+    case = Case(8, 1, shard=256, mask="per_row", order=order)
+    assert distances(Drawn(case, "q", False).schedules(), 1) == expected
+
+
+def by_block(visible: np.ndarray) -> np.ndarray:
+    """Everything in a block of which something is seen."""
+    out = np.zeros_like(visible)
+    for i in range(0, visible.shape[1], 128):
+        for j in range(0, visible.shape[2], 128):
+            block = np.s_[:, i : i + 128, j : j + 128]
+            out[block] = visible[block].any((1, 2), keepdims=True)
+    return out
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("stationary", ["q", "kv"])
+@pytest.mark.parametrize("mesh", [(5, 1, 1), (8, 1, 1), (4, 2, 1), (4, 1, 2), (3, 2, 2)])
+def test_a_window_is_a_halo(mesh: tuple[int, int, int], stationary: str, backward: bool) -> None:
+    """Of a window shorter than a shard (or half of one, head_tail) only neighbours' blocks hop."""
+    ring, team, ulysses = mesh
+    case = Case(ring, team, ulysses=ulysses, shard=8, window_size=(3, 0), is_causal=True)
+    behind, ahead = (1, ring - 1) if stationary == "q" else (ring - 1, 1)
+    for changed, expected in [
+        ({}, [behind]),
+        ({"window_size": (3, 3), "is_causal": False}, [1, ring - 1]),
+        ({"window_size": (0, 3), "is_causal": False}, [ahead]),
+        ({"window_size": (0, 0)}, []),
+        ({"window_size": (2, 0), "order": "head_tail"}, [1, ring - 1]),
+        ({"window_size": (0, 0), "order": "head_tail"}, []),
+    ]:
+        schedules = Drawn(replace(case, **changed), stationary, backward).schedules()
+        assert distances(schedules, team) == expected
+        for i, schedule in schedules.items():
+            # Each goes one rank on, or one back.
+            hops = [s.transfer for s in schedule.steps if isinstance(s, Start) and isinstance(s.transfer, Move)]
+            all_needed = len(expected) == ring - 1  # then a block goes on from rank to rank
+            assert [(hop.to - i // team) % ring for hop in hops] == ([1] * (ring - 1) if all_needed else expected)
+
+
+@settings(max_examples=100)
+@given(
+    ring=st.integers(1, 9), team=st.integers(1, 4), shard=st.integers(1, 9), left=st.integers(0, 90),
+    ulysses=st.integers(1, 2),
+)  # fmt: skip
+def test_hops_of_a_causal_window(ring: int, team: int, shard: int, left: int, ulysses: int) -> None:
+    """A query reaches ``left`` back, which is so many teams' shards."""
+    masks = {"window_size": (left, 0), "is_causal": True}
+    chosen = Drawn(Case(ring, team, ulysses=ulysses, shard=shard, **masks), "q", False)
+    hops = min(ring - 1, ceil(left / (team * shard)))
+    assert distances(chosen.schedules(), team) == list(range(1, hops + 1))
+
+
+EVENLY = {"shard": SHARD}
+
+
+@st.composite
+def balanced(draw: st.DrawFn) -> Drawn:
+    """On shards of equal length, without a mask or causal."""
+    masks = {"is_causal": draw(st.booleans())}
     size = draw(st.integers(1, 36))
     ring, team = draw(st.sampled_from(meshes(size)))
     published = ring % team == 0 and draw(st.booleans())
     backward = draw(st.booleans())
     stationary = "q" if not backward else "kv" if published else draw(st.sampled_from(["q", "kv"]))
-    return {
-        "ring": ring,
-        "team": team,
-        "order": draw(st.sampled_from(["contiguous", "head_tail"])),
-        "is_causal": draw(st.booleans()),
-        "published": published,
-        "stationary": stationary,
-        "backward": backward,
-    }
+    order = draw(st.sampled_from(ORDERS[:2]))
+    case = Case(ring, team, shard=SHARD, order=order, schedule="published" if published else "2d", **masks)
+    return Drawn(case, stationary, backward)
 
 
-def peer(index: int, transfer: Move | Carry, number: int, team: int) -> int:
-    """Sequence index of a position that a transfer names on its axis."""
-    return number if transfer.axis == CONTEXT else number * team + index % team
-
-
-@settings(max_examples=150)
-@given(options())
-def test_what_is_sent_is_expected_and_every_pair_is_computed_once(chosen: dict) -> None:
-    """Follow the positions each block holds through the transfers; nothing here knows the formulas."""
-    team, size = chosen["team"], chosen["ring"] * chosen["team"]
-    length = SHARD * size
-    shard = {i: held(i, size, chosen["order"], length) for i in range(size)}
-    schedules = all_schedules(**chosen)
-    mates = {i: [i // team * team + m for m in range(team)] for i in range(size)}
-    own, others = dict(shard), {i: [] for i in range(size)}
-    blocks = {i: {0: shard[i]} for i in range(size)}
-    computed: Counter = Counter()
-    for step in range(len(schedules[0].steps)):
-        now = {i: schedules[i].steps[step] for i in range(size)}
-        kinds = {(type(s), type(getattr(s, "transfer", None)), getattr(s, "part", None)) for s in now.values()}
-        assert len(kinds) == 1, "ranks run different programs"
-        for i, s in now.items():
-            if isinstance(s, Wait):
-                match s.transfer:
-                    case Gather(side) if side == chosen["stationary"]:
-                        others[i] = sorted(p for m in mates[i] if m != i for p in shard[m])
-                    case Gather():
-                        blocks[i][0] = sorted(p for m in mates[i] for p in shard[m])
-            if isinstance(s, Attend):
-                stationary = own[i] if s.part == "own" else others[i]
-                for tile in s.tiles:
-                    rows, columns = (stationary, blocks[i][s.block])
-                    if chosen["stationary"] == "kv":
-                        rows, columns = columns, rows
-                    for a in range(*tile.q):
-                        for b in range(*tile.k):
-                            if not tile.is_causal or b - tile.k[0] <= a - tile.q[0]:
-                                computed[rows[a], columns[b]] += 1
-        before = {i: dict(blocks[i]) for i in range(size)}
-        for i, s in now.items():
-            if isinstance(s, Start) and isinstance(s.transfer, Move | Carry):
-                target = peer(i, s.transfer, s.transfer.to, team)
-                answer = now[target].transfer
-                assert peer(target, answer, answer.source, team) == i, "a receiver expects another sender"
-            if isinstance(s, Wait) and isinstance(s.transfer, Move):
-                source = peer(i, s.transfer, s.transfer.source, team)
-                blocks[i][s.transfer.block] = before[source][max(s.transfer.block - 1, 0)]
-            if isinstance(s, Wait) and isinstance(s.transfer, Carry) and s.transfer.into != HOME:
-                source = peer(i, s.transfer, s.transfer.source, team)
-                assert before[source][s.transfer.block] == before[i][s.transfer.into], "a gradient of other rows"
-            if isinstance(s, Wait) and isinstance(s.transfer, Carry) and s.transfer.into == HOME:
-                source = peer(i, s.transfer, s.transfer.source, team)
-                assert before[source][s.transfer.block] == sorted(p for m in mates[i] for p in shard[m])
-    expected = {(a, b) for a in range(length) for b in range(length) if a >= b or not chosen["is_causal"]}
-    assert computed == Counter(expected)
-
-
-@settings(max_examples=100)
-@given(options())
-def test_transfers_are_waited_for_once_and_hide_behind_work(chosen: dict) -> None:
-    for schedule in all_schedules(**chosen).values():
+@settings(max_examples=250)
+@given(st.one_of(drawn(), balanced()))
+def test_transfers_are_waited_for_once_and_hide_behind_work(chosen: Drawn) -> None:
+    case = chosen.case
+    for schedule in chosen.schedules().values():
         in_flight: dict = {}
         exposed = []
         for position, step in enumerate(schedule.steps):
@@ -120,16 +439,28 @@ def test_transfers_are_waited_for_once_and_hide_behind_work(chosen: dict) -> Non
                 if not any(isinstance(s, Attend) and s.tiles for s in schedule.steps[started:position]):
                     exposed.append(step.transfer)
         assert not in_flight
-        published = chosen["published"] and chosen["team"] > 1
         # Contiguous causal shards leave some ranks without anything visible to compute meanwhile.
-        balanced = chosen["order"] == "head_tail" or not chosen["is_causal"]
-        if balanced and not published:
+        balanced = case.length is None and (case.order == "head_tail" or not case.is_causal)
+        if balanced and not (chosen.published and case.team > 1):
             assert not exposed, "every transfer of the 2D schedule has work to hide behind"
 
 
-def golden(ring: int, team: int, rank: tuple[int, int] = (0, 0), **chosen: object) -> str:
-    defaults = {"order": "contiguous", "is_causal": False, "published": False, "stationary": "q", "backward": False}
-    return str(make_schedule(Coordinate(ring, team, *rank), SHARD, **(defaults | chosen)))
+def golden(
+    ring: int,
+    team: int,
+    rank: tuple[int, int] = (0, 0),
+    *,
+    order: str = "contiguous",
+    mask: Mask = Mask(),  # noqa: B008
+    shard: int = SHARD,
+    published: bool = False,
+    stationary: str = "q",
+    backward: bool = False,
+) -> str:
+    length = shard * ring * team
+    sequences = Sequences(length, length, order, mask)
+    place = Coordinate(ring, team, *rank)
+    return str(make_schedule(place, sequences, published=published, stationary=stationary, backward=backward))
 
 
 def test_golden_ring_forward() -> None:
@@ -167,11 +498,11 @@ wait  permute cp_ring dkv[2] into dkv[0] to 1 from 2""",
 
 def test_golden_2d_forward_causal() -> None:
     assert_expected_inline(
-        golden(2, 2, (1, 0), order="head_tail", is_causal=True),
+        golden(2, 2, (1, 0), order="head_tail", mask=Mask(right=0)),
         """\
 start all_gather cp_team q
 start permute cp_ring kv[1] to 0 from 0
-      attend own q x kv[0]: 1:2 x 0:1, 0:1 x 0:1 causal, 1:2 x 1:2 causal
+      attend own q x kv[0]: 0:1 x 0:1, 1:2 x 0:2
 wait  all_gather cp_team q
       attend others q x kv[0]: 0:2 x 0:1
 wait  permute cp_ring kv[1] to 0 from 0

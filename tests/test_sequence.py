@@ -5,9 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.cases import Case, held, index_of, mesh_of
+from tests.strategies import PLACEMENTS, ulysses_meshes
 from wallfacer_dt import (
     context_mesh,
     context_parallel_attention,
@@ -16,7 +20,7 @@ from wallfacer_dt import (
     shard_sequence,
     unshard_sequence,
 )
-from wallfacer_dt.layout import rank_spans
+from wallfacer_dt.layout import deal
 from wallfacer_dt.mesh import whole_context_group
 from wallfacer_dt.testing import RankPool
 
@@ -25,9 +29,9 @@ Ranks = Callable[[int], RankPool]
 
 
 def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, bool, bool, bool]:
-    mesh = mesh_of(case.ring, case.team, case.placement)
+    mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
     whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
-    rows = torch.tensor(held(index_of(case), case.size, case.order, shape[dim]))
+    rows = torch.tensor(held(index_of(case), case.axes, case.order, shape[dim]), dtype=torch.int64)
     shard = shard_sequence(whole, mesh, dim=dim, order=case.order)
     leaf = whole.clone().requires_grad_()
     shard_sequence(leaf, mesh, dim=dim, order=case.order).sum().backward()
@@ -49,6 +53,98 @@ def test_round_trip(
 ) -> None:
     case = Case(*mesh, placement=placement, order=order)
     assert all(all(checks) for checks in ranks(case.size).run(round_trip, case, shape, dim))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 8])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_round_trip_of_any_length(ranks: Ranks, size: int, data: st.DataObject) -> None:
+    """On meshes of three axes, too, and with fewer tokens than ranks."""
+    ring, team, ulysses = data.draw(st.sampled_from(ulysses_meshes(size)))
+    order, placement = data.draw(st.sampled_from(["contiguous", "head_tail"])), data.draw(st.sampled_from(PLACEMENTS))
+    case = Case(ring, team, ulysses=ulysses, placement=placement, order=order)
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=3))
+    dim = data.draw(st.integers(0, len(shape)))
+    shape.insert(dim, data.draw(st.integers(1, 5 * size)))
+    dim -= data.draw(st.sampled_from([0, len(shape)]))
+    assert all(all(checks) for checks in ranks(size).run(round_trip, case, tuple(shape), dim))
+
+
+def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[list[list[int]], bool, bool]:
+    """Positions that this rank holds by row, whether they say so themselves, and whether a batch comes back."""
+    mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
+    batch, length = ids.shape
+    documents = {"document_ids": ids}
+    if use_cumulative:
+        ends = torch.nonzero(ids[0].diff()).flatten() + 1
+        documents = {"cu_seqlens": torch.cat([torch.tensor([0]), ends, torch.tensor([length])])}
+    whole = torch.arange(length).expand(batch, -1)
+    stacked = torch.stack([whole + 100 * row for row in range(batch)])[torch.arange(batch), torch.arange(batch)]
+    options = {"dim": 1, "order": "document_head_tail"} | documents
+    shard = shard_sequence(stacked, mesh, **options)
+    positions = sequence_positions(length, mesh, order="document_head_tail", **documents)
+    positions = positions if positions.ndim == 2 else positions.expand(batch, -1)
+    offset = 100 * torch.arange(batch)[:, None]
+    return (
+        (shard - offset).tolist(),
+        shard.equal(positions + offset),
+        unshard_sequence(shard, mesh, **options).equal(stacked),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_round_trip_by_document(ranks: Ranks, size: int, data: st.DataObject) -> None:
+    """Each row by its own documents: on each rank as many tokens of every document as may be."""
+    ring, team, ulysses = data.draw(st.sampled_from(ulysses_meshes(size)))
+    case = Case(ring, team, ulysses=ulysses, placement=data.draw(st.sampled_from(PLACEMENTS)))
+    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6 * size))
+    begins = data.draw(st.lists(st.sets(st.integers(0, length - 1), max_size=4), min_size=batch, max_size=batch))
+    use_cumulative = data.draw(st.booleans())
+    begins = begins[:1] * batch if use_cumulative else begins
+    ids = torch.tensor([[sum(b <= p for b in row) for p in range(length)] for row in begins])
+    answers = ranks(size).run(by_document, case, ids, use_cumulative)
+    assert all(checks == [True, True] for _, *checks in answers)
+    for row in range(batch):
+        assert sorted(p for held_by_row, *_ in answers for p in held_by_row[row]) == list(range(length))
+        for document in set(ids[row].tolist()):
+            counts = [sum(int(ids[row, p]) == document for p in held_by_row[row]) for held_by_row, *_ in answers]
+            assert max(counts) - min(counts) <= 2
+
+
+def as_a_dtensor(case: Case, length: int) -> tuple[bool, bool]:
+    """Whether a contiguous shard is the local tensor of a DTensor, and the whole its full tensor."""
+    mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
+    whole = torch.arange(3 * length).view(length, 3)
+    shard = shard_sequence(whole, mesh, dim=0, order="contiguous")
+    split = [Shard(0)] * mesh.ndim
+    made = DTensor.from_local(shard, mesh, split, run_check=False, shape=whole.shape, stride=whole.stride())
+    dealt = distribute_tensor(whole, mesh, split).to_local()
+    return dealt.equal(shard), made.full_tensor().equal(unshard_sequence(shard, mesh, dim=0, order="contiguous"))
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 9, 21, 31, 32])
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (8, 1, 1), (4, 1, 2), (1, 4, 2)])
+def test_contiguous_shards_are_those_of_a_dtensor(ranks: Ranks, mesh: tuple[int, int, int], length: int) -> None:
+    ring, team, ulysses = mesh
+    assert all(all(checks) for checks in ranks(8).run(as_a_dtensor, Case(ring, team, ulysses=ulysses), length))
+
+
+def of_wrong_sizes() -> str:
+    mesh = mesh_of(2, 1)
+    x = torch.zeros(2 + 2 * dist.get_rank())
+    try:
+        unshard_sequence(x, mesh, dim=0, order="contiguous")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_that_are_none_are_refused(ranks: Ranks) -> None:
+    for message in ranks(2).run(of_wrong_sizes):
+        assert "shards of [2, 4] positions are none of shard_sequence's" in message
+        assert "[3, 3]" in message
 
 
 def meshes_of_every_kind() -> list[tuple[str, tuple[int, ...]]]:
@@ -93,7 +189,7 @@ def test_the_ranks_of_a_mesh_have_one_token_order(ranks: Ranks) -> None:
 def a_refused_call_binds_nothing() -> None:
     mesh = mesh_of(2, 1)
     q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8)
-    with pytest.raises(ValueError, match="must agree in batch, length"):
+    with pytest.raises(ValueError, match="must agree in length"):
         context_parallel_attention(q, k, k, mesh, is_causal=True)
     context_parallel_attention(q, q, q, mesh, is_causal=True, order="head_tail")
 
@@ -118,8 +214,7 @@ def test_the_groups_of_a_mesh_wait_as_long_as_the_world(ranks: Ranks) -> None:
 def test_every_position_is_held_once() -> None:
     for size in range(1, 20):
         for order in ("contiguous", "head_tail"):
-            spans = [span for i in range(size) for span in rank_spans(i, size, order, 6)]
+            shards = deal(6 * size, (1, size, 1), order)
+            spans = [span for spans in shards for span in spans]
             assert sorted(p for span in spans for p in range(*span)) == list(range(6 * size))
-            assert [p for span in rank_spans(size // 2, size, order, 6) for p in range(*span)] == held(
-                size // 2, size, order, 6 * size
-            )
+            assert [p for span in shards[size // 2] for p in range(*span)] == held(size // 2, size, order, 6 * size)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.cases import held
@@ -13,19 +14,20 @@ from wallfacer_dt.testing import RankPool, attention_oracle
 pytestmark = pytest.mark.ranks
 
 
-def largest_error(shape: tuple[int, int, int], axes: tuple[str, ...], schedule: str) -> float:
+def largest_error(shape: tuple[int, ...], axes: tuple[str, ...], schedule: str) -> float:
     """Largest difference of output and gradients, against an oracle of this group's own data."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    context: DeviceMesh = mesh["cp_ring", "cp_team"]
+    inner = tuple(axis for axis in axes if axis != "dp")
+    context: DeviceMesh = mesh[inner if len(inner) > 1 else inner[0]]
     release_order(context)
     group = mesh["dp"].get_local_rank()
-    ring_rank, team_rank = context.get_coordinate() or (0, 0)
     size = context.size()
+    index = context.mesh.flatten().tolist().index(dist.get_rank())
     torch.manual_seed(group)
     q, grad_out = (torch.randn(1, 4, 4 * size, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(1, 2, 4 * size, 8, dtype=torch.float64) for _ in range(2))
     expected = attention_oracle(q, k, v, grad_out, is_causal=True)
-    rows = held(ring_rank * context.size(1) + team_rank, size, "head_tail", 4 * size)
+    rows = held(index, size, "head_tail", 4 * size)
     leaves = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
     out = context_parallel_attention(*leaves, context, is_causal=True, order="head_tail", schedule=schedule)
     grads = torch.autograd.grad(out, leaves, grad_out[:, :, rows])
@@ -35,9 +37,17 @@ def largest_error(shape: tuple[int, int, int], axes: tuple[str, ...], schedule: 
 
 @pytest.mark.parametrize("schedule", ["2d", "published"])
 @pytest.mark.parametrize(
-    ("shape", "axes"), [((2, 2, 2), ("dp", "cp_ring", "cp_team")), ((2, 2, 2), ("cp_ring", "cp_team", "dp"))]
+    ("shape", "axes"),
+    [
+        ((2, 2, 2), ("dp", "cp_ring", "cp_team")),
+        ((2, 2, 2), ("cp_ring", "cp_team", "dp")),
+        ((2, 2, 2), ("cp_ulysses", "dp", "cp_ring")),
+        ((2, 4), ("dp", "cp_ulysses")),
+        ((4, 2), ("cp_ring", "dp")),
+        ((1, 2, 2, 2), ("dp", "cp_ulysses", "cp_ring", "cp_team")),
+    ],
 )
 def test_every_group_attends_within_itself(
-    ranks: Callable[[int], RankPool], shape: tuple[int, int, int], axes: tuple[str, ...], schedule: str
+    ranks: Callable[[int], RankPool], shape: tuple[int, ...], axes: tuple[str, ...], schedule: str
 ) -> None:
     assert max(ranks(8).run(largest_error, shape, axes, schedule)) < 1e-10

@@ -1,27 +1,33 @@
 """Styles applied by parallelize_module to a model: values and gradients as on one process."""
 
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import mesh_of
 from wallfacer_dt import (
-    RingParallel,
-    WallFacerParallel,
     context_mesh,
     context_parallel_attention,
     release_order,
     sequence_positions,
     shard_sequence,
 )
-from wallfacer_dt.mesh import context_groups
+from wallfacer_dt.attention import AttentionOptions
+from wallfacer_dt.mesh import bind_order
+from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -146,6 +152,35 @@ def test_wallfacer_in_a_model(ranks: Ranks, mesh: tuple[int, int], options: dict
         assert max(found) < 1e-10
 
 
+def ulysses(one_axis: bool, layout: str) -> tuple[float, float, float]:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)) if one_axis else mesh_of(1, 1, ulysses=size)
+    release_order(mesh)
+    model, _ = model_and_input(layout)
+    style = UlyssesParallel(is_causal=True, layout=layout, order="head_tail")
+    parallelize_module(model, mesh, {"layers.*.inner": style})
+    return errors(model, mesh, "head_tail", layout)
+
+
+def hybrid(layout: str) -> tuple[float, float, float]:
+    mesh = mesh_of(2, 1, ulysses=2)
+    model, _ = model_and_input(layout)
+    parallelize_module(model, mesh, {"layers.*.inner": WallFacerParallel(is_causal=True, layout=layout)})
+    return errors(model, mesh, "contiguous", layout)
+
+
+@pytest.mark.parametrize("layout", ["BLNH", "BNLH"])
+@pytest.mark.parametrize("one_axis", [True, False])
+def test_ulysses_in_a_model(ranks: Ranks, one_axis: bool, layout: str) -> None:
+    for found in ranks(2).run(ulysses, one_axis, layout):
+        assert max(found) < 1e-10
+
+
+def test_the_hybrid_in_a_model(ranks: Ranks) -> None:
+    for found in ranks(4).run(hybrid, "BLNH"):
+        assert max(found) < 1e-10
+
+
 @pytest.mark.parametrize("layout", ["BLNH", "BNLH"])
 @pytest.mark.parametrize("one_axis", [True, False])
 def test_ring_in_a_model(ranks: Ranks, one_axis: bool, layout: str) -> None:
@@ -167,7 +202,7 @@ def test_options_that_ask_for_nothing_are_taken(ranks: Ranks) -> None:
 
 def saved_bytes(ring: int, team: int) -> int:
     mesh = context_mesh("cpu", ring, team)
-    module = parallelize_module(Inner("BNLH"), mesh, WallFacerParallel(layout="BNLH"))
+    module = parallelize_module(Inner("BNLH"), mesh, WallFacerParallel(layout="BNLH", check=False))
     q, k, v = (torch.randn(1, n, 4, 8, requires_grad=True) for n in (4, 2, 2))
     saved: list[int] = []
 
@@ -258,12 +293,22 @@ def test_results_are_laid_out_as_inputs_are(ranks: Ranks) -> None:
     assert all(all(found) for found in ranks(4).run(layouts))
 
 
+class Recording(TorchDispatchMode):
+    """The arguments that the operator was last called with."""
+
+    args: tuple = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.wallfacer_dt.attention.default:
+            self.args = args
+        return func(*args, **(kwargs or {}))
+
+
 def operator_check() -> None:
-    groups = context_groups(mesh_of(2, 1))
-    q, k, v = (torch.randn(1, n, 4, 8, requires_grad=True) for n in (4, 2, 2))
-    options = ([2, 1, groups.coordinate.ring_rank, 0], groups.ring.group_name, "", "", [], True, 0.5)
-    options += ("contiguous", "2d", "kv", "flash", "")
-    torch.library.opcheck(torch.ops.wallfacer_dt.attention.default, (q, k, v, *options))
+    leaves = [torch.randn(1, n, 4, 8, requires_grad=True) for n in (4, 2, 2)]
+    with Recording() as recording:
+        context_parallel_attention(*leaves, mesh_of(2, 1), is_causal=True)
+    torch.library.opcheck(torch.ops.wallfacer_dt.attention.default, (*leaves, *recording.args[3:]))
 
 
 def test_the_operator_passes_torchs_own_check(ranks: Ranks) -> None:
@@ -280,3 +325,285 @@ def second_derivative() -> None:
 
 def test_a_second_derivative_is_refused(ranks: Ranks) -> None:
     ranks(2).run(second_derivative)
+
+
+class Whatever(nn.Module):
+    """Takes any options; for styles that are not checked."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        raise NotImplementedError
+
+
+def unchecked(style: Any, mesh: DeviceMesh, module: nn.Module | None = None) -> nn.Module:
+    return parallelize_module(module or Whatever(), mesh, style)
+
+
+def blocky(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (q // 3 % 2 != k // 3 % 2)
+
+
+def another(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def block_mask(mask_mod: Any = blocky) -> BlockMask:
+    return create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4)
+
+
+def tensors(width: int = 0) -> list[Tensor]:
+    """This rank's shards (B, N, L, H) on two ranks; queries have ``width`` channels more."""
+    torch.manual_seed(dist.get_rank())
+    shapes = ((HEADS, HEAD_DIM + width), (KV_HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM))
+    return [torch.randn(2, n, LENGTH // 2, dim, dtype=torch.float64) for n, dim in shapes]
+
+
+# By what a call hands to attention: its options, and the same for the function.
+HANDED: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "document_ids": lambda: ({"document_ids": torch.arange(LENGTH) // 5},) * 2,
+    "cu_seqlens": lambda: ({"cu_seqlens": torch.tensor([0, 7, LENGTH])},) * 2,
+    "sinks": lambda: ({"sinks": torch.arange(4.0)},) * 2,
+    "s_aux": lambda: ({"s_aux": torch.arange(4.0)}, {"sinks": torch.arange(4.0)}),
+    "k_shared": lambda: ({"k_shared": torch.full((2, 1, LENGTH // 2, 3), 0.7, dtype=torch.float64)},) * 2,
+    "attention_masks": lambda: ({"attention_masks": block_mask()}, {"mask_mod": block_mask()}),
+    "block_mask": lambda: ({"block_mask": block_mask()}, {"mask_mod": block_mask()}),
+    "mask_mod": lambda: ({"mask_mod": blocky}, {"mask_mod": blocky}),
+}
+
+
+def handed(name: str, layout: str) -> float:
+    mesh = mesh_of(2, 1)
+    masked = name in ("attention_masks", "block_mask", "mask_mod")
+    called, expected = HANDED[name]()
+    q, k, v = tensors(3 if name == "k_shared" else 0)
+    out = context_parallel_attention(q, k, v, mesh, is_causal=not masked, **expected)
+    plain = context_parallel_attention(q[..., :HEAD_DIM], k, v, mesh, is_causal=not masked)
+    assert float((out - plain).abs().max()) > 1e-3, "it does something"
+    module = unchecked(RingParallel(is_causal=not masked, layout=layout, check=False), mesh)
+    turn = (lambda x: x.transpose(1, 2)) if layout == "BLNH" else (lambda x: x)
+    if "k_shared" in called:
+        called = {"k_shared": turn(called["k_shared"])}
+    return float((turn(module(turn(q), turn(k), turn(v), **called)) - out).abs().max())
+
+
+@pytest.mark.parametrize("layout", ["BLNH", "BNLH"])
+@pytest.mark.parametrize("name", HANDED)
+def test_a_call_hands_on_what_attention_takes(ranks: Ranks, name: str, layout: str) -> None:
+    assert ranks(2).run(handed, name, layout) == [0.0, 0.0]
+
+
+# A style's options, a call's, and what is said of them.
+STATED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"is_causal": True, "window_size": (4, 0)}, {"sliding_window": 5, "is_causal": True}, ""),
+    ({"window_size": (4, 0)}, {"sliding_window": 5}, ""),
+    ({"is_causal": True, "window_size": (4, None)}, {"window_size": (4, 0)}, ""),
+    ({"is_causal": True, "window_size": (4, 0)}, {"window_size": (4, -1)}, ""),
+    ({"is_causal": True}, {"window_size": (-1, 0)}, ""),
+    ({"is_causal": True}, {"window_size": (-1, -1)}, ""),
+    ({"window_size": (4, 2)}, {"window_size": (4, 2)}, ""),
+    ({"softcap": 20.0, "kernel": "reference"}, {"softcap": 20.0}, ""),
+    ({"softcap": 20.0, "kernel": "reference"}, {"soft_cap": None}, ""),
+    ({}, {"softcap": 0.0, "sinks": None, "document_ids": None, "prefix_length": 0}, ""),
+    ({"is_causal": True, "prefix_length": 3}, {"prefix_length": 3}, ""),
+    ({"mask_mod": blocky}, {"mask_mod": blocky, "block_mask": None}, ""),
+    ({"mask_mod": blocky}, {"attention_masks": "blocky"}, ""),
+    ({"is_causal": True, "window_size": (4, 0)}, {"sliding_window": 4}, "sliding_window=4, which this style was not "
+     "given: window_size=(4, 0)"),
+    ({"is_causal": True}, {"sliding_window": 4}, "sliding_window=4, which this style does not implement unless it is "
+     "given window_size"),
+    ({"window_size": (4, 2)}, {"sliding_window": 5}, "sliding_window=5, which this style was not given"),
+    ({"window_size": (4, 2)}, {"window_size": (4, -1)}, "window_size=(4, -1), which this style was not given"),
+    ({"is_causal": True, "window_size": (4, 0)}, {"window_size": (4, 3)}, "window_size=(4, 3), which this style was "
+     "not given: window_size=(4, 0)"),
+    ({}, {"window_size": (-1, 0)}, "window_size=(-1, 0), which this style does not implement"),
+    ({"softcap": 20.0, "kernel": "reference"}, {"softcap": 30.0}, "softcap=30.0, which this style was not given: "
+     "softcap=20.0"),
+    ({"softcap": 20.0, "kernel": "reference"}, {"softcap": 0.0}, "softcap=0.0, which this style was not given"),
+    ({"is_causal": True, "prefix_length": 3}, {"prefix_length": 0}, "prefix_length=0, which this style was not given"),
+    ({"mask_mod": blocky}, {"mask_mod": another}, "the style was given another mask_mod"),
+    ({"mask_mod": blocky}, {"attention_masks": "another"}, "the style was given another mask_mod"),
+    ({"is_causal": True}, {"mask_mod": blocky}, "mask_mod must say everything by itself, got is_causal as well"),
+    ({}, {"attention_masks": {"full": None}}, "attention_masks={'full': None}, which this style does not implement"),
+    ({}, {"sinks": 0.5}, "sinks=0.5, which this style does not implement"),
+    ({}, {"sinks": "zeros", "s_aux": "ones"}, "sinks twice, under two names"),
+    ({}, {"softcap": "zeros"}, "softcap=a tensor of shape (4,), which this style does not implement"),
+    ({}, {"window_size": "zeros"}, "window_size=a tensor of shape (4,), which this style does not implement"),
+]  # fmt: skip
+MADE: dict[str, Callable[[], Any]] = {
+    "blocky": block_mask, "another": lambda: block_mask(another), "zeros": lambda: torch.zeros(4),
+    "ones": lambda: torch.ones(4),
+}  # fmt: skip
+
+
+def stated(index: int) -> str:
+    options, called, _ = STATED[index]
+    called = {name: MADE[value]() if isinstance(value, str) else value for name, value in called.items()}
+    mesh = mesh_of(2, 1)
+    module = unchecked(WallFacerParallel(layout="BNLH", check=False, **options), mesh)
+    try:
+        module(*tensors(), **called)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("index", range(len(STATED)))
+def test_options_of_a_call_are_the_styles(ranks: Ranks, index: int) -> None:
+    for said in ranks(2).run(stated, index):
+        assert STATED[index][2] in said
+        assert bool(STATED[index][2]) == bool(said)
+
+
+class WithSinks(Whatever):
+    def __init__(self, parameter: bool) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.ones(HEADS)) if parameter else torch.arange(4.0)
+
+
+def own_sinks() -> float:
+    mesh = mesh_of(2, 1)
+    with pytest.raises(ValueError, match="WithSinks has sinks: name the module inside it"):
+        unchecked(RingParallel(check=False), mesh, WithSinks(parameter=True))
+    q, k, v = tensors()
+    module = unchecked(RingParallel(check=False, layout="BNLH"), mesh, WithSinks(parameter=False))
+    return float((module(q, k, v) - context_parallel_attention(q, k, v, mesh, sinks=torch.arange(4.0))).abs().max())
+
+
+def test_sinks_of_a_module_are_no_parameter(ranks: Ranks) -> None:
+    assert ranks(2).run(own_sinks) == [0.0, 0.0]
+
+
+def compiled_mask(with_style: bool) -> tuple[str, float]:
+    """What a compiled call with a mask raises, or how far it is from the function's."""
+    torch._dynamo.reset()
+    mesh = mesh_of(2, 1)
+    mask = block_mask()
+    module = unchecked(RingParallel(layout="BNLH", check=False, mask_mod=mask if with_style else None), mesh)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module(q, k, v, attention_masks=mask) * 1
+
+    q, k, v = tensors()
+    try:
+        out = torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
+    except ValueError as error:
+        return str(error), 0.0
+    return "", float((out - context_parallel_attention(q, k, v, mesh, mask_mod=mask)).abs().max())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_masks_of_compiled_calls_are_the_styles(ranks: Ranks) -> None:
+    assert ranks(2).run(compiled_mask, True) == [("", 0.0)] * 2
+    for said, _ in ranks(2).run(compiled_mask, False):
+        assert "attention_masks under torch.compile, where masks are constants: give it to the style, mask_mod=" in said
+
+
+def compiled_extras() -> tuple[int, float]:
+    """Sinks and documents in one graph: how many graphs, and how far from eager."""
+    torch._dynamo.reset()
+    module = unchecked(RingParallel(is_causal=True, layout="BNLH", check=False), mesh_of(2, 1))
+    counting = CompileCounterWithBackend("aot_eager")
+    leaves = [x.requires_grad_() for x in (*tensors(), torch.arange(4.0, dtype=torch.float64))]
+    documents = torch.arange(LENGTH) // 5
+
+    def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return module(q, k, v, sinks=sinks, document_ids=documents).square()
+
+    results = []
+    for function in (model, torch.compile(model, backend=counting, fullgraph=True)):
+        out = function(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
+    return counting.frame_count, max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_call_with_extras_is_one_graph(ranks: Ranks) -> None:
+    for graphs, worst in ranks(2).run(compiled_extras):
+        assert graphs == 1
+        assert worst < 1e-12
+
+
+def bound_by(options: dict[str, Any], called: dict[str, Any]) -> str:
+    """What a loader hears that deals out in another order than a style, or a call of it, has been told."""
+    mesh = mesh_of(2, 1)
+    module = unchecked(RingParallel(layout="BNLH", check=False, **options), mesh)
+    if called:
+        bind_order(mesh, "contiguous", "nothing has been bound before the call")
+        release_order(mesh)
+        module(*tensors(), **called)
+    try:
+        bind_order(mesh, "head_tail", "a loader")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "called", "binds"),
+    [
+        ({}, {}, False),
+        ({}, {"sinks": torch.zeros(HEADS)}, False),
+        ({"is_causal": True}, {}, True),
+        ({"window_size": (4, 4)}, {}, True),
+        ({"mask_mod": blocky}, {}, True),
+        ({}, {"mask_mod": blocky}, True),
+        ({}, {"document_ids": torch.arange(LENGTH) // 5}, True),
+        ({}, {"cu_seqlens": torch.tensor([0, 5, LENGTH])}, True),
+    ],
+)
+def test_masks_bind_the_token_order(ranks: Ranks, options: dict[str, Any], called: dict[str, Any], binds: bool) -> None:
+    for said in ranks(2).run(bound_by, options, called):
+        assert ("a loader was given order='head_tail', but on this mesh" in said) == binds
+
+
+def on_another_mesh() -> dict[str, str]:
+    meshes = {"team": mesh_of(1, 2), "ring": mesh_of(2, 1), "ulysses": mesh_of(1, 1, ulysses=2)}
+    styles = {"ring": RingParallel, "ulysses": UlyssesParallel, "wallfacer": WallFacerParallel}
+    said = {}
+    for of, style in styles.items():
+        for on, mesh in meshes.items():
+            try:
+                unchecked(style(check=False), mesh)
+            except ValueError as error:
+                said[f"{of} on {on}"] = str(error).split("; ")[0]
+    return said
+
+
+def test_styles_refuse_meshes_of_others(ranks: Ranks) -> None:
+    for said in ranks(2).run(on_another_mesh):
+        assert said == {
+            "ring on team": "RingParallel needs a mesh with cp_team of size 1, got 2",
+            "ring on ulysses": "RingParallel needs a mesh with cp_ulysses of size 1, got 2",
+            "ulysses on team": "UlyssesParallel needs a mesh with cp_team of size 1, got 2",
+            "ulysses on ring": "UlyssesParallel needs a mesh with cp_ring of size 1, got 2",
+        }
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"check": 1}, TypeError, "check must be a bool, got 1"),
+        ({"layout": "BHLD"}, ValueError, "layout must be one of"),
+        ({"window_size": 5}, TypeError, "window_size must be a pair"),
+        ({"is_causal": True, "mask_mod": blocky}, ValueError, "mask_mod must say everything by itself"),
+    ],
+)
+@pytest.mark.parametrize("style", [RingParallel, WallFacerParallel, UlyssesParallel])
+def test_a_style_refuses_options_that_do_not_fit(style: Any, options: Any, kind: Any, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        style(**options)
+
+
+def test_styles_take_the_options_of_attention() -> None:
+    """Each but those that mean nothing to it."""
+    for style, missing in ((RingParallel, {"schedule"}), (WallFacerParallel, set()),
+                           (UlyssesParallel, {"schedule", "rotate"})):  # fmt: skip
+        parameters = inspect.signature(style).parameters.values()
+        assert all(p.kind is p.KEYWORD_ONLY for p in parameters)
+        defaults = {p.name: p.default for p in parameters}
+        assert defaults.pop("layout") == "BLNH"
+        assert defaults.pop("check") is True
+        assert defaults == {f.name: f.default for f in fields(AttentionOptions) if f.name not in missing}
+        told = {name: object() for name in defaults}
+        with mock.patch.object(AttentionOptions, "check"):
+            options = style(**told).options
+        assert all(getattr(options, name) is value for name, value in told.items())

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.torchtitan.shim import fit_to_cpu, fit_to_torch, is_cpu
 from wallfacer_dt import release_order
-from wallfacer_dt.algorithms import make_schedule, resolve_rotate
+from wallfacer_dt.algorithms import Mask, Sequences, make_schedule, resolve_rotate, split_heads
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.testing import RankPool
 
@@ -52,25 +52,30 @@ class Curve(NamedTuple):
 
 
 class Size(NamedTuple):
-    """A mesh: what it is on the command line, on how many ranks, and a data-parallel rank's sequences."""
+    """A mesh: what it is on the command line, on how many ranks, and a data-parallel rank's sequences.
+
+    Then its sizes, and the query heads that a tensor-parallel rank of the debug model has.
+    """
 
     options: str
     ranks: int
     sequences: int = SEQUENCES
+    ulysses: int = 1
+    ring: int = 2
     team: int = 2
+    heads: int = 16
 
     @property
     def sends(self) -> int:
         """How often attention sends after the first step, forward and backward, according to its schedules."""
-        ring = 4 // self.team
-        head = {"heads": 16, "kv_heads": 16, "head_dim": 16, "dtype": torch.float32}  # of the debug model
-        rotate = resolve_rotate("auto", "2d", ring, self.team, **head)
+        rotate = resolve_rotate(
+            "auto", "2d", self.ring, self.team, ulysses=self.ulysses, heads=self.heads, kv_heads=self.heads,
+            head_dim=16, value_dim=16, shared_dim=0, lengths=(LENGTH, LENGTH), dtype=torch.float32,
+        )  # fmt: skip
         programs = (
             make_schedule(
-                Coordinate(ring, self.team, 0, 0),
-                LENGTH // 4,
-                order="head_tail",
-                is_causal=True,
+                Coordinate(self.ring, self.team, 0, 0, self.ulysses, 0),
+                Sequences(LENGTH, LENGTH, "head_tail", Mask(right=0)),
                 published=False,
                 stationary="kv" if backward and rotate == "q" else "q",
                 backward=backward,
@@ -78,7 +83,12 @@ class Size(NamedTuple):
             for backward in (False, True)
         )
         lines = "\n".join(map(str, programs)).splitlines()
-        return LAYERS * (STEPS - 1) * sum(line.startswith(("start permute", "start all_to_all")) for line in lines)
+        sends = sum(line.startswith(("start permute", "start all_to_all")) for line in lines)
+        if self.ulysses > 1:
+            # Every group of heads is sent there and back, forward and backward, and has the schedules in between.
+            groups = split_heads(self.heads, self.heads, self.ulysses, hidden=True)[0]
+            sends = len(groups) * (4 + sends)
+        return LAYERS * (STEPS - 1) * sends
 
 
 def context(degree: int, team: int, rest: str = "") -> str:
@@ -86,9 +96,14 @@ def context(degree: int, team: int, rest: str = "") -> str:
     return f"--parallelism.context_parallel_degree {degree} --parallelism.context_parallel_team {team} {rest}"
 
 
+ULYSSES = "--parallelism.context_parallel_ulysses 2"
 SIZES = {
-    "ring 4": Size(context(4, 1), 4, team=1),
+    "ring 4": Size(context(4, 1), 4, ring=4, team=1),
     "2x2": Size(context(4, 2), 4),
+    "ulysses 2 x ring 2": Size(context(4, 1, ULYSSES), 4, ulysses=2, team=1),
+    "ulysses 2, TP 2": Size(
+        context(2, 1, f"{ULYSSES} --parallelism.tensor_parallel_degree 2"), 4, ulysses=2, ring=1, team=1, heads=8
+    ),
     "2x2, TP 2": Size(context(4, 2, "--parallelism.tensor_parallel_degree 2"), 8),
     "2x2, FSDP 2": Size(context(4, 2, "--parallelism.data_parallel_shard_degree 2"), 8, SEQUENCES // 2),
     "2x2, HSDP 2": Size(context(4, 2, "--parallelism.data_parallel_replicate_degree 2"), 8, SEQUENCES // 2),
@@ -316,8 +331,15 @@ def assert_equal(curves: list[Curve], expected: Curve) -> None:
 
 CHECKPOINTING = ("none", "selective", "full")
 CASES = [
-    *((size, "", checkpointing) for size in SIZES if "HSDP" not in size for checkpointing in CHECKPOINTING),
+    *(
+        (size, "", checkpointing)
+        for size in SIZES
+        if "HSDP" not in size and "ulysses" not in size
+        for checkpointing in CHECKPOINTING
+    ),
     ("2x2, HSDP 2", "", "selective"),
+    ("ulysses 2 x ring 2", "", "full"),
+    ("ulysses 2, TP 2", "", "selective"),
     ("ring 4", AOT, "selective"),
     ("2x2", AOT, "none"),
     ("2x2", AOT, "full"),
@@ -334,7 +356,7 @@ CASES = [
     ids=lambda part: part.replace("--compile.", "") or "eager",
 )
 def test_training_equals_one_process(titans, alone: Curve, size: str, compilation: str, checkpointing: str) -> None:
-    options, ranks, sequences, _ = SIZES[size]
+    options, ranks, sequences = SIZES[size][:3]
     curves = titans(ranks).run(
         train,
         f"{options} --training.local_batch_size {sequences} {compilation} activation-checkpoint:{checkpointing}",
@@ -405,11 +427,14 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
     [
         (
             context(4, 3),
-            "context_parallel_degree must be context_parallel_ring x context_parallel_team, got 4 and any x 3",
+            "context_parallel_degree must be context_parallel_ulysses x context_parallel_ring x context_parallel_team, "
+            "got 4 and 1 x any x 3",
         ),
-        (context(4, 2, "--parallelism.context_parallel_ring 4"), "got 4 and 4 x 2"),
-        (context(1, 2), "got 1 and any x 2"),
-        (context(4, 0), "must be at least 1, got None and 0"),
+        (context(4, 2, "--parallelism.context_parallel_ring 4"), "got 4 and 1 x 4 x 2"),
+        (context(4, 1, f"{ULYSSES} --parallelism.context_parallel_ring 4"), "got 4 and 2 x 4 x 1"),
+        (context(1, 2), "got 1 and 1 x any x 2"),
+        (context(4, 0), "must be at least 1, got 1, None and 0"),
+        (context(4, 1, "--parallelism.context_parallel_ulysses 0"), "must be at least 1, got 0, None and 1"),
         (context(4, 2, "--parallelism.context_parallel_load_balancer ptrr"), "must be one of headtail, None, got ptrr"),
         (
             context(4, 2, "--parallelism.spmd_backend spmd_types"),

@@ -63,12 +63,14 @@ class Program(Bodies):
         return out
 
 
-def program(ring: int, team: int, **options: Any) -> str:
-    with fake_world(ring * team):
-        mesh = context_mesh("cpu", ring, team)
+def program(ring: int, team: int, ulysses: int = 1, heads: tuple[int, int] = (2, 1), **options: Any) -> str:
+    with fake_world(ring * team * ulysses):
+        mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
         axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
         with FakeTensorMode(), Program(axes) as trace:
-            q, k, v = (torch.empty(1, n, 4, 8, requires_grad=True, dtype=torch.bfloat16) for n in (2, 1, 1))
+            q, k, v = (
+                torch.empty(1, n, 4, 8, requires_grad=True, dtype=torch.bfloat16) for n in (heads[0], *heads[1:] * 2)
+            )
             out = context_parallel_attention(q, k, v, mesh, **options)
             trace.lines.append("backward")
             out.backward(torch.empty_like(out))
@@ -206,6 +208,82 @@ wait #10
 wait #11
 send #12 cp_team bfloat16 [64]
 wait #12""",
+    )
+
+
+def test_ulysses() -> None:
+    """A group of heads is computed while the next is on its way, and the last one's results are on theirs."""
+    assert_expected_inline(
+        program(1, 1, 2, heads=(4, 4)),
+        """\
+send #0 cp_ulysses bfloat16 [96]
+wait #0
+send #1 cp_ulysses bfloat16 [96]
+  flash [1, 1, 8, 8] x [1, 1, 8, 8]
+send #2 cp_ulysses bfloat16 [40]
+wait #1
+  flash [1, 1, 8, 8] x [1, 1, 8, 8]
+send #3 cp_ulysses bfloat16 [40]
+wait #2
+wait #3
+backward
+send #4 cp_ulysses bfloat16 [144]
+wait #4
+send #5 cp_ulysses bfloat16 [144]
+  flash_backward [1, 1, 8, 8] x [1, 1, 8, 8]
+send #6 cp_ulysses bfloat16 [96]
+wait #5
+  flash_backward [1, 1, 8, 8] x [1, 1, 8, 8]
+send #7 cp_ulysses bfloat16 [96]
+wait #6
+wait #7""",
+    )
+
+
+def test_ulysses_round_a_ring() -> None:
+    assert_expected_inline(
+        program(2, 1, 2, rotate="kv"),
+        """\
+send #0 cp_ulysses bfloat16 [96]
+wait #0
+send #1 cp_ring bfloat16 [128]
+  flash [1, 1, 8, 8] x [1, 1, 8, 8]
+wait #1
+  flash [1, 1, 8, 8] x [1, 1, 8, 8]
+send #2 cp_ulysses bfloat16 [40]
+wait #2
+backward
+send #3 cp_ulysses bfloat16 [144]
+wait #3
+send #4 cp_ring bfloat16 [128]
+  flash_backward [1, 1, 4, 8] x [1, 1, 8, 8]
+wait #4
+  flash_backward [1, 1, 8, 8] x [1, 1, 8, 8]
+send #5 cp_ring float32 [128]
+  flash_backward [1, 1, 4, 8] x [1, 1, 8, 8]
+wait #5
+send #6 cp_ulysses bfloat16 [96]
+wait #6""",
+    )
+
+
+def test_a_window_sends_no_further_than_it_reaches() -> None:
+    assert_expected_inline(
+        program(4, 1, rotate="kv", is_causal=True, window_size=(2, 0)),
+        """\
+send #0 cp_ring bfloat16 [64]
+  flash [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash [1, 2, 2, 8] x [1, 1, 2, 8]
+wait #0
+backward
+send #1 cp_ring bfloat16 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+wait #1
+send #2 cp_ring float32 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+wait #2""",
     )
 
 

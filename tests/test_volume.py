@@ -1,15 +1,20 @@
 """What is received, counted from the collectives that run, equals the closed formulas to the byte."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.cases import Case, fake_world, run
-from tests.strategies import cases, meshes
+from tests.cases import Case, fake_world, held, run, shard_sizes
+from tests.strategies import any_case, cases, meshes, ulysses_meshes
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
 
@@ -20,16 +25,45 @@ def formula(case: Case, index: int) -> AttentionVolume:
     return attention_volume(
         case.ring,
         case.team,
+        ulysses=case.ulysses,
         batch=case.batch,
-        length=case.shard * case.size,
+        length=case.total,
+        kv_length=case.kv_total,
         heads=case.heads,
         kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
+        head_dim=case.head_dim + case.shared_dim,
+        value_dim=case.value_dim or case.head_dim,
+        shared_dim=case.shared_dim,
         dtype=getattr(torch, case.dtype),
         schedule=case.schedule,
         rotate=case.rotate,
+        hops=hops_of(case),
         index=index,
     )
+
+
+def hops_of(case: Case) -> int | None:
+    """From the geometry: at how many distances round the ring somebody sees something, if there may be others."""
+    left, right = (None if reach == -1 else reach for reach in case.window_size or (None, None))
+    right = 0 if case.is_causal else right
+    if not (case.mask or case.documents) and left is None and right in (None, 0):
+        return None
+    i, j = np.ogrid[: case.total, : case.total]
+    # A mask_mod goes by blocks of 128 positions, which are longer than these sequences.
+    seen = np.ones((case.total, case.total), bool)
+    seen &= (j >= i - left) if left is not None else seen
+    seen &= (j <= i + right) if right is not None and not case.mask else seen
+    ids = [np.repeat(np.arange(len(row)), row) for row in case.documents]
+    if ids:
+        seen &= np.any([row[:, None] == row for row in ids], 0)
+    rank = np.empty(case.total, int)
+    for index in range(case.size):
+        rank[held(index, case.axes, case.order, case.total)] = index % (case.ring * case.team) // case.team
+    distances = (rank[:, None] - rank) % case.ring
+    return len(set(distances[seen].tolist()) - {0})
+
+
+ANY = st.sampled_from(["float64", "float32", "bfloat16"])
 
 
 @pytest.mark.ranks
@@ -37,39 +71,107 @@ def formula(case: Case, index: int) -> AttentionVolume:
 @settings(max_examples=12)
 @given(data=st.data())
 def test_counted_on_real_ranks(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"]))
-    case = data.draw(cases(range(size, size + 1), dtype=dtype))
-    for index, _, counted in ranks(size).run(run, case):
+    assert_counted(ranks, data.draw(cases(range(size, size + 1), dtype=data.draw(ANY))))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", range(2, 9))
+@settings(max_examples=20)
+@given(data=st.data())
+def test_any_case_counted_on_real_ranks(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
+    """With Ulysses, heads and lengths that do not divide, other head dims, cross attention, windows, documents."""
+    case = data.draw(any_case(size, dtype=data.draw(ANY), kernel="auto", inputs="normal", softcap=None, replicated=0))
+    assert_counted(ranks, case)
+
+
+def assert_counted(ranks: Callable[[int], RankPool], case: Case) -> None:
+    for index, _, counted in ranks(case.size).run(run, case):
         volume = formula(case, index)
         assert counted == {"forward": volume.forward.bytes, "backward": volume.backward.bytes}
 
 
 def count_on_fake_ranks(case: Case, rank: int, *, backward: bool = True) -> Traffic:
-    """One rank of a world that does not exist, on tensors without contents."""
+    """One rank of a world that does not exist, on tensors without contents; the rank is its sequence index."""
+    sizes = [shard_sizes(length, case.axes)[rank] for length in (case.total, case.kv_total)]
     with fake_world(case.size, rank):
-        mesh = context_mesh("cpu", case.ring, case.team, placement=case.placement)
-        q_shape = (case.batch, case.heads, case.shard, case.head_dim)
-        kv_shape = (case.batch, case.kv_heads, case.shard, case.head_dim)
+        mesh = context_mesh("cpu", case.ring, case.team, ulysses=case.ulysses, placement=case.placement)
+        q_shape = (case.batch, case.heads, sizes[0], case.head_dim + case.shared_dim)
+        k_shape = (case.batch, case.kv_heads, sizes[1], case.head_dim)
+        v_shape = (*k_shape[:3], case.value_dim or case.head_dim)
+        options = case.options
         dtype = getattr(torch, case.dtype)
         with FakeTensorMode(), count_collectives(mesh) as traffic:
-            q, k, v = (torch.empty(s, dtype=dtype, requires_grad=True) for s in (q_shape, kv_shape, kv_shape))
-            out = context_parallel_attention(q, k, v, mesh, **case.options)
+            q, k, v = (torch.empty(s, dtype=dtype, requires_grad=True) for s in (q_shape, k_shape, v_shape))
+            if case.shared_dim:
+                options["k_shared"] = torch.empty(case.batch, 1, sizes[1], case.shared_dim, dtype=dtype)
+                options["k_shared"].requires_grad_()
+            out = context_parallel_attention(q, k, v, mesh, **options)
             if backward:
                 out.backward(torch.empty_like(out))
         return traffic
+
+
+@st.composite
+def many_ranks(draw: st.DrawFn) -> Case:
+    """Up to 64 ranks, with heads that need not divide among those that split them."""
+    ring, team, ulysses = draw(st.sampled_from(ulysses_meshes(draw(st.integers(1, 64)))))
+    kv_heads = draw(st.integers(1, 9))
+    group = draw(st.integers(ceil(ulysses / kv_heads), ceil(ulysses / kv_heads) + 3))
+    published = ring % team == 0 and draw(st.booleans())
+    case = Case(
+        ring, team, ulysses=ulysses, batch=draw(st.integers(1, 2)), heads=kv_heads * group, kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 5)) * 8, dtype=draw(ANY), schedule="published" if published else "2d",
+        rotate=draw(st.sampled_from(["q", "auto"] if published else ["kv", "q", "auto"])),
+        order=draw(st.sampled_from(["contiguous", "head_tail"])),
+    )  # fmt: skip
+    length = draw(st.integers(1, 4 * case.size))
+    options: dict[str, Any] = draw(
+        st.sampled_from(
+            [
+                {"kv_length": draw(st.integers(1, 4 * case.size))},
+                {"is_causal": True},
+                {"is_causal": True, "window_size": (draw(st.integers(0, length)), 0)},
+                {"window_size": (draw(st.integers(0, 8)), draw(st.integers(0, 8)))},
+            ]
+        )
+    )
+    further = draw(st.sampled_from([{}, {"value_dim": 8}, {"value_dim": 16, "shared_dim": 8}, {"shared_dim": 4}]))
+    return replace(case, length=length, **options, **further)
 
 
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(data=st.data())
 def test_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"]))
+    dtype = data.draw(ANY)
     case = data.draw(cases(range(1, 65), dtype=dtype, placement="team_in_node", kernel="auto"))
-    rank = data.draw(st.integers(0, case.size - 1))
+    assert_counted_on_fake_ranks(case, data.draw(st.integers(0, case.size - 1)))
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_case_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
+    case = data.draw(many_ranks())
+    assert_counted_on_fake_ranks(case, data.draw(st.integers(0, case.size - 1)))
+
+
+def assert_counted_on_fake_ranks(case: Case, rank: int) -> None:
     traffic, volume = count_on_fake_ranks(case, rank), formula(case, rank)
     assert traffic.forward.received_bytes == volume.forward.bytes
     assert traffic.backward.received_bytes == volume.backward.bytes
     assert traffic.forward.calls == traffic.backward.calls == 1
+
+
+@settings(max_examples=100)
+@given(
+    ring=st.integers(1, 12), team=st.integers(1, 4), ulysses=st.integers(1, 3), shard=st.integers(1, 6),
+    left=st.integers(0, 80),
+)  # fmt: skip
+def test_hops_of_a_causal_window(ring: int, team: int, ulysses: int, shard: int, left: int) -> None:
+    """A team's shards are one hop: a query's window of ``left`` tokens before it begins so many teams back."""
+    case = Case(ring, team, ulysses=ulysses, shard=shard, is_causal=True, window_size=(left, 0))
+    assert hops_of(case) == min(ring - 1, ceil(left / (team * shard)))
 
 
 # WallFacer section 3.2.2: P=64, B=1, N=65536, H=6656 (52 heads of 128), bfloat16, so that U is 13 MiB.
@@ -141,3 +243,69 @@ def test_grouped_heads_prefer_rotating_keys_and_values() -> None:
     shape = {"batch": 1, "length": 64, "heads": 16, "head_dim": 64, "dtype": torch.bfloat16}
     assert attention_volume(8, 1, kv_heads=2, **shape).rotate == "kv"
     assert attention_volume(8, 1, kv_heads=16, **shape).rotate == "q"
+
+
+SHAPE = {"batch": 2, "length": 240, "head_dim": 8, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("ulysses", [2, 3, 4, 6])
+@pytest.mark.parametrize("kv_heads", [12, 24])
+def test_ulysses_alone_by_hand(ulysses: int, kv_heads: int) -> None:
+    """In units of U, (u-1)/u of q, k and v come and of out go; then of four queries, k and v, and three gradients."""
+    volume = attention_volume(1, 1, ulysses=ulysses, heads=24, kv_heads=kv_heads, **SHAPE)
+    g = Fraction(kv_heads, 24)
+    shard = 2 * 240 // ulysses * 24 * 8
+    share = Fraction(ulysses - 1, ulysses)
+    assert volume.forward.payload == share * (2 + 2 * g) * shard
+    assert volume.backward.payload == share * (3 + 4 * g) * shard
+    assert volume.forward.statistics == share * shard // 8
+    assert volume.backward.statistics == share * 2 * shard // 8
+    for one in (volume.forward, volume.backward):
+        assert one.bytes == 2 * one.payload + 4 * one.statistics
+
+
+def test_one_key_head_for_all_by_hand() -> None:
+    """Each of 4 ranks needs the one key head of all 3 x 60 others' tokens, and gives as much of its gradient back."""
+    volume = attention_volume(1, 1, ulysses=4, heads=8, kv_heads=1, **SHAPE)
+    token = 2 * 8  # batch x head dim
+    assert volume.forward.payload == 180 * token * (2 + 2) + 60 * token * 6
+    assert volume.backward.payload == 180 * token * (2 * 2 + 2) + 60 * token * 6 + 60 * token * 2 * 3
+    assert volume.backward.statistics == 180 * 2 * 2 * 2
+
+
+def test_ulysses_round_a_ring_by_hand() -> None:
+    """Behind the exchange the ring works on u times the tokens and a u-th of the heads."""
+    both = attention_volume(3, 2, ulysses=4, heads=8, kv_heads=4, rotate="kv", **SHAPE)
+    alone = attention_volume(1, 1, ulysses=4, heads=8, kv_heads=4, **(SHAPE | {"length": 40}))
+    inner = attention_volume(3, 2, heads=2, kv_heads=1, rotate="kv", **SHAPE)
+    for way in ("forward", "backward"):
+        got, first, second = (getattr(volume, way) for volume in (both, alone, inner))
+        assert got.payload == first.payload + second.payload
+        assert got.statistics == first.statistics + second.statistics
+        assert got.bytes == first.bytes + second.bytes
+
+
+def test_hops_that_are_left_out_by_hand() -> None:
+    shape = SHAPE | {"heads": 4, "kv_heads": 2}
+    for hops in range(4):
+        volume = attention_volume(12, 1, hops=hops, rotate="kv", **shape)
+        assert volume.forward.payload == hops * 2 * (2 * 20 * 2 * 8)
+        assert volume.backward.payload == hops * 4 * (2 * 20 * 2 * 8)
+
+
+def test_uneven_shards_are_sent_as_long_as_the_longest() -> None:
+    shape = SHAPE | {"heads": 4, "kv_heads": 2}
+    uneven, even = (attention_volume(4, 2, **(shape | {"length": n})) for n in (237, 240))
+    assert (uneven.forward, uneven.backward) == (even.forward, even.backward)
+
+
+def test_a_shared_key_counts_once() -> None:
+    """Latent attention: of a key of 24 dims 8 are one head's, so 4 heads have 4 * (16 + 16) + 8 elements."""
+    volume = attention_volume(2, 1, heads=4, kv_heads=4, value_dim=16, shared_dim=8, **(SHAPE | {"head_dim": 24}))
+    assert volume.forward.payload == 2 * 120 * (4 * (16 + 16) + 8)
+
+
+def test_cross_attention_moves_the_shorter_side() -> None:
+    shape = {"batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "dtype": torch.float32}
+    assert attention_volume(8, 1, length=800, kv_length=80, **shape).rotate == "kv"
+    assert attention_volume(8, 1, length=80, kv_length=800, **shape).rotate == "q"

@@ -1,0 +1,594 @@
+"""Modules that compute something else than the style are found out, with the cause, on all ranks; honest ones pass."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tests.cases import Inner, fake_world, mesh_of
+from wallfacer_dt import shard_sequence
+from wallfacer_dt.attention import AttentionOptions
+from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
+from wallfacer_dt.equivalence.sizes import heads_to_try, shortened
+from wallfacer_dt.layout import BY_DOCUMENT
+from wallfacer_dt.mesh import bind_order, context_mesh, release_order
+from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
+from wallfacer_dt.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+Ranks = Callable[[int], RankPool]
+STYLES = {"ring": RingParallel, "wallfacer": WallFacerParallel, "ulysses": UlyssesParallel}
+
+
+def causal(length: int, window: int | None = None) -> Tensor:
+    back = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    return (back >= 0) if window is None else (back >= 0) & (back < window)
+
+
+def written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention on (B, N, L, H), as models write it out."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    return scores.softmax(-1)[..., : v.shape[2]] @ v
+
+
+class Causal(nn.Module):
+    """Causal attention in (B, L, N, H) with a secret or none; ``without`` is a rank that has no secret."""
+
+    def __init__(self, secret: str = "", value: Any = None, without: int | None = None) -> None:
+        super().__init__()
+        self.secret = "" if without is not None and dist.get_rank() == without else secret
+        self.value = value
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = None if self.secret == "no mask" else causal(q.shape[2], self.value if self.secret == "window" else None)
+        options = {self.secret: self.value} if self.secret in ("scale", "softcap", "sinks") else {}
+        if self.secret == "keys of itself":
+            k = q[:, : k.shape[1]]
+        if self.secret == "v":
+            v = v * self.value
+        if self.secret == "norm":
+            q = F.normalize(q, dim=-1)
+        if self.secret == "heads":
+            k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))
+        if self.secret == "detached":
+            k = k.detach()
+        if self.secret == "swapped":
+            k, v = v, k
+        if self.secret == "raises":
+            raise RuntimeError("not on this machine")
+        out = written_out(q, k, v, mask, **options)
+        if self.secret == "dropout":
+            out = F.dropout(out, self.value, self.training)
+        if self.secret == "flattened":
+            return out.transpose(1, 2).flatten(2)
+        return (out.transpose(1, 2), None) if self.secret == "tuple" else out.transpose(1, 2)
+
+
+class InBNLH(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class Deaf(nn.Module):
+    """Takes an option and does not listen."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
+        return Causal("no mask")(q, k, v)
+
+
+def refusal(module: nn.Module, style: Any, mesh: DeviceMesh, **options: Any) -> tuple[str, str]:
+    """What a check raises on this rank."""
+    try:
+        check_equivalence(module, style, mesh, **options)
+    except Exception as error:  # the type is what is tested
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+SECRETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "window": (lambda: Causal("window", 25), {}, "query 76 sees key 0 under the style but not in the module: the "
+               "module has a sliding window of 25, window_size=(24, 0), the style a causal mask (is_causal=True)"),
+    "wide window": (lambda: Causal("window", 1024), {}, "the module has a sliding window of 1024"),
+    "another window": (
+        lambda: Causal("window", 25), {"window_size": (16, 0)},
+        "the module has a sliding window of 25, window_size=(24, 0), the style a sliding window of 17",
+    ),
+    "no window": (lambda: Causal(), {"window_size": (1299, 0)}, "the style a sliding window of 1300"),
+    "sinks": (lambda: Causal("sinks", torch.zeros(4)), {},
+              "in the module the probabilities of a query add up to less than 1: attention sinks?"),
+    "scale": (lambda: Causal("scale", 0.24), {}, "scores are 0.96 times the style's: another scale?"),
+    "stated scale": (lambda: Causal(), {"scale": 0.5}, "scores are 0.5 times the style's: another scale?"),
+    "soft cap": (lambda: Causal("softcap", 50.0), {}, "is there a soft cap"),
+    "no mask": (lambda: Causal("no mask"), {},
+                "query 0 sees key 1 in the module but not under the style: the module has no mask, the style a causal"),
+    "deaf": (Deaf, {}, "the module has no mask, the style a causal mask"),
+    "causal": (lambda: Causal(), {"is_causal": False}, "the module has a causal mask (is_causal=True), the style no"),
+    "dropout": (lambda: Causal("dropout", 0.1), {}, "is there dropout?"),
+    "keys of itself": (lambda: Causal("keys of itself"), {}, ""),
+    "norm": (lambda: Causal("norm"), {}, "the same keys are seen, but"),
+    "layout": (InBNLH, {}, "the module's layout is 'BNLH', the style was given layout='BLNH'"),
+    "other layout": (lambda: Causal(), {"layout": "BNLH"}, "the module's layout is 'BLNH'"),
+    "heads": (lambda: Causal("heads"), {}, "query head 1 attends to key and value head 1 in the module, to 0 under"),
+    "v": (lambda: Causal("v", 1.5), {}, "probabilities are 1.5 times the style's: are v or the output multiplied"),
+    "detached": (lambda: Causal("detached"), {}, "outputs agree, but not the gradient of k"),
+    "swapped": (lambda: Causal("swapped"), {}, "takes q, k, v in another order: given (q, v, k) it agrees"),
+    "by document": (lambda: Causal("window", 25), {"order": BY_DOCUMENT}, "the module has a sliding window of 25"),
+    "without gradient": (
+        lambda: OutputAlone("window", 25), {},
+        "; the same keys are seen, as far as can be told",
+    ),
+    "tuple": (lambda: Causal("tuple"), {}, "the module returns a tuple, a style a tensor"),
+    "flattened": (lambda: Causal("flattened"), {}, "the module returns shape (1, 1152, 64) for q (1, 1152, 4, 16)"),
+    "raises": (
+        lambda: Causal("raises"), {},
+        "could not be run on q, k, v of 1152 tokens, (4, 2) or (4, 4) heads of 16, layout 'BLNH': RuntimeError: not on",
+    ),
+}  # fmt: skip
+
+
+def secret(name: str, dtype: torch.dtype | None = None) -> tuple[str, str]:
+    module, options, _ = SECRETS[name]
+    style = WallFacerParallel(**{"is_causal": True, "order": "head_tail"} | options)
+    return refusal(module(), style, mesh_of(2, 1), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_is_named_on_every_rank(ranks: Ranks, name: str) -> None:
+    found = ranks(2).run(secret, name)
+    assert found[0] == found[1]
+    assert found[0][0] == "EquivalenceError"
+    assert SECRETS[name][2] in found[0][1]
+
+
+@pytest.mark.parametrize("name", ["scale", "sinks", "window", "v", "soft cap"])
+def test_secrets_show_in_half_precision(ranks: Ranks, name: str) -> None:
+    for kind, text in ranks(2).run(secret, name, torch.bfloat16):
+        assert kind == "EquivalenceError"
+        assert name == "soft cap" or SECRETS[name][2] in text
+
+
+class SDPA(nn.Module):
+    """Called like torch's function, without grouped heads."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
+
+
+class Titan(nn.Module):
+    """With torchtitan's signature."""
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        mask = None if attention_masks is None else attention_masks.mask_mod
+        if mask is not None:
+            i = torch.arange(q.shape[2])
+            mask = mask(torch.tensor(0), torch.tensor(0), i.unsqueeze(1), i)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=enable_gqa
+        )
+        return out.transpose(1, 2)
+
+
+class Telling(nn.Module):
+    """Takes what it is told by name, in (B, N, L, H)."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        k_shared: Tensor | None = None,
+    ) -> Tensor:
+        if k_shared is not None:
+            k = torch.cat([k, k_shared.expand(-1, k.shape[1], -1, -1)], -1)
+        mask = causal_mask(q.shape[2], sliding_window) if causal else None
+        if document_ids is not None:
+            same = document_ids.unsqueeze(1) == document_ids
+            mask = same if mask is None else same & mask
+        return written_out(q, k, v, mask, scale=softmax_scale, softcap=softcap, sinks=s_aux)
+
+
+causal_mask = causal
+
+
+class Windowed(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+        left, right = window_size
+        back = torch.arange(q.shape[2]).unsqueeze(1) - torch.arange(q.shape[2])
+        mask = (back <= left if left >= 0 else back == back) & (-back <= right if right >= 0 else back == back)
+        return written_out(q, k, v, mask)
+
+
+class Plain(nn.Module):
+    """No mask at all, in (B, L, N, H)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return Causal("no mask")(q, k, v)
+
+
+class Cast(nn.Module):
+    """Probabilities of scores that were rounded."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.mT) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(~causal(q.shape[2]), torch.finfo(scores.dtype).min)
+        return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+
+
+class OutputAlone(Causal):
+    """A kernel for inference."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().forward(q, k, v).detach()
+
+
+def blocky(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (q // 16 % 3 != k // 16 % 3 + 1)
+
+
+def mask_of(length: int) -> Any:
+    return create_block_mask(blocky, None, None, length, length, device="cpu", BLOCK_SIZE=32)
+
+
+HONEST: dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]] = {
+    "BLNH": (Causal(), {"is_causal": True}, {}),
+    "BNLH": (InBNLH(), {"is_causal": True, "layout": "BNLH"}, {}),
+    "full": (Plain(), {}, {}),
+    "SDPA, causal": (SDPA(), {"is_causal": True, "layout": "BNLH"}, {}),
+    "SDPA, full": (SDPA(), {"layout": "BNLH"}, {}),
+    "SDPA, float64": (SDPA(), {"layout": "BNLH"}, {"dtype": torch.float64}),
+    "torchtitan's": (Titan(), {"is_causal": True, "order": "head_tail"}, {}),
+    "torchtitan's, bfloat16": (Titan(), {"is_causal": True}, {"dtype": torch.bfloat16}),
+    "torchtitan's, full": (Titan(), {"scale": 0.3}, {}),
+    "mask_mod": (Titan(), {"mask_mod": blocky}, {"length": 256}),
+    "BlockMask": (Titan(), {"mask_mod": "BlockMask"}, {}),
+    "rounded scores": (Cast(), {"is_causal": True}, {"dtype": torch.bfloat16}),
+    "dropout in eval": (Causal("dropout", 0.1).eval(), {"is_causal": True}, {}),
+    "sliding window": (Telling(), {"is_causal": True, "window_size": (24, 0), "layout": "BNLH"}, {}),
+    "longer window": (Causal("window", 1300), {"is_causal": True, "window_size": (1299, 0)}, {}),
+    "window": (Windowed(), {"window_size": (24, 7), "layout": "BNLH"}, {}),
+    "soft cap and scale": (Telling(), {"softcap": 9.0, "scale": 0.1, "layout": "BNLH", "kernel": "reference"}, {}),
+    "sinks": (Telling(), {"is_causal": True, "layout": "BNLH"}, {"kwargs": {"s_aux": torch.arange(4.0)}}),
+    "documents": (
+        Telling(), {"is_causal": True, "layout": "BNLH"},
+        {"length": 96, "kwargs": {"document_ids": torch.arange(96) // 40}},
+    ),
+    "shared keys": (
+        Telling(), {"is_causal": True, "layout": "BNLH"},
+        {"length": 96, "kwargs": {"k_shared": torch.ones(1, 1, 96, 3).cumsum(2) / 96}},
+    ),
+    "uneven": (Causal(), {"is_causal": True, "length": 12345, "order": "head_tail"}, {}),
+    "very short": (Causal(), {"is_causal": True, "length": 7}, {}),
+    "cross attention": (Plain(), {"length": 2000, "kv_length": 77}, {}),
+    "replicated": (Plain(), {"replicated": 3}, {}),
+    "uneven window": (
+        Causal("window", 25), {"is_causal": True, "window_size": (24, 0), "order": "head_tail"}, {"length": 61},
+    ),
+    "fewer tokens than ranks": (Causal(), {"is_causal": True, "length": 3, "order": "head_tail"}, {}),
+    "one token": (Plain(), {"length": 1}, {}),
+    "fewer keys than ranks": (Plain(), {"length": 90, "kv_length": 3}, {}),
+    "keys of the same stated length": (
+        Causal(), {"is_causal": True, "length": 12345, "kv_length": 12345}, {"length": 61},
+    ),
+    "uneven and replicated": (Plain(), {"replicated": 3, "length": 45}, {}),
+    "by document": (Causal(), {"is_causal": True, "order": BY_DOCUMENT}, {"length": 96}),
+    "by document, uneven": (Causal(), {"is_causal": True, "order": BY_DOCUMENT, "length": 5}, {}),
+    "by document, with documents": (
+        Telling(), {"is_causal": True, "layout": "BNLH", "order": BY_DOCUMENT},
+        {"length": 61, "kwargs": {"document_ids": torch.arange(61) // 27}},
+    ),
+    "other sizes": (Causal(), {"is_causal": True}, {"heads": (6, 3), "head_dim": 8, "length": 200}),
+    "without gradient": (OutputAlone(), {"is_causal": True}, {}),
+}  # fmt: skip
+
+
+def honest(names: list[str], style: str, mesh: Callable[[], DeviceMesh] | tuple[int, int]) -> dict[str, str]:
+    """By name what the check says."""
+    on = mesh_of(*mesh) if isinstance(mesh, tuple) else mesh()
+    found = {}
+    for name in names:
+        module, options, check = HONEST[name]
+        if options.get("mask_mod") == "BlockMask":
+            options = options | {"mask_mod": mask_of(320)}
+        found[name] = refusal(module, STYLES[style](**options), on, **check)[1]
+    return found
+
+
+def test_nothing_is_said_of_honest_modules(ranks: Ranks) -> None:
+    for found in ranks(2).run(honest, list(HONEST), "wallfacer", (2, 1)):
+        assert found == dict.fromkeys(HONEST, "")
+
+
+def one_axis() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def ulysses_mesh() -> DeviceMesh:
+    return context_mesh("cpu", ulysses=dist.get_world_size())
+
+
+@pytest.mark.parametrize(
+    ("style", "mesh"),
+    [("ring", (4, 1)), ("ring", one_axis), ("wallfacer", (2, 2)), ("ulysses", one_axis), ("ulysses", ulysses_mesh)],
+)
+def test_every_style_on_its_meshes(ranks: Ranks, style: str, mesh: Any) -> None:
+    names = [
+        "BLNH", "SDPA, full", "torchtitan's", "uneven", "very short", "replicated", "window", "uneven window",
+        "fewer tokens than ranks", "one token", "fewer keys than ranks", "uneven and replicated", "by document",
+        "by document, uneven", "by document, with documents",
+    ]  # fmt: skip
+    for found in ranks(4).run(honest, names, style, mesh):
+        assert found == dict.fromkeys(names, "")
+
+
+def by_document(style: str, mesh: Callable[[], DeviceMesh] | tuple[int, int]) -> float:
+    """How far a checked style is from its module where tokens are dealt out by document."""
+    on = mesh_of(*mesh) if isinstance(mesh, tuple) else mesh()
+    release_order(on)
+    documents = torch.arange(61) // 27
+    q, k, v = torch.randn(3, 1, 4, 61, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = Telling()(q, k, v, causal=True, document_ids=documents)
+
+    def shard(x: Tensor) -> Tensor:
+        return shard_sequence(x, on, dim=2, order=BY_DOCUMENT, document_ids=documents)
+
+    options = {"is_causal": True, "layout": "BNLH", "order": BY_DOCUMENT, "length": 61}
+    module = parallelize_module(Telling(), on, STYLES[style](**options))
+    out = module(*(shard(x) for x in (q, k, v)), causal=True, document_ids=documents)
+    return float((out - shard(expected)).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("style", "mesh"), [("ring", (4, 1)), ("wallfacer", (2, 2)), ("ulysses", one_axis), ("ulysses", ulysses_mesh)]
+)
+def test_a_style_by_document_is_checked_and_right(ranks: Ranks, style: str, mesh: Any) -> None:
+    assert max(ranks(4).run(by_document, style, mesh)) < 1e-12
+
+
+def shorter(size: int = 4, asked: int | None = None, **told: Any) -> tuple[int, int, int | None, int | None]:
+    """Queries and keys that are tried, and the lengths that the style is told of them."""
+    options, (length, kv_length) = shortened(AttentionOptions(**told), asked, size)
+    options.check()
+    return length, kv_length, options.length, options.kv_length
+
+
+def test_what_is_tried_is_short_and_of_its_kind() -> None:
+    """As uneven as what the style is told; longer than its windows; a mask's own length."""
+    assert shorter() == (1152, 1152, None, None)
+    assert shorter(size=5) == (1160, 1160, None, None)
+    assert shorter(length=12345) == (1153, 1153, 1153, None)
+    assert shorter(length=7) == (7, 7, 7, None)
+    assert shorter(length=12345, asked=64) == (64, 64, 64, None)
+    assert shorter(asked=64) == (64, 64, None, None)
+    assert shorter(asked=68) == (68, 68, 68, None)
+    assert shorter(is_causal=True, window_size=(1299, 0)) == (1432, 1432, None, None)
+    assert shorter(window_size=(2000, 300)) == (2432, 2432, None, None)
+    assert shorter(window_size=(1200, 60)) == (1392, 1392, None, None)
+    assert shorter(window_size=(None, -1)) == (1152, 1152, None, None)
+    assert shorter(is_causal=True, window_size=(100000, None)) == (4352, 4352, None, None)
+    assert shorter(is_causal=True, prefix_length=2000) == (2128, 2128, None, None)
+    assert shorter(length=20005, kv_length=77) == (1157, 77, 1157, 77)
+    assert shorter(length=99, kv_length=1000007, asked=40) == (40, 1159, 40, 1159)
+    assert shorter(is_causal=True, length=12345, kv_length=12345, asked=40) == (40, 40, 40, 40)
+    assert shorter(mask_mod=mask_of(320)) == (320, 320, None, None)
+    assert shorter(mask_mod=mask_of(316)) == (316, 316, 316, None)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "head_tail", BY_DOCUMENT])
+def test_documents_are_not_needed_to_try_a_style(order: str) -> None:
+    tried, _ = shortened(AttentionOptions(is_causal=True, order=order), None, 4)
+    assert tried.order == ("head_tail" if order == BY_DOCUMENT else order)
+
+
+def test_heads_that_are_tried() -> None:
+    def tried(ulysses: int, mask: Any = None, asked: tuple[int, int] | None = None) -> list[tuple[int, int]]:
+        return list(heads_to_try(asked, AttentionOptions(mask_mod=mask), ulysses))
+
+    assert tried(1) == tried(4) == tried(4, mask=blocky) == [(4, 2), (4, 4)]
+    assert tried(5) == tried(6) == [(6, 3), (6, 6)]
+    assert tried(2, asked=(6, 3)) == [(6, 3)]
+    per_head = create_block_mask(blocky, None, 3, 64, 64, device="cpu", BLOCK_SIZE=32)
+    assert tried(1, mask=per_head) == [(3, 3)]
+
+
+def one_rank_alone(name: str) -> tuple[str, str]:
+    module: nn.Module = Causal(name, 25, without=0)
+    if name == "parameter" and dist.get_rank() == 1:
+        module.weight = nn.Parameter(torch.ones(1))
+    return refusal(module, WallFacerParallel(is_causal=True), mesh_of(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("window", "EquivalenceError", "the module has a sliding window of 25"),
+        ("raises", "EquivalenceError", "could not be run"),
+        ("parameter", "ValueError", "Causal has weight: name the module inside it"),
+    ],
+)
+def test_what_one_rank_finds_all_raise(ranks: Ranks, name: str, kind: str, text: str) -> None:
+    other, found = ranks(2).run(one_rank_alone, name)
+    assert other[0] == found[0] == kind
+    assert text in found[1]
+    assert other[1] == f"on rank 1 of the mesh {found[1]}"
+
+
+class Counting(Causal):
+    """Has a state, and says how often it was called in this process."""
+
+    calls: ClassVar[list[int]] = []
+
+    def __init__(self, layer: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.layer, self.seen = layer, []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.seen.append(q.shape)
+        self.calls.append(self.layer)
+        return super().forward(q, k, v)
+
+
+def left_alone() -> dict[str, bool]:
+    mesh = mesh_of(2, 1)
+    module = Counting(secret="dropout", value=0.5)
+    style = WallFacerParallel(is_causal=True)
+    torch.manual_seed(7)
+    state, forward, threads = torch.get_rng_state(), module.forward, torch.get_num_threads()
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        caught = refusal(module, style, mesh)
+        gradients = [refusal(Causal("detached"), style, mesh)[1]]
+        honest = refusal(Causal(), style, mesh)
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), not torch.is_grad_enabled()
+        device = torch.empty(0).device.type
+    with torch.no_grad():
+        gradients.append(refusal(Causal("detached"), style, mesh)[1])
+        modes = (*modes, not torch.is_grad_enabled())
+    bind_order(mesh, "head_tail", "whoever comes first")
+    said = refusal(Causal(), style, mesh)  # in the other order
+    return {
+        "dropout was found": "dropout" in caught[1],
+        "gradients were compared": all("gradient of k" in text for text in gradients),
+        "autocast was off": honest == ("", ""),
+        "random state": torch.equal(torch.get_rng_state(), state),
+        "modes": all(modes) and device == "meta",
+        "module": not module.seen and module.forward == forward and module.training,
+        "threads": torch.get_num_threads() == threads and torch.get_default_dtype() is torch.float32,
+        "another order": said == ("", ""),
+    }
+
+
+def test_everything_is_left_as_it_was(ranks: Ranks) -> None:
+    for found in ranks(2).run(left_alone):
+        assert all(found.values()), found
+
+
+def bound_before() -> str:
+    mesh = mesh_of(2, 1)
+    bind_order(mesh, "head_tail", "a loader")
+    refusal(Causal(), WallFacerParallel(), mesh)
+    with pytest.raises(ValueError, match="in order='head_tail'"):
+        bind_order(mesh, "contiguous", "another")
+    return "still bound"
+
+
+def test_a_bound_order_stays_bound(ranks: Ranks) -> None:
+    assert ranks(2).run(bound_before) == ["still bound"] * 2
+
+
+def applied(layers: list[dict[str, Any]], check: bool = True) -> tuple[str, int, int]:
+    """What applying one style to some layers raises; calls of modules; layers that it has replaced."""
+    mesh = mesh_of(2, 1)
+    Counting.calls.clear()
+    model = nn.ModuleList(Counting(**options) for options in layers)
+    error = ""
+    try:
+        parallelize_module(model, mesh, {"*": RingParallel(is_causal=True, check=check)})
+    except EquivalenceError as raised:
+        error = str(raised)
+        release_order(mesh)
+    replaced = sum("forward" in vars(layer) for layer in model)
+    return error, len(Counting.calls), replaced
+
+
+def test_a_style_checks_a_module_before_it_replaces_it(ranks: Ranks) -> None:
+    for error, _, replaced in ranks(2).run(applied, [{}, {"secret": "window", "value": 25}]):
+        assert "the module has a sliding window of 25" in error
+        assert replaced == 1
+    for error, calls, replaced in ranks(2).run(applied, [{"secret": "window", "value": 25}], False):
+        assert (error, calls, replaced) == ("", 0, 1)
+
+
+def test_like_modules_are_checked_once(ranks: Ranks) -> None:
+    (_, once, _), _ = ranks(2).run(applied, [{}])
+    assert once > 0
+    for _, calls, replaced in ranks(2).run(applied, [{}] * 5):
+        assert (calls, replaced) == (once, 5)
+    for _, calls, _ in ranks(2).run(applied, [{"layer": 0}, {"layer": 1}]):
+        assert calls == 2 * once
+
+
+def unlike_on_one_rank() -> str:
+    """Rank 1 alone has another second layer, which only it would check."""
+    window = {"secret": "window", "value": 25, "without": 0}
+    return applied([{"value": 25}, window])[0]
+
+
+def test_ranks_agree_on_what_is_left_to_check(ranks: Ranks) -> None:
+    assert all("the module has a sliding window of 25" in error for error in ranks(2).run(unlike_on_one_rank))
+
+
+def under_fake_tensors() -> tuple[str, str]:
+    with FakeTensorMode():
+        return refusal(Inner(), WallFacerParallel(), mesh_of(2, 1))
+
+
+def test_nothing_is_compared_where_there_is_nothing(ranks: Ranks) -> None:
+    assert ranks(2).run(under_fake_tensors) == [("", "")] * 2
+    with fake_world(4):
+        mesh = context_mesh("cpu", 2, 2)
+        assert refusal(Inner(), WallFacerParallel(), mesh) == ("", "")
+        parallelize_module(Inner(), mesh, WallFacerParallel())
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"module": "attention"}, TypeError, "module must be an nn.Module, got str"),
+        ({"length": 8.0}, TypeError, "length must be an int, got 8.0"),
+        ({"length": 0}, ValueError, "length must be at least 1, got 0"),
+        ({"mesh": "cpu"}, TypeError, "mesh must be a DeviceMesh, got str"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with fake_world(2):
+        given = {"module": Causal(), "style": RingParallel(), "mesh": context_mesh("cpu", 2)} | options
+        with pytest.raises(kind, match=text):
+            check_equivalence(**given)

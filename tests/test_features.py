@@ -1,0 +1,124 @@
+"""docs/features.md is what ranks do today; what it calls refused, all of them refuse before anything is sent."""
+
+from collections.abc import Iterator
+from difflib import unified_diff
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.features import (
+    COLUMNS,
+    FEATURES,
+    RANKS,
+    STYLES,
+    BrokenError,
+    Key,
+    Outcome,
+    cells,
+    document,
+    recorded,
+    try_all,
+    try_out,
+    verdict,
+    verdicts,
+)
+from wallfacer_dt import styles
+from wallfacer_dt.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "features.md"
+CELLS = [key for keys in cells().values() for key in keys]
+DROPOUT: Key = ("Scores", "dropout (`dropout_p=0.1`)", "RingParallel")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Of its own, since compilers may take longer than other tests' ranks wait."""
+    started = RankPool(RANKS, timeout=300)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def seen(pool: RankPool) -> dict[Key, list[Outcome]]:
+    return try_all(pool)
+
+
+@pytest.mark.parametrize("key", CELLS, ids=" / ".join)
+def test_works_or_is_refused_on_all_ranks_before_anything_is_sent(seen: dict[Key, list[Outcome]], key: Key) -> None:
+    verdict(FEATURES[key[:2]], COLUMNS[key[2]], seen[key])
+
+
+def test_the_document_is_up_to_date(seen: dict[Key, list[Outcome]]) -> None:
+    written, today = DOCUMENT.read_text(), document(verdicts(seen))
+    changes = "\n".join(unified_diff(written.splitlines(), today.splitlines(), "written", "today", lineterm="", n=0))
+    assert written == today, f"write it anew: python -m tests.features > docs/features.md\n{changes}"
+
+
+def test_names_are_of_one_row_each() -> None:
+    assert len(CELLS) == len(set(CELLS))
+
+
+def test_a_cell_that_changes_changes_the_document() -> None:
+    for before, now in (("", "refused by now"), ("refused", "")):
+        found = dict.fromkeys(CELLS, before)
+        written = document(found)
+        for key in CELLS:
+            assert document(found | {key: now}) != written
+
+
+def tolerant() -> list[Outcome]:
+    """What a rank does once dropout is ignored."""
+    with mock.patch.dict(styles._NEUTRAL, dropout_p=(None, 0, 0.1)):
+        return try_out([DROPOUT])
+
+
+def test_a_refusal_that_stops_being_one_is_seen(seen: dict[Key, list[Outcome]], pool: RankPool) -> None:
+    """As a cell that works, which the document does not say."""
+    outcomes = [outcome for (outcome,) in pool.run(tolerant)]
+    assert not verdict(FEATURES[DROPOUT[:2]], COLUMNS[DROPOUT[2]], outcomes)
+    assert verdict(FEATURES[DROPOUT[:2]], COLUMNS[DROPOUT[2]], seen[DROPOUT])
+
+
+WORKS = Outcome(1e-12, "", "", ("all_to_all_single",), True)
+REFUSED = Outcome(float("nan"), "ValueError", "called with dropout_p=0.1", (), True)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "why"),
+    [
+        ([WORKS, WORKS._replace(error=1e-9)], "wrong"),
+        ([WORKS, WORKS._replace(error=float("nan"))], "wrong"),
+        ([WORKS._replace(sent=())] * 2, "nothing was sent"),
+        ([REFUSED, WORKS], "not refused on every rank"),
+        ([REFUSED, REFUSED._replace(raised="RuntimeError")], "not refused on every rank"),
+        ([REFUSED, REFUSED._replace(raised="TypeError")], "different errors"),
+        ([REFUSED, REFUSED._replace(sent=("all_to_all_single",))], "sent before it was refused"),
+        ([REFUSED, REFUSED._replace(message="no")], "without naming"),
+        ([REFUSED, REFUSED._replace(fit=False)], "did not meet"),
+    ],
+)
+def test_what_is_neither_is_broken(outcomes: list[Outcome], why: str) -> None:
+    with pytest.raises(BrokenError, match=why):
+        verdict(FEATURES[DROPOUT[:2]], STYLES[0], outcomes)
+
+
+def test_what_one_rank_alone_asks_for_must_be_refused() -> None:
+    feature = next(f for f in FEATURES.values() if f.alone is not None)
+    with pytest.raises(BrokenError, match="one rank alone"):
+        verdict(feature, STYLES[0], [WORKS] * 4)
+
+
+def one_collective() -> list[str]:
+    with recorded() as sent:
+        torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", torch.distributed.group.WORLD.group_name)
+        )
+    return sent
+
+
+def test_collectives_are_recorded(pool: RankPool) -> None:
+    assert pool.run(one_collective) == [["all_reduce"]] * 4

@@ -1,0 +1,148 @@
+"""Token orders: every position is held once, as many by each rank as DTensor would give it."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tests.cases import fake_world, held
+from tests.strategies import ulysses_meshes
+from wallfacer_dt.layout import (
+    ORDERS,
+    Span,
+    check_length,
+    check_order,
+    deal,
+    deal_documents,
+    in_order,
+    length_of,
+    merged,
+    shard_sizes,
+)
+
+
+@st.composite
+def axes(draw: st.DrawFn, largest: int = 24) -> tuple[int, int, int]:
+    """(ulysses, ring, team)."""
+    ring, team, ulysses = draw(st.sampled_from(ulysses_meshes(draw(st.integers(1, largest)))))
+    return ulysses, ring, team
+
+
+def positions(spans: tuple[Span, ...]) -> list[int]:
+    return [p for span in spans for p in range(*span)]
+
+
+@settings(max_examples=300)
+@given(length=st.integers(1, 200), mesh=axes(), order=st.sampled_from(ORDERS[:2]))
+def test_every_position_is_held_once(length: int, mesh: tuple[int, int, int], order: str) -> None:
+    shards, sizes = deal(length, mesh, order), shard_sizes(length, mesh)
+    assert sorted(p for spans in shards for p in positions(spans)) == list(range(length))
+    assert [length_of(spans) for spans in shards] == list(sizes)
+    assert [positions(spans) for spans in shards] == [held(i, mesh, order, length) for i in range(len(shards))]
+    assert all(span.length > 0 for spans in shards for span in spans)
+
+
+@settings(max_examples=100)
+@given(length=st.integers(1, 100), mesh=axes(largest=12), dim=st.integers(0, 1))
+def test_shards_are_as_long_as_those_of_a_dtensor(length: int, mesh: tuple[int, int, int], dim: int) -> None:
+    shape = torch.Size((length, 3) if dim == 0 else (3, length))
+    sizes, spans = shard_sizes(length, mesh), deal(length, mesh, "contiguous")
+    for index in {0, len(sizes) // 2, len(sizes) - 1}:
+        with fake_world(len(sizes), rank=index):
+            device_mesh = DeviceMesh("cpu", torch.arange(len(sizes)).view(mesh))
+            local, offset = compute_local_shape_and_global_offset(shape, device_mesh, [Shard(dim)] * 3)
+        assert local[dim] == sizes[index]
+        if sizes[index]:
+            assert Span(offset[dim], offset[dim] + local[dim]) == spans[index][0]
+
+
+@given(length=st.integers(1, 200), mesh=axes())
+def test_shards_differ_by_a_chunk_at_most(length: int, mesh: tuple[int, int, int]) -> None:
+    sizes = shard_sizes(length, mesh)
+    largest = length
+    for axis in mesh:
+        largest = -(-largest // axis)
+    assert max(sizes) == largest
+    if length % len(sizes) == 0:
+        assert set(sizes) == {length // len(sizes)}
+
+
+@given(length=st.integers(1, 200), mesh=axes())
+def test_head_and_tail_are_halves_from_both_ends(length: int, mesh: tuple[int, int, int]) -> None:
+    shards = deal(length, mesh, "head_tail")
+    heads, tails = [], []
+    for spans in shards:
+        count = length_of(spans)
+        heads += positions(spans)[: count - count // 2]
+        tails = positions(spans)[count - count // 2 :] + tails
+    assert heads + tails == list(range(length))
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[int, ...]:
+    length = draw(st.integers(1, 200))
+    return (0, *sorted(draw(st.sets(st.integers(1, length), max_size=6)) - {length}), length)
+
+
+@settings(max_examples=300)
+@given(bounds=documents(), mesh=axes())
+def test_documents_are_dealt_out_once_and_evenly(bounds: tuple[int, ...], mesh: tuple[int, int, int]) -> None:
+    shards = deal_documents(bounds, mesh)
+    assert sorted(p for spans in shards for p in positions(spans)) == list(range(bounds[-1]))
+    sizes = [length_of(spans) for spans in shards]
+    assert sizes == list(shard_sizes(bounds[-1], mesh, "document_head_tail"))
+    assert max(sizes) - min(sizes) <= 1
+    assert all(before.stop < after.start for spans in shards for before, after in pairwise(spans))
+    for start, stop in pairwise(bounds):
+        counts = [sum(start <= p < stop for p in positions(spans)) for spans in shards]
+        assert max(counts) - min(counts) <= 2, "a document is on some ranks more than on others"
+        assert sum(counts) == stop - start
+
+
+@given(length=st.integers(1, 200), mesh=axes())
+def test_one_document_that_divides_is_dealt_out_head_tail(length: int, mesh: tuple[int, int, int]) -> None:
+    length *= 2 * mesh[0] * mesh[1] * mesh[2]
+    expected = tuple(merged(spans) for spans in deal(length, mesh, "head_tail"))
+    assert deal_documents((0, length), mesh) == expected
+
+
+@st.composite
+def touching(draw: st.DrawFn) -> list[Span]:
+    ends = sorted(draw(st.sets(st.integers(0, 30), min_size=2)))
+    return [Span(*pair) for pair in pairwise(ends) if draw(st.booleans())]
+
+
+@given(touching())
+def test_merged_spans_are_as_few_as_can_be(some: list[Span]) -> None:
+    result = merged(some)
+    assert positions(result) == positions(tuple(some))
+    assert all(before.stop < after.start for before, after in pairwise(result))
+
+
+@given(length=st.integers(1, 100), mesh=axes(largest=12), order=st.sampled_from(ORDERS[:2]), data=st.data())
+def test_slices_in_order_find_every_position_in_its_shard(
+    length: int, mesh: tuple[int, int, int], order: str, data: st.DataObject
+) -> None:
+    shards = deal(length, mesh, order)
+    members = data.draw(st.sets(st.sampled_from(range(len(shards))), min_size=1))
+    slices = in_order((m, shards[m]) for m in members)
+    found = [p for s in slices for p in range(*s.span)]
+    assert found == sorted(p for m in members for p in positions(shards[m]))
+    for s in slices:
+        assert positions(shards[s.member])[s.start :][: s.span.length] == list(range(*s.span))
+
+
+def test_what_is_no_order_and_no_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"order must be one of .*got 'zigzag'"):
+        check_order("zigzag")
+    for wrong in (0, -3):
+        with pytest.raises(ValueError, match=f"sequence length must be at least 1, got {wrong}"):
+            check_length(wrong)
+    for wrong in (8.0, True, None):
+        with pytest.raises(TypeError, match="kv_length must be an int"):
+            check_length(wrong, "kv_length")

@@ -1,0 +1,194 @@
+"""Cases worth having by name: who sees whom, lengths and variants of attention, each on meshes of every kind.
+
+Ranks of this module cut masks in blocks of a few positions, so that short sequences have many of each kind.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.cases import Case, draw, prepare, rows_of, run_uncounted, whole
+from tests.strategies import any_case, mask_options
+from tests.test_equivalence import assert_close
+from wallfacer_dt import context_parallel_attention
+from wallfacer_dt.algorithms import blocks, masks
+from wallfacer_dt.layout import Span
+from wallfacer_dt.testing import RankPool, attention_oracle
+from wallfacer_dt.testing.oracle import visibility
+
+pytestmark = pytest.mark.ranks
+MESHES = {
+    "ulysses 2": {"ring": 1, "team": 1, "ulysses": 2},
+    "ring 2 x team 2": {"ring": 2, "team": 2},
+    "ulysses 2 x ring 2": {"ring": 2, "team": 1, "ulysses": 2},
+    "ulysses 2 x ring 2 x team 2": {"ring": 2, "team": 2, "ulysses": 2},
+}
+HEAD_TAIL = {"order": "head_tail"}
+CAUSAL = {"is_causal": True}
+REFERENCE = {"kernel": "reference"}
+# Of 32 tokens, so that shards are of 4 to 16, or of another number, dealt out as evenly as may be.
+NAMED: dict[str, dict[str, Any]] = {
+    "window smaller than a shard": CAUSAL | {"window_size": (2, 0)},
+    "window smaller than a shard, head_tail": CAUSAL | HEAD_TAIL | {"window_size": (2, 0)},
+    "window of the token alone": {"window_size": (0, 0)},
+    "window that ends in the next shard": HEAD_TAIL | {"window_size": (5, 3)},
+    "window on the left alone": {"window_size": (3, None)},
+    "window on the right alone": {"window_size": (-1, 3)},
+    "window without bounds": {"window_size": (-1, -1)},
+    "causal window told by its left alone": CAUSAL | {"window_size": (3, None)},
+    "window longer than the sequence": CAUSAL | {"window_size": (100, 0)},
+    "documents that differ by row": {"batch": 2, "documents": ((3, 20, 9), (31, 1))},
+    "documents that differ by row, causal, head_tail": CAUSAL
+    | HEAD_TAIL
+    | {"batch": 3, "documents": ((32,), (16, 16), (5, 5, 5, 17))},
+    "one row of documents for all": CAUSAL | {"batch": 2, "documents": ((7, 20, 5),)},
+    "cumulative lengths": {"batch": 2, "documents": ((7, 20, 5),), "packed": "cu_seqlens"},
+    "a document per token": CAUSAL | {"documents": ((1,) * 32,)},
+    "a document per shard": CAUSAL | {"documents": ((8,) * 4,)},
+    "documents with a window": CAUSAL | {"documents": ((11, 21),), "window_size": (4, 0)},
+    "documents of no token": {"documents": ((0, 11, 0, 21, 0),), "packed": "cu_seqlens"},
+    "prefix shorter than a shard": CAUSAL | {"prefix_length": 3},
+    "prefix over several shards, head_tail": CAUSAL | HEAD_TAIL | {"prefix_length": 13},
+    "prefix longer than everything": CAUSAL | {"prefix_length": 100},
+    "uneven": CAUSAL | {"length": 29},
+    "uneven, head_tail": CAUSAL | HEAD_TAIL | {"length": 29},
+    "uneven without a mask": {"length": 29},
+    "uneven with documents": CAUSAL | {"length": 29, "documents": ((10, 19),)},
+    "trailing shards are empty": CAUSAL | {"length": 9},
+    "one token": CAUSAL | HEAD_TAIL | {"length": 1},
+    "two tokens, head_tail": CAUSAL | HEAD_TAIL | {"length": 2},
+    "three tokens that all see all": {"length": 3},
+    "odd shards of equal length, head_tail": CAUSAL | HEAD_TAIL | {"shard": 3},
+    "cross attention to more keys": {"kv_length": 64},
+    "cross attention to fewer keys, uneven": {"length": 29, "kv_length": 7},
+    "cross attention to one key": {"kv_length": 1},
+    "rotary part shared by heads (MLA)": CAUSAL | HEAD_TAIL | {"shared_dim": 8, "value_dim": 24},
+    "shared part and grouped heads": {"shared_dim": 4, "heads": 6, "kv_heads": 3},
+    "values wider than keys": {"value_dim": 24},
+    "values narrower than keys": CAUSAL | {"value_dim": 8},
+    "sinks": {"sinks": True},
+    "sinks, causal with a window (gpt-oss)": CAUSAL | HEAD_TAIL | {"sinks": True, "window_size": (6, 0), "heads": 4},
+    "softcap": REFERENCE | {"softcap": 2.0},
+    "softcap of huge scores": CAUSAL | REFERENCE | {"softcap": 20.0, "inputs": "huge"},
+    "softcap, window and sinks": CAUSAL | REFERENCE | {"softcap": 2.0, "window_size": (9, 0), "sinks": True},
+    "rows that see nothing": {"mask": "blind"},
+    "rows that see nothing, with sinks": {"mask": "blind", "sinks": True},
+    "block sparse": {"mask": "checker"},
+    "a mask for each head": {"mask": "per_head", "heads": 4},
+    "a mask for each row": {"mask": "per_row", "batch": 3},
+    "a mask that captures a tensor": {"mask": "captured"},
+    "a BlockMask": {"mask": "blockmask"},
+    "a BlockMask for each head, head_tail": HEAD_TAIL | {"mask": "blockmask_per_head", "heads": 4},
+    "a BlockMask by its blocks alone": {"mask": "blocks_alone"},
+    "a mask on an uneven sequence": {"mask": "per_head", "length": 29},
+    "a mask on fewer tokens than ranks": {"mask": "blind", "length": 3},
+    "text on all ranks": {"replicated": 3},
+    "text on all ranks, uneven": {"replicated": 3, "length": 29},
+    "text on all ranks, fewer tokens than ranks": {"replicated": 2, "length": 1},
+    "text on all ranks with shared keys": {"replicated": 3, "shared_dim": 4},
+    "three heads on two ranks": {"heads": 3, "kv_heads": 3},
+    "five heads on one of keys": CAUSAL | {"heads": 5, "kv_heads": 1},
+    "six heads on three of keys": CAUSAL | {"heads": 6, "kv_heads": 3},
+}
+
+
+def run_in_small_blocks(case: Case) -> tuple[int, list[np.ndarray]]:
+    # What is kept of a mask depends on these, so a process has them from its first call to its last.
+    blocks.SIZE, masks._SQUARE = 8, 3
+    return run_uncounted(case)
+
+
+def check(ranks: Callable[[int], RankPool], case: Case) -> None:
+    assert_close(whole(case, ranks(case.size).run(run_in_small_blocks, case)), case, 1e-10)
+
+
+@pytest.mark.parametrize("size", [2, 4, 6, 8])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_case_in_small_blocks(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
+    check(ranks, data.draw(any_case(size)))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", NAMED)
+def test_named(ranks: Callable[[int], RankPool], mesh: str, name: str) -> None:
+    case = Case(**MESHES[mesh])
+    case = replace(case, **({"shard": 32 // case.size} | NAMED[name]))
+    check(ranks, case)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("schedule", ["2d", "published"])
+@pytest.mark.parametrize("name", [name for name in NAMED if "uneven" in name or "tokens" in name])
+def test_both_schedules_and_kernels(ranks: Callable[[int], RankPool], name: str, schedule: str, kernel: str) -> None:
+    case = replace(Case(4, 2, shard=4, schedule=schedule, kernel=kernel), **NAMED[name])
+    check(ranks, case)
+
+
+class Packed:
+    """A mask that looks at what its owner holds now, and is asked about one batch after the other."""
+
+    def __init__(self) -> None:
+        self.documents = torch.arange(16) // 4
+
+    def mask(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self.documents[q] == self.documents[kv]
+
+
+def two_batches_before_a_backward() -> list[float]:
+    """Errors of dq, where the mask has moved on to another batch between forward and backward."""
+    case, packed, errors = Case(2, 1, shard=8), Packed(), []
+    index, mesh, (q, k, v), grad_out = prepare(case)
+    outs, expected = [], []
+    for documents in (torch.arange(16) // 4, torch.arange(16) // 9):
+        packed.documents = documents
+        outs.append(context_parallel_attention(q, k, v, mesh, mask_mod=packed.mask))
+        expected.append(attention_oracle(*draw(case), mask_mod=packed.mask))
+    for out, want in zip(outs, expected, strict=True):
+        (dq,) = torch.autograd.grad(out, q, grad_out)
+        errors.append(float((dq - want.dq[:, :, rows_of(case, index, case.total)]).abs().max()))
+    return errors
+
+
+def test_a_backward_has_the_mask_of_its_forward(ranks: Callable[[int], RankPool]) -> None:
+    for errors in ranks(2).run(two_batches_before_a_backward):
+        assert max(errors) < 1e-10
+
+
+@given(data=st.data())
+def test_regions_are_what_is_seen(data: st.DataObject) -> None:
+    """Of any rectangle: every pair that is seen in one region, and no other."""
+    length = data.draw(st.integers(1, 20))
+    asked = data.draw(mask_options(1, length).filter(lambda asked: "mask" not in asked))
+    case = Case(1, 1, length=length, **(asked | {"packed": "cu_seqlens"}))
+    left, right = (None if reach == -1 else reach for reach in case.window_size or (None, None))
+    documents = tuple(tuple(int(x) for x in np.cumsum((0, *row))) for row in case.documents[:1])
+    mask = masks.Mask(left, 0 if case.is_causal else right, case.prefix_length, documents)
+    q, k = (data.draw(spans(length)) for _ in range(2))
+    found = torch.zeros(length, length, dtype=torch.int)
+    for region in mask.regions(0, q, k):
+        assert q.start <= region.q.start < region.q.stop <= q.stop
+        assert k.start <= region.k.start < region.k.stop <= k.stop
+        low, high = region.band
+        inside = torch.ones(region.q.length, region.k.length, dtype=torch.int)
+        inside = inside if low is None else inside.triu(low)
+        found[slice(*region.q), slice(*region.k)] += inside if high is None else inside.tril(high)
+    seen = visibility(1, 1, length, length, **replace(case, documents=case.documents[:1]).masks)[0, 0].int()
+    expected = torch.zeros_like(found)
+    expected[slice(*q), slice(*k)] = seen[slice(*q), slice(*k)]
+    assert found.equal(expected)
+
+
+def spans(length: int) -> st.SearchStrategy[Span]:
+    return (
+        st.tuples(st.integers(0, length - 1), st.integers(1, length))
+        .filter(lambda ends: ends[0] < ends[1])
+        .map(lambda ends: Span(*ends))
+    )
