@@ -40,7 +40,7 @@ class Contender:
 def contenders(
     batch: int, length: int, heads: int, kv_heads: int, head_dim: int, is_causal: bool
 ) -> Iterator[Contender]:
-    """Plain attention in one process, then every team size with every schedule and rotation that fits it."""
+    """Plain attention in one process, then every mesh with every schedule and rotation that fits it."""
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
@@ -49,12 +49,13 @@ def contenders(
     size = dist.get_world_size()
     order = "head_tail" if is_causal else "contiguous"
     shape = {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    for team in (team for team in range(1, size + 1) if size % team == 0):
-        ring = size // team
+    for ulysses, ring, team in meshes(size, heads):
         ways = [("2d", "kv"), ("2d", "q")] + [("published", "q")] * (team > 1 and ring % team == 0)
-        mesh = context_mesh("cpu", ring, team)
-        for schedule, rotate in ways:
-            volume = attention_volume(ring, team, dtype=torch.float32, schedule=schedule, rotate=rotate, **shape)
+        mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
+        for schedule, rotate in ways if ring * team > 1 else [("2d", "auto")]:
+            volume = attention_volume(
+                ring, team, ulysses=ulysses, dtype=torch.float32, schedule=schedule, rotate=rotate, **shape
+            )
 
             def attend(
                 q: Tensor, k: Tensor, v: Tensor, mesh=mesh, schedule: str = schedule, rotate: str = rotate
@@ -64,8 +65,17 @@ def contenders(
                 )
 
             name = f"ring {ring} x team {team}, {schedule}, backward rotates {rotate}"
+            if ulysses > 1:
+                name = f"ulysses {ulysses} x {name}" if ring * team > 1 else f"ulysses {ulysses}"
             received = f"{volume.forward.bytes / 2**20:.1f} + {volume.backward.bytes / 2**20:.1f}"
             yield Contender(name, attend, received)
+
+
+def meshes(size: int, heads: int) -> Iterator[tuple[int, int, int]]:
+    """(ulysses, ring, team): rings with every team size, then Ulysses with rings and alone, as far as heads go."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    yield from ((1, size // team, team) for team in divisors)
+    yield from ((ulysses, size // ulysses, 1) for ulysses in divisors if 1 < ulysses <= heads)
 
 
 def one_round(contender: Contender, shapes: tuple[tuple[int, ...], ...]) -> Seconds:

@@ -83,7 +83,8 @@ def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: Cont
             "context parallelism takes the place of ScaledDotProductAttention, but the model's inner attention is "
             f"{', '.join(sorted(kind.__name__ for kind in others))}, whose masks it does not implement"
         )
-    mesh = context_mesh_of(cp, *context_sizes(parallelism))
+    sizes = context_sizes(parallelism)
+    mesh = context_mesh_of(cp, sizes)
     balancer = parallelism.context_parallel_load_balancer
     check_token_order(cp, mesh, length, balancer)
     plan = llama3_plan(
@@ -93,15 +94,18 @@ def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: Cont
         kernel=parallelism.context_parallel_kernel,
     )
     parallelize_module(model, mesh, plan)
-    logger.info(f"Applied context parallelism: ring {mesh.shape[0]} x team {mesh.shape[1]}, order {ORDERS[balancer]}")
+    ulysses, ring, team = sizes
+    logger.info(f"Applied context parallelism: ulysses {ulysses} x ring {ring} x team {team}, order {ORDERS[balancer]}")
 
 
-def context_mesh_of(cp: DeviceMesh, ring: int, team: int) -> DeviceMesh:
+def context_mesh_of(cp: DeviceMesh, sizes: tuple[int, int, int]) -> DeviceMesh:
     """The context mesh of the ranks of torchtitan's axis `cp`, which keep their order along the sequence.
 
     `DeviceMesh._unflatten` is private; run with torch 2.13.0. All ranks call this together.
     """
-    mesh = cp._unflatten(0, (ring, team), CONTEXT_AXES)
+    # As `context_mesh` makes it: without an axis of one rank for Ulysses.
+    first = 0 if sizes[0] > 1 else 1
+    mesh = cp._unflatten(0, sizes[first:], CONTEXT_AXES[first:])
     inherit_timeout(mesh)
     return mesh
 

@@ -16,8 +16,11 @@ class ContextParallelism(ParallelismConfig):
     spmd_backend: Literal["partial_dtensor", "full_dtensor", "spmd_types"] = "partial_dtensor"
     """SPMD backend selector; only "partial_dtensor" goes with this recipe."""
 
+    context_parallel_ulysses: int = 1
+    """Ranks that split the heads: more than 1 is Ulysses, round what ring and team do."""
+
     context_parallel_ring: int | None = None
-    """Ranks in a ring. None means `context_parallel_degree` / `context_parallel_team`."""
+    """Ranks in a ring. None means the rest: `context_parallel_degree` / (ulysses x team)."""
 
     context_parallel_team: int = 1
     """Ranks in a team: 1 is Ring Attention, more is WallFacer."""
@@ -32,27 +35,28 @@ class ContextParallelism(ParallelismConfig):
     """Kernel of one block of attention."""
 
 
-def context_sizes(parallelism: ContextParallelism) -> tuple[int, int]:
-    """The sizes (ring, team) of the context mesh.
+def context_sizes(parallelism: ContextParallelism) -> tuple[int, int, int]:
+    """The sizes (ulysses, ring, team) of the context mesh.
 
     Raises:
-        ValueError: ring x team is not the degree of context parallelism.
+        ValueError: ulysses x ring x team is not the degree of context parallelism.
     """
-    degree, ring, team = (
+    degree, ulysses, ring, team = (
         parallelism.context_parallel_degree,
+        parallelism.context_parallel_ulysses,
         parallelism.context_parallel_ring,
         parallelism.context_parallel_team,
     )
-    if team < 1 or (ring is not None and ring < 1):
+    if ulysses < 1 or team < 1 or (ring is not None and ring < 1):
         raise ValueError(
-            "--parallelism.context_parallel_ring and --parallelism.context_parallel_team must be at least 1, "
-            f"got {ring} and {team}"
+            "--parallelism.context_parallel_ulysses, --parallelism.context_parallel_ring and "
+            f"--parallelism.context_parallel_team must be at least 1, got {ulysses}, {ring} and {team}"
         )
-    if ring is None and degree % team == 0:
-        return degree // team, team
-    if ring is None or ring * team != degree:
+    if ring is None and degree % (ulysses * team) == 0:
+        return ulysses, degree // (ulysses * team), team
+    if ring is None or ulysses * ring * team != degree:
         raise ValueError(
-            "--parallelism.context_parallel_degree must be context_parallel_ring x context_parallel_team, "
-            f"got {degree} and {'any' if ring is None else ring} x {team}"
+            "--parallelism.context_parallel_degree must be context_parallel_ulysses x context_parallel_ring x "
+            f"context_parallel_team, got {degree} and {ulysses} x {'any' if ring is None else ring} x {team}"
         )
-    return ring, team
+    return ulysses, ring, team

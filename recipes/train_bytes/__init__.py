@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on source text, each sequence shared by a (ring, team) mesh of ranks.
+"""Train a byte-level GPT on source text, each sequence shared by a (ulysses, ring, team) mesh of ranks.
 
     torchrun --nproc-per-node 8 -m recipes.train_bytes --ring 4 --team 2
     python -m recipes.train_bytes demo
@@ -12,5 +12,5 @@ What lives where:
     record: what a run leaves behind
     compare: whether runs agree
     report, picture: what to show of them
-    demo: launches three runs and compares them
+    demo: launches four runs and compares them
 """

@@ -25,7 +25,7 @@ from recipes.train_bytes.settings import (
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
-    help="Train a byte-level GPT with each sequence shared by a (ring, team) mesh of ranks.",
+    help="Train a byte-level GPT with each sequence shared by a (ulysses, ring, team) mesh of ranks.",
 )
 
 _DEFAULTS = Settings()
@@ -51,13 +51,16 @@ OrderOption = Annotated[Order, typer.Option(help="How a sequence is dealt out to
 
 @app.command("train")
 def train_command(
-    ring: Annotated[int | None, typer.Option(help="Ranks in a ring. [default: ranks / (team x data-parallel)]")] = None,
+    ulysses: Annotated[int, typer.Option(help="Ranks that split the heads.")] = _DEFAULTS.ulysses,
+    ring: Annotated[
+        int | None, typer.Option(help="Ranks in a ring. [default: ranks / (ulysses x team x data-parallel)]")
+    ] = None,
     team: Annotated[int, typer.Option(help="Ranks in a team.")] = _DEFAULTS.team,
     data_parallel: Annotated[
-        int, typer.Option(help="Groups of ring x team ranks with different sequences.")
+        int, typer.Option(help="Groups of ulysses x ring x team ranks with different sequences.")
     ] = _DEFAULTS.data_parallel,
     placement: Annotated[
-        Placement, typer.Option(help="Whether neighbouring ranks form a team or a ring.")
+        Placement, typer.Option(help="Whether neighbouring ranks form a team, form a ring or split heads.")
     ] = _DEFAULTS.placement,
     order: OrderOption = _DEFAULTS.order,
     schedule: ScheduleOption = _DEFAULTS.schedule,
@@ -84,6 +87,7 @@ def train_command(
     torchrun --nproc-per-node 8 -m recipes.train_bytes train --ring 4 --team 2
     """
     settings = Settings(
+        ulysses=ulysses,
         ring=ring,
         team=team,
         data_parallel=data_parallel,
@@ -143,7 +147,7 @@ def demo_command(
     timeout: Annotated[float, typer.Option(help="Seconds after which a run is given up.")] = 300.0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where run.json and curves.png go.")] = Path("runs/demo"),
 ) -> None:
-    """Train on four ranks as 2 x 2, on one process, and on a ring of four; compare the three."""
+    """Train on four ranks as ring 2 x team 2, ring of 4, ulysses 2 x ring 2, and on one process; compare the four."""
     settings = Settings(
         order=order,
         schedule=schedule,

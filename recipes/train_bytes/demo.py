@@ -1,4 +1,4 @@
-"""The same training on 2 x 2 ranks, on one process and on a ring of four, compared."""
+"""The same training on three meshes of four ranks and on one process, compared."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from recipes.train_bytes.report import print_comparison, write_comparison
 from recipes.train_bytes.settings import RecipeError, Settings, check_settings
 from recipes.train_bytes.text import Text, check_long_enough, load_text
 
-# (ring, team) of each run; (1, 1) is one process with plain attention.
-MESHES = ((2, 2), (1, 1), (4, 1))
+# (ulysses, ring, team) of each run; (1, 1, 1) is one process with plain attention.
+MESHES = ((1, 2, 2), (1, 1, 1), (1, 4, 1), (2, 2, 1))
 
 MIN_STEPS = 20
 
@@ -40,7 +40,7 @@ def demo(settings: Settings, out: Path, timeout: float) -> int:
     """Make the runs, print and write what they show.
 
     Args:
-        settings: of all runs; ring and team are each run's own.
+        settings: of all runs; ulysses, ring and team are each run's own.
         out: folder for `run.json`, `curves.png` and a folder of each run.
         timeout: seconds after which a run is stopped.
 
@@ -59,7 +59,7 @@ def demo(settings: Settings, out: Path, timeout: float) -> int:
     )
     try:
         with _stopped_like_ctrl_c():
-            runs = [_run(replace(settings, ring=r, team=c), out, timeout) for r, c in MESHES]
+            runs = [_run(replace(settings, ulysses=u, ring=r, team=c), out, timeout) for u, r, c in MESHES]
     except RunError as failure:
         print(f"train_bytes: {failure}", file=sys.stderr)
         return 1
@@ -77,8 +77,8 @@ def _check(settings: Settings) -> Text:
         raise RecipeError("demo starts its own ranks; run it with python, not with torchrun")
     if settings.steps < MIN_STEPS:
         raise RecipeError(f"--steps must be at least {MIN_STEPS} for runs to be compared, got {settings.steps}")
-    for ring, team in MESHES:
-        check_settings(replace(settings, ring=ring, team=team), ring * team)
+    for ulysses, ring, team in MESHES:
+        check_settings(replace(settings, ulysses=ulysses, ring=ring, team=team), ulysses * ring * team)
     text = load_text(settings.text)
     check_long_enough(text, settings.sequence, settings.batch)
     return text
@@ -91,8 +91,8 @@ def _run(settings: Settings, out: Path, timeout: float) -> Run:
         RunError: the run ended with an error or not in time.
     """
     assert settings.ring is not None
-    name = f"ring{settings.ring}_team{settings.team}"
-    ranks = settings.ring * settings.team
+    name = f"ulysses{settings.ulysses}_ring{settings.ring}_team{settings.team}"
+    ranks = settings.ulysses * settings.ring * settings.team
     record = (out / name / "run.json").resolve()
     # What an earlier demo left must not pass for this one's.
     record.unlink(missing_ok=True)

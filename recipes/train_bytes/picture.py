@@ -54,12 +54,16 @@ def _reference(runs: Sequence[Run]) -> Run:
 def _styles(runs: Sequence[Run]) -> dict[str, Style]:
     """How to draw each run's curve, by name.
 
-    Curves that agree lie on each other: a broad band below, then a line, then rings, so that
-    each shows.
+    Curves that agree lie on each other: a broad band below, then a line, then rings, then crosses,
+    so that each shows.
     """
     reference = _reference(runs)
     styles: dict[str, Style] = {reference.name: {"color": "#c9c9c9", "lw": 8, "solid_capstyle": "round", "zorder": 1}}
-    shapes = ({"lw": 1.8}, {"lw": 0, "marker": "o", "ms": 6, "mfc": "none", "mew": 1.4})
+    shapes = (
+        {"lw": 1.8},
+        {"lw": 0, "marker": "o", "ms": 7, "mfc": "none", "mew": 1.4},
+        {"lw": 0, "marker": "x", "ms": 5, "mew": 1.4},
+    )
     others = [run.name for run in runs if run is not reference]
     for place, name in enumerate(others):
         colour = _COLOURS[place % len(_COLOURS)]
@@ -70,7 +74,7 @@ def _styles(runs: Sequence[Run]) -> dict[str, Style]:
 def _draw_losses(axes: Axes, runs: Sequence[Run], styles: dict[str, Style]) -> None:
     for run in runs:
         _plot(axes, run, run.losses, styles[run.name])
-    axes.set_title("The same training on three meshes" if len(runs) == 3 else "Training")
+    axes.set_title("The same training on four meshes" if len(runs) == 4 else "Training")
     axes.set_ylabel("loss, nats per byte")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -8,13 +8,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.train_bytes.record import cores
 from recipes.train_bytes.settings import Launch, RecipeError, Settings, context_sizes
 from recipes.train_bytes.text import Text
 from wallfacer_dt import context_mesh
-from wallfacer_dt.mesh import inherit_timeout
+from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -26,7 +27,7 @@ class Ranks:
     Attributes:
         launch: its rank among all.
         device: what it computes on.
-        ring, team: the sizes of the mesh that shares one sequence.
+        ulysses, ring, team: the sizes of the mesh that shares one sequence.
         dtype: precision of the layers.
         context: that mesh, or None where no sequence is shared.
         data_parallel: the 1-D axis of groups with different sequences, or None where there is but
@@ -35,6 +36,7 @@ class Ranks:
 
     launch: Launch
     device: torch.device
+    ulysses: int
     ring: int
     team: int
     dtype: torch.dtype
@@ -55,23 +57,25 @@ def join_ranks(settings: Settings, launch: Launch) -> Ranks:
             f"--dtype bfloat16 needs a GPU for every rank of a machine, here {launch.local_world},"
             f" but torch sees {torch.cuda.device_count()}; use --dtype float32"
         )
-    ring, team = context_sizes(settings, launch.world)
+    sizes = context_sizes(settings, launch.world)
+    ulysses, ring, team = sizes
     dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if launch.world == 1:
-        return Ranks(launch=launch, device=device, ring=ring, team=team, dtype=dtype)
+        return Ranks(launch=launch, device=device, ulysses=ulysses, ring=ring, team=team, dtype=dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    context, data_parallel = _meshes(settings, device.type, ring, team)
+    context, data_parallel = make_meshes(settings, device.type, sizes)
     return Ranks(
         launch=launch,
         device=device,
+        ulysses=ulysses,
         ring=ring,
         team=team,
         dtype=dtype,
-        context=context if ring * team > 1 else None,
+        context=context if math.prod(sizes) > 1 else None,
         data_parallel=data_parallel,
     )
 
@@ -91,19 +95,30 @@ def check_same_text(text: Text, launch: Launch) -> None:
         raise RecipeError(f"--text: rank {odd} found other text than rank 0; name the same file for all ranks")
 
 
-def _meshes(settings: Settings, device_type: str, ring: int, team: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+def make_meshes(
+    settings: Settings, device_type: str, sizes: tuple[int, int, int]
+) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The context mesh and, with more than one group, the data-parallel axis."""
+    ulysses, ring, team = sizes
     if settings.data_parallel == 1:
-        return context_mesh(device_type, ring, team, placement=settings.placement), None
-    sizes = (settings.data_parallel, ring, team)
-    if settings.placement == "ring_in_node":
-        by_node = torch.arange(math.prod(sizes)).view(settings.data_parallel, team, ring)
-        grid = by_node.transpose(1, 2)
-    else:
-        grid = torch.arange(math.prod(sizes)).view(sizes)
-    mesh = DeviceMesh(device_type, grid, mesh_dim_names=("dp", "cp_ring", "cp_team"))
+        return context_mesh(device_type, ring, team, ulysses=ulysses, placement=settings.placement), None
+    grid, axes = _grid(settings, sizes), CONTEXT_AXES
+    if ulysses == 1:
+        grid, axes = grid.squeeze(1), CONTEXT_AXES[1:]
+    mesh = DeviceMesh(device_type, grid, mesh_dim_names=("dp", *axes))
     inherit_timeout(mesh)
-    return mesh["cp_ring", "cp_team"], mesh["dp"]
+    return mesh[axes], mesh["dp"]
+
+
+def _grid(settings: Settings, sizes: tuple[int, int, int]) -> Tensor:
+    """Ranks by (data-parallel group, ulysses, ring, team), as `context_mesh` places them in each group."""
+    ulysses, ring, team = sizes
+    groups = torch.arange(settings.data_parallel * math.prod(sizes)).view(settings.data_parallel, -1)
+    if settings.placement == "ring_in_node":
+        return groups.view(-1, ulysses, team, ring).transpose(2, 3)
+    if settings.placement == "ulysses_in_node":
+        return groups.view(-1, ring, team, ulysses).permute(0, 3, 1, 2)
+    return groups.view(-1, ulysses, ring, team)
 
 
 def _device(launch: Launch) -> torch.device:

@@ -62,9 +62,10 @@ class Run:
 
     Attributes:
         name: such as "ring 2 x team 2".
+        ulysses: ranks that split the heads.
         ring: ranks in a ring.
         team: ranks in a team.
-        data_parallel: groups of ring x team ranks with different sequences.
+        data_parallel: groups of ulysses x ring x team ranks with different sequences.
         device: "cpu" or the name of the GPU.
         parameters: elements of the model's weights.
         tokens: tokens of one step, over all ranks.
@@ -78,6 +79,7 @@ class Run:
     """
 
     name: str
+    ulysses: int
     ring: int
     team: int
     data_parallel: int
@@ -95,7 +97,7 @@ class Run:
     @property
     def ranks(self) -> int:
         """Processes that took part."""
-        return self.ring * self.team * self.data_parallel
+        return self.ulysses * self.ring * self.team * self.data_parallel
 
     @property
     def step_seconds(self) -> float:
@@ -113,13 +115,15 @@ class Run:
         return cls(**fields)
 
 
-def run_name(ring: int, team: int, data_parallel: int) -> str:
-    """What to call a run on this mesh: "ring 2 x team 2", "ring of 4", "one process"."""
-    if ring * team * data_parallel == 1:
-        return "one process"
-    context = f"ring of {ring}" if team == 1 else f"ring {ring} x team {team}"
-    if ring * team == 1:
-        return f"{data_parallel} data-parallel ranks"
+def run_name(ulysses: int, ring: int, team: int, data_parallel: int) -> str:
+    """What to call a run on this mesh: "ring 2 x team 2", "ulysses of 4", "one process"."""
+    if ulysses * ring * team == 1:
+        return "one process" if data_parallel == 1 else f"{data_parallel} data-parallel ranks"
+    axes = {"ulysses": ulysses, "ring": ring, "team": team}
+    # A ring of one is named where there is a team, which it is a ring of.
+    named = {axis: size for axis, size in axes.items() if size > 1 or (axis == "ring" and team > 1)}
+    (axis, size), *more = named.items()
+    context = " x ".join(f"{axis} {size}" for axis, size in named.items()) if more else f"{axis} of {size}"
     return context if data_parallel == 1 else f"{context} x {data_parallel} data-parallel"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Order = Literal["contiguous", "head_tail"]
-Placement = Literal["team_in_node", "ring_in_node"]
+Placement = Literal["team_in_node", "ring_in_node", "ulysses_in_node"]
 Schedule = Literal["2d", "published"]
 Rotate = Literal["auto", "kv", "q"]
 Precision = Literal["float32", "bfloat16"]
@@ -22,10 +22,11 @@ class RecipeError(Exception):
 class Settings:
     """One training run. Lengths in tokens (bytes of text); sizes of the model in elements.
 
-    `ring` None means what the world leaves: world / (team x data_parallel). `dtype` None means
-    bfloat16 on GPUs, float32 on CPUs.
+    `ring` None means what the world leaves: world / (ulysses x team x data_parallel). `dtype` None
+    means bfloat16 on GPUs, float32 on CPUs.
     """
 
+    ulysses: int = 1
     ring: int | None = None
     team: int = 1
     data_parallel: int = 1
@@ -74,27 +75,25 @@ class Launch:
         )
 
 
-def context_sizes(settings: Settings, world: int) -> tuple[int, int]:
-    """The sizes (ring, team) of the context mesh on `world` ranks.
+def context_sizes(settings: Settings, world: int) -> tuple[int, int, int]:
+    """The sizes (ulysses, ring, team) of the context mesh on `world` ranks.
 
     Raises:
-        RecipeError: ring x team x data_parallel is not the number of ranks.
+        RecipeError: ulysses x ring x team x data_parallel is not the number of ranks.
     """
-    rest = settings.team * settings.data_parallel
-    if settings.ring is None:
+    ulysses, ring, team = settings.ulysses, settings.ring, settings.team
+    rest = ulysses * team * settings.data_parallel
+    others = f"--team {team} x --data-parallel {settings.data_parallel}"
+    if ring is None:
         if world % rest:
-            raise RecipeError(
-                f"--team {settings.team} x --data-parallel {settings.data_parallel} must divide"
-                f" the number of ranks, which is {world}"
-            )
-        return world // rest, settings.team
-    if settings.ring * rest != world:
+            raise RecipeError(f"--ulysses {ulysses} x {others} must divide the number of ranks, which is {world}")
+        return ulysses, world // rest, team
+    if ring * rest != world:
         raise RecipeError(
-            f"--ring {settings.ring} x --team {settings.team} x --data-parallel"
-            f" {settings.data_parallel} = {settings.ring * rest} ranks, but there are {world};"
-            f" start as many (torchrun --nproc-per-node {settings.ring * rest}) or change the sizes"
+            f"--ulysses {ulysses} x --ring {ring} x {others} = {ring * rest} ranks, but there are"
+            f" {world}; start as many (torchrun --nproc-per-node {ring * rest}) or change the sizes"
         )
-    return settings.ring, settings.team
+    return ulysses, ring, team
 
 
 def check_settings(settings: Settings, world: int) -> None:
@@ -105,13 +104,12 @@ def check_settings(settings: Settings, world: int) -> None:
     """
     _check_positive(settings)
     _check_heads(settings)
-    ring, team = context_sizes(settings, world)
-    _check_sequence(settings, ring * team)
+    _, ring, team = context_sizes(settings, world)
     _check_schedule(settings, ring, team)
 
 
 def _check_positive(settings: Settings) -> None:
-    names = ("team", "data_parallel", "sequence", "batch", "steps", "dim", "layers", "heads")
+    names = ("ulysses", "team", "data_parallel", "sequence", "batch", "steps", "dim", "layers", "heads")
     sizes = {name: getattr(settings, name) for name in (*names, "kv_heads")}
     if settings.ring is not None:
         sizes["ring"] = settings.ring
@@ -134,6 +132,11 @@ def _check_heads(settings: Settings) -> None:
         )
     if settings.heads % settings.kv_heads:
         raise RecipeError(f"--heads {settings.heads} must be a multiple of --kv-heads {settings.kv_heads}")
+    if settings.heads < settings.ulysses:
+        raise RecipeError(
+            f"--ulysses {settings.ulysses} gives every rank of its axis some of the heads, of which"
+            f" --heads has {settings.heads}: choose at most as many, or more heads"
+        )
 
 
 def _check_schedule(settings: Settings, ring: int, team: int) -> None:
@@ -146,15 +149,3 @@ def _check_schedule(settings: Settings, ring: int, team: int) -> None:
         )
     if settings.rotate == "kv":
         raise RecipeError("--schedule published rotates queries: choose --rotate q or auto, or --schedule 2d")
-
-
-def _check_sequence(settings: Settings, ranks: int) -> None:
-    if ranks == 1:
-        return
-    # Head-tail order deals every rank two chunks, one from either end of the sequence.
-    chunks = 2 * ranks if settings.order == "head_tail" else ranks
-    if settings.sequence % chunks:
-        raise RecipeError(
-            f"--sequence {settings.sequence} must be a multiple of {chunks}: --order"
-            f" {settings.order} cuts it into {chunks} chunks for --ring x --team = {ranks} ranks"
-        )

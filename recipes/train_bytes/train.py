@@ -1,7 +1,7 @@
 """One rank's training: the model, the batches, the loop.
 
-Shape suffixes: B = batch of one data-parallel group, L = tokens of a sequence that this rank holds,
-V = vocabulary.
+Shape suffixes: B = batch of one data-parallel group, L = tokens of a sequence that this rank holds
+(which differ by rank where the sequence does not divide), V = vocabulary.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from wallfacer_dt import (
     attention_volume,
     sequence_positions,
 )
+from wallfacer_dt.mesh import context_groups
 from wallfacer_dt.testing import count_collectives
 
 CLIP_NORM = 1.0
@@ -78,6 +79,7 @@ def build_model(settings: Settings, ranks: Ranks) -> ByteGPT:
             order=settings.order,
             schedule=settings.schedule,
             rotate=settings.rotate,
+            length=settings.sequence,
             # torch has no flash attention in float32 on GPUs.
             kernel="reference" if ranks.device.type == "cuda" and ranks.dtype == torch.float32 else "auto",
             layout="BLNH",
@@ -110,7 +112,7 @@ def _train(settings: Settings, ranks: Ranks, text: Text) -> Run:
     model = build_model(settings, ranks)
     trainer = Trainer(settings, ranks, model)
     data = batches(settings, ranks, text)
-    name = run_name(ranks.ring, ranks.team, settings.data_parallel)
+    name = run_name(ranks.ulysses, ranks.ring, ranks.team, settings.data_parallel)
     losses, norms, seconds = [], [], []
     traffic: tuple[Traffic, Traffic] | tuple[None, None] = (None, None)
     with Bar(name, settings.steps, shown=ranks.launch.rank == 0) as bar:
@@ -127,6 +129,7 @@ def _train(settings: Settings, ranks: Ranks, text: Text) -> Run:
             bar.advance(loss, trainer.tokens / seconds[-1])
     return Run(
         name=name,
+        ulysses=ranks.ulysses,
         ring=ranks.ring,
         team=ranks.team,
         data_parallel=settings.data_parallel,
@@ -163,24 +166,25 @@ class Trainer:
         with self._precision():
             logits_BLV = self.model(inputs_BL, self.positions_L)
             logits, labels = logits_BLV.flatten(0, 1).float(), labels_BL.flatten()
-            # Every rank has as many tokens, so the mean of local means is the mean over all tokens.
+            # This rank's part of the mean over all tokens; ranks need not have equally many.
             # In float64: float32 rounds a mean by more than runs on different meshes differ.
-            loss = F.cross_entropy(logits, labels, reduction="none").double().mean()
-        loss.backward()
+            loss = F.cross_entropy(logits, labels, reduction="none").double().sum() / self.tokens
+        # Gradients are averaged over the ranks, which makes the parts' sum of this.
+        (loss * self.ranks.launch.world).backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
-        return self._mean_over_ranks(loss.detach()), norm.item()
+        return _sum_over_ranks(loss.detach()), norm.item()
 
     def _precision(self) -> torch.autocast | nullcontext[None]:
         if self.ranks.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.ranks.device.type, self.ranks.dtype)
 
-    def _mean_over_ranks(self, loss: Tensor) -> float:
-        # gloo has no averaging reduction.
-        if dist.is_initialized():
-            dist.all_reduce(loss)
-        return loss.item() / self.ranks.launch.world
+
+def _sum_over_ranks(loss: Tensor) -> float:
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    return loss.item()
 
 
 def _counted_step(trainer: Trainer, batch: Batch) -> tuple[tuple[float, float], tuple[Traffic, Traffic]]:
@@ -189,10 +193,10 @@ def _counted_step(trainer: Trainer, batch: Batch) -> tuple[tuple[float, float], 
     assert ranks.context is not None
     with count_collectives(ranks.context) as traffic:
         result = trainer.step(0, batch)
-    ring_rank, team_rank = ranks.context.get_coordinate() or (0, 0)
     volume = attention_volume(
         ranks.ring,
         ranks.team,
+        ulysses=ranks.ulysses,
         batch=settings.batch,
         length=settings.sequence,
         heads=settings.heads,
@@ -201,7 +205,7 @@ def _counted_step(trainer: Trainer, batch: Batch) -> tuple[tuple[float, float], 
         dtype=ranks.dtype,
         schedule=settings.schedule,
         rotate=settings.rotate,
-        index=ring_rank * ranks.team + team_rank,
+        index=context_groups(ranks.context).coordinate.index,
     )
     forward = (traffic.forward.received_bytes, traffic.forward.calls)
     backward = (traffic.backward.received_bytes, traffic.backward.calls)
