@@ -49,8 +49,12 @@ class Heads(NamedTuple):
 def split_heads(heads: int, kv_heads: int, ulysses: int, *, hidden: bool) -> tuple[tuple[Heads, ...], ...]:
     """By rank of ``cp_ulysses``, its groups of heads; every rank has as many, some perhaps empty.
 
-    >>> [[(g.q, g.kv) for g in groups] for groups in split_heads(6, 2, 4, hidden=False)]
-    [[((0, 2), (0, 1)), ((0, 0), (0, 0))], [((2, 3), (0, 1)), ((3, 4), (1, 2))], [((4, 5), (1, 2)), ((0, 0), (0, 0))], [((5, 6), (1, 2)), ((0, 0), (0, 0))]]
+    >>> for groups in split_heads(10, 2, 4, hidden=False):
+    ...     print(*groups)
+    Heads(q=(0, 3), kv=(0, 1)) Heads(q=(0, 0), kv=(0, 0))
+    Heads(q=(3, 5), kv=(0, 1)) Heads(q=(5, 6), kv=(1, 2))
+    Heads(q=(6, 8), kv=(1, 2)) Heads(q=(0, 0), kv=(0, 0))
+    Heads(q=(8, 10), kv=(1, 2)) Heads(q=(0, 0), kv=(0, 0))
 
     Args:
         heads: query heads, at least ``ulysses``.
@@ -60,7 +64,7 @@ def split_heads(heads: int, kv_heads: int, ulysses: int, *, hidden: bool) -> tup
 
     Returns:
         The groups.
-    """  # noqa: E501
+    """
     bounds = [0]
     for rank in range(ulysses):
         bounds.append(bounds[-1] + heads // ulysses + (rank < heads % ulysses))
