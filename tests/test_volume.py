@@ -299,6 +299,15 @@ def test_uneven_shards_are_sent_as_long_as_the_longest() -> None:
     assert (uneven.forward, uneven.backward) == (even.forward, even.backward)
 
 
+@pytest.mark.parametrize(("ring", "team", "length"), [(2, 2, 9), (4, 4, 33), (4, 2, 61), (6, 3, 101)])
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_published_hops_are_as_long_as_the_longest_teams_rows(ring: int, team: int, length: int, ulysses: int) -> None:
+    """Of 9 tokens on 2 x 2 ranks a team holds 3 + 2 or 2 + 2, which is fewer than twice the longest shard."""
+    case = Case(ring, team, ulysses=ulysses, shard=0, length=length, schedule="published", heads=4, kv_heads=2)
+    for rank in (0, 1, case.size - 1):
+        assert_counted_on_fake_ranks(case, rank)
+
+
 def test_a_shared_key_counts_once() -> None:
     """Latent attention: of a key of 24 dims 8 are one head's, so 4 heads have 4 * (16 + 16) + 8 elements."""
     volume = attention_volume(2, 1, heads=4, kv_heads=4, value_dim=16, shared_dim=8, **(SHAPE | {"head_dim": 24}))

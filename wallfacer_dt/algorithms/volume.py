@@ -16,7 +16,8 @@ where Algorithm 2 names the rank itself, which only this rank's formula can tell
 statistics, B * L * N elements each: lse with every partial output, lse and delta with every query of a backward.
 
 With values of another head dim, outputs and values count as much less; a key that heads share counts once. Shards of
-different lengths are sent as long as the longest (for published hops of uneven shards this is an upper bound).
+different lengths are sent as long as the longest; published hops, of a team's shards together, as long as the longest
+team's.
 
 Of T replicated tokens every rank receives the others' outputs, and in the backward what the others say of one's own.
 
@@ -137,9 +138,10 @@ def attention_volume(
     backward.carried += others
     if ulysses > 1:
         exchanges.count(forward, backward)
-    for unit in exchanges.units():
-        _count_forward(forward, unit, place, schedule, hops, known=index is not None)
-        _count_backward(backward, unit, place, schedule, rotate, hops, known=index is not None)
+    route = _Route.of(place, schedule, hops, known=index is not None)
+    for shard, hop in exchanges.units(by_team=route.is_published):
+        _count_forward(forward, shard, hop, route)
+        _count_backward(backward, shard, hop, route, rotate)
     return AttentionVolume(forward.volume, backward.volume, rotate)
 
 
@@ -190,12 +192,13 @@ def resolve_rotate(
     place = Coordinate(ring, team, 0, 0, ulysses, 0)
     # Scaled up, so that no ratio is lost in whole shards.
     sizes = [tuple([length] * place.size) for length in lengths]
-    units = _Exchanges(place, shape, *sizes).units()
+    units = _Exchanges(place, shape, *sizes).units(by_team=False)
+    route = _Route.of(place, schedule, None, known=False)
 
     def received(rotation: str) -> int:
         counter = _Counter(dtype)
-        for unit in units:
-            _count_backward(counter, unit, place, schedule, rotation, None, known=False)
+        for shard, hop in units:
+            _count_backward(counter, shard, hop, route, rotation)
         return counter.volume.bytes
 
     return "q" if received("q") < received("kv") else "kv"
@@ -224,7 +227,7 @@ class _Shape(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """Elements of what one rank of a ring and team sends of itself: q, output, k with v, a statistic."""
+    """Elements of one shard, or of a team's: q, output, k with v, a statistic."""
 
     q: int
     out: int
@@ -257,20 +260,21 @@ class _Exchanges:
     q_sizes: tuple[int, ...]
     k_sizes: tuple[int, ...]
 
-    def units(self) -> list[_Unit]:
-        """By group of heads, what the ring and the team then work on."""
-        inner = self.place.ring * self.place.team
-        q_rows, k_rows = (max(sum(sizes[i::inner]) for i in range(inner)) for sizes in (self.q_sizes, self.k_sizes))
-        if self.place.ulysses == 1:
-            heads = [(self.shape.heads, self.shape.kv_heads)]
+    def units(self, *, by_team: bool) -> list[tuple[_Unit, _Unit]]:
+        """By group of heads, the shard that is gathered in a team, and what hops: a shard too, or a team's shards."""
+        place, shape = self.place, self.shape
+        inner = place.ring * place.team
+        q_rows, k_rows = ([sum(sizes[i::inner]) for i in range(inner)] for sizes in (self.q_sizes, self.k_sizes))
+        if place.ulysses == 1:
+            heads = [(shape.heads, shape.kv_heads)]
         else:
-            heads = [(g.q[1] - g.q[0], g.kv[1] - g.kv[0]) for g in self._groups()[self.place.ulysses_rank]]
-        shape = self.shape
-        return [
-            _Unit(q_rows * shape.q(n), q_rows * shape.out(n), k_rows * shape.kv(m), q_rows * shape.batch * n)
-            for n, m in heads
-            if n
-        ]
+            heads = [(g.q[1] - g.q[0], g.kv[1] - g.kv[0]) for g in self._groups()[place.ulysses_rank]]
+
+        def unit(together: int, n: int, m: int) -> _Unit:
+            q, k = (max(sum(rows[i : i + together]) for i in range(0, inner, together)) for rows in (q_rows, k_rows))
+            return _Unit(q * shape.q(n), q * shape.out(n), k * shape.kv(m), q * shape.batch * n)
+
+        return [(unit(1, n, m), unit(place.team if by_team else 1, n, m)) for n, m in heads if n]
 
     def count(self, forward: _Counter, backward: _Counter) -> None:
         """Add what the exchanges receive."""
@@ -295,48 +299,44 @@ class _Exchanges:
         return split_heads(self.shape.heads, self.shape.kv_heads, self.place.ulysses, hidden=hidden)
 
 
-def _count_forward(
-    counter: _Counter, unit: _Unit, place: Coordinate, schedule: str, hops: int | None, *, known: bool
-) -> None:
-    mates = place.team - 1
-    published, count, wide = _hops(place, schedule, hops)
-    own = published and known and _is_own_target(place)
-    counter.sent += mates * (unit.q + unit.out + (unit.kv if published else 0)) + wide * (count - own) * unit.kv
-    counter.statistics += mates * unit.statistic
+class _Route(NamedTuple):
+    """How one rank's moving shards travel: hops, and how many of a placement's and of its way back are its own."""
+
+    mates: int
+    is_published: bool
+    hops: int
+    placed_here: bool
+    fetched_here: bool
+
+    @classmethod
+    def of(cls, place: Coordinate, schedule: str, hops: int | None, *, known: bool) -> "_Route":
+        """With ``known``, of this very rank; otherwise of one that always sends its rows to others."""
+        mates = place.team - 1
+        if schedule == "2d" or place.team == 1:
+            return cls(mates, False, place.ring - 1 if hops is None else hops, False, False)
+        blocks = place.ring // place.team
+        me = place.ring_rank, place.team_rank
+        targets = [known and _target(place, hops=hop) == me for hop in (0, blocks - 1)]
+        return cls(mates, True, blocks, *targets)
 
 
-def _count_backward(
-    counter: _Counter, unit: _Unit, place: Coordinate, schedule: str, rotate: str, hops: int | None, *, known: bool
-) -> None:
-    mates = place.team - 1
-    published, count, wide = _hops(place, schedule, hops)
+def _count_forward(counter: _Counter, shard: _Unit, hop: _Unit, route: _Route) -> None:
+    gathered = shard.kv if route.is_published else 0
+    counter.sent += route.mates * (shard.q + shard.out + gathered) + (route.hops - route.placed_here) * hop.kv
+    counter.statistics += route.mates * shard.statistic
+
+
+def _count_backward(counter: _Counter, shard: _Unit, hop: _Unit, route: _Route, rotate: str) -> None:
     if rotate == "kv":
-        counter.sent += mates * (2 * unit.q + unit.out) + count * unit.kv
-        counter.carried += count * unit.kv
-        counter.statistics += 2 * mates * unit.statistic
+        counter.sent += route.mates * (2 * shard.q + shard.out) + route.hops * hop.kv
+        counter.carried += route.hops * hop.kv
+        counter.statistics += 2 * route.mates * shard.statistic
         return
-    moved = wide * (count - (published and known and _is_own_target(place)))
-    gathered = mates if published else 0  # queries, and their gradients on their way back
-    counter.sent += 2 * mates * unit.kv + moved * (unit.q + unit.out) + gathered * (2 * unit.q + unit.out)
-    counter.carried += wide * (count - (published and known and _is_own_holder(place))) * unit.q
-    counter.statistics += 2 * (moved + gathered) * unit.statistic
-
-
-def _hops(place: Coordinate, schedule: str, hops: int | None) -> tuple[bool, int, int]:
-    """Whether the schedule is the published one, its hops, and of how many shards each is."""
-    if schedule == "published" and place.team > 1:
-        return True, place.ring // place.team, place.team
-    return False, place.ring - 1 if hops is None else hops, 1
-
-
-def _is_own_target(place: Coordinate) -> bool:
-    """Whether Algorithm 2 sends this rank's team rows to this rank."""
-    return _target(place, hops=0) == (place.ring_rank, place.team_rank)
-
-
-def _is_own_holder(place: Coordinate) -> bool:
-    """Whether this rank itself holds its team's rows after the last hop."""
-    return _target(place, hops=place.ring // place.team - 1) == (place.ring_rank, place.team_rank)
+    moved = route.hops - route.placed_here
+    gathered = route.mates if route.is_published else 0  # queries, and their gradients on their way back
+    counter.sent += 2 * route.mates * shard.kv + moved * (hop.q + hop.out) + gathered * (2 * shard.q + shard.out)
+    counter.carried += (route.hops - route.fetched_here) * hop.q
+    counter.statistics += 2 * (moved * hop.statistic + gathered * shard.statistic)
 
 
 def _target(place: Coordinate, hops: int) -> tuple[int, int]:
