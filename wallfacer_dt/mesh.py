@@ -160,6 +160,7 @@ def context_groups(mesh: DeviceMesh, *, any_axis: str = "") -> ContextGroups:
     place = mesh.get_coordinate()
     if place is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
+    check_ascending(mesh)
     _check_whole(mesh, names)
     size = dict(zip(names, mesh.shape, strict=True))
     rank = dict(zip(names, place, strict=True))
@@ -172,21 +173,38 @@ def context_groups(mesh: DeviceMesh, *, any_axis: str = "") -> ContextGroups:
     return ContextGroups(coordinate, *(group.get(axis, "") for axis in CONTEXT_AXES))
 
 
-def whole_context_group(mesh: DeviceMesh) -> tuple[str, tuple[int, ...]]:
-    """The process group of a mesh's ring and team together, made at the first call (by all ranks together).
+def whole_context_group(mesh: DeviceMesh, axes: tuple[str, ...] = CONTEXT_AXES[1:]) -> tuple[str, tuple[int, ...]]:
+    """The process group of several axes of a mesh together, made at the first call (by all ranks together).
+
+    Not by flattening the mesh: torch would then gather DTensors that are sharded over these axes in one step, which
+    takes shards that are nested, or placed otherwise, for others (torch 2.13.0).
 
     Args:
-        mesh: a context mesh with the axes ``cp_ring`` and ``cp_team``.
+        mesh: a mesh with these axes.
+        axes: by default ``cp_ring`` and ``cp_team``.
 
     Returns:
-        The group's name, and for every index (ring-major) its rank in that group.
+        The group's name, and for every index along these axes (the last innermost) its rank in that group.
     """
     with outside_modes():
-        inner = mesh[RING_AXIS, TEAM_AXIS]
-        flat = _flattened(inner)
-    inherit_timeout(flat)
-    group = flat.get_group()
-    return group.group_name, tuple(dist.get_group_rank(group, rank) for rank in _ranks(inner))
+        inner = mesh if mesh.mesh_dim_names == axes or mesh.ndim == 1 else mesh[axes]
+        ranks = _ranks(inner)
+        if inner.ndim == 1:
+            group = inner.get_group()
+        else:
+            made = _whole_groups.setdefault(_world(), {})
+            if ranks not in made:
+                # As any group of torch's: all that are alike are made, in one order, on every rank.
+                made |= {row: dist.new_group(list(row)) for row in _rows_like(inner)}
+            group = made[ranks]
+            assert isinstance(group, dist.ProcessGroup), "this rank is in its mesh"
+    _inherit_timeout(group, torch.device(mesh.device_type))
+    return str(group.group_name), tuple(dist.get_group_rank(group, rank) for rank in ranks)
+
+
+_whole_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 # Note [One token order per mesh]
@@ -265,8 +283,8 @@ def _context_names(mesh: DeviceMesh, any_axis: str) -> tuple[str, ...]:
     raise ValueError(f"mesh must have axes {CONTEXT_AXES}, or some of them in this order, got {names or None}{remedy}")
 
 
-def _check_whole(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
-    """Refuse a mesh whose groups number ranks otherwise than it does, and a slice that leaves context axes out."""
+def check_ascending(mesh: DeviceMesh) -> None:
+    """Refuse (ValueError) a mesh whose groups number ranks otherwise than it does."""
     with outside_modes():
         ascending = all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
     if not ascending:
@@ -274,6 +292,10 @@ def _check_whole(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
             f"an axis of the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, so its process "
             "group numbers them otherwise; build the mesh with ascending ranks"
         )
+
+
+def _check_whole(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Refuse a slice that leaves context axes out."""
     root = _root(mesh)
     axes = dict(zip(root.mesh_dim_names or (), root.shape, strict=False))
     missing = [axis for axis in CONTEXT_AXES if axes.get(axis, 1) > 1 and axis not in names]
@@ -294,16 +316,31 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
     DeviceMesh makes them with torch's default of up to half an hour, whatever ``init_process_group`` was told, and
     torch has no public way to say otherwise.
     """
-    device = torch.device(mesh.device_type)
+    for group in mesh.get_all_groups():
+        _inherit_timeout(group, torch.device(mesh.device_type))
+
+
+def _inherit_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
     options = getattr(_world()._get_backend(device), "options", None)
     if options is not None:  # a fake process group has none
-        for group in mesh.get_all_groups():
-            group._get_backend(device)._set_default_timeout(options._timeout)
+        group._get_backend(device)._set_default_timeout(options._timeout)
 
 
-def _flattened(mesh: DeviceMesh) -> DeviceMesh:
-    # The usual "cp" may be the name of an axis that the user has.
-    return mesh._flatten("_wallfacer_dt_context")
+def _rows_like(mesh: DeviceMesh) -> list[tuple[int, ...]]:
+    """The ranks of all slices of the root mesh that are like this one."""
+    rows = mesh._layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size())
+    return [tuple(row) for row in rows.tolist()]
+
+
+def is_flattened(mesh: DeviceMesh) -> bool:
+    """Whether several axes of this mesh have also been made one, by ``_flatten``."""
+    others = getattr(_root(mesh), "_flatten_mapping", {}).values()
+    return mesh.ndim > 1 and any(set(_ranks(other)) <= set(_ranks(mesh)) for other in others)
+
+
+def is_in_rank_order(mesh: DeviceMesh) -> bool:
+    """Whether ranks ascend along the mesh, its last axis innermost."""
+    return list(_ranks(mesh)) == sorted(_ranks(mesh))
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh:
