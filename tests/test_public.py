@@ -33,8 +33,15 @@ def test_public_names_and_signatures() -> None:
         """\
 AttentionVolume
     forward, backward, rotate
+BlockwiseFeedForward
+    *, chunk, check=True
 EquivalenceError
     AssertionError
+METPAttentionParallel
+    *, output, head_dim, attention, query=None, key=None, value=None, qkv=None, kv_heads=None, rotary=None,
+    rotation=None, example=None, input_layouts=None, output_layouts=None, check=True
+METPParallel
+    *, up, down, activation, gate=None, input_layouts=None, output_layouts=None, check=True
 RingParallel
     *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
     length=None, kv_length=None, replicated=0, order='contiguous', rotate='auto', kernel='auto',
@@ -63,6 +70,11 @@ context_parallel_attention
     q, k, v, mesh, *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, document_ids=None,
     cu_seqlens=None, sinks=None, k_shared=None, scale=None, softcap=None, length=None, kv_length=None,
     replicated=0, order='contiguous', schedule='2d', rotate='auto', kernel='auto'
+feed_forward_volume
+    axes, *, model_dim, hidden, dtype, gated=False, biases=0, out_dim=None
+metp_attention_volume
+    ring, team, *, batch, length, model_dim, heads, kv_heads, head_dim, dtype, bias=False, fused=False,
+    out_dim=None, schedule='2d', rotate='auto', hops=None, index=0
 release_order
     mesh
 sequence_positions

@@ -1,16 +1,27 @@
-"""Long-sequence Transformer training on a DeviceMesh: Ring Attention, WallFacer, Ulysses and their combinations."""
+"""Long-sequence Transformer training on a DeviceMesh: Ring Attention, WallFacer, Ulysses, METP, and all together."""
 
-from wallfacer_dt.algorithms import AttentionVolume, Volume, attention_volume
+from wallfacer_dt.algorithms import (
+    AttentionVolume,
+    Volume,
+    attention_volume,
+    feed_forward_volume,
+    metp_attention_volume,
+)
 from wallfacer_dt.attention import context_parallel_attention
+from wallfacer_dt.blockwise import BlockwiseFeedForward
 from wallfacer_dt.data import SequenceDataset, SequenceSampler
 from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
 from wallfacer_dt.mesh import context_mesh, release_order
+from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.sequence import sequence_positions, shard_sequence, unshard_sequence
 from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
 
 __all__ = [
     "AttentionVolume",
+    "BlockwiseFeedForward",
     "EquivalenceError",
+    "METPAttentionParallel",
+    "METPParallel",
     "RingParallel",
     "SequenceDataset",
     "SequenceSampler",
@@ -21,6 +32,8 @@ __all__ = [
     "check_equivalence",
     "context_mesh",
     "context_parallel_attention",
+    "feed_forward_volume",
+    "metp_attention_volume",
     "release_order",
     "sequence_positions",
     "shard_sequence",

@@ -21,7 +21,7 @@ anyway, and operators that stay opaque (``agree``, or attention of any length) a
 Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0 and 2.14.1.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,13 +33,36 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_BARRIERS = ("_c10d_functional::", "wallfacer_dt::", "aten::_scaled_dot_product", "aten::bmm", "aten::mm")
+_BARRIERS = (
+    "_c10d_functional::",
+    "wallfacer_dt::",
+    "aten::_scaled_dot_product",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::mm",
+)
 
 
 def is_compiling() -> bool:
     """Whether a graph is being traced for a compiler; true in an operator's fake implementation as well."""
     # torch.compiler.is_compiling is False there on torch 2.11.
     return TracingContext.try_get() is not None
+
+
+def register_all(
+    bodies: Mapping[OpOverload, Callable[..., Any]], is_static: Callable[[Sequence[Any]], bool] = lambda _: True
+) -> None:
+    """While a compiler traces, :func:`register` operators; otherwise there is no reason to import Inductor.
+
+    Args:
+        bodies: what each does.
+        is_static: of them all.
+    """
+    if not is_compiling():
+        return
+    register_opaque(torch.ops.wallfacer_dt.agree.default)
+    for op, body in bodies.items():
+        register(op, body, is_static)
 
 
 @cache

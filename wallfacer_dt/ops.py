@@ -23,7 +23,7 @@ from wallfacer_dt.algorithms import known_blocks
 from wallfacer_dt.calls import Options, make_call
 from wallfacer_dt.kernels import accumulation_dtype
 
-_SCHEMA = (
+SCHEMA = (
     "int[] place, str ulysses, str ring, str team, str context, int[] context_ranks, int[] lengths, int replicated, "
     "bool is_causal, int[] window, int prefix, str mask, str packed, float scale, float softcap, str order, "
     "str schedule, str rotate, str kernel, str code"
@@ -138,7 +138,7 @@ attention = torch.library.custom_op(
     attention_body,
     mutates_args=(),
     schema=(
-        f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {_SCHEMA}) "
+        f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {SCHEMA}) "
         "-> (Tensor, Tensor)"
     ),
 )
@@ -148,7 +148,7 @@ attention_backward = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
-        f"Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"Tensor out, Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 
@@ -160,11 +160,7 @@ BODIES = {
 
 @attention.register_fake
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    if lowering.is_compiling():
-        # Inductor, perhaps; until here there was no reason to import it.
-        lowering.register_opaque(torch.ops.wallfacer_dt.agree.default)
-        for op, body in BODIES.items():
-            lowering.register(op, body, _is_static)
+    lowering.register_all(BODIES, _is_static)
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return _like(q, v.shape[-1]), lse
 

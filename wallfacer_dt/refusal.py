@@ -120,6 +120,22 @@ def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, extras: Extras, error: str
     return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), *given, error, *expected)
 
 
+def refuse_in_graph(x: Tensor, out_dim: int, error: str, groups: tuple[str, ...], device_type: str) -> Tensor:
+    """Put the refusal of a block into the graph that is being traced; see Note [Refusing together].
+
+    Args:
+        x: as the block was given it.
+        out_dim: of what the block would give.
+        error: why.
+        groups: names of its process groups.
+        device_type: of the mesh.
+
+    Returns:
+        Something of the result's shape, in the graph.
+    """
+    return torch.ops.wallfacer_dt.refuse_block(x.detach(), out_dim, error, groups, device_type)
+
+
 def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, expected: Expected) -> None:
     """Refuse (TypeError, ValueError, NotImplementedError) tensors that attention cannot be given."""
     _check_each(q, k, v, extras.k_shared)
@@ -291,3 +307,20 @@ def _refuse_fake(q: Tensor, *rest: object) -> Tensor:
     if lowering.is_compiling():
         lowering.register_opaque(torch.ops.wallfacer_dt.refuse.default)
     return torch.empty_like(q)
+
+
+@torch.library.custom_op(
+    "wallfacer_dt::refuse_block",
+    mutates_args=(),
+    schema="(Tensor x, int out_dim, str error, str[] groups, str device_type) -> Tensor",
+)
+def _refuse_block(x: Tensor, out_dim: int, error: str, groups: Sequence[str], device_type: str) -> Tensor:
+    with refusing_together(tuple(groups), device_type):
+        raise ValueError(error)
+
+
+@_refuse_block.register_fake
+def _refuse_block_fake(x: Tensor, out_dim: int, error: str, groups: Sequence[str], device_type: str) -> Tensor:
+    if lowering.is_compiling():
+        lowering.register_opaque(torch.ops.wallfacer_dt.refuse_block.default)
+    return x.new_empty((*x.shape[:-1], out_dim))

@@ -3,9 +3,21 @@
 from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import MaskMod, known_blocks, mask_key, mask_name
 from wallfacer_dt.algorithms.execute import Groups, execute
+from wallfacer_dt.algorithms.feed_forward import (
+    ACTIVATIONS,
+    FeedForward,
+    FeedForwardBackward,
+    RingOfWeights,
+    Units,
+    add_product_,
+    linear,
+)
+from wallfacer_dt.algorithms.head_groups import OUT, HeadGroup, Piece, head_groups
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
 from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.metp_volume import feed_forward_volume, metp_attention_volume
 from wallfacer_dt.algorithms.replicated import Replicated
+from wallfacer_dt.algorithms.rotary import PAIRS, turned
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import Schedule, Side
@@ -19,31 +31,46 @@ from wallfacer_dt.algorithms.volume import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
+    "OUT",
+    "PAIRS",
     "AttentionVolume",
     "Backward",
+    "FeedForward",
+    "FeedForwardBackward",
     "Forward",
     "Groups",
     "HeadExchange",
+    "HeadGroup",
     "Heads",
     "Kind",
     "Mask",
     "MaskMod",
     "Operand",
+    "Piece",
     "Replicated",
+    "RingOfWeights",
     "Schedule",
     "Scores",
     "Sequences",
     "Side",
     "Tile",
+    "Units",
     "Volume",
+    "add_product_",
     "attention_volume",
     "check_rotate",
     "execute",
+    "feed_forward_volume",
+    "head_groups",
     "hops",
     "known_blocks",
+    "linear",
     "make_schedule",
     "mask_key",
     "mask_name",
+    "metp_attention_volume",
     "resolve_rotate",
     "split_heads",
+    "turned",
 ]

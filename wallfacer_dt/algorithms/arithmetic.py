@@ -6,7 +6,7 @@ in that dtype too, so the error does not grow with the ring; what is sent once t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class Forward:
 
     scores: Scores
     value_dim: int
+    gives_to_keys: ClassVar[bool] = False
 
     def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
         """Merge the tiles into the queries' partial result."""
@@ -84,9 +85,9 @@ class Forward:
                 query.partial = self.nothing(query)
             self.combine([_part(x, tile, tile.q) for x in query.partial], (out, lse))
 
-    def nothing(self, query: Operand) -> tuple[Tensor, Tensor]:
+    def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """The partial result of queries that have seen no key."""
-        (q,) = query.data
+        (q,) = operand.data
         wide = accumulation_dtype(q.dtype)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
         return q.new_zeros((*q.shape[:-1], self.value_dim), dtype=wide), lse
@@ -107,6 +108,7 @@ class Backward:
     """Gradients of queries and keys, from the whole row's lse and delta = rowsum(grad_out * out)."""
 
     scores: Scores
+    gives_to_keys: ClassVar[bool] = True
 
     def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
         """Add the tiles' gradients to both operands' partial results."""

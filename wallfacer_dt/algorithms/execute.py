@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Backward, Forward, Operand
+from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Operand
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     HOME,
@@ -60,9 +60,31 @@ class Groups(NamedTuple):
         return self.context_ranks[number] if axis == CONTEXT else number
 
 
+class Arithmetic(Protocol):
+    """What a schedule computes: on tiles of queries and keys, with partial results that add up in some way.
+
+    Attributes:
+        gives_to_keys: whether something is computed for the keys, too, as a backward does.
+    """
+
+    gives_to_keys: ClassVar[bool]
+
+    def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
+        """Compute tiles, and add them to the operands' partial results."""
+
+    def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
+        """The partial result of an operand that has seen nothing."""
+
+    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """A partial result as it is sent to its owner, once; ``dtype`` is the inputs'."""
+
+    def combine(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        """Add another partial result to one, in place."""
+
+
 def execute(
     schedule: Schedule,
-    arithmetic: Forward | Backward,
+    arithmetic: Arithmetic,
     groups: Groups,
     stationary: Operand,
     moving: Operand,
@@ -102,7 +124,7 @@ class _Run:
     def __init__(
         self,
         schedule: Schedule,
-        arithmetic: Forward | Backward,
+        arithmetic: Arithmetic,
         groups: Groups,
         stationary: Operand,
         moving: Operand,
@@ -165,8 +187,8 @@ class _Run:
         own = self._partial(self.own)
         if self.schedule.home == "exchange":
             return own, self.home
-        # In a forward nothing is computed for the moving side.
-        return own, self._partial(self.blocks[0]) if isinstance(self.arithmetic, Backward) else ()
+        # In a forward queries are stationary, and nothing is computed for the moving side.
+        return own, self._partial(self.blocks[0]) if self.arithmetic.gives_to_keys else ()
 
     def _forget(self, arrived: int) -> None:
         """Let go of the blocks before one that has arrived, but for one's own, which what comes home is added to."""

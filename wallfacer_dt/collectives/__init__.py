@@ -4,7 +4,7 @@ The only package that calls torch's functional collectives. Every operation retu
 be read only after :func:`wait`; a wait that takes longer than its process group's timeout raises there.
 """
 
-from wallfacer_dt.collectives.functional import all_gather, all_to_all, exchange, permute, wait
+from wallfacer_dt.collectives.functional import all_gather, all_to_all, broadcast, exchange, permute, wait
 from wallfacer_dt.collectives.groups import agree, group_rank, group_size
 from wallfacer_dt.collectives.message import Field, fields_of, flattened, pack, unpack
 
@@ -13,6 +13,7 @@ __all__ = [
     "agree",
     "all_gather",
     "all_to_all",
+    "broadcast",
     "exchange",
     "fields_of",
     "flattened",

@@ -36,6 +36,14 @@ def all_to_all(buffer: Tensor, sent: Sequence[int], received: Sequence[int], gro
     return _ops.all_to_all_single(buffer, list(received), list(sent), group)
 
 
+def broadcast(buffer: Tensor, source: int, group: str) -> Tensor:
+    """Start sending ``buffer`` (n,) of rank ``source`` to all: pending (n,).
+
+    Others give something of that shape, which is copied first and may therefore be one element expanded.
+    """
+    return _ops.broadcast(buffer, source, group)
+
+
 def exchange(buffer: Tensor, group: str) -> Tensor:
     """Start sending row j of ``buffer`` ((size-1) * n,) to the j-th other rank, receiving one from each.
 

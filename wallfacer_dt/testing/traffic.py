@@ -1,4 +1,4 @@
-"""Counting what attention receives, from the collectives that run, not from the schedules that ask for them."""
+"""Counting what attention and METP receive, from the collectives that run, not from the schedules that ask for them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,13 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wallfacer_dt.collectives import group_rank, group_size
 from wallfacer_dt.mesh import CONTEXT_AXES, RING_AXIS, context_groups
+from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
+
+_BODIES = {**BODIES, **METP_BODIES}
 
 
 @dataclass(slots=True)
@@ -20,7 +22,7 @@ class Received:
     """What this rank received.
 
     Attributes:
-        calls: attention operators that ran.
+        calls: operators that ran.
         collectives: how often each (operation, axis) ran; the axis is "cp" where it is ring and team.
         received: bytes per (operation, axis).
     """
@@ -37,7 +39,7 @@ class Received:
 
 @dataclass(slots=True)
 class Traffic:
-    """What attention received, forward and backward."""
+    """What attention and METP received, forward and backward."""
 
     forward: Received = field(default_factory=Received)
     backward: Received = field(default_factory=Received)
@@ -45,7 +47,7 @@ class Traffic:
 
 @contextmanager
 def count_collectives(mesh: DeviceMesh) -> Iterator[Traffic]:
-    """Count the collectives of attention operators in this block, on this rank.
+    """Count the collectives of attention's and METP's operators in this block, on this rank.
 
     Works on real ranks and on fake tensors with a fake process group alike.
 
@@ -69,14 +71,14 @@ class _Counting(TorchDispatchMode):
         self.current: Received | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in BODIES:
-            backward = func is torch.ops.wallfacer_dt.attention_backward.default
+        if func in _BODIES:
+            backward = func._schema.name.endswith("_backward")
             self.current = self.traffic.backward if backward else self.traffic.forward
             self.current.calls += 1
             # The operator is opaque: its body runs under this mode instead.
             try:
                 with self:
-                    return BODIES[func](*args, **(kwargs or {}))
+                    return _BODIES[func](*args, **(kwargs or {}))
             finally:
                 self.current = None
         if func.namespace == "_c10d_functional" and self.current is not None:
@@ -90,6 +92,8 @@ class _Counting(TorchDispatchMode):
         buffer, group = args[0], args[-1]
         if name == "all_gather_into_tensor":
             elements = buffer.numel() * (group_size(group) - 1)
+        elif name == "broadcast":
+            elements = 0 if args[1] == group_rank(group) else buffer.numel()
         elif name == "all_to_all_single":
             elements = sum(n for rank, n in enumerate(args[1]) if rank != group_rank(group))
         else:

@@ -1,0 +1,287 @@
+"""What ranks run to show that METP refuses bad input, on every rank and before anything is sent."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+import wallfacer_dt as w
+from tests.cases import mesh_of
+from tests.refusals import Communication
+
+D, H = 6, 4
+
+
+class FeedForward(nn.Module):
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(D, hidden), nn.Linear(D, hidden), nn.Linear(hidden, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    """Two query heads and one of keys; ``hidden``: what stands in its code and no style can see."""
+
+    def __init__(self, hidden: str = "", kv_heads: int = 1) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(D, 2 * H), nn.Linear(D, kv_heads * H), nn.Linear(D, kv_heads * H)
+        self.o, self.hidden = nn.Linear(2 * H, D), hidden
+
+    def forward(self, x: Tensor, turn: Any = None) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, H)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        if self.hidden == "a norm":
+            q = F.rms_norm(q, (H,))
+        mask = None
+        if self.hidden == "a window":
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().triu(-1000)
+        if self.hidden == "dropout":
+            v = F.dropout(v, 0.1)
+        scale = 0.3 if self.hidden == "a scale" else None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        y = self.o(out.transpose(1, 2).flatten(2))
+        return (y, None) if self.hidden == "a pair" else y
+
+
+class Fused(nn.Module):
+    """Four heads of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 12 * H), nn.Linear(4 * H, D)
+
+
+class Narrow(nn.Module):
+    """A feed-forward with other things in it."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 8), nn.Linear(8, D)
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def metp(**options: Any) -> ParallelStyle:
+    return w.METPParallel(**({"up": "up", "gate": "gate", "down": "down", "activation": "silu"} | options))
+
+
+def narrow(**options: Any) -> ParallelStyle:
+    return w.METPParallel(**({"up": "up", "down": "down", "activation": "gelu"} | options))
+
+
+def attention(**options: Any) -> ParallelStyle:
+    given = {"query": "q", "key": "k", "value": "v", "output": "o", "head_dim": H, "attention": inner()} | options
+    return w.METPAttentionParallel(**{name: value for name, value in given.items() if value != "absent"})
+
+
+def attention_fused() -> ParallelStyle:
+    return w.METPAttentionParallel(qkv="qkv", output="o", head_dim=H, attention=inner(), check=False)
+
+
+def inner(**options: Any) -> ParallelStyle:
+    return w.WallFacerParallel(**({"is_causal": True} | options))
+
+
+def apply(module: nn.Module, style: ParallelStyle, mesh: Any = None) -> nn.Module:
+    # torch distributes parameters, which is no business of a refusal: those come before.
+    return parallelize_module(module, mesh_of(2, 2) if mesh is None else mesh, style, src_data_rank=None)
+
+
+def x(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(*(shape or (1, 2, D)), **options)
+
+
+def feed_forward(given: Any, module: nn.Module | None = None) -> None:
+    applied = apply(FeedForward() if module is None else module, metp(check=False))
+    called(applied, given)
+
+
+def attend(given: Any, *args: Any, style: ParallelStyle | None = None, **kwargs: Any) -> None:
+    applied = apply(Attention(), attention(check=False) if style is None else style)
+    called(applied, given, *args, **kwargs)
+
+
+def called(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    with mock.patch.object(dist, "broadcast"):
+        module(*args, **kwargs)
+
+
+def on_rank(rank: int, there: Callable[[], None], elsewhere: Callable[[], None]) -> None:
+    (there if dist.get_rank() == rank else elsewhere)()
+
+
+def swapped() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_team", "cp_ring"))
+
+
+def with_tp() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "tp"))
+
+
+def distributed(*placements: Any) -> DTensor:
+    return DTensor.from_local(x(), mesh_of(2, 2), placements, run_check=False)
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.factor = nn.Parameter(torch.ones(()))
+
+
+class Tied(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.weight = self.up.weight
+
+
+class Dropping(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(F.silu(self.gate(x)) * self.up(x), 0.5, self.training))
+
+
+def tangent() -> None:
+    with forward_ad.dual_level():
+        feed_forward(forward_ad.make_dual(x(), x()))
+
+
+def flattened_later() -> None:
+    mesh = w.context_mesh("cpu", 2, 2)
+    applied = apply(FeedForward(9), metp(check=False), mesh)
+    mesh._flatten("later")
+    called(applied, x())
+
+
+def flattened_before() -> None:
+    mesh = w.context_mesh("cpu", 2, 2, placement="ring_in_node")
+    mesh._flatten("before")
+    apply(FeedForward(), metp(check=False), mesh)
+
+
+def beside_tp(given: Tensor) -> None:
+    called(apply(FeedForward(), metp(check=False), with_tp()), given)
+
+
+REFUSALS: dict[str, Callable[[], object]] = {
+    "an unknown activation": lambda: metp(activation="tanh"),
+    "a name that is none": lambda: metp(up=None),
+    "one submodule twice": lambda: metp(gate="up"),
+    "check that is no bool": lambda: metp(check=1),
+    "a layout that is a sum": lambda: metp(output_layouts=Partial()),
+    "projections in part": lambda: attention(value="absent"),
+    "projections twice": lambda: attention(qkv="qkv"),
+    "a head dim that is none": lambda: attention(head_dim=0),
+    "attention that is no style": lambda: attention(attention="ring"),
+    "attention by heads": lambda: attention(attention=w.UlyssesParallel()),
+    "a mask_mod": lambda: attention(attention=w.WallFacerParallel(mask_mod=lambda b, h, i, j: i >= j)),
+    "replicated tokens": lambda: attention(attention=w.WallFacerParallel(replicated=2)),
+    "unknown pairs": lambda: attention(rotary="quarter"),
+    "a rotation of nothing": lambda: attention(rotation=lambda module, args, kwargs: args[0]),
+    "a rotation without an example": lambda: attention(rotary="half", rotation=lambda module, args, kwargs: args[0]),
+    "no mesh": lambda: metp().__class__._apply(metp(), FeedForward(), "mesh"),
+    "a mesh of other axes": lambda: apply(FeedForward(), metp(), swapped()),
+    "a mesh in descending order": lambda: apply(
+        FeedForward(), metp(), DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("cp_ring",))
+    ),
+    "a submodule that is absent": lambda: apply(FeedForward(), metp(up="w1")),
+    "a submodule that is no Linear": lambda: apply(Narrow(up=nn.Bilinear(D, D, 8)), narrow()),
+    "a projection with a parameter of its own": lambda: apply(Narrow(up=Scaled(D, 8)), narrow()),
+    "tied weights": lambda: apply(Tied(), metp(check=False)),
+    "another parameter": lambda: apply(Narrow(norm=nn.RMSNorm(8)), narrow()),
+    "a dropout": lambda: apply(Narrow(drop=nn.Dropout(0.1)), narrow()),
+    "hidden units that differ": lambda: apply(Narrow(down=nn.Linear(9, D)), narrow()),
+    "a DTensor already": lambda: apply(apply(FeedForward(), metp(check=False)), metp()),
+    "another activation than the module's": lambda: apply(FeedForward(), metp(activation="gelu")),
+    "dropout that the mode hides": lambda: apply(Dropping().eval(), metp()),
+    "gate and up the wrong way round": lambda: apply(FeedForward(), metp(up="gate", gate="up")),
+    "heads that are none": lambda: apply(Attention(), attention(head_dim=3)),
+    "key heads that do not divide": lambda: apply(Attention(kv_heads=3), attention()),
+    "key heads that are others": lambda: apply(Attention(), attention(kv_heads=2)),
+    "heads that tp does not divide": lambda: apply(Attention(), attention(check=False), with_tp()),
+    "a fused projection with tp": lambda: apply(Fused(), attention_fused(), with_tp()),
+    "ulysses": lambda: apply(Attention(), attention(), mesh_of(1, 2, ulysses=2)),
+    "another causality": lambda: apply(Attention(), attention(attention=w.WallFacerParallel())),
+    "a norm in the code": lambda: apply(Attention("a norm"), attention()),
+    "a window in the code": lambda: apply(Attention("a window"), attention()),
+    "a scale in the code": lambda: apply(Attention("a scale"), attention()),
+    "a dropout in the code": lambda: apply(Attention("dropout"), attention()),
+    "a pair for an output": lambda: apply(Attention("a pair"), attention()),
+    "a module that takes something else": lambda: apply(Attention(), attention(example=lambda n: ((1, 2), {}))),
+    "no tensor": lambda: feed_forward([1.0]),
+    "another model dim": lambda: feed_forward(x(1, 2, 5)),
+    "one dim": lambda: feed_forward(x(D)),
+    "another dtype": lambda: feed_forward(x(dtype=torch.float64)),
+    "another device": lambda: feed_forward(x(device="meta")),
+    "tokens that are replicated": lambda: feed_forward(distributed(Shard(1), Replicate())),
+    "a sum": lambda: feed_forward(distributed(Shard(1), Partial())),
+    "a DTensor by its last dim": lambda: feed_forward(
+        DTensor.from_local(x(1, 2, D // 2), mesh_of(2, 2), (Shard(1), Shard(2)), run_check=False)
+    ),
+    "one rank's model dim": lambda: on_rank(2, lambda: feed_forward(x(1, 2, 5)), lambda: feed_forward(x())),
+    "one rank's hidden units": lambda: on_rank(
+        2, lambda: feed_forward(x(), FeedForward(12)), lambda: feed_forward(x())
+    ),
+    "one rank's module": lambda: on_rank(
+        1, lambda: apply(Narrow(), metp()), lambda: apply(FeedForward(), metp())
+    ),
+    "one rank's attention": lambda: on_rank(
+        1, lambda: apply(Attention(), attention(head_dim=3)), lambda: apply(Attention(), attention())
+    ),
+    "one rank's batch": lambda: on_rank(1, lambda: attend(x(2, 2, D)), lambda: attend(x())),
+    "one rank's rotation": lambda: on_rank(1, lambda: attend(x(), (x(2, H), x(2, H))), lambda: attend(x())),
+    "two dims for attention": lambda: attend(x(2, D)),
+    "an argument that is unknown": lambda: attend(x(), x(1, 1, 2, 2)),
+    "no angles": lambda: attend(x(), style=attention(check=False, rotary="half")),
+    "angles of other tokens": lambda: attend(
+        x(), (x(8, H), x(8, H)), style=attention(check=False, rotary="half")
+    ),
+    "angles in another form": lambda: attend(
+        x(), (x(2, H // 2), x(2, H // 2)), style=attention(check=False, rotary="half")
+    ),
+    "angles that want a gradient": lambda: attend(
+        x(), (x(2, H, requires_grad=True), x(2, H)), style=attention(check=False, rotary="half")
+    ),
+    "an argument beside those of the example": lambda: attend(
+        x(), (x(2, H), x(2, H)), mask=x(1, 1, 2, 8), style=attention(
+            check=False, rotary="half", rotation=lambda module, args, kwargs: args[0],
+            example=lambda n: (((x(n, H), x(n, H)),), {}),
+        ),
+    ),
+    "shapes that differ along tp": lambda: beside_tp(x(1, 2 + dist.get_rank() % 2, D)),
+    "a mesh that is flattened later": lambda: flattened_later(),
+    "a mesh that is flattened": lambda: flattened_before(),
+    "a tangent": lambda: tangent(),
+    "a batch that the mesh shards": lambda: attend(distributed(Shard(1), Shard(0))),
+    "one rank's model dim beside tp": lambda: beside_tp(x(1, 2, D - (dist.get_rank() == 0))),
+    "documents of a shard": lambda: attend(x(), document_ids=torch.zeros(2, dtype=torch.int64)),
+    "documents twice": lambda: attend(
+        x(), document_ids=torch.zeros(8, dtype=torch.int64), cu_seqlens=torch.tensor([0, 8])
+    ),
+    "another length than the order's": lambda: attend(
+        x(), style=attention(check=False, attention=inner(length=13))
+    ),
+}  # fmt: skip
+
+
+def outcome(name: str) -> tuple[str, str, list[str]]:
+    """Exception type, message and communication of a refusal, on this rank."""
+    w.release_order(mesh_of(2, 2))
+    with Communication() as communication:
+        try:
+            REFUSALS[name]()
+        except Exception as error:  # the type is what is tested
+            return type(error).__name__, str(error), communication.ran
+    return "nothing", "", communication.ran

@@ -1,0 +1,133 @@
+"""The blockwise feed-forward: the same numbers in less memory, and refusals."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cases import fake_world
+from wallfacer_dt import BlockwiseFeedForward, EquivalenceError
+
+
+class FeedForward(nn.Sequential):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+
+
+class TokenShift(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.roll(1, -2))
+
+
+def applied(module: nn.Module, **options: object) -> nn.Module:
+    with fake_world(1, 0):
+        return parallelize_module(module, DeviceMesh("cpu", [0]), BlockwiseFeedForward(**options))
+
+
+def results(module: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    out = module(x)
+    return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+
+
+@given(chunk=st.integers(1, 9), tokens=st.integers(1, 8), batch=st.integers(1, 2))
+def test_equals_the_plain_module(chunk: int, tokens: int, batch: int) -> None:
+    module = FeedForward(4, 6).double()
+    x = torch.randn(batch, tokens, 4, dtype=torch.float64)
+    expected = results(module, x)
+    for got, its in zip(results(applied(module, chunk=chunk), x), expected, strict=True):
+        torch.testing.assert_close(got, its, rtol=0, atol=1e-12)
+
+
+def test_one_graph_equal_to_eager() -> None:
+    module = applied(FeedForward(4, 6), chunk=3)
+    x = torch.randn(2, 8, 4)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for got, its in zip(results(compiled, x), results(module, x), strict=True):
+        torch.testing.assert_close(got, its)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_no_more_hidden_than_a_chunks() -> None:
+    """Of 64 tokens with 512 hidden units, 8 at a time, in the backward as well."""
+    module, x = FeedForward(8, 512), torch.randn(1, 64, 8)
+    with Largest() as plain:
+        results(module, x)
+    with Largest() as blockwise:
+        results(applied(module, chunk=8), x)
+    assert plain.elements == 64 * 512
+    assert blockwise.elements == 8 * 512
+
+
+def test_a_module_that_mixes_tokens_is_refused() -> None:
+    with pytest.raises(EquivalenceError, match="TokenShift does not map every token by itself"):
+        applied(TokenShift(4, 6), chunk=2)
+
+
+def test_modules_that_cannot_be_tried() -> None:
+    with pytest.raises(EquivalenceError, match=r"could not be tried on four tokens: it has no nn\.Linear"):
+        applied(nn.GELU(), chunk=2)
+    with torch.device("meta"):
+        module = FeedForward(4, 6)
+    with pytest.warns(UserWarning, match="FeedForward is on the meta device"):
+        applied(module, chunk=2)
+
+
+def test_the_module_is_left_in_its_mode() -> None:
+    module = FeedForward(4, 6)
+    module[1].eval()
+    applied(module, chunk=2)
+    assert [child.training for child in module] == [True, False, True]
+
+
+def test_a_copy_has_weights_of_its_own() -> None:
+    module = applied(FeedForward(4, 6), chunk=2)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other[0].weight.zero_()
+        other[0].bias.zero_()
+    x = torch.randn(1, 3, 4)
+    assert not torch.equal(module(x), other(x))
+    torch.testing.assert_close(other(x), other[2].bias.expand(1, 3, 4))
+
+
+def test_a_second_style_is_refused() -> None:
+    with pytest.raises(ValueError, match="the module FeedForward already has a style"):
+        applied(applied(FeedForward(4, 6), chunk=2), chunk=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"chunk": 0}, "ValueError: chunk must be at least 1, got 0"),
+        ({"chunk": 2.0}, "TypeError: chunk must be an int, got 2.0"),
+        ({"chunk": True}, "TypeError: chunk must be an int, got True"),
+        ({"chunk": 2, "check": None}, "TypeError: check must be a bool, got None"),
+    ],
+)
+def test_bad_options(options: dict[str, object], error: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as refused:
+        BlockwiseFeedForward(**options)
+    assert f"{refused.type.__name__}: {refused.value}" == error
+
+
+def test_what_is_no_tensor_of_tokens_is_refused() -> None:
+    with pytest.raises(TypeError, match="a plain tensor, got list"):
+        applied(FeedForward(4, 6), chunk=2)([1.0])

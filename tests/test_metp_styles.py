@@ -1,0 +1,219 @@
+"""What METP's styles make of modules as users have them, in one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torchtitan.models.common.feed_forward import FeedForward as TitanFeedForward
+from torchtitan.models.common.linear import Linear as TitanLinear
+
+from tests.cases import fake_world
+from tests.metp_refusals import Attention, attention, inner
+from wallfacer_dt import EquivalenceError, METPAttentionParallel, METPParallel, context_mesh
+
+
+class FeedForward(nn.Module):
+    """With what a module may have besides: dropout of nothing, and perhaps a buffer."""
+
+    def __init__(self, dim: int = 6, hidden: int = 8, buffer: bool = True) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(dim, hidden), nn.Linear(hidden, dim), nn.Dropout(0.0)
+        self.register_buffer("scale", torch.ones(()) if buffer else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.down(F.gelu(self.up(x))))
+        return y if self.scale is None else y * self.scale
+
+
+def applied(module: nn.Module, style: ParallelStyle, ring: int = 1) -> nn.Module:
+    return parallelize_module(module, context_mesh("cpu", ring), style, src_data_rank=None)
+
+
+def metp(**options: Any) -> ParallelStyle:
+    return METPParallel(**({"up": "up", "down": "down", "activation": "gelu"} | options))
+
+
+def test_a_copy_has_weights_of_its_own() -> None:
+    with fake_world(1, 0):
+        module = applied(FeedForward(), metp())
+        other = copy.deepcopy(module)
+        with torch.no_grad():
+            other.up.weight.to_local().zero_()
+            other.up.bias.to_local().zero_()
+        x = torch.randn(2, 3, 6)
+        assert not torch.equal(module(x), other(x))
+        torch.testing.assert_close(other(x), other.down.bias.to_local().expand(2, 3, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_modules_of_any_dtype_are_tried(dtype: torch.dtype) -> None:
+    with fake_world(1, 0):
+        module = FeedForward().to(dtype)
+        x = torch.randn(1, 3, 6, dtype=dtype)
+        expected = module(x)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(applied(module, metp())(x), expected, rtol=2 * eps, atol=2 * eps)
+
+
+def test_modules_on_the_meta_device_are_tried_and_stay_there() -> None:
+    with fake_world(4, 1):
+        with torch.device("meta"):
+            module, other = FeedForward(buffer=False), FeedForward(buffer=False)
+        applied(module, metp(), 4)
+        assert module.up.weight.is_meta
+        assert isinstance(module.up.weight, DTensor)
+        assert module.up.weight.to_local().shape == (2, 6)
+        with pytest.raises(EquivalenceError, match="FeedForward is not what METPParallel computes"):
+            applied(other, metp(activation="relu"), 4)
+
+
+def test_a_module_in_training_is_left_as_it_was() -> None:
+    with fake_world(1, 0):
+        module = FeedForward()
+        before = {name: x.clone() for name, x in module.state_dict().items()}
+        state = torch.random.get_rng_state()
+        applied(module, metp())
+        assert torch.equal(torch.random.get_rng_state(), state)
+        for name, x in module.state_dict().items():
+            assert torch.equal(x.to_local() if isinstance(x, DTensor) else x, before[name])
+
+
+def test_torchtitans_feed_forward() -> None:
+    linear = TitanLinear.Config
+    config = TitanFeedForward.Config(
+        w1=linear(in_features=6, out_features=9, bias=False), w2=linear(in_features=9, out_features=6, bias=False),
+        w3=linear(in_features=6, out_features=9, bias=False),
+    )  # fmt: skip
+    with fake_world(1, 0):
+        module = config.build()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        x = torch.randn(1, 3, 6)
+        expected = module(x)
+        style = METPParallel(up="w3", gate="w1", down="w2", activation="silu")
+        torch.testing.assert_close(applied(module, style)(x), expected)
+
+
+class Positioned(Attention):
+    """Attention that is handed positions, and turns heads by them itself, as torchtitan's does."""
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angle = positions.double()[:, None] * torch.tensor([1.0, 0.1], dtype=torch.float64)
+        return angle.cos(), angle.sin()
+
+    def forward(self, x: Tensor, positions: Tensor, mask: None = None) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        cos, sin = self.cos_sin(positions)
+        q, k = (
+            torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
+            for a, b in ((y[..., ::2].double(), y[..., 1::2].double()) for y in (q, k))
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+def test_positions_are_found_as_the_caller_says() -> None:
+    style = METPAttentionParallel(
+        query="q", key="k", value="v", output="o", head_dim=4, attention=inner(), rotary="interleaved",
+        rotation=lambda module, args, kwargs: module.cos_sin(args[0]),
+        example=lambda length: ((torch.arange(length),), {"mask": None}),
+    )  # fmt: skip
+    with fake_world(1, 0):
+        module = Positioned()
+        x, positions = torch.randn(2, 5, 6), torch.tensor([7, 1, 2, 3, 11])
+        expected = module(x, positions)
+        torch.testing.assert_close(applied(module, style)(x, positions, mask=None), expected)
+
+
+def test_a_copy_of_attention_has_weights_of_its_own() -> None:
+    with fake_world(1, 0):
+        module = applied(Attention(), attention())
+        other = copy.deepcopy(module)
+        with torch.no_grad():
+            other.o.weight.to_local().zero_()
+        x = torch.randn(1, 3, 6)
+        torch.testing.assert_close(other(x), other.o.bias.to_local().expand(1, 3, 6))
+
+
+def test_autocast() -> None:
+    """As its linear projections under autocast would, x and weights become bfloat16."""
+    with fake_world(1, 0):
+        module = FeedForward()
+        x = torch.randn(2, 3, 6)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = module(x)
+            got = applied(module, metp())(x)
+        assert got.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+        got.float().sum().backward()
+        assert module.up.weight.grad.dtype == torch.float32
+
+
+def test_x_by_its_name() -> None:
+    with fake_world(1, 0):
+        module, x = applied(FeedForward(), metp()), torch.randn(1, 3, 6)
+        assert torch.equal(module(x=x), module(x))
+        with pytest.raises(TypeError, match="called without x"):
+            module(y=x)
+        module = applied(Attention(), attention())
+        assert torch.equal(module(x=x), module(x))
+
+
+def test_weights_changed_before_the_backward_are_refused() -> None:
+    for module, style in ((FeedForward(), metp()), (Attention(), attention())):
+        with fake_world(1, 0):
+            y = applied(module, style)(torch.randn(1, 3, 6))
+            with torch.no_grad():
+                next(module.parameters()).mul_(2)
+            with pytest.raises(RuntimeError, match="changed between forward and backward"):
+                y.sum().backward()
+
+
+class Rigid(Attention):
+    """Attention that names its sizes, as nanoGPT's does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        assert dim == 6
+        q = self.q(x).view(batch, length, 2, 4).transpose(1, 2)
+        k, v = (p(x).view(batch, length, 1, 4).transpose(1, 2) for p in (self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(out.transpose(1, 2).contiguous().view(batch, length, 8))
+
+
+def test_a_module_that_names_its_sizes_is_tried_as_it_is() -> None:
+    with fake_world(1, 0):
+        module, x = Rigid(), torch.randn(2, 3, 6)
+        expected = module(x)
+        torch.testing.assert_close(applied(module, attention())(x), expected)
+        with pytest.raises(EquivalenceError, match="is not what METPAttentionParallel computes"):
+            applied(Rigid(), attention(attention=inner(is_causal=False)))
+
+
+class PartlyTurned(Attention):
+    """Turns the first half of every head, whose angles are as many as those of pairs of the whole."""
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        cos, sin = turn
+        n = cos.shape[-1]
+
+        def turned(y: Tensor) -> Tensor:
+            low, high = y[..., :n].chunk(2, -1)
+            return torch.cat([y[..., :n] * cos + torch.cat([-high, low], -1) * sin, y[..., n:]], -1).to(y.dtype)
+
+        out = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+def test_heads_that_are_turned_in_part_are_refused() -> None:
+    angle = torch.rand(3, 2)
+    with fake_world(1, 0):
+        module = applied(PartlyTurned(), attention(rotary="half"))
+        with pytest.raises(ValueError, match="cos and sin come by pair of H = 4, where they were by element when"):
+            module(torch.randn(1, 3, 6), (angle.cos(), angle.sin()))

@@ -1,0 +1,207 @@
+"""METP's feed-forward, O = f(A B) C: what a ring of weights computes on tokens that stay (METP, algorithms 1 and 2).
+
+It is attention without a softmax. Tokens (A) are the queries and stay; hidden units are the keys: unit j of a gated
+feed-forward has a row of W_up and one of W_gate (B's columns) and a row of W_down^T (C's rows), and
+
+    out = sum over j of f(x . gate_j + b) (x . up_j + b) down_j        without a gate: f(x . up_j + b) down_j
+
+So the schedules and the loop of attention serve, with a rank's hidden units as the block that moves. f(A B) is
+computed anew in the backward and never sent or kept.
+
+Operands are (1, 1, rows, ...), as attention's are (B, N, L, H).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt.algorithms.arithmetic import Operand
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.steps import Side
+from wallfacer_dt.algorithms.tiles import Tile
+from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.layout import Shards, Span
+from wallfacer_dt.mesh import Coordinate
+
+
+class Activation(NamedTuple):
+    """An elementwise f: ``forward(t)``, the same in place, and ``backward(grad, t)``, the gradient times f'(t)."""
+
+    forward: Callable[[Tensor], Tensor]
+    forward_: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+_aten = torch.ops.aten
+ACTIVATIONS = {
+    "gelu": Activation(_aten.gelu, _aten.gelu_, _aten.gelu_backward),
+    "gelu_tanh": Activation(
+        partial(_aten.gelu, approximate="tanh"),
+        partial(_aten.gelu_, approximate="tanh"),
+        partial(_aten.gelu_backward, approximate="tanh"),
+    ),
+    "relu": Activation(_aten.relu, _aten.relu_, lambda grad, t: _aten.threshold_backward(grad, t, 0)),
+    "silu": Activation(_aten.silu, _aten.silu_, _aten.silu_backward),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RingOfWeights:
+    """Who holds which hidden units, as a schedule asks: tokens are its queries, hidden units its keys.
+
+    Attributes:
+        tokens: of this rank. Others may have as many as they like: they stay where they are.
+        units: hidden units by rank of the ring.
+        rows: all rows of a batch are alike.
+        mask: all tokens see all units.
+    """
+
+    tokens: int
+    units: tuple[int, ...]
+    rows: ClassVar[int] = 1
+    mask: ClassVar[Mask] = Mask()
+
+    def inner(self, side: Side, place: Coordinate, row: int = 0) -> Shards:  # noqa: ARG002  (all rows are alike)
+        """By rank, the positions that it holds on a side."""
+        sizes = (self.tokens,) * place.ring if side == "q" else self.units
+        ends = accumulate(sizes, initial=0)
+        return tuple((Span(*pair),) if pair[0] < pair[1] else () for pair in pairwise(ends))
+
+    def inner_stored(self, side: Side, place: Coordinate) -> Shards:
+        """The same: units are stored in their order."""
+        return self.inner(side, place)
+
+
+class Units(NamedTuple):
+    """The weights of some hidden units: rows of (F, D), (F, D) or None, (F, Do), and biases (F,) or None."""
+
+    up: Tensor
+    gate: Tensor | None
+    down: Tensor
+    up_bias: Tensor | None
+    gate_bias: Tensor | None
+
+    def operand(self) -> Operand:
+        """As a block that moves; what is absent is not sent."""
+        return Operand(tuple(x.unsqueeze(0).unsqueeze(0) for x in self if x is not None))
+
+    def like(self, tensors: Sequence[Tensor]) -> "Units":
+        """Tensors of an operand, by the names of those that are not absent here."""
+        rest = iter(tensors)
+        return Units(*(None if x is None else next(rest)[0, 0] for x in self))  # pyrefly: ignore[bad-argument-type]
+
+    def part(self, start: int, stop: int) -> "Units":
+        """Some of the units."""
+        return Units(*(None if x is None else x[start:stop] for x in self))  # pyrefly: ignore[bad-argument-type]
+
+
+class _Sums:
+    """Partial results that are added up, each of its operand's shape; none is sent to an owner, since it is carried."""
+
+    def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
+        """The sum of nothing."""
+        return tuple(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in operand.data)
+
+    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """A result in the inputs' dtype."""
+        return tuple(x.to(dtype) for x in partial)
+
+    def combine(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        """Add."""
+        for mine, theirs in zip(partial, more, strict=True):
+            mine.add_(theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward(_Sums):
+    """The output of tokens (Algorithm 1)."""
+
+    activation: Activation
+    own: Units
+    gives_to_keys: ClassVar[bool] = False
+
+    def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
+        """Add the tiles' units to the tokens' output."""
+        units = self.own.like(keys.data)
+        if not query.partial:
+            query.partial = self.nothing(query)
+        x, out = query.data[0][0, 0], query.partial[0][0, 0]
+        for tile in tiles:
+            rows, some = slice(*tile.q), units.part(*tile.k)
+            add_product_(out[rows], self._hidden(x[rows], some), some.down)
+
+    def _hidden(self, x: Tensor, units: Units) -> Tensor:
+        """Nothing else of the size of the hidden is alive afterwards, nor twice as much meanwhile."""
+        up = linear(x, units.up, units.up_bias)
+        if units.gate is None:
+            return self.activation.forward_(up)
+        return self.activation.forward_(linear(x, units.gate, units.gate_bias)).mul_(up)
+
+    def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
+        """The output that no unit has added to."""
+        x = operand.data[0]
+        return (x.new_zeros((*x.shape[:-1], self.own.down.shape[-1]), dtype=accumulation_dtype(x.dtype)),)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardBackward(_Sums):
+    """The gradients of tokens and of units, both from the hidden recomputed once (Algorithm 2)."""
+
+    activation: Activation
+    own: Units
+    grad_out: Tensor
+    gives_to_keys: ClassVar[bool] = True
+
+    def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
+        """Add the tiles' gradients to both operands' partial results."""
+        for operand in (query, keys):
+            if not operand.partial:
+                operand.partial = self.nothing(operand)
+        x, dx = query.data[0][0, 0], query.partial[0][0, 0]
+        units, grads = self.own.like(keys.data), self.own.like(keys.partial)
+        for tile in tiles:
+            rows = slice(*tile.q)
+            self._add(x[rows], self.grad_out[rows], dx[rows], units.part(*tile.k), grads.part(*tile.k))
+
+    def _add(self, x: Tensor, grad_out: Tensor, dx: Tensor, units: Units, grads: Units) -> None:
+        """Add what some units give to some tokens, whose gradient is dx, and these to the units' gradients."""
+        up = linear(x, units.up, units.up_bias)
+        if units.gate is None or grads.gate is None:
+            add_product_(grads.down, self.activation.forward(up).t(), grad_out)
+            d_up = self.activation.backward(torch.mm(grad_out, units.down.t()), up)
+        else:
+            gate = linear(x, units.gate, units.gate_bias)
+            active = self.activation.forward(gate)
+            add_product_(grads.down, (active * up).t(), grad_out)
+            d_hidden = torch.mm(grad_out, units.down.t())
+            d_gate = self.activation.backward(d_hidden * up, gate)
+            _add_linear_(x, units.gate, d_gate, dx, grads.gate, grads.gate_bias)
+            d_up = d_hidden.mul_(active)
+        _add_linear_(x, units.up, d_up, dx, grads.up, grads.up_bias)
+
+
+def _add_linear_(x: Tensor, weight: Tensor, d: Tensor, dx: Tensor, grad: Tensor, bias_grad: Tensor | None) -> None:
+    """Add the gradients of x, weight and bias from that of what :func:`linear` made of them."""
+    add_product_(dx, d, weight)
+    add_product_(grad, d.t(), x)
+    if bias_grad is not None:
+        bias_grad.add_(d.sum(0, dtype=bias_grad.dtype))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, of (T, D), (rows, D) and (rows,) or None."""
+    product = torch.mm(x, weight.t())
+    return product if bias is None else product.add_(bias)
+
+
+def add_product_(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a matrix product to an accumulator, which may be of a wider dtype."""
+    if into.dtype == a.dtype:
+        into.addmm_(a, b)
+    else:
+        into.add_(torch.mm(a, b))

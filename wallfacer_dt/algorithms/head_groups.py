@@ -1,0 +1,122 @@
+"""METP's outer loop over groups of heads: whose weights each group needs, as data made on the host.
+
+The projections of attention are sharded by rows (W_q, W_k, W_v, one after the other in a fused weight) and the output
+projection by columns, as DTensor's ``Shard`` cuts them. A group is some key heads with their query heads. What it
+needs of a weight is a range, which one rank holds where heads divide evenly, and several otherwise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from wallfacer_dt.algorithms.heads import Heads
+from wallfacer_dt.layout import shard_sizes
+
+
+class Piece(NamedTuple):
+    """Rows ``start`` to ``stop`` of one owner's shard of a weight; ``part`` says of which weight and what they are."""
+
+    part: int
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """How many rows."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """One turn of the outer loop.
+
+    Attributes:
+        heads: its query heads and key heads.
+        pieces: of q, k, v and the output (parts 0 to 3), in the order of their rows.
+    """
+
+    heads: Heads
+    pieces: tuple[Piece, ...]
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Who sends something, ascending."""
+        return tuple(sorted({piece.owner for piece in self.pieces}))
+
+    def of(self, owner: int) -> tuple[Piece, ...]:
+        """What one rank sends."""
+        return tuple(piece for piece in self.pieces if piece.owner == owner)
+
+
+Q, K, V, OUT = range(4)
+
+
+class Stored(NamedTuple):
+    """Where a part is stored: in which weight, of how many rows, from which row on."""
+
+    weight: int
+    rows: int
+    first: int
+
+
+def stored_parts(heads: int, kv_heads: int, head_dim: int, *, fused: bool) -> tuple[Stored, Stored, Stored, Stored]:
+    """Where q, k, v and the output are stored: in weights 0, 1, 2 and 3, or fused in 0 and the output in 1."""
+    q, kv = heads * head_dim, kv_heads * head_dim
+    if fused:
+        rows = q + 2 * kv
+        return Stored(0, rows, 0), Stored(0, rows, q), Stored(0, rows, q + kv), Stored(1, q, 0)
+    return Stored(0, q, 0), Stored(1, kv, 0), Stored(2, kv, 0), Stored(3, q, 0)
+
+
+@lru_cache(maxsize=64)
+def head_groups(
+    heads: int, kv_heads: int, head_dim: int, axes: tuple[int, ...], *, fused: bool
+) -> tuple[HeadGroup, ...]:
+    """The groups: as many as ranks, or as key heads where these are fewer.
+
+    >>> groups = head_groups(4, 2, 8, (2,), fused=False)
+    >>> [(group.heads.q, group.owners) for group in groups]
+    [((0, 2), (0,)), ((2, 4), (1,))]
+
+    Args:
+        heads: query heads.
+        kv_heads: key and value heads, a divisor of ``heads``.
+        head_dim: H.
+        axes: sizes of the axes of the mesh that weights are sharded over.
+        fused: one weight holds q, k and v.
+
+    Returns:
+        The groups.
+    """
+    share = heads // kv_heads
+    parts = stored_parts(heads, kv_heads, head_dim, fused=fused)
+    count = 1
+    for axis in axes:
+        count *= axis
+    count = min(count, kv_heads)
+    bounds = [kv_heads * i // count for i in range(count + 1)]
+    groups = []
+    for start, stop in pairwise(bounds):
+        ranges = [(start * share, stop * share), (start, stop), (start, stop), (start * share, stop * share)]
+        pieces = [
+            piece
+            for part, (stored, (first, last)) in enumerate(zip(parts, ranges, strict=True))
+            for piece in _pieces(part, stored, first * head_dim, last * head_dim, axes)
+        ]
+        groups.append(HeadGroup(Heads(ranges[0], ranges[1]), tuple(pieces)))
+    return tuple(groups)
+
+
+def _pieces(part: int, stored: Stored, start: int, stop: int, axes: Sequence[int]) -> list[Piece]:
+    """Who holds rows ``start`` to ``stop`` of a part."""
+    sizes = shard_sizes(stored.rows, tuple(axes))
+    start, stop = stored.first + start, stored.first + stop
+    pieces = []
+    for owner, (first, last) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            pieces.append(Piece(part, owner, low - first, high - first))
+    return pieces

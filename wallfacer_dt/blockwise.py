@@ -1,0 +1,93 @@
+"""The blockwise feed-forward of Ring Attention (Liu et al., section 3): tokens in chunks, hidden computed anew.
+
+Communicates nothing. It bounds what a feed-forward needs beside its input and output to one chunk of tokens, where
+METP bounds it to one rank's hidden units and shares the weights as well.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.checkpoint import checkpoint
+
+from wallfacer_dt.equivalence import EquivalenceError
+
+
+class BlockwiseFeedForward(ParallelStyle):
+    """A feed-forward computed on chunks of this rank's tokens, each again in the backward.
+
+    Keyword Args:
+        chunk: tokens of a sequence that are computed at a time; the batch is not split.
+        check: try first, on four tokens in evaluation mode, whether the module maps every token by itself. Weights on
+            the meta device cannot be tried, which is warned of.
+
+    The module is called with x (..., tokens, D) alone, a plain tensor. Dropout differs from what it would be on all
+    tokens at once. The mesh is not used.
+    """
+
+    def __init__(self, *, chunk: int, check: bool = True) -> None:
+        super().__init__()
+        if not isinstance(chunk, int) or isinstance(chunk, bool):
+            raise TypeError(f"chunk must be an int, got {chunk!r}")
+        if chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {chunk}")
+        if not isinstance(check, bool):
+            raise TypeError(f"check must be a bool, got {check!r}")
+        self.chunk, self.check = chunk, check
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  (torch's signature)
+        if self.check:
+            _check_by_token(module)
+        if "forward" in vars(module):
+            raise ValueError(f"BlockwiseFeedForward: the module {type(module).__name__} already has a style")
+        # Bound, so that a copy of the module uses its own weights.
+        module.forward = MethodType(self._forward(), module)
+        return module
+
+    def _forward(self) -> Callable[[nn.Module, Tensor], Tensor]:
+        def forward(module: nn.Module, x: Tensor) -> Tensor:
+            if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.ndim < 2:
+                raise TypeError(
+                    f"BlockwiseFeedForward takes x (..., tokens, D), a plain tensor, got {type(x).__name__}"
+                )
+            whole = type(module).forward
+            parts = [checkpoint(whole, module, part, use_reentrant=False) for part in x.split(self.chunk, -2)]
+            return torch.cat(parts, -2)
+
+        return forward
+
+
+def _check_by_token(module: nn.Module) -> None:
+    """Refuse (EquivalenceError) a module that mixes tokens, or cannot be tried."""
+    name = type(module).__name__
+    first = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        warnings.warn(f"{name} is on the meta device: whether it maps every token by itself is not tried", stacklevel=4)
+        return
+    try:
+        assert first is not None, "it has no nn.Linear whose in_features say what D is"
+        with _evaluating(module), torch.no_grad(), torch.random.fork_rng([]):
+            x = torch.randn(1, 4, first.in_features, dtype=first.weight.dtype, device=first.weight.device)
+            whole, parts = module(x), torch.cat([module(part) for part in x.split(1, -2)], -2)
+    except Exception as error:  # whatever a module may raise
+        raise EquivalenceError(f"{name} could not be tried on four tokens: {error}; or give check=False") from error
+    size = float(whole.abs().max())
+    if whole.shape != parts.shape or not float((whole - parts).abs().max()) <= 2e-2 * max(size, 1e-6):
+        raise EquivalenceError(f"{name} does not map every token by itself: in chunks it gives another output")
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = {child: child.training for child in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, was in training.items():
+            child.training = was

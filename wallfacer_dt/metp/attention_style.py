@@ -1,0 +1,252 @@
+"""The ParallelStyle of METP for attention with its projections."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from wallfacer_dt.attention import ContextAttention
+from wallfacer_dt.mesh import Coordinate, bind_order
+from wallfacer_dt.metp.attention import BlockOptions, shaped
+from wallfacer_dt.metp.boundary import Boundary, check_layouts
+from wallfacer_dt.metp.holding import WeightMesh, as_computed, local, watched
+from wallfacer_dt.metp.modules import arguments_of, check_names, check_projections, linear, the_input
+from wallfacer_dt.metp.proof import CouldNotRunError, Inputs, compare, small_inputs
+from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
+from wallfacer_dt.refusal import Extras, check_call
+from wallfacer_dt.styles import RingParallel, WallFacerParallel
+
+_TRIED = 1152  # tokens, so that a window of 1024 that stands in the module's code is seen
+
+_LARGEST = 2048  # model dim of a module that is tried as it is
+
+
+class METPAttentionParallel(ParallelStyle):
+    """Two-level METP for attention (Algorithms 5 and 6): projections that ranks share, in groups of heads.
+
+    The module projects x (B, L, D) to queries, keys and values, may turn queries and keys by their positions, attends,
+    and projects back; it has no other parameters than these ``nn.Linear`` projections'. They become DTensors, sharded
+    by heads over all axes of the mesh. Group after group of heads, who holds the weights broadcasts them, and
+    attention runs on these heads as the style ``attention`` says. Saved are x, the heads' output and lse.
+
+    Keyword Args:
+        output: name of the projection back.
+        head_dim: H; numbers of heads follow from the weights.
+        attention: :class:`RingParallel` or :class:`WallFacerParallel`: mask, token order, schedule, kernel. With its
+            ``kernel="reference"`` this is METP without flash attention: what exists of the scores at a time is those
+            of one group's heads, one rank's tokens by another's.
+        query: name of the projection to queries; together with ``key`` and ``value``, or none of them with ``qkv``.
+        key: of the one to keys.
+        value: of the one to values.
+        qkv: of one to all three, whose rows are those of queries, keys and values one after the other.
+        kv_heads: key and value heads, where ``qkv`` does not have as many of all three.
+        rotary: pairs of elements that positions turn: ``"half"`` (Hugging Face), ``"interleaved"`` (Llama), or None.
+        rotation: from the module and the arguments and keywords of a call after x to cos and sin, (L, H / 2) or
+            (B, L, H / 2), of this rank's tokens. By default these are a pair of tensors, or a complex one, of the call.
+        example: from a number of tokens to arguments and keywords to try the module with after x; with ``rotation``,
+            what calls may have besides x. By default none, or cos and sin.
+        input_layouts: of a plain x on an axis ``tp``: ``Replicate()``, or ``Shard(1)`` under sequence parallelism.
+        output_layouts: of the output on an axis ``tp``.
+        check: compare the module with the formula first, in this process, on 1152 tokens and small random weights: a
+            window that is wider, and stands in the module's code, is not seen. Buffers are taken to stay as they are.
+
+    The mesh is as for :class:`METPParallel`, as are hooks and weights of others, but with all axes that the sequence is
+    sharded over, and ``cp_ulysses`` of 1. With fewer key heads than ranks there are as many groups as key heads.
+    """
+
+    def __init__(
+        self,
+        *,
+        output: str,
+        head_dim: int,
+        attention: RingParallel | WallFacerParallel,
+        query: str | None = None,
+        key: str | None = None,
+        value: str | None = None,
+        qkv: str | None = None,
+        kv_heads: int | None = None,
+        rotary: str | None = None,
+        rotation: Rotation | None = None,
+        example: Callable[[int], Arguments] | None = None,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        check: bool = True,
+    ) -> None:
+        super().__init__()
+        separate = {"query": query, "key": key, "value": value}
+        given = {name: value for name, value in (separate | {"qkv": qkv}).items() if value is not None}
+        if list(given) not in (list(separate), ["qkv"]):
+            raise ValueError(f"projections are query, key and value, or qkv, got {', '.join(given) or 'none'}")
+        check_names(given | {"output": output})
+        for name, number in (("head_dim", head_dim), ("kv_heads", kv_heads)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        if not isinstance(attention, RingParallel | WallFacerParallel):
+            raise TypeError(f"attention must be RingParallel or WallFacerParallel, got {type(attention).__name__}")
+        told = attention.options
+        unknown = {"mask_mod": told.mask_mod, "replicated": told.replicated, "kv_length": told.kv_length}
+        if refused := [name for name, value in unknown.items() if value]:
+            raise ValueError(f"METPAttentionParallel does not implement {refused[0]}")
+        if not isinstance(check, bool):
+            raise TypeError(f"check must be a bool, got {check!r}")
+        self.projections = [str(name) for name in given.values()]
+        self.output, self.head_dim, self.kv_heads = output, head_dim, kv_heads
+        self.attention, self.rotary = attention, Rotary(rotary, head_dim, rotation)
+        if rotation is not None and example is None:
+            raise ValueError("rotation needs example=, which says what else a call of the module brings")
+        self.example, self.check = example, check
+        self.layouts = check_layouts(input_layouts, output_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        who = type(self).__name__
+        weights = WeightMesh.of(device_mesh)
+        attention = self.attention.attention_on(weights.context_mesh, self.attention.options)
+        bind = partial(bind_order, weights.context_mesh, self.attention.options.order)
+
+        def read() -> tuple[int, int, Rotary]:
+            heads, kv_heads = self._heads(module, weights, attention, who)
+            rotary = self._checked(module, heads, kv_heads, who)
+            if self.attention.options.has_mask:
+                bind(f"{who} with a mask")
+            return heads, kv_heads, rotary
+
+        heads, kv_heads, rotary = weights.together(read)
+        dims = {f"{name}.{part}": 0 for name in self.projections for part in ("weight", "bias")}
+        nested = weights.shard(
+            module, dims | {f"{self.output}.weight": 1, f"{self.output}.bias": 0}, self.src_data_rank
+        )
+        block = BlockOptions(
+            heads // weights.tp, kv_heads // weights.tp, self.head_dim, self.rotary.pairs or "", weights.context,
+            weights.ranks, weights.index, weights.group, weights.tp_group,
+        )  # fmt: skip
+        boundary, name = Boundary(weights, *self.layouts, nested), arguments_of(module)[0]
+        # Bound, so that a copy of the module uses its own weights.
+        module.forward = MethodType(self._forward(name, boundary, block, attention, rotary, bind), module)
+        return module
+
+    def _heads(self, module: nn.Module, weights: WeightMesh, attention: ContextAttention, who: str) -> tuple[int, int]:
+        """Query heads and key heads, from the weights, or a refusal (ValueError) of the module or the mesh."""
+        if attention.place.ulysses > 1:
+            raise ValueError(f"{who} goes by heads already: cp_ulysses must be 1, got {attention.place.ulysses}")
+        check_projections(module, [*self.projections, self.output], who)
+        H = self.head_dim
+        rows = [linear(module, name).weight.shape[0] for name in self.projections]
+        columns = linear(module, self.output).weight.shape[1]
+        if len(rows) == 1:
+            kv = rows[0] // 3 if self.kv_heads is None else self.kv_heads * H
+            rows = [rows[0] - 2 * kv, kv, kv]
+        heads, kv_heads = rows[0] // H, rows[1] // H
+        divide = kv_heads > 0 and heads > 0 and heads % kv_heads == 0 and not any(n % H for n in rows)
+        if not divide or rows[1] != rows[2] or columns != rows[0]:
+            raise ValueError(
+                f"{who}: rows of q, k and v must be heads of {H}, as many of v as of k and a multiple of q, which the "
+                f"output takes, got {rows} and {columns}"
+            )
+        if self.kv_heads not in (None, kv_heads):
+            raise ValueError(f"{who} was given kv_heads={self.kv_heads}, the weights have {kv_heads}")
+        if weights.tp > 1 and len(self.projections) == 1:
+            raise ValueError(f"{who}: with an axis 'tp' projections must be query, key and value, not one qkv")
+        if weights.tp > 1 and kv_heads % (weights.tp * len(weights.ranks)):
+            raise ValueError(
+                f"{who}: with an axis 'tp' every rank must hold whole heads, got {kv_heads} key and value heads on "
+                f"{len(weights.ranks)} x {weights.tp} ranks"
+            )
+        return heads, kv_heads
+
+    def _forward(
+        self,
+        name: str,
+        boundary: Boundary,
+        block: BlockOptions,
+        attention: ContextAttention,
+        rotary: Rotary,
+        bind: Callable[[str], None],
+    ) -> Callable[..., Tensor]:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            x = the_input(name, args, kwargs)
+            args = args[1:]
+            extras = Extras(kwargs.pop("document_ids", None), kwargs.pop("cu_seqlens", None))
+            documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
+
+            def check() -> None:
+                boundary.check(x, linear(module, self.projections[0]).weight, sequence=True)
+                if x.ndim != 3:
+                    raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
+                inside = (x.to_local() if isinstance(x, DTensor) else x).new_empty(1).expand(boundary.inside_shape(x))
+                rotary.angles(module, args, kwargs, *inside.shape[:2])
+                check_call(*shaped(as_computed(inside)[0], block), extras, attention.expected)
+                if documents is not None and not torch.compiler.is_compiling():
+                    bind("attention within documents")
+
+            refusal = boundary.refusal(x, linear(module, self.output).out_features, check)
+            if refusal is not None:
+                return refusal
+            inside, leave = boundary.enter(x)
+            cos, sin = rotary.angles(module, args, kwargs, *inside.shape[:2])
+            rows = documents if documents is None or documents.ndim == 2 else documents.unsqueeze(0)
+            tensors = as_computed(inside, *self._shards(module))
+            options = attention.resolve(*shaped(tensors[0], block), extras)
+            y, _, _ = torch.ops.wallfacer_dt.metp_attention(*tensors, cos, sin, rows, *block, *options)
+            y = watched(y, module.parameters())
+            return leave(boundary.with_bias(y, linear(module, self.output).bias))
+
+        return forward
+
+    def _shards(self, module: nn.Module) -> list[Tensor | None]:
+        """This rank's part of the weights, as the operator takes them."""
+        projections = [linear(module, name) for name in self.projections]
+        weights, biases = [local(p.weight) for p in projections], [local(p.bias) for p in projections]
+        return self._in_order(weights, local(linear(module, self.output).weight), biases)
+
+    def _in_order(
+        self, weights: Sequence[Tensor | None], output: Tensor | None, biases: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        absent = [None] * (3 - len(weights))
+        return [*weights, *absent, output, *biases, *absent]
+
+    def _checked(self, module: nn.Module, heads: int, kv_heads: int, who: str) -> Rotary:
+        """How the module is handed its angles; compared first, on fewer heads than it has or, if it minds, on all."""
+        rotary = self.rotary.of(module)
+        calls = list(rotary.examples(_TRIED)) if self.example is None else [self.example(_TRIED)]
+        if not self.check:
+            return rotary if self.example is None else rotary.as_in(calls[0])
+        try:
+            agreed = self._compared(module, rotary, calls, (2 * heads // kv_heads, 2), 6, who)
+        except CouldNotRunError:
+            dim = linear(module, self.projections[0]).in_features
+            if dim > _LARGEST:
+                raise
+            agreed = self._compared(module, rotary, calls, (heads, kv_heads), dim, who)
+        return rotary.as_in(calls[agreed])
+
+    def _compared(
+        self, module: nn.Module, rotary: Rotary, calls: Sequence[Arguments], heads: tuple[int, int], dim: int, who: str
+    ) -> int:
+        """In which of the calls the module is what METP computes, with so many query heads and key heads."""
+        H = self.head_dim
+        rows = [n * H for n in (*heads, heads[1])]
+        shapes = dict(zip(self.projections, rows if len(self.projections) == 3 else [sum(rows)], strict=True))
+        by_name = {name: (n, dim) for name, n in shapes.items()} | {self.output: (dim, rows[0])}
+        told = replace(self.attention.options, length=None, order="contiguous", rotate="auto", schedule="2d")
+        alone = ContextAttention(Coordinate(1, 1, 0, 0), "cpu", "", "", "", "", (), told, 0)
+        block = BlockOptions(*heads, H, rotary.pairs or "", (1,), (0,), 0, "", "")
+
+        def formula(inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+            x = inputs[""]
+            weights = [inputs[f"{name}.weight"] for name in self.projections]
+            biases = [inputs.get(f"{name}.bias") for name in self.projections]
+            tensors = self._in_order(weights, inputs[f"{self.output}.weight"], biases)
+            angles = rotary.as_in((args, kwargs)).angles(module, args, kwargs, *x.shape[:2])
+            options = alone.resolve(*shaped(x, block), Extras())
+            y, _, _ = torch.ops.wallfacer_dt.metp_attention(x, *tensors, *angles, None, *block, *options)
+            bias = inputs.get(f"{self.output}.bias")
+            return y if bias is None else y + bias
+
+        return compare(module, who, small_inputs(module, by_name, (1, _TRIED, dim)), calls, formula)

@@ -1,0 +1,189 @@
+"""What goes into a module under METP and comes out: this rank's tokens, as a plain tensor or as a DTensor.
+
+Inside are plain tensors. On the axes of the sequence tokens must be sharded. On ``tp`` every rank needs all tokens of
+its context rank, and what comes out is a sum still to be made (METP, section 6.2; torch's own styles do the same).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from wallfacer_dt.collectives import agree
+from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.metp.holding import TENSOR_AXIS, WeightMesh
+from wallfacer_dt.refusal import refuse_in_graph, refusing_together
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """How tokens enter and leave.
+
+    Attributes:
+        weights: the mesh of the weights.
+        input_layout: of a plain tensor that enters, on axis ``tp``.
+        output_layout: of what leaves, on axis ``tp``.
+        nested: name of a parameter whose shards are nested, or empty.
+    """
+
+    weights: WeightMesh
+    input_layout: Placement
+    output_layout: Placement
+    nested: str
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """This rank's tokens as a plain tensor, and what makes of the result what leaves.
+
+        Args:
+            x: (..., D): a plain tensor of this rank's tokens, or a DTensor.
+
+        Returns:
+            The tensor, and a function.
+        """
+        if isinstance(x, DTensor):
+            return self._enter_distributed(x)
+        tp = self.weights.tp_mesh
+        if tp is None:
+            return x, lambda y: y
+        whole = DTensor.from_local(x, tp, [self.input_layout], run_check=False)
+        inside = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        def leave(y: Tensor) -> Tensor:
+            summed = DTensor.from_local(y, tp, [Partial()], run_check=False)
+            return summed.redistribute(placements=[self.output_layout]).to_local()
+
+        return inside, leave
+
+    def _enter_distributed(self, x: DTensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        mesh, placements = x.device_mesh, x.placements
+        names = mesh.mesh_dim_names or ()
+        on_tp = [axis == TENSOR_AXIS and self.weights.tp_mesh is not None for axis in names]
+        inside = tuple(Replicate() if tp else p for tp, p in zip(on_tp, placements, strict=True))
+        sums = tuple(Partial() if tp else p for tp, p in zip(on_tp, inside, strict=True))
+        outside = tuple(self.output_layout if tp else p for tp, p in zip(on_tp, inside, strict=True))
+        local = x.redistribute(placements=inside).to_local(grad_placements=sums)
+
+        def leave(y: Tensor) -> Tensor:
+            shape = torch.Size((*x.shape[:-1], y.shape[-1]))
+            strides = torch.empty(shape, device="meta").stride()
+            return DTensor.from_local(y, mesh, sums, run_check=False, shape=shape, stride=strides).redistribute(
+                placements=outside
+            )
+
+        return local, leave
+
+    def refusal(self, x: Any, out_dim: int, check: Callable[[], None]) -> Tensor | None:
+        """Refuse on every rank what ``check`` refuses on one; see Note [Refusing together].
+
+        Args:
+            x: what is to enter.
+            out_dim: of what would leave.
+            check: raises TypeError, ValueError or NotImplementedError.
+
+        Returns:
+            None; while a compiler traces, instead of raising, what refuses when it runs.
+        """
+        device_type, groups = self.weights.mesh.device_type, self.weights.groups
+        if not torch.compiler.is_compiling():
+            with refusing_together(groups, device_type):
+                check()
+                if self.nested:
+                    self.weights.check_gathered(self.nested)
+                if groups[0]:  # what enters is gathered before the operators compare
+                    agree((("METP", "entered"),), *groups, every_call=device_type == "cpu")
+                    agree((("the shape of x", tuple(x.shape)),), groups[0], every_call=device_type == "cpu")
+            return None
+        try:
+            check()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            # DTensors say the same on all ranks, which therefore refuse alike.
+            if isinstance(x, DTensor) or not isinstance(x, Tensor):
+                raise
+            return refuse_in_graph(x, out_dim, str(error), groups, device_type)
+        return None
+
+    def check(self, x: Any, weight: Tensor, *, sequence: bool = False) -> None:
+        """Refuse (TypeError, ValueError, NotImplementedError) what cannot enter.
+
+        Args:
+            x: what is to enter.
+            weight: that it is to be multiplied by (rows, D).
+            sequence: tokens are positions of a sequence, dim 1, which no axis may shard but those of the mesh.
+        """
+        device_type = self.weights.mesh.device_type
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
+            raise NotImplementedError("METP has no forward-mode derivative, but x has a tangent")
+        if x.ndim < 2 or x.shape[-1] != weight.shape[1]:
+            raise ValueError(f"x must have shape (..., tokens, {weight.shape[1]}), got {tuple(x.shape)}")
+        if x.device.type != device_type:
+            raise ValueError(f"x must be on the mesh's device type {device_type!r}, got {x.device}")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(device_type):
+            raise TypeError(f"x and the weights must have one dtype, got {x.dtype} and {weight.dtype}")
+        if isinstance(x, DTensor):
+            self._check_placements(x, sequence)
+
+    def _check_placements(self, x: DTensor, sequence: bool) -> None:
+        mesh, names = self.weights.mesh, x.device_mesh.mesh_dim_names or ()
+        wanted = mesh.mesh_dim_names or ()
+        if any(axis not in names or x.device_mesh.get_group(axis) != mesh.get_group(axis) for axis in wanted):
+            raise ValueError(f"x is a DTensor on {x.device_mesh}, which does not hold the axes of METP's mesh {mesh}")
+        for axis, placement in zip(names, x.placements, strict=True):
+            if not isinstance(placement, Replicate) and type(placement) is not Shard:
+                raise ValueError(f"x must be sharded or replicated on axis {axis!r}, got {placement!r}")
+            if isinstance(placement, Shard) and placement.dim % x.ndim == x.ndim - 1:
+                raise ValueError(f"x must not be sharded by its last dim, got {placement!r} on axis {axis!r}")
+            if axis in wanted and axis != TENSOR_AXIS and isinstance(placement, Replicate):
+                raise ValueError(
+                    f"x must have its tokens sharded on axis {axis!r}, over which METP shards weights, got "
+                    f"{placement!r}: its ranks would all compute the same"
+                )
+            of_sequence = axis in wanted and axis != TENSOR_AXIS
+            if sequence and of_sequence != (placement == Shard(1)) and axis != TENSOR_AXIS:
+                raise ValueError(
+                    f"x must have its sequence sharded, Shard(1), on the axes {self.weights.mesh.mesh_dim_names} of "
+                    f"METP's mesh and on no other, got {placement!r} on axis {axis!r}"
+                )
+
+    def with_bias(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """What is inside, with a bias that is sharded over the mesh; of ranks whose results are summed, one adds it."""
+        if bias is None:
+            return y
+        whole = self.weights.whole(bias).to(y.dtype)
+        if self.weights.tp_rank:
+            # Not left out: these ranks' backward takes part in that of making it whole.
+            whole = whole.masked_fill(torch.ones_like(whole, dtype=torch.bool), 0)
+        return y + whole
+
+    def inside_shape(self, x: Tensor) -> tuple[int, ...]:
+        """The shape that a tensor will have inside, without asking other ranks."""
+        shape = list(x.to_local().shape if isinstance(x, DTensor) else x.shape)
+        if self.weights.tp_mesh is None:
+            return tuple(shape)
+        if not isinstance(x, DTensor):
+            if isinstance(self.input_layout, Shard):
+                shape[self.input_layout.dim] *= self.weights.tp
+            return tuple(shape)
+        mesh, names = x.device_mesh, x.device_mesh.mesh_dim_names or ()
+        on_tp = x.placements[names.index(TENSOR_AXIS)]
+        if isinstance(on_tp, Shard):
+            others = [i for i, p in enumerate(x.placements) if p == on_tp and names[i] != TENSOR_AXIS]
+            index = 0
+            for axis in others:
+                index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+            shape[on_tp.dim] = shard_sizes(x.shape[on_tp.dim], tuple(mesh.size(axis) for axis in others))[index]
+        return tuple(shape)
+
+
+def check_layouts(into: Placement | None, out: Placement | None) -> tuple[Placement, Placement]:
+    """The layouts of a style's options, ``Replicate()`` by default; refuses (ValueError) what is none."""
+    layouts = (into or Replicate(), out or Replicate())
+    for name, layout in zip(("input_layouts", "output_layouts"), layouts, strict=True):
+        if not isinstance(layout, Replicate) and type(layout) is not Shard:
+            raise ValueError(f"{name} must be Replicate() or a Shard, got {layout!r}")
+    return layouts

@@ -1,0 +1,216 @@
+"""The operators ``wallfacer_dt::feed_forward`` and ``wallfacer_dt::feed_forward_backward``.
+
+Opaque to autograd and torch.compile as attention's are (``ops``), so what is saved is x and this rank's weights, and
+no partitioner sees, or keeps, the weights of a hop. Inductor lowers them to their bodies.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt import lowering
+from wallfacer_dt.algorithms import (
+    ACTIVATIONS,
+    FeedForward,
+    FeedForwardBackward,
+    Groups,
+    Operand,
+    RingOfWeights,
+    Schedule,
+    Side,
+    Units,
+    execute,
+    make_schedule,
+)
+from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.ops import CODE
+
+
+class FeedForwardOptions(NamedTuple):
+    """What both operators take after their tensors, in order.
+
+    Attributes:
+        group: name of the process group that weights go round.
+        rank: this rank's in that group.
+        hidden: units of all ranks together, also of those along ``tp``.
+        units: hidden units by rank of the group.
+        activation: a name in :data:`ACTIVATIONS`.
+        tp: name of the process group over which outputs are summed, or empty.
+        code: :data:`wallfacer_dt.ops.CODE`, see Note [What a compiled graph bakes in].
+    """
+
+    group: str
+    rank: int
+    hidden: int
+    units: tuple[int, ...]
+    activation: str
+    tp: str
+    code: str = CODE
+
+
+_TENSORS = "Tensor x, Tensor up, Tensor? gate, Tensor down, Tensor? up_bias, Tensor? gate_bias"
+_OPTIONS = "str group, int rank, int hidden, int[] units, str activation, str tp, str code"
+
+
+def feed_forward_body(
+    x: Tensor,
+    up: Tensor,
+    gate: Tensor | None,
+    down: Tensor,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    """What ``wallfacer_dt::feed_forward`` does on one rank (METP, Algorithm 1).
+
+    Args:
+        x: tokens (T, D), as many as this rank has.
+        up: this rank's units (F, D).
+        gate: those of the gate (F, D), or None.
+        down: (Do, F).
+        up_bias: (F,) or None.
+        gate_bias: (F,) or None.
+        *rest: the fields of :class:`FeedForwardOptions`.
+
+    Returns:
+        out (T, Do), without the last projection's bias.
+
+    Raises:
+        ValueError: on every rank, before any weight is sent: ranks disagree in shapes, dtype or options.
+    """
+    options = _options(rest)
+    _compare(x, up, gate, down, up_bias, gate_bias, options)
+    units = Units(up, gate, down.t(), up_bias, gate_bias)
+    arithmetic = FeedForward(ACTIVATIONS[options.activation], units)
+    schedule = _schedule(options, x, stationary="q", backward=False)
+    (out,), _ = execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand())
+    return out[0, 0].to(x.dtype)
+
+
+def feed_forward_backward_body(
+    grad_out: Tensor,
+    x: Tensor,
+    up: Tensor,
+    gate: Tensor | None,
+    down: Tensor,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    """What ``wallfacer_dt::feed_forward_backward`` does on one rank (METP, Algorithm 2).
+
+    Args:
+        grad_out: gradient of the output (T, Do).
+        x: as the forward was given it, as is all that follows.
+        up: (F, D).
+        gate: (F, D) or None.
+        down: (Do, F).
+        up_bias: (F,) or None.
+        gate_bias: (F,) or None.
+        *rest: the fields of :class:`FeedForwardOptions`.
+
+    Returns:
+        The gradients of x and of this rank's weights, from all ranks' tokens; that of an absent one is empty.
+    """
+    options = _options(rest)
+    units = Units(up, gate, down.t(), up_bias, gate_bias)
+    arithmetic = FeedForwardBackward(ACTIVATIONS[options.activation], units, grad_out.contiguous())
+    schedule = _schedule(options, x, stationary="q", backward=True)
+    (dx,), dunits = execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand())
+    grads = units.like(dunits)
+    grads = grads._replace(down=grads.down.t())
+    given = (up, gate, down, up_bias, gate_bias)
+    return dx[0, 0].to(x.dtype), *(
+        x.new_empty(0) if grad is None or own is None else torch.empty_like(own).copy_(grad)
+        for grad, own in zip(grads, given, strict=True)
+    )
+
+
+def _options(rest: tuple[Any, ...]) -> FeedForwardOptions:
+    group, rank, hidden, units, *others = rest
+    return FeedForwardOptions(group, rank, hidden, tuple(units), *others)
+
+
+def _groups(options: FeedForwardOptions) -> Groups:
+    return Groups(_place(options), ulysses="", ring=options.group, team="", context="", context_ranks=())
+
+
+def _place(options: FeedForwardOptions) -> Coordinate:
+    return Coordinate(len(options.units), 1, options.rank, 0)
+
+
+def _schedule(options: FeedForwardOptions, x: Tensor, *, stationary: Side, backward: bool) -> Schedule:
+    ring = RingOfWeights(x.shape[0], options.units)
+    return make_schedule(_place(options), ring, published=False, stationary=stationary, backward=backward)
+
+
+def _tokens(x: Tensor) -> Operand:
+    return Operand((x.unsqueeze(0).unsqueeze(0),))
+
+
+def _compare(
+    x: Tensor,
+    up: Tensor,
+    gate: Tensor | None,
+    down: Tensor,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    options: FeedForwardOptions,
+) -> None:
+    signature = {
+        "the model dims of a feed-forward": (up.shape[1], down.shape[0]),
+        "whether it has a gate and biases": (gate is not None, up_bias is not None, gate_bias is not None),
+        "the dtypes of x and weights": (x.dtype, up.dtype, down.dtype),
+        "the hidden units of a feed-forward": options.hidden,
+        "activation": options.activation,
+        "code": options.code,
+    }
+    values = [str(value) for value in signature.values()]
+    torch.ops.wallfacer_dt.agree(x, list(signature), values, options.tp, options.group, "")
+    if options.tp:  # ranks of a ring may have as many as they like
+        torch.ops.wallfacer_dt.agree(x, ["the number of tokens"], [str(x.shape[0])], options.tp, "", "")
+
+
+feed_forward = torch.library.custom_op(
+    "wallfacer_dt::feed_forward", feed_forward_body, mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> Tensor"
+)
+feed_forward_backward = torch.library.custom_op(
+    "wallfacer_dt::feed_forward_backward",
+    feed_forward_backward_body,
+    mutates_args=(),
+    schema=f"(Tensor grad_out, {_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+BODIES = {
+    torch.ops.wallfacer_dt.feed_forward.default: feed_forward_body,
+    torch.ops.wallfacer_dt.feed_forward_backward.default: feed_forward_backward_body,
+}
+
+
+@feed_forward.register_fake
+def _feed_forward_fake(*args: Any) -> Tensor:
+    lowering.register_all(BODIES)
+    x, down = args[0], args[3]
+    return x.new_empty((x.shape[0], down.shape[0]))
+
+
+@feed_forward_backward.register_fake
+def _feed_forward_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    x, *weights = args[1:7]
+    return x.new_empty(x.shape), *(x.new_empty(0) if w is None else torch.empty_like(w) for w in weights)
+
+
+def _setup_context(ctx, inputs: tuple, output: Tensor) -> None:  # noqa: ARG001  (its name is torch's)
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _autograd(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
+    grads = torch.ops.wallfacer_dt.feed_forward_backward(grad_out, *saved, *ctx.options)
+    given = [None if x is None else grad for x, grad in zip(saved, grads, strict=True)]
+    return *given, *[None] * len(ctx.options)
+
+
+feed_forward.register_autograd(_autograd, setup_context=_setup_context)

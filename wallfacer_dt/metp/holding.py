@@ -1,0 +1,192 @@
+"""Where METP's weights are: a mesh's axes as METP takes them, and modules whose weights are sharded over them."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from wallfacer_dt.collectives import agree
+from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.mesh import CONTEXT_AXES, check_ascending, is_flattened, is_in_rank_order, whole_context_group
+from wallfacer_dt.refusal import refusing_together
+
+Read = TypeVar("Read")
+TENSOR_AXIS = "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMesh:
+    """The mesh that weights are sharded over.
+
+    Attributes:
+        mesh: the axes that the sequence is sharded over, and perhaps ``tp``, last.
+        context: sizes of the former.
+        tp: size of ``tp``.
+        index: this rank's along the former.
+        tp_rank: along ``tp``.
+        group: name of the process group of the former together.
+        ranks: for every index along them its rank in the group.
+    """
+
+    mesh: DeviceMesh
+    context: tuple[int, ...]
+    tp: int
+    index: int
+    tp_rank: int
+    group: str
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "WeightMesh":
+        """Read a mesh; all its ranks call this together, since a process group may be made.
+
+        Args:
+            mesh: axes ``cp_ulysses``, ``cp_ring`` and ``cp_team`` or some of them, or one of any name; then ``tp``.
+
+        Returns:
+            The mesh as METP takes it.
+        """
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+        names = tuple(mesh.mesh_dim_names or ("",) * mesh.ndim)
+        context = names[:-1] if names[-1] == TENSOR_AXIS else names
+        if not context or (len(context) > 1 and context != tuple(axis for axis in CONTEXT_AXES if axis in context)):
+            raise ValueError(
+                f"mesh must have axes {CONTEXT_AXES}, or some of them in this order, or one of any name; and may have "
+                f"{TENSOR_AXIS!r} after them; got {mesh.mesh_dim_names}"
+            )
+        place = mesh.get_coordinate()
+        if place is None:
+            raise ValueError(f"this rank is not in the mesh {mesh.mesh.tolist()}")
+        check_ascending(mesh)
+        name, ranks = whole_context_group(mesh, context)
+        sizes = tuple(mesh.shape[: len(context)])
+        index = 0
+        for size, position in zip(sizes, place, strict=False):
+            index = index * size + position
+        has_tp = len(names) > len(context)
+        return cls(mesh, sizes, mesh.shape[-1] if has_tp else 1, index, place[-1] if has_tp else 0, name, ranks)
+
+    @property
+    def tp_group(self) -> str:
+        """Name of the process group of ``tp``, empty where there is none."""
+        return "" if self.tp_mesh is None else str(self.tp_mesh.get_group().group_name)
+
+    @property
+    def groups(self) -> tuple[str, str]:
+        """Names of both groups, innermost first."""
+        return self.tp_group, self.group
+
+    def together(self, read: Callable[[], Read]) -> Read:
+        """What ``read`` gives, or on all ranks a refusal if one refuses; see Note [Refusing together]."""
+        device_type = self.mesh.device_type
+        with refusing_together(self.groups, device_type):
+            result = read()
+            agree((("METP", "applied"),), *self.groups, every_call=device_type == "cpu")
+        return result
+
+    @property
+    def context_mesh(self) -> DeviceMesh:
+        """The axes of the sequence."""
+        return self.mesh if self.tp_mesh is None else self.mesh[(self.mesh.mesh_dim_names or ())[:-1]]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        """The axis ``tp`` alone, where there is one."""
+        return self.mesh[TENSOR_AXIS] if len(self.context) < self.mesh.ndim else None
+
+    def sizes(self, length: int) -> tuple[int, ...]:
+        """By index along the sequence's axes, what ranks of this ``tp`` rank hold of a dim of that length."""
+        return shard_sizes(length, (*self.context, self.tp))[self.tp_rank :: self.tp]
+
+    def by_rank(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """What is given by index, by rank of the group."""
+        by_index = dict(zip(self.ranks, sizes, strict=True))
+        return tuple(by_index[rank] for rank in range(len(sizes)))
+
+    def shard(self, module: nn.Module, dims: Mapping[str, int], source: int | None) -> str:
+        """Make the named parameters DTensors, sharded by these dims over all axes of the mesh.
+
+        Args:
+            module: the module.
+            dims: by name; a bias may be absent.
+            source: the rank whose values count; None: every rank's own, which are the same.
+
+        Returns:
+            The name of a parameter whose shards are nested, if there is one, see :meth:`check_gathered`.
+        """
+        present = {name: dim for name, dim in dims.items() if name in dict(module.named_parameters())}
+        nested = [name for name, dim in present.items() if self._is_nested(module.get_parameter(name).shape[dim])]
+        if nested:
+            self.check_gathered(nested[0])
+        for name, dim in present.items():
+            owner, _, last = name.rpartition(".")
+            holder, parameter = module.get_submodule(owner), module.get_parameter(name)
+            placements = [Shard(dim)] * self.mesh.ndim
+            whole = distribute_tensor(parameter.detach(), self.mesh, placements, src_data_rank=source)
+            holder.register_parameter(last, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        return nested[0] if nested else ""
+
+    def check_gathered(self, name: str) -> None:
+        """Refuse (ValueError) a nested shard that torch would not put together again as it was cut (torch 2.13.0)."""
+        if is_flattened(self.mesh):
+            raise ValueError(
+                f"{name} is cut over axes {self.mesh.mesh_dim_names} in turn, and a mesh that flattens them "
+                "exists, with which torch gathers such DTensors wrongly: let the length divide and ranks ascend along "
+                "the mesh (context_mesh's placement), or do not flatten it"
+            )
+
+    def _is_nested(self, length: int) -> bool:
+        """Whether shards of this length are not those of one axis."""
+        axes = tuple(self.mesh.shape)
+        return shard_sizes(length, axes) != shard_sizes(length, (math.prod(axes),)) or not is_in_rank_order(self.mesh)
+
+    def whole(self, bias: Tensor) -> Tensor:
+        """All of a bias that is sharded over the mesh, on every rank, whose gradients of it are summed."""
+        assert isinstance(bias, DTensor), "the style has made it one"
+        # One axis at a time, the innermost first, as shards are nested; torch warns of doing it in one.
+        whole: Any = bias.to(accumulation_dtype(bias.dtype))  # in which gradients are summed
+        for axis in reversed(range(self.mesh.ndim)):
+            whole = whole.redistribute(placements=[*whole.placements[:axis], *[Replicate()] * (self.mesh.ndim - axis)])
+        return whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+
+
+def local(parameter: Tensor | None) -> Tensor | None:
+    """This rank's shard."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def watched(y: Tensor, parameters: Iterable[Tensor | None]) -> Tensor:
+    """A result whose backward refuses (RuntimeError) parameters that have been changed in place meanwhile.
+
+    Autograd looks after what an operator saves; of DTensors that is their local tensors, which a change of the DTensor
+    does not mark as changed.
+    """
+    if torch.compiler.is_compiling() or not y.requires_grad:
+        return y
+    versions = [(parameter, parameter._version) for parameter in parameters if parameter is not None]
+
+    def check(_: Tensor) -> None:
+        if any(parameter._version != version for parameter, version in versions):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "weight under METP was changed between forward and backward"
+            )
+
+    y.register_hook(check)
+    return y
+
+
+def as_computed(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in the dtype that autocast asks for, where it is on; otherwise as they are."""
+    kind = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
