@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -63,12 +63,40 @@ def test_bad_input_gets_one_line(tmp_path: Path, command: str, arguments: list[s
         ({"ulysses": 8}, 8, "--ulysses 8 gives every rank of its axis some of the heads, of which --heads has 4"),
         ({"ring": 2, "team": 4, "schedule": "published"}, 8, "--ring that is a multiple of --team"),
         ({"ring": 4, "schedule": "published", "rotate": "kv"}, 4, "rotates queries"),
+        (
+            {"ulysses": 2, "attention": "metp"},
+            4,
+            "--attention metp goes by groups of heads already: --ulysses must be 1",
+        ),
+        (
+            {"attention": "metp"},
+            1,
+            "--attention metp shares weights among the ranks of a sequence, of which there is one",
+        ),
+        ({"data_parallel": 4, "ffn": "metp"}, 4, "--ffn metp shares weights among the ranks of a sequence"),
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks(sizes: dict, world: int, message: str) -> None:
     with pytest.raises(RecipeError) as refusal:
         check_settings(Settings(**sizes), world)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("sizes", [{"ulysses": 2, "ffn": "metp"}, {"team": 2, "ffn": "metp", "attention": "metp"}])
+def test_metp_needs_no_more_than_ranks_that_share_a_sequence(sizes: dict) -> None:
+    check_settings(Settings(**sizes), 4)
+
+
+def test_metp_with_ulysses_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # There are no other ranks: waiting for them would take minutes.
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    done = recipe("--ulysses", "2", "--attention", "metp")
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "train_bytes: --attention metp goes by groups of heads already: --ulysses must be 1, got 2;"
+        " choose --ring and --team, or --attention plain",
+    )
 
 
 @pytest.mark.parametrize("placement", ["team_in_node", "ring_in_node", "ulysses_in_node"])
@@ -105,6 +133,18 @@ def test_what_a_run_is_called(sizes: tuple[int, int, int, int], name: str) -> No
     assert run_name(*sizes) == name
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"ffn": "metp", "attention": "metp"}, "ring of 4, METP"),
+        ({"ffn": "metp"}, "ring of 4, METP ffn"),
+        ({"attention": "metp"}, "ring of 4, METP attention"),
+    ],
+)
+def test_what_a_run_with_metp_is_called(options: dict, name: str) -> None:
+    assert run_name(1, 4, 1, 1, Settings(**options).metp) == name
+
+
 def test_the_demo_wants_enough_steps_to_compare() -> None:
     done = recipe("demo", "--steps", "19")
     assert (done.returncode, done.stderr.strip()) == (
@@ -114,7 +154,7 @@ def test_the_demo_wants_enough_steps_to_compare() -> None:
 
 
 def run(**changes: object) -> Run:
-    traffic = Traffic(received=(20, 20), calls=(2, 2), expected_calls=2, formula=(10, 10))
+    traffic = Traffic(received=(20, 20), calls=(2, 2), expected_calls=2, layers=2, formula=(10, 10))
     same = Run(
         name="a run",
         ulysses=1,
@@ -139,14 +179,31 @@ def run(**changes: object) -> Run:
     [
         ({"losses": (3.0, 2.0, 1.00011)}, "losses differ by 1.10e-04 at step 3"),
         ({"losses": (3.0, math.nan, 1.0)}, "losses differ by inf at step 2"),
-        ({"forward": Traffic(received=(20, 21), calls=(2, 2), expected_calls=2, formula=(10, 10))}, "forward"),
-        ({"backward": Traffic(received=(0, 0), calls=(0, 0), expected_calls=2, formula=(10, 10))}, "backward"),
+        (
+            {"forward": Traffic(received=(20, 21), calls=(2, 2), expected_calls=2, layers=2, formula=(10, 10))},
+            "forward",
+        ),
+        (
+            {"forward": Traffic(received=(20, 20), calls=(2, 1), expected_calls=2, layers=2, formula=(10, 10))},
+            "forward",
+        ),
+        (
+            {"backward": Traffic(received=(0, 0), calls=(0, 0), expected_calls=2, layers=2, formula=(10, 10))},
+            "backward",
+        ),
     ],
 )
 def test_the_comparison_fails_on_what_is_wrong(change: dict, failure: str) -> None:
     assert compare([run(), run()]).failures == ()
     (found,) = compare([run(), run(**change)]).failures
     assert failure in found
+
+
+def test_bytes_are_compared_by_layer_however_many_calls_it_makes() -> None:
+    traffic = Traffic(received=(30, 30), calls=(4, 4), expected_calls=4, layers=2, formula=(15, 15))
+    assert traffic.per_layer == (15, 15)
+    assert compare([run(), run(forward=traffic)]).failures == ()
+    assert Traffic.from_dict(json.loads(json.dumps(asdict(traffic)))) == traffic
 
 
 def test_small_differences_pass() -> None:
@@ -174,7 +231,9 @@ def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
     assert "RIGHT" in done.stdout
     written = json.loads((tmp_path / "run.json").read_text())
     meshes = [(r["ulysses"], r["ring"], r["team"]) for r in written["runs"]]
-    assert meshes == [(1, 2, 2), (1, 1, 1), (1, 4, 1), (2, 2, 1)]
+    assert meshes == [(1, 2, 2), (1, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
+    options = [(r["options"]["ffn"], r["options"]["attention"]) for r in written["runs"]]
+    assert options == [("plain", "plain")] * 4 + [("metp", "metp")]
     assert {len(r["losses"]) for r in written["runs"]} == {20}
     assert written["comparison"]["largest_loss_difference"] < 1e-4
     assert written["runs"][0]["losses"][-1] < written["runs"][0]["losses"][0]
@@ -184,24 +243,31 @@ def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "sizes",
+    ("ranks", "sizes"),
     [
-        ["--ring", "4", "--team", "2"],
-        ["--ulysses", "2", "--ring", "2", "--team", "2", "--placement", "ulysses_in_node"],
+        (8, ["--ring", "4", "--team", "2"]),
+        (8, ["--ulysses", "2", "--ring", "2", "--team", "2", "--placement", "ulysses_in_node"]),
         # 129 tokens do not divide by 4.
-        ["--ulysses", "2", "--ring", "2", "--data-parallel", "2", "--batch", "1", "--sequence", "129"],
+        (8, ["--ulysses", "2", "--ring", "2", "--data-parallel", "2", "--batch", "1", "--sequence", "129"]),
+        (4, ["--ring", "2", "--team", "2", "--ffn", "metp", "--attention", "metp", "--tied"]),
+        # 96 units do not divide by 5, nor rows of whole heads.
+        (5, ["--ring", "5", "--ffn", "metp", "--attention", "metp"]),
+        (4, ["--ulysses", "2", "--data-parallel", "2", "--batch", "1", "--ffn", "metp"]),
     ],
 )
-def test_the_long_form_is_the_run_of_one_process(tmp_path: Path, sizes: list[str]) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+def test_the_long_form_is_the_run_of_one_process(tmp_path: Path, ranks: int, sizes: list[str]) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     common = [*SMALL, "--steps", "3", "--batch", "2"]
     done = recipe(*common, *sizes, "--out", str(tmp_path), launcher=launcher)
     assert done.returncode == 0, done.stderr
-    length = sizes[sizes.index("--sequence") :] if "--sequence" in sizes else []
-    done = recipe(*common, *length, "--out", str(tmp_path / "alone"))
+    same = sizes[sizes.index("--sequence") :] if "--sequence" in sizes else []
+    if "--tied" in sizes:
+        same = ["--tied"]
+    done = recipe(*common, *same, "--out", str(tmp_path / "alone"))
     assert done.returncode == 0, done.stderr
     record, alone = (json.loads((path / "run.json").read_text())["run"] for path in (tmp_path, tmp_path / "alone"))
     assert record["losses"] == pytest.approx(alone["losses"], abs=1e-6)
     assert record["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)
     for direction in ("forward", "backward"):
         assert record[direction]["received"] == record[direction]["formula"]
+        assert set(record[direction]["calls"]) == {record[direction]["expected_calls"]}

@@ -1,6 +1,7 @@
 """Train a byte-level GPT on source text, each sequence shared by a (ulysses, ring, team) mesh of ranks.
 
     torchrun --nproc-per-node 8 -m recipes.train_bytes --ring 4 --team 2
+    torchrun --nproc-per-node 8 -m recipes.train_bytes --ring 4 --team 2 --ffn metp --attention metp
     python -m recipes.train_bytes demo
 
 What lives where:
@@ -12,5 +13,5 @@ What lives where:
     record: what a run leaves behind
     compare: whether runs agree
     report, picture: what to show of them
-    demo: launches four runs and compares them
+    demo: launches five runs and compares them
 """

@@ -19,6 +19,7 @@ from recipes.train_bytes.settings import (
     Rotate,
     Schedule,
     Settings,
+    Weights,
     check_settings,
 )
 
@@ -65,6 +66,12 @@ def train_command(
     order: OrderOption = _DEFAULTS.order,
     schedule: ScheduleOption = _DEFAULTS.schedule,
     rotate: RotateOption = _DEFAULTS.rotate,
+    ffn: Annotated[
+        Weights, typer.Option(help="Feed-forward weights: whole on every rank, or shared by METP.")
+    ] = _DEFAULTS.ffn,
+    attention: Annotated[
+        Weights, typer.Option(help="Attention's projections: whole on every rank, or shared by METP.")
+    ] = _DEFAULTS.attention,
     sequence: SequenceOption = _DEFAULTS.sequence,
     batch: BatchOption = _DEFAULTS.batch,
     steps: StepsOption = _DEFAULTS.steps,
@@ -95,6 +102,8 @@ def train_command(
         order=order,
         schedule=schedule,
         rotate=rotate,
+        ffn=ffn,
+        attention=attention,
         sequence=sequence,
         batch=batch,
         steps=steps,
@@ -147,7 +156,7 @@ def demo_command(
     timeout: Annotated[float, typer.Option(help="Seconds after which a run is given up.")] = 300.0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where run.json and curves.png go.")] = Path("runs/demo"),
 ) -> None:
-    """Train on four ranks as ring 2 x team 2, ring of 4, ulysses 2 x ring 2, and on one process; compare the four."""
+    """Train on one process, on four ranks as ring 2 x team 2, with METP too, ring of 4, ulysses 2 x ring 2; compare."""
     settings = Settings(
         order=order,
         schedule=schedule,

@@ -87,7 +87,7 @@ def _byte_failures(runs: Sequence[Run]) -> list[str]:
             if traffic is not None and not traffic.as_formula:
                 failures.append(
                     f"{run.name}, {direction}: the ranks received {traffic.received} bytes in"
-                    f" {traffic.calls} attention calls; the formula says {traffic.formula} a call,"
-                    f" in {traffic.expected_calls} calls each"
+                    f" {traffic.calls} calls; the formula says {traffic.formula} a layer,"
+                    f" of {traffic.layers}, in {traffic.expected_calls} calls each"
                 )
     return failures

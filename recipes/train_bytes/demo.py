@@ -1,4 +1,4 @@
-"""The same training on three meshes of four ranks and on one process, compared."""
+"""The same training on three meshes of four ranks, with METP, and on one process, compared."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
@@ -21,8 +22,14 @@ from recipes.train_bytes.report import print_comparison, write_comparison
 from recipes.train_bytes.settings import RecipeError, Settings, check_settings
 from recipes.train_bytes.text import Text, check_long_enough, load_text
 
-# (ulysses, ring, team) of each run; (1, 1, 1) is one process with plain attention.
-MESHES = ((1, 2, 2), (1, 1, 1), (1, 4, 1), (2, 2, 1))
+# Of each run what is its own; the second is one process with plain attention.
+RUNS: tuple[dict[str, Any], ...] = (
+    {"ulysses": 1, "ring": 2, "team": 2},
+    {"ulysses": 1, "ring": 1, "team": 1},
+    {"ulysses": 1, "ring": 4, "team": 1},
+    {"ulysses": 2, "ring": 2, "team": 1},
+    {"ulysses": 1, "ring": 2, "team": 2, "ffn": "metp", "attention": "metp"},
+)
 
 MIN_STEPS = 20
 
@@ -40,7 +47,7 @@ def demo(settings: Settings, out: Path, timeout: float) -> int:
     """Make the runs, print and write what they show.
 
     Args:
-        settings: of all runs; ulysses, ring and team are each run's own.
+        settings: of all runs; ulysses, ring, team, ffn and attention are each run's own.
         out: folder for `run.json`, `curves.png` and a folder of each run.
         timeout: seconds after which a run is stopped.
 
@@ -54,12 +61,12 @@ def demo(settings: Settings, out: Path, timeout: float) -> int:
     make_folder(out)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"Training on {text.source}: {len(MESHES)} runs of {settings.steps} steps,"
+        f"Training on {text.source}: {len(RUNS)} runs of {settings.steps} steps,"
         f" {settings.batch * settings.sequence:,} bytes a step"
     )
     try:
         with _stopped_like_ctrl_c():
-            runs = [_run(replace(settings, ulysses=u, ring=r, team=c), out, timeout) for u, r, c in MESHES]
+            runs = [_run(replace(settings, **own), out, timeout) for own in RUNS]
     except RunError as failure:
         print(f"train_bytes: {failure}", file=sys.stderr)
         return 1
@@ -77,8 +84,8 @@ def _check(settings: Settings) -> Text:
         raise RecipeError("demo starts its own ranks; run it with python, not with torchrun")
     if settings.steps < MIN_STEPS:
         raise RecipeError(f"--steps must be at least {MIN_STEPS} for runs to be compared, got {settings.steps}")
-    for ulysses, ring, team in MESHES:
-        check_settings(replace(settings, ulysses=ulysses, ring=ring, team=team), ulysses * ring * team)
+    for own in RUNS:
+        check_settings(replace(settings, **own), own["ulysses"] * own["ring"] * own["team"])
     text = load_text(settings.text)
     check_long_enough(text, settings.sequence, settings.batch)
     return text
@@ -91,7 +98,8 @@ def _run(settings: Settings, out: Path, timeout: float) -> Run:
         RunError: the run ended with an error or not in time.
     """
     assert settings.ring is not None
-    name = f"ulysses{settings.ulysses}_ring{settings.ring}_team{settings.team}"
+    mesh = f"ulysses{settings.ulysses}_ring{settings.ring}_team{settings.team}"
+    name = "_".join([mesh, *(f"{option}-metp" for option in settings.metp)])
     ranks = settings.ulysses * settings.ring * settings.team
     record = (out / name / "run.json").resolve()
     # What an earlier demo left must not pass for this one's.

@@ -35,6 +35,11 @@ class ModelConfig:
         """Elements of one attention head."""
         return self.dim // self.heads
 
+    @property
+    def hidden_dim(self) -> int:
+        """Units of a feed-forward part: 8/3 of the model's dim, rounded up to a multiple of 32."""
+        return 32 * -(-8 * self.dim // 96)
+
 
 class InnerAttention(nn.Module):
     """Causal scaled dot-product attention of the tokens at hand: no parameters, no projections."""
@@ -68,14 +73,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU with a hidden dim of 8/3 the model's, rounded up to a multiple of 32."""
+    """SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden = 32 * -(-8 * config.dim // 96)
-        self.gate = nn.Linear(config.dim, hidden, bias=False)
-        self.up = nn.Linear(config.dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, config.dim, bias=False)
+        self.gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Map every token by itself, x_BLD to x_BLD."""

@@ -1,4 +1,4 @@
-"""The picture `curves.png`: losses, how far apart they are, and the bytes attention received."""
+"""The picture `curves.png`: losses, how far apart they are, and the bytes that ranks received."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _styles(runs: Sequence[Run]) -> dict[str, Style]:
     """How to draw each run's curve, by name.
 
     Curves that agree lie on each other: a broad band below, then a line, then rings, then crosses,
-    so that each shows.
+    then strokes, so that each shows.
     """
     reference = _reference(runs)
     styles: dict[str, Style] = {reference.name: {"color": "#c9c9c9", "lw": 8, "solid_capstyle": "round", "zorder": 1}}
@@ -63,6 +63,7 @@ def _styles(runs: Sequence[Run]) -> dict[str, Style]:
         {"lw": 1.8},
         {"lw": 0, "marker": "o", "ms": 7, "mfc": "none", "mew": 1.4},
         {"lw": 0, "marker": "x", "ms": 5, "mew": 1.4},
+        {"lw": 0, "marker": "|", "ms": 13, "mew": 1.4},
     )
     others = [run.name for run in runs if run is not reference]
     for place, name in enumerate(others):
@@ -74,7 +75,7 @@ def _styles(runs: Sequence[Run]) -> dict[str, Style]:
 def _draw_losses(axes: Axes, runs: Sequence[Run], styles: dict[str, Style]) -> None:
     for run in runs:
         _plot(axes, run, run.losses, styles[run.name])
-    axes.set_title("The same training on four meshes" if len(runs) == 4 else "Training")
+    axes.set_title("The same training, five ways" if len(runs) == 5 else "Training")
     axes.set_ylabel("loss, nats per byte")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -101,7 +102,8 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], styles: dict[str, Style],
         fontsize=9,
     )
     axes.set_yscale("log")
-    axes.set_ylim(top=max(axes.get_ylim()[1], 10 * tolerance))
+    # Above the limit there is room for the legend.
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1e3 * tolerance))
     axes.set_title(f"Loss difference from {reference.name}")
     axes.set_ylabel("nats per byte")
     axes.set_xlabel("step")
@@ -120,10 +122,10 @@ def _draw_bytes(axes: Axes, runs: Sequence[Run], styles: dict[str, Style]) -> No
         assert run.forward is not None
         assert run.backward is not None
         x = [group + (place - (len(runs) - 1) / 2) * width for group in (0, 1)]
-        counted = [max(run.forward.per_call) / 1e6, max(run.backward.per_call) / 1e6]
+        counted = [max(run.forward.per_layer) / 1e6, max(run.backward.per_layer) / 1e6]
         formula = [max(run.forward.formula) / 1e6, max(run.backward.formula) / 1e6]
         colour = styles[run.name]["color"]
-        bars = axes.bar(x, counted, 0.92 * width, color=colour, label=f"{run.name}, counted")
+        bars = axes.bar(x, counted, 0.92 * width, color=colour, label=run.name)
         axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=9, color=_INK)
         label = "by the formula" if place == len(runs) - 1 else ""
         axes.hlines(
@@ -135,8 +137,8 @@ def _draw_bytes(axes: Axes, runs: Sequence[Run], styles: dict[str, Style]) -> No
             label=label,
         )
     axes.set_xticks([0, 1], ["forward", "backward"])
-    axes.set_ylim(top=1.3 * axes.get_ylim()[1])
-    axes.set_title("Received per rank and attention call")
+    axes.set_ylim(top=1.5 * axes.get_ylim()[1])
+    axes.set_title("Received per rank and layer, as counted")
     axes.set_ylabel("MB")
     if runs:
         axes.legend(frameon=False, loc="upper left")

@@ -15,7 +15,7 @@ class Bar:
         self._shown = shown
         self._console = Console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.description:<18}"),
+            TextColumn("{task.description:<21}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:>7,.0f} tokens/s"),

@@ -16,34 +16,32 @@ from recipes.train_bytes.settings import RecipeError
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that one step's attention received, in one direction (forward or backward).
+    """Bytes that one step's attention, and METP, received in one direction (forward or backward).
 
     Attributes:
         received: bytes each rank received in the counted step, by rank.
-        calls: attention calls each rank made in it, by rank.
-        expected_calls: how many each should have made: one a layer.
-        formula: bytes each should receive in one call, by rank.
+        calls: calls of attention and of METP's feed-forward that each rank made in it, by rank.
+        expected_calls: how many each should have made: one a layer, two where the feed-forward is METP's.
+        layers: how many layers these are the calls of.
+        formula: bytes each should receive in one layer, by rank.
     """
 
     received: tuple[int, ...]
     calls: tuple[int, ...]
     expected_calls: int
+    layers: int
     formula: tuple[int, ...]
 
     @property
-    def per_call(self) -> tuple[float, ...]:
-        """Bytes received in one call on average, by rank; 0 where no call was seen."""
-        return tuple(
-            received / calls if calls else 0.0 for received, calls in zip(self.received, self.calls, strict=True)
-        )
+    def per_layer(self) -> tuple[float, ...]:
+        """Bytes received in one layer on average, by rank."""
+        return tuple(received / self.layers for received in self.received)
 
     @property
     def as_formula(self) -> bool:
         """Whether every rank made every call and received exactly the formula's bytes."""
-        return all(
-            calls == self.expected_calls and received == calls * formula
-            for calls, received, formula in zip(self.calls, self.received, self.formula, strict=True)
-        )
+        formula = tuple(self.layers * layer for layer in self.formula)
+        return self.received == formula and set(self.calls) == {self.expected_calls}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Traffic:
@@ -52,6 +50,7 @@ class Traffic:
             received=tuple(fields["received"]),
             calls=tuple(fields["calls"]),
             expected_calls=fields["expected_calls"],
+            layers=fields["layers"],
             formula=tuple(fields["formula"]),
         )
 
@@ -73,7 +72,7 @@ class Run:
         losses: mean cross entropy of each step, nats per byte, over all ranks.
         grad_norms: norm of the whole gradient of each step before clipping.
         seconds: wall-clock seconds of each step on rank 0, the first with the counting of bytes.
-        forward: what attention received forward; None where no sequence was shared.
+        forward: what attention and METP received forward; None where no sequence was shared.
         backward: what it received backward; None where no sequence was shared.
         options: the settings, by name.
     """
@@ -115,8 +114,12 @@ class Run:
         return cls(**fields)
 
 
-def run_name(ulysses: int, ring: int, team: int, data_parallel: int) -> str:
-    """What to call a run on this mesh: "ring 2 x team 2", "ulysses of 4", "one process"."""
+def run_name(ulysses: int, ring: int, team: int, data_parallel: int, metp: tuple[str, ...] = ()) -> str:
+    """What to call a run on this mesh: "ring 2 x team 2", "ulysses of 4", "one process"; METP after a comma."""
+    return ", ".join([_mesh_name(ulysses, ring, team, data_parallel), *filter(None, [_metp_name(metp)])])
+
+
+def _mesh_name(ulysses: int, ring: int, team: int, data_parallel: int) -> str:
     if ulysses * ring * team == 1:
         return "one process" if data_parallel == 1 else f"{data_parallel} data-parallel ranks"
     axes = {"ulysses": ulysses, "ring": ring, "team": team}
@@ -125,6 +128,11 @@ def run_name(ulysses: int, ring: int, team: int, data_parallel: int) -> str:
     (axis, size), *more = named.items()
     context = " x ".join(f"{axis} {size}" for axis, size in named.items()) if more else f"{axis} of {size}"
     return context if data_parallel == 1 else f"{context} x {data_parallel} data-parallel"
+
+
+def _metp_name(metp: tuple[str, ...]) -> str:
+    # Of both, the usual case, the word alone.
+    return f"METP {metp[0]}" if len(metp) == 1 else "METP" * bool(metp)
 
 
 def make_folder(path: Path) -> None:

@@ -24,7 +24,7 @@ def print_run(run: Run) -> None:
     for direction, traffic in (("forward", run.forward), ("backward", run.backward)):
         if traffic is not None:
             console.print(
-                f"  attention {direction}: {_range(traffic.per_call)} bytes received per rank and call,"
+                f"  {direction}: {_range(traffic.per_layer)} bytes received per rank and layer,"
                 f" {_range(traffic.formula)} by the formula"
             )
 
@@ -59,7 +59,7 @@ def _loss_table(runs: Sequence[Run], comparison: Comparison) -> Table:
     table.add_column("step", justify="right")
     for run in runs:
         table.add_column(run.name, justify="right")
-    table.add_column("largest difference", justify="right")
+    table.add_column("apart by", justify="right")
     steps = zip(*(run.losses for run in runs), strict=True)
     differences = comparison.loss_differences
     for step, (losses, difference) in enumerate(zip(steps, differences, strict=True), start=1):
@@ -70,10 +70,9 @@ def _loss_table(runs: Sequence[Run], comparison: Comparison) -> Table:
 
 
 def _byte_table(runs: Sequence[Run]) -> Table:
-    table = Table(
-        title="Bytes one rank receives in one attention call, as counted and by the formula", title_justify="left"
-    )
-    table.add_column("run", no_wrap=True)
+    table = Table(title="Bytes one rank receives in one layer, as counted and by the formula", title_justify="left")
+    # Where the terminal is narrow, names are broken before numbers are.
+    table.add_column("run")
     for heading in ("forward", "formula", "backward", "formula", "s/step"):
         table.add_column(heading, justify="right")
     for run in runs:
@@ -86,7 +85,7 @@ def _cells(traffic: Traffic | None) -> tuple[str, str]:
     if traffic is None:
         return "-", "-"
     colour = "green" if traffic.as_formula else "red"
-    return f"[{colour}]{_range(traffic.per_call)}[/]", _range(traffic.formula)
+    return f"[{colour}]{_range(traffic.per_layer)}[/]", _range(traffic.formula)
 
 
 def _range(values: Sequence[float]) -> str:

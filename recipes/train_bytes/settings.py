@@ -12,6 +12,7 @@ Placement = Literal["team_in_node", "ring_in_node", "ulysses_in_node"]
 Schedule = Literal["2d", "published"]
 Rotate = Literal["auto", "kv", "q"]
 Precision = Literal["float32", "bfloat16"]
+Weights = Literal["plain", "metp"]
 
 
 class RecipeError(Exception):
@@ -23,7 +24,8 @@ class Settings:
     """One training run. Lengths in tokens (bytes of text); sizes of the model in elements.
 
     `ring` None means what the world leaves: world / (ulysses x team x data_parallel). `dtype` None
-    means bfloat16 on GPUs, float32 on CPUs.
+    means bfloat16 on GPUs, float32 on CPUs. `ffn` and `attention` say whether every rank holds the
+    weights of feed-forward and attention whole, or METP's part of them.
     """
 
     ulysses: int = 1
@@ -34,9 +36,11 @@ class Settings:
     order: Order = "head_tail"
     schedule: Schedule = "2d"
     rotate: Rotate = "auto"
+    ffn: Weights = "plain"
+    attention: Weights = "plain"
     sequence: int = 4096
     batch: int = 2
-    steps: int = 24
+    steps: int = 20
     dim: int = 128
     layers: int = 2
     heads: int = 4
@@ -51,6 +55,11 @@ class Settings:
     def head_dim(self) -> int:
         """Elements of one attention head."""
         return self.dim // self.heads
+
+    @property
+    def metp(self) -> tuple[str, ...]:
+        """The options that are "metp", of `ffn` and `attention`."""
+        return tuple(option for option in ("ffn", "attention") if getattr(self, option) == "metp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +113,9 @@ def check_settings(settings: Settings, world: int) -> None:
     """
     _check_positive(settings)
     _check_heads(settings)
-    _, ring, team = context_sizes(settings, world)
+    ulysses, ring, team = context_sizes(settings, world)
     _check_schedule(settings, ring, team)
+    _check_metp(settings, ulysses * ring * team)
 
 
 def _check_positive(settings: Settings) -> None:
@@ -149,3 +159,16 @@ def _check_schedule(settings: Settings, ring: int, team: int) -> None:
         )
     if settings.rotate == "kv":
         raise RecipeError("--schedule published rotates queries: choose --rotate q or auto, or --schedule 2d")
+
+
+def _check_metp(settings: Settings, ranks: int) -> None:
+    if settings.attention == "metp" and settings.ulysses > 1:
+        raise RecipeError(
+            f"--attention metp goes by groups of heads already: --ulysses must be 1, got {settings.ulysses};"
+            " choose --ring and --team, or --attention plain"
+        )
+    if settings.metp and ranks == 1:
+        raise RecipeError(
+            f"--{settings.metp[0]} metp shares weights among the ranks of a sequence, of which there is one;"
+            " start more ranks (torchrun --nproc-per-node 4) or leave it out"
+        )
