@@ -2,7 +2,8 @@
 
 A checkpointed block is computed again in the backward, and with it every hop of its attention. Attention's backward
 needs q, k, v and its own output; q, k and v are cheap to compute again, the output is not. So the output is kept, as
-many elements a layer as q, with its log-sum-exp.
+many elements a layer as q, with its log-sum-exp. Of METP's attention its result is kept as well. METP's feed-forward
+needs nothing of its own, so under a checkpoint it runs again, as any other does.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +15,11 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from wallfacer_dt import ops  # noqa: F401  registers the operators
+from wallfacer_dt import metp, ops  # noqa: F401  they register the operators
 
-ATTENTION_SAVE_OPS: frozenset[OpOverload] = frozenset({torch.ops.wallfacer_dt.attention.default})
+ATTENTION_SAVE_OPS: frozenset[OpOverload] = frozenset(
+    {torch.ops.wallfacer_dt.attention.default, torch.ops.wallfacer_dt.metp_attention.default}
+)
 """The operators whose outputs selective checkpointing must save, for save lists such as torchtitan's."""
 
 Policy = Callable[..., CheckpointPolicy | bool]
