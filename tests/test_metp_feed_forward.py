@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Case
+from tests.cases import Case, mesh_of
 from tests.metp_cases import (
     ACTIVATIONS,
     FeedForwardBlock,
@@ -144,3 +145,27 @@ def test_autocast_is_as_good_as_one_process(ranks: Ranks) -> None:
         single = expected(block, None)
     assert_ratio(found, single, exact, torch.finfo(torch.bfloat16).eps)
     assert abs(found["out"] - exact["out"]).max() > 1e-4, "it computes in bfloat16"
+
+
+def over_one_axis(axis: str) -> dict[str, float]:
+    """Weights shared by the ranks of one axis of two; over the other their gradients are summed by whoever trains."""
+    mesh = mesh_of(2, 2)
+    other = "cp_team" if axis == "cp_ring" else "cp_ring"
+    block = FeedForwardBlock(Case(2, 2, length=10), hidden=5, gated=True, biases=("up", "gate", "down"))
+    module, plain = parallelize_module(block.module(), mesh[axis], block.style()), block.module()
+    x, grad = block.inputs()
+    shards = [x.tensor_split(4, 1)[dist.get_rank()], grad.tensor_split(4, 1)[dist.get_rank()]]
+    module(shards[0]).backward(shards[1])
+    plain(x).backward(grad)
+    errors = {}
+    for (name, mine), its in zip(module.named_parameters(), plain.parameters(), strict=True):
+        found = mine.grad.full_tensor()
+        dist.all_reduce(found, group=mesh.get_group(other))
+        errors[name] = float((found - its.grad).abs().max())
+    return errors
+
+
+@pytest.mark.parametrize("axis", ["cp_ring", "cp_team"])
+def test_weights_may_be_shared_over_one_axis_of_two(ranks: Ranks, axis: str) -> None:
+    for errors in ranks(4).run(over_one_axis, axis):
+        assert max(errors.values()) < 1e-10, errors
