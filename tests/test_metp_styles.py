@@ -217,3 +217,16 @@ def test_heads_that_are_turned_in_part_are_refused() -> None:
         module = applied(PartlyTurned(), attention(rotary="half"))
         with pytest.raises(ValueError, match="cos and sin come by pair of H = 4, where they were by element when"):
             module(torch.randn(1, 3, 6), (angle.cos(), angle.sin()))
+
+
+def test_weights_that_two_modules_share_are_refused() -> None:
+    with fake_world(1, 0):
+        one, two = FeedForward(), FeedForward()
+        two.down.weight = one.down.weight
+        applied(one, metp())
+        with pytest.raises(
+            ValueError, match=r"FeedForward.down.weight is a weight of another module under METP as well"
+        ):
+            applied(two, metp())
+        assert not isinstance(two.up.weight, DTensor), "it is left as it was"
+        applied(FeedForward(), metp())  # weights that are gone are forgotten

@@ -140,7 +140,7 @@ def many_ranks(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
     dtype = data.draw(ANY)
@@ -149,7 +149,7 @@ def test_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_case_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
     case = data.draw(many_ranks())

@@ -36,7 +36,8 @@ class METPParallel(ParallelStyle):
         check: compare the module with the formula first, in this process, on small random weights; buffers are taken to
             stay as they are.
 
-    Hooks of the projections do not run, and a weight that another module has as well is shared no more.
+    Hooks of the projections do not run. A weight that a module without METP has as well is shared with it no more; that
+    two modules under METP share one is refused.
 
     The mesh has axes ``("cp_ulysses", "cp_ring", "cp_team")`` or some of them, or one of any name, and may have
     ``tp`` after them, which splits the hidden units further and sums the output (METP, section 6.2). Where ranks share

@@ -1,8 +1,10 @@
 """Where METP's weights are: a mesh's axes as METP takes them, and modules whose weights are sharded over them."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -125,9 +127,16 @@ class WeightMesh:
         nested = [name for name, dim in present.items() if self._is_nested(module.get_parameter(name).shape[dim])]
         if nested:
             self.check_gathered(nested[0])
+        for name in present:
+            if id(module.get_parameter(name)) in _taken:
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is a weight of another module under METP as well, to which it "
+                    "would be tied no more"
+                )
         for name, dim in present.items():
             owner, _, last = name.rpartition(".")
             holder, parameter = module.get_submodule(owner), module.get_parameter(name)
+            _taken[id(parameter)] = weakref.ref(parameter, partial(_forget, id(parameter)))
             placements = [Shard(dim)] * self.mesh.ndim
             whole = distribute_tensor(parameter.detach(), self.mesh, placements, src_data_rank=source)
             holder.register_parameter(last, nn.Parameter(whole, requires_grad=parameter.requires_grad))
@@ -155,6 +164,14 @@ class WeightMesh:
         for axis in reversed(range(self.mesh.ndim)):
             whole = whole.redistribute(placements=[*whole.placements[:axis], *[Replicate()] * (self.mesh.ndim - axis)])
         return whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+
+
+# Parameters in whose place there are DTensors now, by identity, as long as somebody else holds them.
+_taken: dict[int, weakref.ref[nn.Parameter]] = {}
+
+
+def _forget(identity: int, _: weakref.ref[nn.Parameter]) -> None:
+    _taken.pop(identity, None)
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
