@@ -191,7 +191,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "unknown pairs": lambda: attention(rotary="quarter"),
     "a rotation of nothing": lambda: attention(rotation=lambda module, args, kwargs: args[0]),
     "a rotation without an example": lambda: attention(rotary="half", rotation=lambda module, args, kwargs: args[0]),
-    "no mesh": lambda: metp().__class__._apply(metp(), FeedForward(), "mesh"),
+    "no mesh": lambda: metp()._apply(FeedForward(), "mesh"),
     "a mesh of other axes": lambda: apply(FeedForward(), metp(), swapped()),
     "a mesh in descending order": lambda: apply(
         FeedForward(), metp(), DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("cp_ring",))

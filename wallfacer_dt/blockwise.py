@@ -5,8 +5,7 @@ METP bounds it to one rank's hidden units and shares the weights as well.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
-from wallfacer_dt.equivalence import EquivalenceError
+from wallfacer_dt.equivalence import EquivalenceError, in_mode
 
 
 class BlockwiseFeedForward(ParallelStyle):
@@ -72,7 +71,7 @@ def _check_by_token(module: nn.Module) -> None:
         return
     try:
         assert first is not None, "it has no nn.Linear whose in_features say what D is"
-        with _evaluating(module), torch.no_grad(), torch.random.fork_rng([]):
+        with in_mode(module, training=False), torch.no_grad(), torch.random.fork_rng([]):
             x = torch.randn(1, 4, first.in_features, dtype=first.weight.dtype, device=first.weight.device)
             whole, parts = module(x), torch.cat([module(part) for part in x.split(1, -2)], -2)
     except Exception as error:  # whatever a module may raise
@@ -80,14 +79,3 @@ def _check_by_token(module: nn.Module) -> None:
     size = float(whole.abs().max())
     if whole.shape != parts.shape or not float((whole - parts).abs().max()) <= 2e-2 * max(size, 1e-6):
         raise EquivalenceError(f"{name} does not map every token by itself: in chunks it gives another output")
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = {child: child.training for child in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, was in training.items():
-            child.training = was

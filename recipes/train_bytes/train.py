@@ -320,5 +320,6 @@ def _averaging(model: ByteGPT, ranks: Ranks) -> nn.Module:
     if ranks.launch.world == 1:
         return model
     shared = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    # Private, though torch's own way to say it; run with torch 2.13.0.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, shared)
     return DistributedDataParallel(model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None)

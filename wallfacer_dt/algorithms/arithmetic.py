@@ -103,8 +103,25 @@ class Forward:
         merge_(out, lse, more_out, more_lse)
 
 
+class Sums:
+    """Partial results that are added up, each of its operand's shape."""
+
+    def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
+        """The sum of nothing."""
+        return tuple(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in operand.data)
+
+    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """A partial sum as it is sent to its owner, once; ``dtype`` is the inputs'."""
+        return tuple(x.to(dtype) for x in partial)
+
+    def combine(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        """Add a partial sum to another, in place."""
+        for mine, theirs in zip(partial, more, strict=True):
+            mine.add_(theirs)
+
+
 @dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(Sums):
     """Gradients of queries and keys, from the whole row's lse and delta = rowsum(grad_out * out)."""
 
     scores: Scores
@@ -129,16 +146,7 @@ class Backward:
         """The gradients of an operand that took no part."""
         # Queries are (q, grad_out, lse, delta), keys (k, v) or (k, v, k_shared).
         inputs = operand.data[:1] if len(operand.data) == 4 else operand.data
-        return tuple(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in inputs)
-
-    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A partial gradient as it is sent to its owner, once; ``dtype`` is the inputs'."""
-        return tuple(grad.to(dtype) for grad in partial)
-
-    def combine(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-        """Add a partial gradient to another, in place."""
-        for mine, theirs in zip(partial, more, strict=True):
-            mine.add_(theirs)
+        return Sums.nothing(self, Operand(inputs))
 
     def _add(self, operand: Operand, grads: Sequence[Tensor], tile: Tile, rows: Rows) -> None:
         if not operand.partial and _covers(tile, rows, operand.data[0]):

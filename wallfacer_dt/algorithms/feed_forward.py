@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt.algorithms.arithmetic import Operand
+from wallfacer_dt.algorithms.arithmetic import Operand, Sums
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.steps import Side
 from wallfacer_dt.algorithms.tiles import Tile
@@ -100,25 +100,8 @@ class Units(NamedTuple):
         return Units(*(None if x is None else x[start:stop] for x in self))  # pyrefly: ignore[bad-argument-type]
 
 
-class _Sums:
-    """Partial results that are added up, each of its operand's shape; none is sent to an owner, since it is carried."""
-
-    def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
-        """The sum of nothing."""
-        return tuple(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in operand.data)
-
-    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A result in the inputs' dtype."""
-        return tuple(x.to(dtype) for x in partial)
-
-    def combine(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-        """Add."""
-        for mine, theirs in zip(partial, more, strict=True):
-            mine.add_(theirs)
-
-
 @dataclass(frozen=True, slots=True)
-class FeedForward(_Sums):
+class FeedForward(Sums):
     """The output of tokens (Algorithm 1)."""
 
     activation: Activation
@@ -149,7 +132,7 @@ class FeedForward(_Sums):
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForwardBackward(_Sums):
+class FeedForwardBackward(Sums):
     """The gradients of tokens and of units, both from the hidden recomputed once (Algorithm 2)."""
 
     activation: Activation

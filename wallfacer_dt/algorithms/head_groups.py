@@ -5,6 +5,7 @@ projection by columns, as DTensor's ``Shard`` cuts them. A group is some key hea
 needs of a weight is a range, which one rank holds where heads divide evenly, and several otherwise.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,24 +52,23 @@ class HeadGroup:
         return tuple(piece for piece in self.pieces if piece.owner == owner)
 
 
-Q, K, V, OUT = range(4)
+OUT = 3  # the part that is the output; before it come q, k and v
 
 
 class Stored(NamedTuple):
-    """Where a part is stored: in which weight, of how many rows, from which row on."""
+    """Where a part is stored: in a weight of how many rows, from which row on."""
 
-    weight: int
     rows: int
     first: int
 
 
 def stored_parts(heads: int, kv_heads: int, head_dim: int, *, fused: bool) -> tuple[Stored, Stored, Stored, Stored]:
-    """Where q, k, v and the output are stored: in weights 0, 1, 2 and 3, or fused in 0 and the output in 1."""
+    """Where q, k, v and the output are stored: each in a weight of its own, or the first three fused in one."""
     q, kv = heads * head_dim, kv_heads * head_dim
     if fused:
         rows = q + 2 * kv
-        return Stored(0, rows, 0), Stored(0, rows, q), Stored(0, rows, q + kv), Stored(1, q, 0)
-    return Stored(0, q, 0), Stored(1, kv, 0), Stored(2, kv, 0), Stored(3, q, 0)
+        return Stored(rows, 0), Stored(rows, q), Stored(rows, q + kv), Stored(q, 0)
+    return Stored(q, 0), Stored(kv, 0), Stored(kv, 0), Stored(q, 0)
 
 
 @lru_cache(maxsize=64)
@@ -93,10 +93,7 @@ def head_groups(
     """
     share = heads // kv_heads
     parts = stored_parts(heads, kv_heads, head_dim, fused=fused)
-    count = 1
-    for axis in axes:
-        count *= axis
-    count = min(count, kv_heads)
+    count = min(math.prod(axes), kv_heads)
     bounds = [kv_heads * i // count for i in range(count + 1)]
     groups = []
     for start, stop in pairwise(bounds):

@@ -5,6 +5,7 @@ cap stand in its code would train on as something else, and no shape would show 
 """
 
 from wallfacer_dt.equivalence.check import check_equivalence, check_once
+from wallfacer_dt.equivalence.mode import in_mode
 from wallfacer_dt.equivalence.style import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, AttentionStyle, EquivalenceError
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "EquivalenceError",
     "check_equivalence",
     "check_once",
+    "in_mode",
 ]

@@ -18,7 +18,6 @@ from wallfacer_dt.algorithms import (
     Operand,
     RingOfWeights,
     Schedule,
-    Side,
     Units,
     execute,
     make_schedule,
@@ -83,7 +82,7 @@ def feed_forward_body(
     _compare(x, up, gate, down, up_bias, gate_bias, options)
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForward(ACTIVATIONS[options.activation], units)
-    schedule = _schedule(options, x, stationary="q", backward=False)
+    schedule = _schedule(options, x, backward=False)
     (out,), _ = execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand())
     return out[0, 0].to(x.dtype)
 
@@ -116,7 +115,7 @@ def feed_forward_backward_body(
     options = _options(rest)
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForwardBackward(ACTIVATIONS[options.activation], units, grad_out.contiguous())
-    schedule = _schedule(options, x, stationary="q", backward=True)
+    schedule = _schedule(options, x, backward=True)
     (dx,), dunits = execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand())
     grads = units.like(dunits)
     grads = grads._replace(down=grads.down.t())
@@ -140,9 +139,9 @@ def _place(options: FeedForwardOptions) -> Coordinate:
     return Coordinate(len(options.units), 1, options.rank, 0)
 
 
-def _schedule(options: FeedForwardOptions, x: Tensor, *, stationary: Side, backward: bool) -> Schedule:
+def _schedule(options: FeedForwardOptions, x: Tensor, *, backward: bool) -> Schedule:
     ring = RingOfWeights(x.shape[0], options.units)
-    return make_schedule(_place(options), ring, published=False, stationary=stationary, backward=backward)
+    return make_schedule(_place(options), ring, published=False, stationary="q", backward=backward)
 
 
 def _tokens(x: Tensor) -> Operand:

@@ -34,6 +34,8 @@ class WeightMesh:
         tp_rank: along ``tp``.
         group: name of the process group of the former together.
         ranks: for every index along them its rank in the group.
+        tp_mesh: the axis ``tp`` alone, where there is one.
+        tp_group: name of its process group, or empty.
     """
 
     mesh: DeviceMesh
@@ -43,6 +45,8 @@ class WeightMesh:
     tp_rank: int
     group: str
     ranks: tuple[int, ...]
+    tp_mesh: DeviceMesh | None
+    tp_group: str
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "WeightMesh":
@@ -72,13 +76,10 @@ class WeightMesh:
         index = 0
         for size, position in zip(sizes, place, strict=False):
             index = index * size + position
-        has_tp = len(names) > len(context)
-        return cls(mesh, sizes, mesh.shape[-1] if has_tp else 1, index, place[-1] if has_tp else 0, name, ranks)
-
-    @property
-    def tp_group(self) -> str:
-        """Name of the process group of ``tp``, empty where there is none."""
-        return "" if self.tp_mesh is None else str(self.tp_mesh.get_group().group_name)
+        if len(names) == len(context):
+            return cls(mesh, sizes, 1, index, 0, name, ranks, None, "")
+        tp = mesh[TENSOR_AXIS]
+        return cls(mesh, sizes, tp.size(), index, place[-1], name, ranks, tp, str(tp.get_group().group_name))
 
     @property
     def groups(self) -> tuple[str, str]:
@@ -97,11 +98,6 @@ class WeightMesh:
     def context_mesh(self) -> DeviceMesh:
         """The axes of the sequence."""
         return self.mesh if self.tp_mesh is None else self.mesh[(self.mesh.mesh_dim_names or ())[:-1]]
-
-    @property
-    def tp_mesh(self) -> DeviceMesh | None:
-        """The axis ``tp`` alone, where there is one."""
-        return self.mesh[TENSOR_AXIS] if len(self.context) < self.mesh.ndim else None
 
     def sizes(self, length: int) -> tuple[int, ...]:
         """By index along the sequence's axes, what ranks of this ``tp`` rank hold of a dim of that length."""
@@ -183,7 +179,7 @@ def watched(y: Tensor, parameters: Iterable[Tensor | None]) -> Tensor:
     """A result whose backward refuses (RuntimeError) parameters that have been changed in place meanwhile.
 
     Autograd looks after what an operator saves; of DTensors that is their local tensors, which a change of the DTensor
-    does not mark as changed.
+    does not mark as changed. In eager mode only: a compiled graph is not watched.
     """
     if torch.compiler.is_compiling() or not y.requires_grad:
         return y

@@ -168,7 +168,7 @@ class Reduction:
 
     def add(self, group: HeadGroup, grads: Weights) -> None:
         """Start to send a group's gradients, and let the previous group's go on."""
-        self.advance()
+        self._advance()
         holders = self.projections.holders
         for owner in group.owners:
             message = pack(self._rows_of(group, owner, grads))
@@ -179,7 +179,7 @@ class Reduction:
             share = [message.numel() // holders.size] * holders.size
             self._summing.append((group, owner, all_to_all(message, share, share, holders.group)))
 
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Take up what has come home, and send home what is summed."""
         holders = self.projections.holders
         for group, owner, pending in self._homing:
@@ -198,8 +198,8 @@ class Reduction:
 
     def finish(self) -> Weights:
         """The gradients of this rank's shards."""
-        self.advance()
-        self.advance()
+        self._advance()
+        self._advance()
         return self.grads
 
     def _rows_of(self, group: HeadGroup, owner: int, grads: Weights) -> list[Tensor]:

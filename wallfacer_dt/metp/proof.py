@@ -5,15 +5,14 @@ METP takes a module's forward away, so what that does is tried first: with small
 one does is not the module's affair, and is what the package's tests are about.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from wallfacer_dt.equivalence import EquivalenceError
+from wallfacer_dt.equivalence import EquivalenceError, in_mode
 
 Inputs = dict[str, Tensor]
 """Parameters by their names in the module, and x by the name ``""``."""
@@ -51,7 +50,7 @@ def compare(
     """
     problems, has_run = [], False
     with (
-        _training(module),
+        in_mode(module, training=True),  # dropout must show, whatever mode the module is in
         torch.device("cpu"),
         torch.random.fork_rng([]),
         torch.inference_mode(False),
@@ -123,15 +122,3 @@ def small_inputs(module: nn.Module, shapes: Mapping[str, tuple[int, int]], x: tu
             if getattr(module.get_submodule(name), "bias", None) is not None:
                 inputs[f"{name}.bias"] = torch.randn(shape[0], dtype=torch.float64)
     return inputs
-
-
-@contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
-    """Dropout must show, whatever mode the module is in when a style is applied."""
-    was = {child: child.training for child in module.modules()}
-    module.train()
-    try:
-        yield
-    finally:
-        for child, training in was.items():
-            child.training = training
