@@ -12,6 +12,7 @@ from wallfacer_dt.algorithms.feed_forward import (
     add_product_,
     linear,
 )
+from wallfacer_dt.algorithms.flows import Flow
 from wallfacer_dt.algorithms.head_groups import OUT, HeadGroup, Piece, head_groups
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
 from wallfacer_dt.algorithms.masks import Mask
@@ -25,6 +26,7 @@ from wallfacer_dt.algorithms.tiles import Tile
 from wallfacer_dt.algorithms.volume import (
     AttentionVolume,
     Volume,
+    attention_flows,
     attention_volume,
     check_rotate,
     resolve_rotate,
@@ -38,6 +40,7 @@ __all__ = [
     "Backward",
     "FeedForward",
     "FeedForwardBackward",
+    "Flow",
     "Forward",
     "Groups",
     "HeadExchange",
@@ -58,6 +61,7 @@ __all__ = [
     "Units",
     "Volume",
     "add_product_",
+    "attention_flows",
     "attention_volume",
     "check_rotate",
     "execute",

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from wallfacer_dt.algorithms.routes import PublishedRoute, Route
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
@@ -108,24 +109,18 @@ class _Maker:
     def two_dimensional(self) -> Iterator[Step]:
         ring, me, has_team = self.place.ring, self.place.ring_rank, self.place.team > 1
         gather, exchange = Gather(self.stationary), Exchange(self.stationary)
-        ahead, back = self._ways()
-        # By block, how far round the ring it has come; 0 is one's own, from which both ways begin.
-        offsets = [0, *ahead, *back]
-        blocks = len(offsets)
-
-        def held_before(block: int) -> int:
-            return 0 if block == 1 + len(ahead) else block - 1
+        route = Route.of(ring, self.offsets)
+        blocks = route.blocks
 
         def move(block: int) -> Move:
-            before = held_before(block)
-            return Move(self.moving, before, block, RING_AXIS, *self._hop(offsets[block] - offsets[before]))
+            return Move(self.moving, route.held_before(block), block, RING_AXIS, *self._hop(route.move(block)))
 
         def carry(block: int) -> Carry:
-            into = 0 if block in (len(ahead), blocks - 1) else block + 1
-            return Carry(self.moving, block, into, RING_AXIS, *self._hop(offsets[into] - offsets[block]))
+            return Carry(self.moving, block, route.into(block), RING_AXIS, *self._hop(route.carry(block)))
 
         def held(block: int) -> list[Spans]:
-            return self._shard(self.moving, _index(self.place, (me - offsets[block]) % ring, self.place.team_rank))
+            index = _index(self.place, (me - route.offsets[block]) % ring, self.place.team_rank)
+            return self._shard(self.moving, index)
 
         now, later = self._own_tiles(held(0)), ()
         if (blocks > 1 and self.backward) or (blocks == 1 and has_team):
@@ -158,36 +153,24 @@ class _Maker:
         if self.backward and blocks > 1:
             yield Wait(carry(blocks - 1))
 
-    def _ways(self) -> tuple[list[int], list[int]]:
-        """The distances at which blocks are needed: one way round, ascending, and what is nearer the other way."""
-        ring = self.place.ring
-        if len(self.offsets) == ring - 1:
-            return list(self.offsets), []
-        ahead = [offset for offset in self.offsets if 2 * offset <= ring]
-        back = [offset - ring for offset in reversed(self.offsets) if 2 * offset > ring]
-        return ahead, back
-
     def _hop(self, shift: int) -> tuple[int, int]:
         """To whom and from whom a block goes that gets ``shift`` further round the ring."""
         ring, me = self.place.ring, self.place.ring_rank
         return (me + shift) % ring, (me - shift) % ring
 
     def published(self) -> Iterator[Step]:
-        ring, team = self.place.ring, self.place.team
+        team = self.place.team
         me, member = self.place.ring_rank, self.place.team_rank
-        blocks = ring // team  # "team group size" of Algorithms 2 and 3
+        ways = PublishedRoute(self.place)
+        blocks = ways.blocks
         group, position = divmod(me, blocks)
-        # Algorithm 3
-        to = group * blocks + (me + 1) % blocks
-        source = group * blocks + (me - 1) % blocks
-        # Algorithm 2, and the same read backwards: whose team's rows are placed here
+        to, source = ways.next, ways.previous
+        # Algorithm 2
         placed_at = _index(self.place, member * blocks + me // team, me % team)
-        placed_team = position * team + member
-        placed_from = _index(self.place, placed_team, group)
 
         def move(block: int) -> Move:
             if block == 0:
-                return Move(self.moving, 0, 0, CONTEXT, placed_at, placed_from)
+                return Move(self.moving, 0, 0, CONTEXT, placed_at, ways.placed_from)
             return Move(self.moving, block - 1, block, RING_AXIS, to, source)
 
         def team_held(block: int) -> int:
@@ -198,8 +181,7 @@ class _Maker:
                 return Carry(self.moving, block, block + 1, RING_AXIS, to, source)
             # Home: to the member that sent the rows here in the first place, and likewise back from one's own target.
             home = _index(self.place, team_held(block), group)
-            holder = _holder_of_last(self.place, blocks)
-            return Carry(self.moving, block, HOME, CONTEXT, home, holder)
+            return Carry(self.moving, block, HOME, CONTEXT, home, ways.fetched_from)
 
         yield Start(Gather(self.moving))
         yield Start(Gather(self.stationary))
@@ -260,11 +242,3 @@ class _Maker:
 
 def _index(place: Coordinate, ring_rank: int, team_rank: int) -> int:
     return ring_rank * place.team + team_rank
-
-
-def _holder_of_last(place: Coordinate, blocks: int) -> int:
-    """Sequence index of the rank where this rank's team's rows, as it placed them, are after the last hop."""
-    group = place.team_rank
-    first = place.ring_rank // place.team
-    last = group * blocks + (first + blocks - 1) % blocks
-    return _index(place, last, place.ring_rank % place.team)

@@ -30,13 +30,15 @@ key heads (m > n g only where key heads do not divide), receives, with u ranks o
 The ring and the team then work on u times the tokens and the heads n and m.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 
-from wallfacer_dt.algorithms.heads import Heads, split_heads
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.algorithms.flows import Flow, Flows, Held, Shape
+from wallfacer_dt.algorithms.routes import PublishedRoute
+from wallfacer_dt.algorithms.steps import CONTEXT
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import Coordinate
 
@@ -118,31 +120,89 @@ def attention_volume(
     Raises:
         ValueError: unknown schedule or rotation, or they do not fit the mesh or each other.
     """
+    flows, rotate = attention_flows(
+        ring, team, ulysses=ulysses, batch=batch, length=length, kv_length=kv_length, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, value_dim=value_dim, shared_dim=shared_dim, dtype=dtype, schedule=schedule, rotate=rotate,
+        distances=None if hops is None else tuple(range(1, hops + 1)), order=order, replicated=replicated,
+    )  # fmt: skip
+    if index is None:
+        # Some rank that is not its own target in a placement: unless they are one rank there is one.
+        index = _sender(ring, team) if schedule == "published" and team > 1 else 0
+    forward, backward = flows(index)
+    return AttentionVolume(_total(forward, dtype), _total(backward, dtype), rotate)
+
+
+def attention_flows(
+    ring: int,
+    team: int,
+    *,
+    ulysses: int,
+    batch: int,
+    length: int,
+    kv_length: int | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None,
+    shared_dim: int,
+    dtype: torch.dtype,
+    schedule: str,
+    rotate: str,
+    distances: tuple[int, ...] | None,
+    order: str,
+    replicated: int,
+) -> tuple[Callable[[int], tuple[list[Flow], list[Flow]]], str]:
+    """The same by transfer: for a sequence index forward and backward; and the backward's rotation.
+
+    ``distances`` are those at which the 2D schedule goes round the ring, None for all; see :func:`hops`.
+    """
     kv_length = length if kv_length is None else kv_length
     value_dim = head_dim if value_dim is None else value_dim
     rotate = resolve_rotate(
         rotate, schedule, ring, team, ulysses=ulysses, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         value_dim=value_dim, shared_dim=shared_dim, lengths=(length, kv_length), dtype=dtype,
     )  # fmt: skip
-    shape = _Shape(batch, heads, kv_heads, head_dim, value_dim, shared_dim)
-    place = Coordinate(ring, team, *divmod((index or 0) % (ring * team), team), ulysses, (index or 0) // (ring * team))
-    parts = shard_sizes(replicated, place.axes)
+    shape = Shape(batch, heads, kv_heads, head_dim, value_dim, shared_dim)
+    published = schedule == "published" and team > 1
+    axes, inner = (ulysses, ring, team), ring * team
+    parts = shard_sizes(replicated, axes)
     q_sizes, k_sizes = (
-        tuple(map(sum, zip(shard_sizes(n, place.axes, order), parts, strict=True))) for n in (length, kv_length)
+        tuple(map(sum, zip(shard_sizes(n, axes, order), parts, strict=True))) for n in (length, kv_length)
     )
-    exchanges = _Exchanges(place, shape, q_sizes, k_sizes)
-    forward, backward = _Counter(dtype), _Counter(dtype)
+    held = Held(q_sizes, k_sizes, ulysses)
+    hop = held.together(team) if published else held.shard
+    distances = tuple(range(1, ring)) if distances is None else distances
     # Everyone's part of the output is gathered, and what everyone says of it is summed, as long as the longest part.
-    others = (place.size - 1) * max(parts) * shape.out(heads)
-    forward.sent += others
-    backward.carried += others
-    if ulysses > 1:
-        exchanges.count(forward, backward)
-    route = _Route.of(place, schedule, hops, known=index is not None)
-    for shard, hop in exchanges.units(by_team=route.is_published):
-        _count_forward(forward, shard, hop, route)
-        _count_backward(backward, shard, hop, route, rotate)
-    return AttentionVolume(forward.volume, backward.volume, rotate)
+    rows = max(parts) * shape.out(heads)
+
+    def of(index: int) -> tuple[list[Flow], list[Flow]]:
+        place = Coordinate(ring, team, *divmod(index % inner, team), ulysses, index // inner)
+        flows = Flows(place, shape, held, hop, published, distances)
+        others = tuple(other for other in range(place.size) if other != index) if replicated else ()
+        return (
+            [*flows.forward(), Flow("replicated", "q", CONTEXT, 0, others, 1, sent=rows)],
+            [*flows.backward(rotate), Flow("replicated", "q", CONTEXT, 0, others, 1, carried=rows)],
+        )
+
+    return of, rotate
+
+
+def _total(flows: Iterable[Flow], dtype: torch.dtype) -> Volume:
+    payload = statistics = nbytes = 0
+    for flow in flows:
+        payload += flow.arrivals * (flow.sent + flow.carried)
+        statistics += flow.arrivals * flow.statistics
+        nbytes += flow.arrivals * flow.nbytes(dtype)
+    return Volume(payload, statistics, nbytes)
+
+
+def _sender(ring: int, team: int) -> int:
+    """An inner index that is nobody's own target in a published placement or on the way back from it, if any is."""
+    for index in range(ring * team):
+        route = PublishedRoute(Coordinate(ring, team, *divmod(index, team)))
+        if index not in (route.placed_from, route.fetched_from):
+            return index
+    return 0
 
 
 def check_rotate(rotate: str, schedule: str, ring: int, team: int) -> None:
@@ -188,159 +248,18 @@ def resolve_rotate(
         return "q"
     if rotate != "auto":
         return rotate
-    shape = _Shape(1, heads, kv_heads, head_dim, value_dim, shared_dim)
-    place = Coordinate(ring, team, 0, 0, ulysses, 0)
+    shape = Shape(1, heads, kv_heads, head_dim, value_dim, shared_dim)
+    return _cheaper_rotation(Coordinate(ring, team, 0, 0, ulysses, 0), shape, lengths, dtype)
+
+
+@lru_cache(maxsize=256)
+def _cheaper_rotation(place: Coordinate, shape: Shape, lengths: tuple[int, int], dtype: torch.dtype) -> str:
     # Scaled up, so that no ratio is lost in whole shards.
-    sizes = [tuple([length] * place.size) for length in lengths]
-    units = _Exchanges(place, shape, *sizes).units(by_team=False)
-    route = _Route.of(place, schedule, None, known=False)
+    q_sizes, k_sizes = ((length,) * place.size for length in lengths)
+    held = Held(q_sizes, k_sizes, place.ulysses)
+    flows = Flows(place, shape, held, held.shard, False, tuple(range(1, place.ring)))
 
     def received(rotation: str) -> int:
-        counter = _Counter(dtype)
-        for shard, hop in units:
-            _count_backward(counter, shard, hop, route, rotation)
-        return counter.volume.bytes
+        return _total(flows.inner_backward(rotation), dtype).bytes
 
     return "q" if received("q") < received("kv") else "kv"
-
-
-class _Shape(NamedTuple):
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    shared_dim: int
-
-    def q(self, heads: int) -> int:
-        """Elements of a token's queries."""
-        return self.batch * heads * self.head_dim
-
-    def out(self, heads: int) -> int:
-        """Elements of a token's outputs."""
-        return self.batch * heads * self.value_dim
-
-    def kv(self, heads: int) -> int:
-        """Elements of a token's keys and values."""
-        shared = self.shared_dim if heads else 0
-        return self.batch * (heads * (self.head_dim - shared + self.value_dim) + shared)
-
-
-class _Unit(NamedTuple):
-    """Elements of one shard, or of a team's: q, output, k with v, a statistic."""
-
-    q: int
-    out: int
-    kv: int
-    statistic: int
-
-
-@dataclass(slots=True)
-class _Counter:
-    """What is received: payload in the inputs' dtype, payload that accumulates and statistics in the wide one."""
-
-    dtype: torch.dtype
-    sent: int = 0
-    carried: int = 0
-    statistics: int = 0
-
-    @property
-    def volume(self) -> Volume:
-        wide = accumulation_dtype(self.dtype).itemsize
-        bytes_ = self.sent * self.dtype.itemsize + (self.carried + self.statistics) * wide
-        return Volume(self.sent + self.carried, self.statistics, bytes_)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchanges:
-    """Tokens for heads and back, on one rank; sizes are tokens by sequence index."""
-
-    place: Coordinate
-    shape: _Shape
-    q_sizes: tuple[int, ...]
-    k_sizes: tuple[int, ...]
-
-    def units(self, *, by_team: bool) -> list[tuple[_Unit, _Unit]]:
-        """By group of heads, the shard that is gathered in a team, and what hops: a shard too, or a team's shards."""
-        place, shape = self.place, self.shape
-        inner = place.ring * place.team
-        q_rows, k_rows = ([sum(sizes[i::inner]) for i in range(inner)] for sizes in (self.q_sizes, self.k_sizes))
-        if place.ulysses == 1:
-            heads = [(shape.heads, shape.kv_heads)]
-        else:
-            heads = [(g.q[1] - g.q[0], g.kv[1] - g.kv[0]) for g in self._groups()[place.ulysses_rank]]
-
-        def unit(together: int, n: int, m: int) -> _Unit:
-            q, k = (max(sum(rows[i : i + together]) for i in range(0, inner, together)) for rows in (q_rows, k_rows))
-            return _Unit(q * shape.q(n), q * shape.out(n), k * shape.kv(m), q * shape.batch * n)
-
-        return [(unit(1, n, m), unit(place.team if by_team else 1, n, m)) for n, m in heads if n]
-
-    def count(self, forward: _Counter, backward: _Counter) -> None:
-        """Add what the exchanges receive."""
-        me, shape, inner = self.place.ulysses_rank, self.shape, self.place.ring * self.place.team
-        mine_q, mine_k = self.q_sizes[self.place.index], self.k_sizes[self.place.index]
-        others_q = sum(self.q_sizes[self.place.inner_index :: inner]) - mine_q
-        others_k = sum(self.k_sizes[self.place.inner_index :: inner]) - mine_k
-        for rank, groups in enumerate(self._groups()):
-            for (q, q_stop), (kv, kv_stop) in groups:
-                n, m = q_stop - q, kv_stop - kv
-                if rank == me:
-                    forward.sent += others_q * shape.q(n) + others_k * shape.kv(m)
-                    backward.sent += others_q * (shape.q(n) + shape.out(n)) + others_k * shape.kv(m)
-                    backward.statistics += 2 * others_q * shape.batch * n
-                else:
-                    forward.sent += mine_q * shape.out(n)
-                    forward.statistics += mine_q * shape.batch * n
-                    backward.sent += mine_q * shape.q(n) + mine_k * shape.kv(m)
-
-    def _groups(self) -> tuple[tuple[Heads, ...], ...]:
-        hidden = not self.shape.shared_dim
-        return split_heads(self.shape.heads, self.shape.kv_heads, self.place.ulysses, hidden=hidden)
-
-
-class _Route(NamedTuple):
-    """How one rank's moving shards travel: hops, and how many of a placement's and of its way back are its own."""
-
-    mates: int
-    is_published: bool
-    hops: int
-    placed_here: bool
-    fetched_here: bool
-
-    @classmethod
-    def of(cls, place: Coordinate, schedule: str, hops: int | None, *, known: bool) -> "_Route":
-        """With ``known``, of this very rank; otherwise of one that always sends its rows to others."""
-        mates = place.team - 1
-        if schedule == "2d" or place.team == 1:
-            return cls(mates, False, place.ring - 1 if hops is None else hops, False, False)
-        blocks = place.ring // place.team
-        me = place.ring_rank, place.team_rank
-        targets = [known and _target(place, hops=hop) == me for hop in (0, blocks - 1)]
-        return cls(mates, True, blocks, *targets)
-
-
-def _count_forward(counter: _Counter, shard: _Unit, hop: _Unit, route: _Route) -> None:
-    gathered = shard.kv if route.is_published else 0
-    counter.sent += route.mates * (shard.q + shard.out + gathered) + (route.hops - route.placed_here) * hop.kv
-    counter.statistics += route.mates * shard.statistic
-
-
-def _count_backward(counter: _Counter, shard: _Unit, hop: _Unit, route: _Route, rotate: str) -> None:
-    if rotate == "kv":
-        counter.sent += route.mates * (2 * shard.q + shard.out) + route.hops * hop.kv
-        counter.carried += route.hops * hop.kv
-        counter.statistics += 2 * route.mates * shard.statistic
-        return
-    moved = route.hops - route.placed_here
-    gathered = route.mates if route.is_published else 0  # queries, and their gradients on their way back
-    counter.sent += 2 * route.mates * shard.kv + moved * (hop.q + hop.out) + gathered * (2 * shard.q + shard.out)
-    counter.carried += (route.hops - route.fetched_here) * hop.q
-    counter.statistics += 2 * (moved * hop.statistic + gathered * shard.statistic)
-
-
-def _target(place: Coordinate, hops: int) -> tuple[int, int]:
-    """(inter-team, intra-team) rank of a rank's placed rows (Algorithm 2) after some hops (Algorithm 3)."""
-    blocks = place.ring // place.team
-    position = (place.ring_rank // place.team + hops) % blocks
-    return place.team_rank * blocks + position, place.ring_rank % place.team

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wallfacer_dt.collectives import group_rank, group_size
+from wallfacer_dt.collectives import group_rank, group_ranks
 from wallfacer_dt.mesh import CONTEXT_AXES, RING_AXIS, context_groups
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
@@ -25,11 +25,13 @@ class Received:
         calls: operators that ran.
         collectives: how often each (operation, axis) ran; the axis is "cp" where it is ring and team.
         received: bytes per (operation, axis).
+        sources: bytes per rank (of the world) that they come from.
     """
 
     calls: int = 0
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
     received: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sources: Counter[int] = field(default_factory=Counter)
 
     @property
     def received_bytes(self) -> int:
@@ -90,14 +92,17 @@ class _Counting(TorchDispatchMode):
         if name == "wait_tensor":
             return
         buffer, group = args[0], args[-1]
+        me, ranks = group_rank(group), group_ranks(group)
         if name == "all_gather_into_tensor":
-            elements = buffer.numel() * (group_size(group) - 1)
+            elements = dict.fromkeys(ranks, buffer.numel())
         elif name == "broadcast":
-            elements = 0 if args[1] == group_rank(group) else buffer.numel()
+            elements = {ranks[args[1]]: buffer.numel()}
         elif name == "all_to_all_single":
-            elements = sum(n for rank, n in enumerate(args[1]) if rank != group_rank(group))
+            elements = dict(zip(ranks, args[1], strict=True))
         else:
             raise NotImplementedError(f"count_collectives does not know {name}")
+        elements.pop(ranks[me], None)
         key = (name, self.axes.get(group, "cp"))
         into.collectives[key] += 1
-        into.received[key] += elements * buffer.itemsize
+        into.received[key] += sum(elements.values()) * buffer.itemsize
+        into.sources.update({rank: n * buffer.itemsize for rank, n in elements.items() if n})
