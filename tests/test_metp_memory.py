@@ -28,9 +28,10 @@ from recipes.benchmarks.memory.formulas import (
     peak_ratio,
     stacked_ratio,
 )
-from recipes.benchmarks.memory.measure import Alive, measure, plain
+from recipes.benchmarks.memory.measure import measure, plain
 from recipes.benchmarks.memory.run import Case, fake_world, on_fake_ranks
 from wallfacer_dt.collectives import all_gather, wait
+from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.testing import RankPool
 
 RANKS = (2, 4)

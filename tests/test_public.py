@@ -35,13 +35,27 @@ AttentionVolume
     forward, backward, rotate
 BlockwiseFeedForward
     *, chunk, check=True
+Cluster
+    ranks, ranks_per_node, intra, inter, nics=1, memory=None, kernels=Kernels(forward=500000000000000.0,
+    backward=400000000000000.0, linear=600000000000000.0, overhead=2e-05, merge=2000000000000.0, copy=0.0)
 EquivalenceError
     AssertionError
+Kernels
+    forward=500000000000000.0, backward=400000000000000.0, linear=600000000000000.0, overhead=2e-05,
+    merge=2000000000000.0, copy=0.0
+Link
+    bandwidth, latency=0.0
 METPAttentionParallel
     *, output, head_dim, attention, query=None, key=None, value=None, qkv=None, kv_heads=None, rotary=None,
     rotation=None, example=None, input_layouts=None, output_layouts=None, check=True
 METPParallel
     *, up, down, activation, gate=None, input_layouts=None, output_layouts=None, check=True
+ModelShape
+    hidden, heads, kv_heads=None, head_dim=None, ffn=0, gated=True, layers=1, vocab=0
+Plan
+    model, sequence, cluster, ranked, dropped=(), considered=0
+Profile
+    cluster, measured=()
 RingParallel
     *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
     length=None, kv_length=None, replicated=0, order='contiguous', rotate='auto', kernel='auto',
@@ -50,6 +64,8 @@ SequenceDataset
     tokens, length, mesh=None, *, order='contiguous'
 SequenceSampler
     dataset, mesh=None, *, data_parallel=None, shuffle=True, seed=0
+SequenceShape
+    length, batch=1, is_causal=False, window_size=None, dtype=torch.bfloat16
 UlyssesParallel
     *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
     length=None, kv_length=None, replicated=0, order='contiguous', kernel='auto', layout='BLNH', check=True
@@ -75,6 +91,11 @@ feed_forward_volume
 metp_attention_volume
     ring, team, *, batch, length, model_dim, heads, kv_heads, head_dim, dtype, bias=False, fused=False,
     out_dim=None, schedule='2d', rotate='auto', hops=None, index=0
+plan
+    model, sequence, cluster, *, only=None, profile=None, keep=None
+profile
+    model, sequence, device_type, *, ranks_per_node=None, memory=None, top=4, iterations=3, build=None,
+    cluster=None, path=None
 release_order
     mesh
 sequence_positions

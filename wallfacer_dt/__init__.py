@@ -13,18 +13,36 @@ from wallfacer_dt.data import SequenceDataset, SequenceSampler
 from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
 from wallfacer_dt.mesh import context_mesh, release_order
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
+from wallfacer_dt.planning import (
+    Cluster,
+    Kernels,
+    Link,
+    ModelShape,
+    Plan,
+    Profile,
+    SequenceShape,
+    plan,
+    profile,
+)
 from wallfacer_dt.sequence import sequence_positions, shard_sequence, unshard_sequence
 from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
 
 __all__ = [
     "AttentionVolume",
     "BlockwiseFeedForward",
+    "Cluster",
     "EquivalenceError",
+    "Kernels",
+    "Link",
     "METPAttentionParallel",
     "METPParallel",
+    "ModelShape",
+    "Plan",
+    "Profile",
     "RingParallel",
     "SequenceDataset",
     "SequenceSampler",
+    "SequenceShape",
     "UlyssesParallel",
     "Volume",
     "WallFacerParallel",
@@ -34,6 +52,8 @@ __all__ = [
     "context_parallel_attention",
     "feed_forward_volume",
     "metp_attention_volume",
+    "plan",
+    "profile",
     "release_order",
     "sequence_positions",
     "shard_sequence",

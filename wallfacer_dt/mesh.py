@@ -7,11 +7,14 @@ over. A mesh also carries the name of the order in which tokens are dealt out on
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 # Private; run on torch 2.11.0, 2.13.0 and 2.14.1. What is read off a mesh or a group must not be seen by tracing modes
@@ -126,18 +129,24 @@ def context_mesh(
             f"{ulysses * ring * team} on {world} ranks; for a part of the ranks slice a larger mesh: "
             f"mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
         )
-    ranks = torch.arange(world)
+    layout = placed_ranks(ring, team, ulysses=ulysses, placement=placement)
+    names = CONTEXT_AXES
+    if ulysses == 1:
+        layout, names = layout[0], CONTEXT_AXES[1:]
+    mesh = DeviceMesh(device_type, layout, mesh_dim_names=names)
+    inherit_timeout(mesh)
+    return mesh
+
+
+def placed_ranks(ring: int, team: int, *, ulysses: int, placement: str) -> Tensor:
+    """Which rank is where in a context mesh over ranks 0 to P - 1: (ulysses, ring, team), contiguous."""
+    ranks = torch.arange(ulysses * ring * team)
     layout = {
         "team_in_node": lambda: ranks.view(ulysses, ring, team),
         "ring_in_node": lambda: ranks.view(ulysses, team, ring).transpose(1, 2),
         "ulysses_in_node": lambda: ranks.view(ring, team, ulysses).permute(2, 0, 1),
     }[placement]()
-    names = CONTEXT_AXES
-    if ulysses == 1:
-        layout, names = layout[0], CONTEXT_AXES[1:]
-    mesh = DeviceMesh(device_type, layout.contiguous(), mesh_dim_names=names)
-    inherit_timeout(mesh)
-    return mesh
+    return layout.contiguous()
 
 
 def context_groups(mesh: DeviceMesh, *, any_axis: str = "") -> ContextGroups:
@@ -249,6 +258,23 @@ def release_order(mesh: DeviceMesh) -> None:
         mesh: the context mesh, or any mesh of the same ranks in the same order.
     """
     _orders().pop(_ranks(mesh), None)
+
+
+@contextmanager
+def any_order(mesh: DeviceMesh) -> Iterator[None]:
+    """Within it the ranks of a mesh are bound to no token order; afterwards to the one that they were bound to before.
+
+    Yields:
+        Nothing.
+    """
+    orders, ranks = _orders(), _ranks(mesh)
+    bound = orders.pop(ranks, None)
+    try:
+        yield
+    finally:
+        orders.pop(ranks, None)
+        if bound is not None:
+            orders[ranks] = bound
 
 
 def _orders() -> dict[tuple[int, ...], str]:

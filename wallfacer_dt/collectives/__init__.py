@@ -5,11 +5,12 @@ be read only after :func:`wait`; a wait that takes longer than its process group
 """
 
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, broadcast, exchange, permute, wait
-from wallfacer_dt.collectives.groups import agree, group_rank, group_size
+from wallfacer_dt.collectives.groups import absent_group, agree, group_rank, group_ranks, group_size
 from wallfacer_dt.collectives.message import Field, fields_of, flattened, pack, unpack
 
 __all__ = [
     "Field",
+    "absent_group",
     "agree",
     "all_gather",
     "all_to_all",
@@ -18,6 +19,7 @@ __all__ = [
     "fields_of",
     "flattened",
     "group_rank",
+    "group_ranks",
     "group_size",
     "pack",
     "permute",

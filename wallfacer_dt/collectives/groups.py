@@ -18,14 +18,35 @@ _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, None]] = we
 _KEPT = 1024
 
 
+_ABSENT = "absent"
+
+
+def absent_group(rank: int, size: int) -> str:
+    """The name of a process group that does not exist, for tensors on the meta device: nothing can be sent in it.
+
+    Args:
+        rank: of the one who looks.
+        size: number of ranks.
+
+    Returns:
+        A name that :func:`group_size` and :func:`group_rank` know.
+    """
+    return f"{_ABSENT} {rank} {size}"
+
+
 def group_size(name: str) -> int:
     """Number of ranks in the named process group."""
-    return _group(name).size()
+    return int(name.split()[2]) if name.startswith(_ABSENT) else _group(name).size()
 
 
 def group_rank(name: str) -> int:
     """This rank's number in the named process group."""
-    return _group(name).rank()
+    return int(name.split()[1]) if name.startswith(_ABSENT) else _group(name).rank()
+
+
+def group_ranks(name: str) -> list[int]:
+    """The ranks of the world that are in the named process group, by their numbers in it."""
+    return dist.get_process_group_ranks(_group(name))
 
 
 def agree(signature: tuple[tuple[str, Hashable], ...], *names: str, every_call: bool = True, error: str = "") -> None:

@@ -56,7 +56,7 @@ def _flex(kernel: str, device_type: str, dtype: torch.dtype) -> BlockKernel:
 
 
 def _flash(kernel: str, device_type: str, dtype: torch.dtype, head_dim: int, masked: bool) -> BlockKernel:
-    if device_type == "cpu":
+    if device_type in ("cpu", "meta"):  # without contents as on the CPU
         return aten.FLASH_CPU
     if device_type == "cuda" and masked:
         raise ValueError(f"kernel={kernel!r} takes no mask on cuda: pass kernel='flex' or kernel='reference'")

@@ -1,95 +1,14 @@
-"""Bytes that are alive: a dispatch mode that sees what operators make, those inside this package's operators too.
+"""What a layer holds on one rank, measured; see ``wallfacer_dt.planning.alive``."""
 
-torch's ``MemTracker`` sees an operator of this package as one op, and what it makes and drops inside as nothing. Here
-the operator's body runs under the mode, as in ``wallfacer_dt.testing.count_collectives``. Storages are followed by weak
-references, and their sizes read again at every op, since FSDP resizes them. What one op allocates and frees in itself
-(a kernel's workspace) is not seen.
-"""
-
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: TID251  (its type, no operation)
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from wallfacer_dt.metp import BODIES as METP_BODIES
-from wallfacer_dt.ops import BODIES
-
-_BODIES = {**BODIES, **METP_BODIES}
-_COPIED_FIRST = ("all_reduce", "broadcast")
-_WRAPPERS = (DTensor, AsyncCollectiveTensor)
-
-
-class Alive(TorchDispatchMode):
-    """Follows the storages of tensors: ``peak`` is the most bytes alive after any op, ``largest`` those of one tensor.
-
-    Args:
-        *given: tensors that are there already.
-    """
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__()
-        self._refs: dict[int, weakref.ref] = {}
-        self._in_flight: dict[int, list[Any]] = {}
-        self.peak = self.largest = 0
-        self._follow(given)
-
-    @property
-    def now(self) -> int:
-        """Bytes alive."""
-        return sum(storage.nbytes() for ref in list(self._refs.values()) if (storage := ref()) is not None)
-
-    def reset(self) -> None:
-        """Forget the peak."""
-        self.peak, self.largest = self.now, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, _WRAPPERS) for kind in types):
-            return NotImplemented  # it becomes ops on plain tensors, and those come here
-        if func in _BODIES:
-            with self:
-                return _BODIES[func](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional":
-            result = self._sent(func, args, result)
-        self._follow(tree_leaves(result))
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _sent(self, func: Any, args: tuple, result: Any) -> Any:
-        """Make fake collectives live as real ones: what is sent until it is waited for, which brings no new tensor."""
-        name = func._schema.name.partition("::")[2]
-        if name == "wait_tensor":
-            self._in_flight.pop(_storage(args[0])._cdata, None)
-            return args[0]
-        if name not in _COPIED_FIRST:
-            sent = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            self._in_flight |= {_storage(x)._cdata: sent for x in tree_leaves(result)}
-        return result
-
-    def _follow(self, tensors: Iterable[Any]) -> None:
-        for x in tensors:
-            if not isinstance(x, Tensor) or isinstance(x, _WRAPPERS):
-                continue
-            storage = _storage(x)
-            key = storage._cdata
-            if key not in self._refs or self._refs[key]() is not storage:
-                self._refs[key] = weakref.ref(storage, lambda ref, key=key: self._drop(key, ref))
-                self.largest = max(self.largest, storage.nbytes())
-
-    def _drop(self, key: int, ref: weakref.ref) -> None:
-        if self._refs.get(key) is ref:
-            del self._refs[key]
-
-
-def _storage(x: Tensor) -> torch.UntypedStorage:
-    return x.untyped_storage()
+from wallfacer_dt.planning.alive import Alive, storage_of
 
 
 def plain(x: Tensor) -> Tensor:
@@ -100,7 +19,7 @@ def plain(x: Tensor) -> Tensor:
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of tensors on this rank, each storage once."""
-    storages = {_storage(plain(x))._cdata: _storage(plain(x)).nbytes() for x in tensors}
+    storages = {storage_of(plain(x))._cdata: storage_of(plain(x)).nbytes() for x in tensors}
     return sum(storages.values())
 
 

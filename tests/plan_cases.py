@@ -1,0 +1,167 @@
+"""What the planner's memory model is compared with: ways to measure what is alive, and a real stack of layers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from tests.cases import Inner
+from wallfacer_dt import METPParallel, WallFacerParallel
+from wallfacer_dt.checkpoint import save_attention
+from wallfacer_dt.metp import BODIES as METP_BODIES
+from wallfacer_dt.ops import BODIES
+from wallfacer_dt.planning.alive import Alive
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+
+
+class Bodies(TorchDispatchMode):
+    """Shows a tracker what an operator of this package does inside, and sent tensors as held until waited for.
+
+    The tracker sees such an operator as one op otherwise, and fake collectives let go of what they send at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight: dict[int, list[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        bodies = {**BODIES, **METP_BODIES}
+        if func in bodies:
+            with self:
+                return bodies[func](*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self.in_flight.pop(args[0].untyped_storage()._cdata, None)
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional":
+            self.in_flight[result.untyped_storage()._cdata] = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        return result
+
+
+class Tracked:
+    """Peaks by ``MemTracker`` of what runs within :meth:`phase`."""
+
+    def __init__(self, *given: Any) -> None:
+        self.tracker, self.bodies = MemTracker(), Bodies()
+        self.tracker.track_external(*given)
+
+    @contextmanager
+    def phase(self) -> Iterator[None]:
+        """Forget the peak, and see what runs."""
+        with self.tracker, self.bodies:
+            yield
+
+    @property
+    def now(self) -> int:
+        return self._total("current")
+
+    @property
+    def peak(self) -> int:
+        return self._total("peak")
+
+    def _total(self, which: str) -> int:
+        return self.tracker.get_tracker_snapshot(which)[torch.device("cpu")]["Total"]
+
+
+class Followed(Alive):
+    """The same by this repository's own way of measuring."""
+
+    @contextmanager
+    def phase(self) -> Iterator[None]:
+        """Forget the peak, and see what runs."""
+        self.reset()
+        with self:
+            yield
+
+
+class SwiGLU(nn.Module):
+    """Llama's feed-forward."""
+
+    def __init__(self, hidden: int, ffn: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.gate = (nn.Linear(hidden, ffn, bias=False, dtype=dtype) for _ in range(2))
+        self.down = nn.Linear(ffn, hidden, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GELU(nn.Module):
+    """The same without a gate."""
+
+    def __init__(self, hidden: int, ffn: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, ffn, bias=False, dtype=dtype)
+        self.down = nn.Linear(ffn, hidden, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), x + ffn(norm(x))."""
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dim = model.dim
+        self.norms = nn.ModuleList(nn.RMSNorm(model.hidden, dtype=dtype) for _ in range(2))
+        self.projections = nn.ModuleList(
+            nn.Linear(model.hidden, n * model.dim, bias=False, dtype=dtype)
+            for n in (model.heads, model.keys, model.keys)
+        )
+        self.output = nn.Linear(model.heads * model.dim, model.hidden, bias=False, dtype=dtype)
+        self.inner = Inner()
+        self.ffn = (SwiGLU if model.gated else GELU)(model.hidden, model.ffn, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attention(self.norms[0](x))
+        return x + self.ffn(self.norms[1](x))
+
+    def _attention(self, x: Tensor) -> Tensor:
+        q, k, v = (projection(x).unflatten(-1, (-1, self.dim)) for projection in self.projections)
+        return self.output(self.inner(q, k, v).flatten(2))
+
+
+class Stack(nn.Module):
+    """Layers under a checkpoint, an embedding before them and a projection and a loss after them."""
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(model, dtype) for _ in range(model.layers))
+        self.how = how
+        self.embedding = nn.Embedding(model.vocab, model.hidden, dtype=dtype)
+        self.head = nn.Linear(model.hidden, model.vocab, bias=False, dtype=dtype)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            context = {"context_fn": save_attention()} if self.how == "attention" else {}
+            x = layer(x) if self.how == "none" else checkpoint(layer, x, use_reentrant=False, **context)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def stack_of(candidate: Candidate, model: ModelShape, sequence: SequenceShape, mesh: DeviceMesh) -> Stack:
+    """The stack as one rank has it: with METP's shards, and weights in full otherwise; gradients are there already."""
+    stack = Stack(model, sequence.dtype, candidate.checkpoint)
+    plan: dict[str, ParallelStyle] = {
+        "layers.*.inner": WallFacerParallel(
+            is_causal=sequence.is_causal, order=candidate.order, rotate=candidate.rotate, check=False
+        )
+    }
+    if candidate.feed_forward == "metp":
+        gate, activation = ("gate", "silu") if model.gated else (None, "gelu")
+        plan["layers.*.ffn"] = METPParallel(up="up", down="down", gate=gate, activation=activation, check=False)
+    parallelize_module(stack, mesh, plan, src_data_rank=None)
+    for weight in stack.parameters():
+        weight.grad = torch.zeros_like(weight)
+    return stack

@@ -1,0 +1,303 @@
+"""The planner: what is enumerated, how long a schedule takes by hand, what is dropped, how the rest is ranked."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cases import fake_world
+from tests.test_plan_bytes import planned
+from wallfacer_dt import METPParallel, WallFacerParallel
+from wallfacer_dt.planning import Candidate, Cluster, Kernels, Link, ModelShape, Profile, SequenceShape, plan
+from wallfacer_dt.planning.attention import attention_events, head_patterns
+from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
+from wallfacer_dt.planning.predict import attention_cost, predict
+from wallfacer_dt.planning.profiling import Measured, shortlist
+from wallfacer_dt.planning.timeline import Begin, Compute, End, run
+from wallfacer_dt.planning.traffic import Wire, arrivals, wires
+
+FAST = Link(1e30)
+FREE = Kernels(1e30, 1e30, 1e30, 0.0, 1e30)
+MODEL = ModelShape(hidden=1024, heads=16)
+SEQUENCE = SequenceShape(4096, dtype=torch.float32)
+
+
+def cluster(ranks: int = 16, per_node: int = 4, **changes: object) -> Cluster:
+    given = {"intra": Link(1e9, 1e-5), "inter": Link(1e8, 1e-4), "kernels": Kernels(1e11, 1e11, 1e11, 1e-5, 1e10)}
+    return Cluster(ranks, per_node, **(given | changes))
+
+
+def wire(intra: int = 0, inter: int = 0, node: int | None = None, sources: int = 1) -> Wire:
+    return Wire(sources, intra, inter, inter if node is None else node)
+
+
+ONE = Cluster(4, 2, Link(1.0), Link(1.0))  # a byte a second
+
+
+def test_a_transfer_hides_behind_what_is_computed_before_its_end() -> None:
+    line = run([Begin("a", wire(3)), Compute(2), End("a"), Compute(4)], ONE)
+    assert (line.seconds, line.compute, line.exposed, line.transfer, line.overlapped) == (7, 6, 1, 3, 2)
+
+
+def test_a_link_carries_one_thing_at_a_time_and_levels_do_not_disturb_each_other() -> None:
+    assert run([Begin("a", wire(3)), Begin("b", wire(3)), End("b"), End("a")], ONE).seconds == 6
+    assert run([Begin("a", wire(3)), Begin("b", wire(0, 3)), End("b"), End("a")], ONE).seconds == 3
+    # One that takes both is there when both have brought their part.
+    assert run([Begin("a", wire(2, 5)), End("a")], ONE).seconds == 5
+
+
+def test_a_nodes_link_is_shared_and_one_rank_gets_one_interface() -> None:
+    events = [Begin("a", wire(0, 4, node=8)), End("a")]
+    assert run(events, ONE).seconds == 8
+    assert run(events, replace(ONE, inter=Link(4.0))).seconds == 2
+    assert run(events, replace(ONE, inter=Link(4.0), nics=4)).seconds == 4
+
+
+def test_latency_is_paid_for_every_source() -> None:
+    slow = replace(ONE, intra=Link(1.0, latency=10))
+    assert run([Begin("a", wire(3, sources=3)), End("a")], slow).seconds == 33
+
+
+def test_copying_is_neither_hidden_nor_computing() -> None:
+    line = run([Begin("a", wire(4)), Compute(10), End("a")], replace(ONE, kernels=Kernels(copy=0.25)))
+    assert (line.seconds, line.compute, line.exposed) == (12, 10, 2)
+
+
+@settings(max_examples=40)
+@given(planned(12), st.sampled_from(["intra", "inter"]), st.floats(1, 100))
+def test_bounds_of_every_plan(drawn, level: str, factor: float) -> None:
+    """No faster than computing, or than any link's work; no slower than one after the other, or than on worse links."""
+    candidate, model, sequence, per_node = drawn
+    where = cluster(candidate.size, per_node)
+    better = replace(where, **{level: Link(getattr(where, level).bandwidth * factor)})
+    cost, faster = (attention_cost(candidate, model, sequence, c) for c in (where, better))
+    for line, improved in ((cost.forward, faster.forward), (cost.backward, faster.backward)):
+        assert line.seconds == pytest.approx(line.compute + line.exposed)
+        for lane in ("intra", "inter"):
+            assert line.seconds >= sum(bar.stop - bar.start for bar in line.bars if bar.lane == lane) * (1 - 1e-9)
+        assert line.seconds <= (line.compute + line.transfer) * (1 + 1e-9)
+        assert improved.seconds <= line.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(planned(12))
+def test_every_transfer_of_a_schedule_is_one_of_the_wires(drawn) -> None:
+    """What is started is waited for; what is received at all is started."""
+    candidate, model, sequence, per_node = drawn
+    on_wires = wires(arrivals(candidate, model, sequence), node_of(candidate, per_node))
+    for backward in (False, True):
+        moved = set()
+        for heads in head_patterns(candidate, model):
+            events = list(attention_events(candidate, model, sequence, FREE, on_wires, heads, backward=backward))
+            begun = [event.name for event in events if isinstance(event, Begin)]
+            assert sorted(begun) == sorted(event.name for event in events if isinstance(event, End))
+            assert len(begun) == len(set(begun))
+            moved |= {event.wire for event in events if isinstance(event, Begin)}
+        assert moved >= {on for key, on in on_wires.items() if key.backward is backward}
+
+
+@given(st.integers(1, 200), st.booleans(), st.one_of(st.none(), st.tuples(st.integers(-1, 40), st.integers(-1, 40))))
+def test_pairs_that_are_seen(length: int, is_causal: bool, window: tuple[int, int] | None) -> None:
+    left, right = (None if n == -1 else n for n in window or (-1, -1))
+    seen = sum(
+        (left is None or j >= i - left) and (is_causal or right is None or j <= i + right) and not (is_causal and j > i)
+        for i in range(length)
+        for j in range(length)
+    )
+    assert SequenceShape(length, is_causal=is_causal, window_size=window).pairs() == seen
+
+
+@given(planned(8))
+def test_all_tiles_of_all_ranks_are_the_pairs(drawn) -> None:
+    """Free links and kernels without overhead: the slowest rank computes no less than its share of what is seen."""
+    candidate, model, sequence, _ = drawn
+    kernels = Kernels(4.0, 10.0, 1.0, 0.0, 1e30)
+    cost = attention_cost(candidate, model, sequence, Cluster(candidate.size, 1, FAST, FAST, kernels=kernels))
+    share = sequence.pairs() * sequence.batch * model.heads * model.dim / candidate.size
+    assert cost.forward.compute >= share * (1 - 1e-9)
+    assert cost.backward.compute >= share * (1 - 1e-9)
+
+
+def test_what_is_enumerated() -> None:
+    some = list(attentions(MODEL, SEQUENCE, cluster()))
+    assert len(set(some)) == len(some)
+    assert all(one.size == 16 for one in some)
+    assert {one.axes for one in some} == {
+        (u, 16 // u // c, c) for u in (1, 2, 4, 8, 16) for c in (1, 2, 4, 8, 16) if u * c <= 16
+    }
+    assert {one.schedule for one in some if one.axes == (1, 4, 4)} == {"2d", "published"}
+    # Ring and team fill a node, whichever comes first.
+    assert {one.placement for one in some if one.axes == (4, 2, 2)} == {"team_in_node", "ulysses_in_node"}
+    assert {one.placement for one in some if one.axes == (2, 4, 2)} == {
+        "team_in_node", "ring_in_node", "ulysses_in_node",
+    }  # fmt: skip
+    assert {one.order for one in some} == {"contiguous"}
+    few = ModelShape(hidden=384, heads=6, kv_heads=2, head_dim=64)
+    assert max(one.ulysses for one in attentions(few, SEQUENCE, cluster())) == 4
+    causal = replace(SEQUENCE, is_causal=True)
+    assert {one.order for one in attentions(MODEL, causal, cluster())} == {"head_tail"}
+    windowed = replace(causal, window_size=(100, 0))
+    assert {one.order for one in attentions(MODEL, windowed, cluster())} == {"head_tail", "contiguous"}
+    assert [one.placement for one in attentions(MODEL, SEQUENCE, cluster(16, 16)) if one.axes == (4, 2, 2)] == [
+        "team_in_node"
+    ] * 3
+
+
+@given(st.sampled_from([2, 4, 8, 12, 16, 24]), st.sampled_from([1, 2, 3, 4, 8]), st.integers(1, 24))
+def test_placements_that_are_left_out_are_others_again(ranks: int, per_node: int, heads: int) -> None:
+    """Every placement puts the same indices on the same nodes as one that is enumerated; those all differ."""
+    if ranks % per_node:
+        return
+    some = list(attentions(ModelShape(hidden=8 * heads, heads=heads), SEQUENCE, cluster(ranks, per_node)))
+    for axes in {one.axes for one in some}:
+        ulysses, ring, team = axes
+        nodes = [tuple(node_of(one, per_node)) for one in some if one.axes == axes and one.rotate == "kv"]
+        assert len(set(nodes)) == len(nodes)
+        for placement in ("team_in_node", "ring_in_node", "ulysses_in_node"):
+            assert tuple(node_of(Candidate(ring, team, ulysses, placement), per_node)) in nodes
+
+
+def test_the_best_is_first_and_every_line_says_why() -> None:
+    made = plan(MODEL, SEQUENCE, cluster())
+    seconds = [one.seconds for one in made.ranked]
+    assert all(before <= after * 1.01 for before, after in pairwise(seconds))
+    assert made.chosen == made.ranked[0].candidate
+    assert made.ranked[0].why.startswith("fastest: ")
+    assert all(one.why and "\n" not in one.why for one in made.ranked)
+    assert made.ranked[-1].why.startswith("+")
+
+
+def test_of_equally_fast_plans_the_one_that_sends_less_is_first() -> None:
+    made = plan(MODEL, SEQUENCE, cluster(intra=FAST, inter=FAST, kernels=FREE))
+    least = min(one.prediction.node_bytes for one in made.ranked)
+    assert made.prediction.node_bytes == least
+
+
+def test_slow_links_between_nodes_choose_ulysses_across_them() -> None:
+    """Bytes into a node are fewest where heads cross nodes; a single node needs none of that."""
+    assert plan(MODEL, SEQUENCE, cluster(inter=Link(1e7))).chosen.ulysses >= 4
+    few = ModelShape(hidden=64, heads=1)
+    assert plan(few, SEQUENCE, cluster()).chosen.ulysses == 1
+
+
+def test_what_does_not_fit_is_dropped_and_says_so() -> None:
+    everything = plan(MODEL, SEQUENCE, cluster())
+    by_memory = sorted(one.prediction.memory for one in everything.ranked)
+    limit = by_memory[len(by_memory) // 2]
+    made = plan(MODEL, SEQUENCE, cluster(memory=limit))
+    assert all(one.prediction.memory <= limit for one in made.ranked)
+    assert all(one.prediction.memory > limit for one in made.dropped)
+    assert len(made.ranked) + len(made.dropped) == len(everything.ranked)
+    assert all(one.why.startswith("needs ") for one in made.dropped)
+    with pytest.raises(ValueError, match=r"nothing fits: memory is .* a rank, and the least that any plan needs is"):
+        plan(MODEL, SEQUENCE, cluster(memory=1000))
+
+
+def test_layers_are_chosen_for_every_attention() -> None:
+    layers = replace(MODEL, ffn=4096, layers=4)
+    assert len(list(with_layers(Candidate(16), layers))) == 6
+    assert len(list(with_layers(Candidate(16), MODEL))) == 3
+    made = plan(layers, SEQUENCE, cluster(inter=FAST))
+    assert made.chosen.checkpoint == "none"
+    tight = plan(layers, SEQUENCE, cluster(inter=FAST, memory=made.prediction.memory - 1))
+    assert tight.prediction.memory < made.prediction.memory
+    assert {one.candidate.checkpoint for one in tight.ranked} > {"none"} or tight.chosen.feed_forward == "metp"
+
+
+def test_a_full_checkpoint_runs_attention_once_more() -> None:
+    layers = replace(MODEL, ffn=4096)
+    ring = Candidate(16)
+    cost = attention_cost(ring, layers, SEQUENCE, cluster())
+    none, attention, full = (
+        predict(replace(ring, checkpoint=checkpoint), layers, SEQUENCE, cluster(), cost)
+        for checkpoint in ("none", "attention", "full")
+    )
+    assert none.rank_bytes == attention.rank_bytes
+    assert full.rank_bytes - none.rank_bytes == cost.rank_bytes[0]
+    assert none.compute < attention.compute
+    assert full.compute == pytest.approx(attention.compute + cost.forward.compute)
+
+
+def test_one_rank_has_one_plan() -> None:
+    made = plan(MODEL, SEQUENCE, Cluster(1, 1, FAST, FAST))
+    assert [one.candidate.axes for one in made.ranked] == [(1, 1, 1)]
+    assert (made.prediction.rank_bytes, made.prediction.node_bytes, made.prediction.exposed) == (0, 0, 0)
+    assert math.isclose(made.prediction.seconds, made.prediction.compute)
+
+
+def test_a_plan_makes_its_mesh_and_styles() -> None:
+    layers = replace(MODEL, ffn=4096)
+    made = plan(layers, replace(SEQUENCE, is_causal=True), cluster(8, 4))
+    with fake_world(8):
+        mesh = made.mesh("cpu")
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        it = made.chosen
+        assert (sizes["cp_ring"], sizes["cp_team"], sizes.get("cp_ulysses", 1)) == (it.ring, it.team, it.ulysses)
+    metp = replace(made, ranked=(replace(made.ranked[0], candidate=replace(it, feed_forward="metp")),))
+    styles = metp.styles()
+    style = styles["layers.*.attention.inner_attention"]
+    assert isinstance(style, WallFacerParallel)
+    assert style.options.is_causal
+    assert (style.options.order, style.options.schedule, style.options.rotate) == ("head_tail", it.schedule, it.rotate)
+    assert style.options.length is None
+    assert isinstance(styles["layers.*.feed_forward"], METPParallel)
+    uneven = replace(made, sequence=replace(made.sequence, length=4099))
+    assert next(iter(uneven.styles().values())).options.length == 4099
+
+
+def test_what_was_measured_goes_before_what_is_predicted(tmp_path) -> None:
+    first = plan(MODEL, SEQUENCE, cluster())
+    last = first.ranked[-1].candidate
+    measured = tuple(Measured(MODEL, SEQUENCE, one, s) for one, s in ((first.chosen, 2.0), (last, 1.0)))
+    profile = Profile(cluster(), measured)
+    profile.save(tmp_path / "folder" / "profile.json")
+    assert Profile.load(tmp_path / "folder" / "profile.json") == profile
+    made = plan(MODEL, SEQUENCE, profile.cluster, profile=profile)
+    assert [one.candidate for one in made.ranked[:2]] == [last, first.chosen]
+    assert [one.measured for one in made.ranked[:3]] == [1.0, 2.0, None]
+    assert made.ranked[0].why.startswith("measured fastest")
+    # Of another sequence it says nothing.
+    assert plan(MODEL, replace(SEQUENCE, batch=2), profile.cluster, profile=profile).ranked[0].measured is None
+
+
+def test_the_same_sizes_are_equal_however_they_are_said() -> None:
+    assert ModelShape(64, 4) == ModelShape(64, 4, 4, 16)
+    assert SequenceShape(8, window_size=(None, -1)) == SequenceShape(8)
+    assert SequenceShape(8, is_causal=True, window_size=(-1, 0)) == SequenceShape(8, is_causal=True)
+    assert SequenceShape(8, is_causal=True, window_size=(3, 0)).window_size == (3, 0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 0}', '{"version": 1, "cluster": {"ranks": 4}}'])
+def test_a_file_that_is_no_profile_is_refused(tmp_path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no profile"):
+        Profile.load(path)
+
+
+def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
+    some = shortlist(plan(MODEL, SEQUENCE, cluster()), 5)
+    assert len({(one.candidate.axes, one.candidate.schedule) for one in some}) == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelShape(hidden=64, heads=6), "heads must divide hidden unless head_dim is given, got 6 and 64"),
+        (lambda: ModelShape(hidden=64, heads=8, kv_heads=3), "kv_heads must divide heads, got 3 and 8"),
+        (lambda: ModelShape(hidden=64, heads=0), "heads must be at least 1, got 0"),
+        (lambda: ModelShape(hidden=64, heads=8, ffn=-1), "ffn must be at least 0, got -1"),
+        (lambda: SequenceShape(0), "length must be at least 1, got 0"),
+        (lambda: SequenceShape(8, batch=0), "batch must be at least 1, got 0"),
+        (lambda: Link(0.0), "a link has a bandwidth above 0"),
+        (lambda: Cluster(6, 4, FAST, FAST), "ranks_per_node must divide ranks, got 4 and 6"),
+        (lambda: Cluster(4, 4, FAST, FAST, nics=0), "nics must be at least 1, got 0"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,169 @@
+"""The planner's memory model against torch's ``MemTracker``, on fake ranks with fake tensors."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.cases import fake_world, shard_sizes
+from tests.plan_cases import Followed, Tracked, stack_of
+from wallfacer_dt import context_mesh, context_parallel_attention
+from wallfacer_dt.planning.candidates import CHECKPOINTS, FEED_FORWARDS, Candidate, attentions
+from wallfacer_dt.planning.cluster import Cluster, Link
+from wallfacer_dt.planning.dry_run import Peaks
+from wallfacer_dt.planning.memory import attention_memory
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.stack import stack_memory
+
+Call = tuple[Candidate, ModelShape, SequenceShape, int]
+
+
+def measured(call: Call, measure: Callable[..., Tracked | Followed] = Tracked, layout: str = "BNLH") -> Peaks:
+    """What a call of attention really holds."""
+    candidate, model, sequence, index = call
+    with fake_world(candidate.size, index):
+        mesh = context_mesh("cpu", candidate.ring, candidate.team, ulysses=candidate.ulysses)
+        with FakeTensorMode():
+            q, k, v = (_leaf(n, call, layout) for n in (model.heads, model.keys, model.keys))
+            seen = measure(q, k, v)
+            with seen.phase():
+                out = context_parallel_attention(
+                    q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size,
+                    length=sequence.length, order=candidate.order, schedule=candidate.schedule,
+                    rotate=candidate.rotate,
+                )  # fmt: skip
+            kept, forward = seen.now, seen.peak
+            with seen.phase():
+                out.backward(torch.empty_like(out))
+            return Peaks(kept, forward, seen.peak)
+
+
+def _leaf(heads: int, call: Call, layout: str) -> Tensor:
+    candidate, model, sequence, index = call
+    rows = shard_sizes(sequence.length, candidate.axes)[index]
+    shape = (sequence.batch, heads, rows) if layout == "BNLH" else (sequence.batch, rows, heads)
+    x = torch.empty(*shape, model.dim, dtype=sequence.dtype)
+    return (x if layout == "BNLH" else x.transpose(1, 2)).requires_grad_()
+
+
+@st.composite
+def calls(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8), **fixed: Any) -> Call:
+    """Any call of attention that the planner enumerates, at any rank of its mesh."""
+    ranks = draw(st.sampled_from(sizes))
+    kv_heads = draw(st.sampled_from([1, 2, 3, 8]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
+    model = ModelShape(heads * 16, heads, kv_heads, head_dim=draw(st.sampled_from([16, 64])))
+    length = ranks * draw(st.integers(16, 64)) + draw(st.sampled_from([0, 0, 1, 7]))
+    is_causal = draw(st.booleans())
+    left = draw(st.sampled_from([None, None, 20, length // 3]))
+    right = 0 if is_causal else draw(st.sampled_from([None, 5]))
+    options = {
+        "batch": draw(st.integers(1, 2)),
+        "is_causal": is_causal,
+        "window_size": None if left is None else (left, right),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    }
+    sequence = SequenceShape(length, **(options | fixed))
+    candidate = draw(st.sampled_from(list(attentions(model, sequence, Cluster(ranks, ranks, Link(1e9), Link(1e9))))))
+    return candidate, model, sequence, draw(st.integers(0, ranks - 1))
+
+
+TOLERANCE = 0.02
+
+
+@settings(max_examples=20)
+@given(calls(), st.sampled_from(["BNLH", "BLNH"]))
+def test_attention(call: Call, layout: str) -> None:
+    """At any rank: what is kept to the byte, both peaks within 2% (10% is what is asked for)."""
+    check(call, layout)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "kv_heads"),
+    [
+        (Candidate(64, rotate="q", order="head_tail"), 8),
+        (Candidate(16, 4, schedule="published", rotate="q", order="head_tail"), 2),
+        (Candidate(2, 4, 4, order="head_tail"), 3),
+    ],
+    ids=str,
+)
+def test_attention_on_many_ranks(candidate: Candidate, kv_heads: int) -> None:
+    model = ModelShape(kv_heads * 32, kv_heads * 2, kv_heads)
+    sequence = SequenceShape(candidate.size * 16, is_causal=True)
+    check((candidate, model, sequence, candidate.size - 1), "BLNH")
+
+
+def check(call: Call, layout: str) -> None:
+    said, seen = attention_memory(*call[:3], index=call[3], by_tokens=layout == "BLNH"), measured(call, layout=layout)
+    assert said.kept == seen.kept
+    assert said.forward == pytest.approx(seen.forward, rel=TOLERANCE)
+    assert said.backward == pytest.approx(seen.backward, rel=TOLERANCE)
+
+
+@settings(max_examples=25)
+@given(calls((2, 3, 4, 6, 8)))
+def test_few_ranks_stand_for_all(call: Call) -> None:
+    """What is said of up to three of them is within a fifth of the most; of shards that are even, without a window."""
+    length = 2 * call[0].size * -(-call[2].length // (2 * call[0].size))
+    call = (*call[:2], replace(call[2], length=length, window_size=None), call[3])
+    said = attention_memory(*call[:3])
+    each = [attention_memory(*call[:3], index=index) for index in range(call[0].size)]
+    for name in ("kept", "forward", "backward"):
+        most = max(getattr(one, name) for one in each)
+        assert most / 1.2 <= getattr(said, name) <= 1.2 * most, f"{name} {most}"
+
+
+@settings(max_examples=3)
+@given(calls((2, 4)))
+def test_both_ways_to_measure_agree(call: Call) -> None:
+    """``MemTracker`` and the mode that METP's memory was measured with."""
+    assert measured(call, Tracked) == measured(call, Followed)
+
+
+SMALL = (
+    (
+        Candidate(2, rotate="q"),
+        ModelShape(64, 4, 2, ffn=192, layers=2, vocab=40),
+        SequenceShape(2048, dtype=torch.float32),
+    ),
+    (
+        Candidate(2, 2, order="head_tail"),
+        ModelShape(64, 4, ffn=256, gated=False, layers=4, vocab=40),
+        SequenceShape(2048, 2, is_causal=True),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize("feed_forward", FEED_FORWARDS)
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], feed_forward: str, how: str) -> None:
+    """What is kept and the peak, without the states, which are as many as weights say.
+
+    FSDP's whole weights are not compared: here weights are whole, and one's gradient is there before it is added.
+    """
+    candidate, model, sequence = replace(case[0], feed_forward=feed_forward, checkpoint=how), *case[1:]
+    said = stack_memory(candidate, model, sequence)
+    with fake_world(candidate.size):
+        mesh = context_mesh("cpu", candidate.ring, candidate.team)
+        with FakeTensorMode():
+            stack = stack_of(candidate, model, sequence, mesh)
+            tokens, targets = (torch.zeros(sequence.batch, sequence.length // candidate.size).long() for _ in range(2))
+            weights = list(stack.parameters())
+            numel = sum(x.numel() for x in weights)
+            assert said.states == numel * (2 * sequence.dtype.itemsize + 8) // candidate.size
+            seen = Tracked(stack, weights, [x.grad for x in weights])
+            states = seen.now
+            seen.tracker.track_external(tokens, targets)
+            with seen.phase():
+                loss = stack(tokens, targets)
+            assert said.kept == pytest.approx(seen.now - states, rel=TOLERANCE)
+            with seen.phase():
+                loss.backward()
+            assert said.kept + said.working == pytest.approx(seen.peak - states, rel=2 * TOLERANCE)

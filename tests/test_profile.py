@@ -1,0 +1,125 @@
+"""Profiling on real ranks: all end with one plan, the fastest of those run, or with one error."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cases import mesh_of
+from wallfacer_dt import Cluster, Link, ModelShape, Plan, Profile, SequenceShape, plan, profile, shard_sequence
+from wallfacer_dt.planning import PlanningError, profiling
+from wallfacer_dt.planning.probe import Probe
+from wallfacer_dt.planning.profiling import attention_step
+
+MODEL = ModelShape(hidden=32, heads=4, kv_heads=2)
+SEQUENCE = SequenceShape(64, is_causal=True, dtype=torch.float32)
+WHERE = Cluster(4, 2, Link(1e9), Link(1e8))
+
+
+def measured_links() -> Cluster:
+    return Probe.on("cpu", 2).cluster(MODEL, SEQUENCE, memory=10**9)
+
+
+@pytest.mark.ranks
+def test_every_rank_measures_the_same_cluster(ranks) -> None:
+    found = ranks(4).run(measured_links)
+    assert all(one == found[0] for one in found)
+    cluster = found[0]
+    assert (cluster.ranks, cluster.ranks_per_node, cluster.nodes, cluster.memory) == (4, 2, 2, 10**9)
+    assert Cluster.from_json(cluster.as_json()) == cluster
+
+
+def run_with(costs: dict[tuple[int, int, int], float], path: Path) -> tuple[Plan, Profile, int]:
+    """Profile with steps that say themselves how long they took."""
+    steps = 0
+
+    def build(given: Plan):
+        def step() -> float:
+            nonlocal steps
+            steps += 1
+            return costs.get(given.chosen.axes, 9.0) + dist.get_rank()
+
+        return step
+
+    with mock.patch.object(profiling, "slowest", lambda step, _: step()):
+        chosen, result = profile(
+            MODEL, SEQUENCE, "cpu", cluster=WHERE, top=4, iterations=2, build=build, path=path
+        )  # fmt: skip
+    return chosen, result, steps
+
+
+@pytest.mark.ranks
+def test_the_fastest_of_those_that_ran_is_chosen(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    first = profiling.shortlist(plan(MODEL, SEQUENCE, WHERE), 4)
+    fastest = first[-1].candidate.axes
+    answers = ranks(4).run(run_with, {fastest: 0.5}, path)
+    assert {steps for *_, steps in answers} == {4 * (1 + 2)}
+    assert all(chosen == answers[0][0] for chosen, *_ in answers)
+    chosen = answers[0][0]
+    assert chosen.chosen.axes == fastest
+    assert [one.measured for one in chosen.ranked[:5]] == [0.5, 9.0, 9.0, 9.0, None]
+    # Rank 0 wrote the file, and a later run of another sequence adds to it.
+    saved = Profile.load(path)
+    assert saved == answers[0][1]
+    other = Profile(WHERE, tuple(one for one in saved.measured[:1]))
+    assert profiling._with_earlier(other, path).measured == other.measured
+
+
+def errors(path: str) -> tuple[str, str]:
+    try:
+        profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=1, iterations=1, build=lambda _: lambda: None, path=path)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.ranks
+def test_an_error_of_the_rank_that_plans_ends_all(ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = ranks(4).run(errors, str(tmp_path / "file" / "profile.json"))
+    assert found[0][0] == "FileExistsError"
+    assert all(one[0] == "RuntimeError" and "rank 0 could not plan: FileExistsError" in one[1] for one in found[1:])
+
+
+def does_not_fit() -> tuple[str, str]:
+    small = Cluster(4, 2, Link(1e9), Link(1e8), memory=10)
+    try:
+        profile(MODEL, SEQUENCE, "cpu", cluster=small)
+    except PlanningError as error:
+        return error.about, str(error)
+    return "", ""
+
+
+@pytest.mark.ranks
+def test_that_nothing_fits_is_said_on_every_rank(ranks) -> None:
+    found = ranks(4).run(does_not_fit)
+    assert all(one == found[0] for one in found)
+    assert found[0][0] == "memory"
+    assert found[0][1].startswith("nothing fits: memory is 10 B a rank")
+
+
+def keeps_its_order() -> list[str]:
+    mesh = mesh_of(4, 1)
+    shard_sequence(torch.arange(64), mesh, dim=0, order="contiguous")
+    chosen = plan(MODEL, SEQUENCE, WHERE, only=[one for one in _rings() if one.order == "head_tail"])
+    attention_step(chosen, mesh)()
+    try:
+        shard_sequence(torch.arange(64), mesh, dim=0, order="head_tail")
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _rings() -> list:
+    from wallfacer_dt.planning.candidates import attentions
+
+    return [one for one in attentions(MODEL, SEQUENCE, WHERE) if one.axes == (1, 4, 1)]
+
+
+@pytest.mark.ranks
+def test_a_mesh_stays_bound_to_its_token_order(ranks) -> None:
+    for found in ranks(4).run(keeps_its_order):
+        assert "tokens were sharded in order='contiguous'" in found[0]

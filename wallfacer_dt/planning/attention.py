@@ -1,0 +1,157 @@
+"""One call of attention as a rank's events: its schedule's steps, with what they cost."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from wallfacer_dt.algorithms import Schedule, Sequences, Side, Tile, make_schedule, split_heads
+from wallfacer_dt.algorithms.steps import CONTEXT, HOME, Attend, Carry, Exchange, Gather, Move, Start, Transfer, Wait
+from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.cluster import Kernels
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
+from wallfacer_dt.planning.traffic import Key, Wire
+
+Groups = tuple[tuple[int, int], ...]
+
+_NOTHING = Wire(0, 0, 0, 0)
+
+
+def attention_events(
+    candidate: Candidate,
+    model: ModelShape,
+    sequence: SequenceShape,
+    kernels: Kernels,
+    wires: Mapping[Key, Wire],
+    groups: Groups,
+    *,
+    backward: bool,
+) -> Iterator[Event]:
+    """The events of a rank that has as much to do as any of its heads: the last of its ring and team.
+
+    Args:
+        candidate: how ranks share the sequence.
+        model: whose heads.
+        sequence: what is attended.
+        kernels: rates.
+        wires: of the call's transfers.
+        groups: of heads that the rank computes, one of :func:`head_patterns`.
+        backward: those of the backward.
+
+    Yields:
+        The events in program order.
+    """
+    schedule = schedule_of(candidate, sequence, backward=backward)
+
+    def wire(kind: str, side: str, group: int) -> Wire:
+        return wires.get(Key(backward, kind, side, group), _NOTHING)
+
+    def exchange(kind: str, group: int) -> Begin:
+        return Begin(f"{kind} {group}", wire(kind, "", group))
+
+    has_exchange = candidate.ulysses > 1
+    if has_exchange:
+        yield exchange("to_heads", 0)
+    for group, heads in enumerate(groups):
+        if has_exchange:
+            yield End(f"to_heads {group}")
+            if group + 1 < len(groups):
+                yield exchange("to_heads", group + 1)
+        if heads[0]:
+            costs = _Costs(model, sequence, kernels, heads, backward)
+            for step in schedule.steps:
+                match step:
+                    case Start(transfer):
+                        yield Begin(f"{transfer} {group}", wire(*_kind(transfer), group))
+                    case Wait(transfer):
+                        yield End(f"{transfer} {group}")
+                    case Attend(part, stationary, block, tiles):
+                        moving = "kv" if stationary == "q" else "q"
+                        yield Compute(costs.of(tiles), f"{part} {stationary} x {moving}[{block}]")
+        if has_exchange:
+            yield exchange("to_tokens", group)
+    if has_exchange:
+        for group in range(len(groups)):
+            yield End(f"to_tokens {group}")
+
+
+def head_patterns(candidate: Candidate, model: ModelShape) -> list[Groups]:
+    """Query and key heads of every group of heads, as ranks of Ulysses differ in them; the first rank's come first."""
+    if candidate.ulysses == 1:
+        return [((model.heads, model.keys),)]
+    ranks = split_heads(model.heads, model.keys, candidate.ulysses, hidden=True)
+    patterns = [tuple((g.q[1] - g.q[0], g.kv[1] - g.kv[0]) for g in groups) for groups in ranks]
+    return list(dict.fromkeys(patterns))
+
+
+def head_groups(candidate: Candidate, model: ModelShape) -> Groups:
+    """Those of the first rank, which has as many heads as any."""
+    return head_patterns(candidate, model)[0]
+
+
+def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> Schedule:
+    """The schedule of a rank that has as much to do as any; of a sequence that divides, which is as long or longer."""
+    sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
+    stationary = "kv" if backward and candidate.rotate == "q" else "q"
+    published = candidate.schedule == "published"
+    inner = candidate.ring * candidate.team
+    is_even = sequence.length // candidate.size % 2 == 0
+    is_balanced = candidate.order == "head_tail" and is_even if sequence.is_causal else True
+    # Otherwise ends and middle of the sequence have more or less to do.
+    some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
+    schedules = [
+        _schedule(candidate.place(index), sequence, candidate.order, published, stationary, backward)
+        for index in sorted(some)
+    ]
+    return max(schedules, key=_area)
+
+
+def _area(schedule: Schedule) -> int:
+    return sum(tile.area for step in schedule.steps if isinstance(step, Attend) for tile in step.tiles)
+
+
+@lru_cache(maxsize=256)
+def _schedule(
+    place: Coordinate, sequence: SequenceShape, order: str, published: bool, stationary: Side, backward: bool
+) -> Schedule:
+    sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
+    return make_schedule(place, sequences, published=published, stationary=stationary, backward=backward)
+
+
+def _kind(transfer: Transfer) -> tuple[str, str]:
+    match transfer:
+        case Gather(side):
+            return "gather", side
+        case Move(side, _, _, axis, _, _):
+            return "place" if axis == CONTEXT else "move", side
+        case Carry(side, _, into, _, _, _):
+            return "home" if into == HOME else "carry", side
+        case Exchange(side):
+            return "exchange", side
+
+
+class _Costs:
+    """Seconds of tiles for a group of heads."""
+
+    def __init__(
+        self, model: ModelShape, sequence: SequenceShape, kernels: Kernels, heads: tuple[int, int], backward: bool
+    ) -> None:
+        rate = kernels.backward / 10 if backward else kernels.forward / 4
+        token = sequence.batch * model.dim
+        self.overhead = kernels.overhead
+        self.pair = heads[0] * token / rate
+        # A partial result is read, and read and written where it is added to.
+        touched = 3 * token * accumulation_dtype(sequence.dtype).itemsize / kernels.merge
+        self.query, self.key = heads[0] * touched, 2 * heads[1] * touched * backward
+
+    def of(self, tiles: Sequence[Tile]) -> float:
+        """Seconds of a step's tiles."""
+        return sum(
+            self.overhead
+            + tile.area * self.pair
+            + (tile.q[1] - tile.q[0]) * self.query
+            + (tile.k[1] - tile.k[0]) * self.key
+            for tile in tiles
+        )

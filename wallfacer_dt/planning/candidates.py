@@ -1,0 +1,132 @@
+"""Every way the package has to share a sequence among ranks, as data."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+
+from wallfacer_dt.mesh import Coordinate, Placement, placed_ranks
+from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+
+FEED_FORWARDS = ("plain", "metp")
+CHECKPOINTS = ("none", "attention", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way.
+
+    Attributes:
+        ring: size of axis ``cp_ring``.
+        team: size of axis ``cp_team``.
+        ulysses: size of axis ``cp_ulysses``.
+        placement: which axis takes neighbouring ranks.
+        schedule: ``"2d"`` or ``"published"``.
+        rotate: which side moves in the backward, ``"kv"`` or ``"q"``.
+        order: token order.
+        feed_forward: ``"plain"`` (weights sharded by FSDP over all ranks) or ``"metp"``.
+        checkpoint: what of a layer is computed again: nothing (``"none"``), everything but attention
+            (``"attention"``, :func:`wallfacer_dt.checkpoint.save_attention`), or all (``"full"``).
+    """
+
+    ring: int
+    team: int = 1
+    ulysses: int = 1
+    placement: Placement = "team_in_node"
+    schedule: str = "2d"
+    rotate: str = "kv"
+    order: str = "contiguous"
+    feed_forward: str = "plain"
+    checkpoint: str = "none"
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return self.ring * self.team * self.ulysses
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """Sizes of the axes, outermost first."""
+        return self.ulysses, self.ring, self.team
+
+    @property
+    def hop(self) -> int:
+        """How many ranks' shards travel together in a hop, before heads are split."""
+        return self.team if self.schedule == "published" else 1
+
+    def place(self, index: int) -> Coordinate:
+        """The coordinate of a sequence index."""
+        inner = self.ring * self.team
+        return Coordinate(self.ring, self.team, *divmod(index % inner, self.team), self.ulysses, index // inner)
+
+    def __str__(self) -> str:
+        sizes = {"ulysses": self.ulysses, "ring": self.ring, "team": self.team}
+        named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+        parts = [named]
+        if sum(size > 1 for size in sizes.values()) > 1:
+            parts.append(self.placement.replace("_", " "))
+        if self.ring * self.team > 1:
+            parts += [self.schedule] * (self.team > 1) + [f"backward rotates {self.rotate}"]
+        parts += [self.order.replace("_", "-")] * (self.order != "contiguous")
+        parts += ["METP"] * (self.feed_forward == "metp")
+        parts += [f"checkpoint {self.checkpoint}"] * (self.checkpoint != "none")
+        return ", ".join(parts)
+
+
+def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Iterator[Candidate]:
+    """Every mesh, placement, schedule and rotation of the ranks that attention can have; none twice.
+
+    Ulysses takes at most as many ranks as there are query heads. Under a causal mask tokens are in ``head_tail`` order,
+    which balances it; with a window also contiguous ones, whose hops a window can spare.
+    """
+    orders = ["head_tail"] if sequence.is_causal else ["contiguous"]
+    if sequence.is_causal and sequence.window_size:
+        orders.append("contiguous")
+    for ulysses, ring, team in _sizes(cluster.ranks):
+        if ulysses > model.heads:
+            continue
+        first = Candidate(ring, team, ulysses)
+        for placement in _placements(first, cluster):
+            for schedule, rotate in _ways(ring, team):
+                for order in orders:
+                    yield replace(first, placement=placement, schedule=schedule, rotate=rotate, order=order)
+
+
+def node_of(candidate: Candidate, ranks_per_node: int) -> np.ndarray:
+    """The node of every sequence index."""
+    ranks = placed_ranks(candidate.ring, candidate.team, ulysses=candidate.ulysses, placement=candidate.placement)
+    return ranks.flatten().numpy() // ranks_per_node
+
+
+def with_layers(candidate: Candidate, model: ModelShape) -> Iterator[Candidate]:
+    """The same attention in layers of every kind."""
+    for feed_forward in FEED_FORWARDS if model.ffn and candidate.size > 1 else FEED_FORWARDS[:1]:
+        for checkpoint in CHECKPOINTS:
+            yield replace(candidate, feed_forward=feed_forward, checkpoint=checkpoint)
+
+
+def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for ulysses in divisors:
+        for team in divisors:
+            if ranks % (ulysses * team) == 0:
+                yield ulysses, ranks // (ulysses * team), team
+
+
+def _placements(candidate: Candidate, cluster: Cluster) -> list[Placement]:
+    """The placements that put ranks on different nodes."""
+    differ: dict[bytes, Placement] = {}
+    for placement in get_args(Placement):
+        nodes = node_of(replace(candidate, placement=placement), cluster.ranks_per_node)
+        differ.setdefault(nodes.tobytes(), placement)
+    return list(differ.values())
+
+
+def _ways(ring: int, team: int) -> list[tuple[str, str]]:
+    """Schedules with the rotations of their backward."""
+    if ring == 1:
+        return [("2d", "kv"), ("2d", "q")] if team > 1 else [("2d", "kv")]
+    published = [("published", "q")] if team > 1 and ring % team == 0 else []
+    return [("2d", "kv"), ("2d", "q"), *published]

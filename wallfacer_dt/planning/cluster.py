@@ -1,0 +1,109 @@
+"""What a plan must know of the machines: nodes, links between ranks on two levels, memory, and rates of kernels."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+class PlanningError(ValueError):
+    """There is no plan; all ranks that planned together have it.
+
+    Args:
+        message: why.
+        about: name of what would have to be another.
+    """
+
+    def __init__(self, message: str, about: str) -> None:
+        super().__init__(message, about)  # both, so that it can be pickled
+        self.about = about
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link, by the alpha-beta model: a message of n bytes takes ``latency + n / bandwidth``.
+
+    Attributes:
+        bandwidth: bytes per second, in one direction.
+        latency: seconds.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) what is no link."""
+        if not self.bandwidth > 0 or self.latency < 0:
+            raise ValueError(
+                f"a link has a bandwidth above 0 and a latency of at least 0, got {self.bandwidth} and {self.latency}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What one rank computes, all ranks being at it.
+
+    The defaults are round numbers for one H100 in 16 bits, not measurements; ``profile`` measures.
+
+    Attributes:
+        forward: of attention, floating point operations per second: 4 for every query, key and head dim.
+        backward: of attention, 10 for every query, key and head dim.
+        linear: of matrix products.
+        overhead: seconds that a kernel call takes beyond them.
+        merge: bytes per second at which partial results are read and written.
+        copy: seconds that a rank's processor is busy with a byte that it sends or receives; 0 where others do that.
+    """
+
+    forward: float = 500e12
+    backward: float = 400e12
+    linear: float = 600e12
+    overhead: float = 20e-6
+    merge: float = 2e12
+    copy: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Ranks on nodes.
+
+    Attributes:
+        ranks: P, all of which share a sequence; rank r is on node r // ranks_per_node.
+        ranks_per_node: how many share a node.
+        intra: into one rank, from others of its node.
+        inter: into one node, from other nodes; its ranks share it.
+        nics: over how many interfaces a node's link is spread: one rank gets at most bandwidth / nics.
+        memory: bytes of one rank, or None for as much as is needed.
+        kernels: rates.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    nics: int = 1
+    memory: int | None = None
+    kernels: Kernels = Kernels()
+
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) what is no cluster."""
+        for name in ("ranks", "ranks_per_node", "nics"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
+            raise ValueError(f"ranks_per_node must divide ranks, got {self.ranks_per_node} and {self.ranks}")
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return -(-self.ranks // self.ranks_per_node)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file; :meth:`from_json` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> "Cluster":
+        """The cluster that :meth:`as_json` wrote."""
+        parts: dict[str, Any] = {"intra": Link(**given["intra"]), "inter": Link(**given["inter"])}
+        return cls(**(given | parts | {"kernels": Kernels(**given["kernels"])}))

@@ -1,0 +1,126 @@
+"""Running what attention and METP's feed-forward do on one rank that does not exist, to see what is alive there.
+
+The operators' own bodies run, on tensors of the meta device, which have a size and no contents, and in process groups
+that have a size and no members: nothing is sent. What torch's CPU kernels allocate and free within one op is not seen.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt.calls import Options
+from wallfacer_dt.collectives import absent_group
+from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body
+from wallfacer_dt.ops import CODE, attention_backward_body, attention_body
+from wallfacer_dt.planning.alive import Alive
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+
+
+class Peaks(NamedTuple):
+    """Bytes that are alive: after the forward, and the most in each way; the inputs, and what is given, among them."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+def attention_peaks(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, index: int, *, by_tokens: bool
+) -> Peaks:
+    """Run a call of attention, forward and backward.
+
+    Args:
+        candidate: how ranks share the sequence.
+        model: whose heads.
+        sequence: what is attended.
+        index: sequence index of the rank.
+        by_tokens: q, k, v and the output's gradient lie as (B, L, N, H) in memory, as projections make them.
+
+    Returns:
+        What was alive.
+    """
+    rows = shard_sizes(sequence.length, candidate.axes)[index]
+
+    def tensor(heads: int) -> Tensor:
+        shape = (sequence.batch, rows, heads, model.dim) if by_tokens else (sequence.batch, heads, rows, model.dim)
+        x = torch.empty(shape, dtype=sequence.dtype, device="meta")
+        return x.transpose(1, 2) if by_tokens else x
+
+    q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
+    options = _options(candidate, sequence, index)
+    with _following(q, k, v) as alive:
+        out, lse = attention_body(q, k, v, None, None, None, *options)
+        kept, forward = alive.now, alive.peak
+        alive.reset()
+        grads = attention_backward_body(torch.empty_like(out), q, k, v, None, None, None, out, lse, *options)
+        backward = alive.peak
+        del grads
+    return Peaks(kept, forward, backward)
+
+
+def feed_forward_peak(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> int:
+    """The most that METP's backward holds beyond x, the output's gradient and this rank's own weights.
+
+    Args:
+        candidate: how many ranks share the weights.
+        model: whose feed-forward.
+        sequence: of which a rank has its tokens.
+
+    Returns:
+        The bytes; the gradients of x and of the own weights are among them.
+    """
+    units = shard_sizes(model.ffn, candidate.axes)
+    tokens = sequence.batch * shard_sizes(sequence.length, candidate.axes)[0]
+    size = len(units)
+    options = FeedForwardOptions(absent_group(size - 1, size), size - 1, model.ffn, units, "silu", "")
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=sequence.dtype, device="meta")
+
+    x, grad_out, down = tensor(tokens, model.hidden), tensor(tokens, model.hidden), tensor(model.hidden, units[-1])
+    up, gate = (tensor(units[-1], model.hidden) for _ in range(2))
+    weights = (up, gate, down) if model.gated else (up, down)
+    with _following(x, grad_out, *weights) as alive:
+        given = alive.now
+        grads = feed_forward_backward_body(grad_out, x, up, gate if model.gated else None, down, None, None, *options)
+        del grads
+        return alive.peak - given
+
+
+@contextmanager
+def _following(*given: Tensor) -> Iterator[Alive]:
+    with torch.no_grad(), Alive(*given) as alive:
+        yield alive
+
+
+def _options(candidate: Candidate, sequence: SequenceShape, index: int) -> Options:
+    place, inner = candidate.place(index), candidate.ring * candidate.team
+    is_whole = candidate.schedule == "published" and candidate.team > 1
+    left, right = sequence.mask.left, sequence.mask.right
+    return Options(
+        place=(place.ring, place.team, place.ring_rank, place.team_rank, place.ulysses, place.ulysses_rank),
+        ulysses=absent_group(place.ulysses_rank, place.ulysses),
+        ring=absent_group(place.ring_rank, place.ring),
+        team=absent_group(place.team_rank, place.team),
+        context=absent_group(place.inner_index, inner) if is_whole else "",
+        context_ranks=tuple(range(inner)) if is_whole else (),
+        lengths=(sequence.length, sequence.length),
+        replicated=0,
+        is_causal=sequence.is_causal,
+        window=(-1 if left is None else left, -1 if right is None else right),
+        prefix=0,
+        mask="",
+        packed="",
+        scale=1.0,
+        softcap=0.0,
+        order=candidate.order,
+        schedule=candidate.schedule,
+        rotate=candidate.rotate,
+        kernel="auto",
+        code=CODE,
+    )

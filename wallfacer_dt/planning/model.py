@@ -1,0 +1,113 @@
+"""What is to be computed: the sizes of a model and of its sequences."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from wallfacer_dt.algorithms import Mask
+from wallfacer_dt.layout import check_length
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder's sizes: layers of attention and, where ``ffn`` is not 0, a feed-forward, as Llama's are built.
+
+    Attributes:
+        hidden: model dim.
+        heads: query heads.
+        kv_heads: key and value heads, a divisor of ``heads``; None: as many.
+        head_dim: of queries, keys and values; None: hidden / heads.
+        ffn: hidden units of the feed-forward, 0 for none.
+        gated: it has a gate (SwiGLU): three projections instead of two.
+        layers: how many.
+        vocab: entries of the output projection, 0 to leave it and the embedding out.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int = 0
+    gated: bool = True
+    layers: int = 1
+    vocab: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) sizes that are none, or do not divide."""
+        for name in ("hidden", "heads", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("ffn", "vocab"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("kv_heads", "head_dim"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.keys:
+            raise ValueError(f"kv_heads must divide heads, got {self.keys} and {self.heads}")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"heads must divide hidden unless head_dim is given, got {self.heads} and {self.hidden}")
+        # Written out, so that the same sizes are equal.
+        object.__setattr__(self, "kv_heads", self.keys)
+        object.__setattr__(self, "head_dim", self.dim)
+
+    @property
+    def keys(self) -> int:
+        """Key and value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def dim(self) -> int:
+        """Head dim."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of a layer's four projections."""
+        return self.hidden * self.dim * 2 * (self.heads + self.keys)
+
+    @property
+    def ffn_weights(self) -> int:
+        """Elements of a layer's feed-forward."""
+        return self.hidden * self.ffn * (3 if self.gated else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShape:
+    """The sequences that all ranks share.
+
+    Attributes:
+        length: N, tokens.
+        batch: B.
+        is_causal: a query sees the keys up to its own position.
+        window_size: (left, right), as :func:`wallfacer_dt.context_parallel_attention` takes it.
+        dtype: of activations.
+    """
+
+    length: int
+    batch: int = 1
+    is_causal: bool = False
+    window_size: tuple[int | None, int | None] | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        """Refuse (TypeError, ValueError) what is no sequence."""
+        check_length(self.length, "length")
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, got {self.batch}")
+        if self.window_size is not None and self.mask == Mask(right=0 if self.is_causal else None):
+            object.__setattr__(self, "window_size", None)  # it hides nothing
+
+    @property
+    def mask(self) -> Mask:
+        """What is seen."""
+        left, right = (None if n in (None, -1) else n for n in self.window_size or (None, None))
+        return Mask(left, 0 if self.is_causal else right)
+
+    def pairs(self) -> int:
+        """(query, key) pairs that are seen, of a row of the batch."""
+        left, right = (None if n in (None, -1) else n for n in self.window_size or (None, None))
+        before = self.length - 1 if left is None else min(left, self.length - 1)
+        after = 0 if self.is_causal else self.length - 1 if right is None else min(right, self.length - 1)
+        return self.length * (1 + before + after) - math.comb(before + 1, 2) - math.comb(after + 1, 2)

@@ -1,0 +1,176 @@
+"""What a candidate costs: bytes, time and memory, predicted on the host."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from wallfacer_dt.algorithms import feed_forward_volume
+from wallfacer_dt.planning.attention import attention_events, head_patterns
+from wallfacer_dt.planning.candidates import Candidate, node_of
+from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.timeline import Timeline, on_links, run
+from wallfacer_dt.planning.traffic import Wire, arrivals, into_nodes, into_ranks, wires
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a training step costs, all layers, forward and backward.
+
+    Attributes:
+        seconds: it takes.
+        compute: seconds of these in which a rank computes.
+        exposed: seconds in which it waits for others, or copies what comes.
+        overlapped: seconds of transfers hidden behind these two.
+        rank_bytes: received by attention on the rank that receives most, and by METP's feed-forward.
+        node_bytes: the same into the node that receives most from other nodes, attention's only.
+        hops: transfers round the ring of one call of attention, forward and backward.
+        memory: the most bytes a rank holds; 0 before anyone has asked, which takes longest.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    overlapped: float
+    rank_bytes: int
+    node_bytes: int
+    hops: int
+    memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCost:
+    """Attention of one layer: its two timelines, and what they move."""
+
+    forward: Timeline
+    backward: Timeline
+    rank_bytes: tuple[int, ...]
+    node_bytes: tuple[int, ...]
+    hops: int
+
+
+def attention_cost(candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> AttentionCost:
+    """Predict one call of attention.
+
+    Args:
+        candidate: how ranks share the sequence.
+        model: whose heads.
+        sequence: what is attended.
+        cluster: where.
+
+    Returns:
+        Its cost.
+    """
+    arrived = arrivals(candidate, model, sequence)
+    node = node_of(candidate, cluster.ranks_per_node)
+    on_wires = wires(arrived, node)
+    lines, rank_bytes, node_bytes = [], [], []
+    for backward in (False, True):
+        # Ranks with other heads wait for each other: the slowest counts.
+        by_heads = [
+            run(
+                attention_events(candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward),
+                cluster,
+            )
+            for heads in head_patterns(candidate, model)
+        ]
+        lines.append(max(by_heads, key=lambda line: line.seconds))
+        some = [arrivals for key, arrivals in arrived.items() if key.backward is backward]
+        rank_bytes.append(int(into_ranks(some, candidate.size).max()))
+        node_bytes.append(int(into_nodes(some, node).max()))
+    hops = sum(
+        int(some.times.max()) for key, some in arrived.items() if key.kind in ("move", "place") and not key.group
+    )
+    return AttentionCost(lines[0], lines[1], tuple(rank_bytes), tuple(node_bytes), hops)
+
+
+def predict(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, cost: AttentionCost
+) -> Prediction:
+    """Predict a step, but for its memory, which is :func:`stack_memory`'s.
+
+    With a feed-forward, layers have projections, too, whose weights FSDP or METP shards over all ranks: a layer's
+    weights and gradients travel while it computes, and what is longer than that is exposed.
+
+    Args:
+        candidate: attention and layers.
+        model: sizes.
+        sequence: what a step takes.
+        cluster: where.
+        cost: of the candidate's attention.
+
+    Returns:
+        The prediction.
+    """
+    # Computed again under a full checkpoint: attention's forward, with all that it sends.
+    forwards = 2 if candidate.checkpoint == "full" else 1
+    times = (forwards, 1)
+    lines = [cost.forward, cost.backward]
+    layer = _Layer.of(candidate, model, sequence, cluster)
+    sums = {
+        name: sum(n * getattr(line, name) for n, line in zip(times, lines, strict=True))
+        for name in ("compute", "exposed", "overlapped")
+    }
+    layers = model.layers
+    rank_bytes = sum(n * nbytes for n, nbytes in zip(times, cost.rank_bytes, strict=True)) + layer.metp_bytes
+    node_bytes = sum(n * nbytes for n, nbytes in zip(times, cost.node_bytes, strict=True))
+    compute, exposed = sums["compute"] + layer.compute, sums["exposed"] + layer.exposed
+    return Prediction(
+        layers * (compute + exposed),
+        layers * compute,
+        layers * exposed,
+        layers * (sums["overlapped"] + layer.overlapped),
+        layers * rank_bytes,
+        layers * node_bytes,
+        cost.hops,
+    )
+
+
+def attention_alone(model: ModelShape) -> ModelShape:
+    """The same attention, without layers round it."""
+    return replace(model, ffn=0, layers=1, vocab=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a layer costs beside attention."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    overlapped: float = 0.0
+    metp_bytes: int = 0
+
+    @classmethod
+    def of(cls, candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> "_Layer":
+        if not model.ffn:
+            return cls()
+        tokens = sequence.batch * -(-sequence.length // candidate.size)
+        passes = 3 if candidate.checkpoint == "none" else 4
+        # METP's backward computes hidden units anew, checkpoint or not.
+        ffn_passes = max(passes, 4) if candidate.feed_forward == "metp" else passes
+        flops = 2 * tokens * (passes * model.attention_weights + ffn_passes * model.ffn_weights)
+        compute = flops / cluster.kernels.linear
+        # Weights come for the forward and again for the backward, from which gradients go.
+        sent = 3 * model.attention_weights * sequence.dtype.itemsize
+        metp_bytes = 0
+        if candidate.feed_forward == "metp":
+            volumes = feed_forward_volume(
+                candidate.axes, model_dim=model.hidden, hidden=model.ffn, dtype=sequence.dtype, gated=model.gated
+            )
+            metp_bytes = volumes[0].bytes * (passes - 2) + volumes[1].bytes
+        else:
+            sent += 3 * model.ffn_weights * sequence.dtype.itemsize
+        received = sent * (candidate.size - 1) // candidate.size + metp_bytes
+        seconds = _round_all(received, candidate.size, cluster)
+        return cls(compute, max(0.0, seconds - compute), min(seconds, compute), metp_bytes)
+
+
+def _round_all(nbytes: int, ranks: int, cluster: Cluster) -> float:
+    """Seconds in which every rank receives so much in a ring of all, in which nodes are neighbours."""
+    crossing = nbytes if cluster.nodes > 1 and ranks > 1 else 0
+    return max(on_links(Wire(ranks - 1, nbytes, crossing, crossing), cluster)) if nbytes else 0.0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As people write it."""
+    return str(dtype).removeprefix("torch.")

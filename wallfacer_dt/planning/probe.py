@@ -1,0 +1,201 @@
+"""What a plan needs to know of the machines, measured by all ranks together in seconds.
+
+Links are measured with the transfer that attention uses, all ranks at once, since they share links; kernels with
+the kernel of attention on blocks of a shard's size, all ranks at once, since ranks may share cores, too.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wallfacer_dt.collectives import permute, wait
+from wallfacer_dt.kernels import FULL, accumulation_dtype, merge_, select_kernel
+from wallfacer_dt.mesh import context_mesh, whole_context_group
+from wallfacer_dt.planning.cluster import Cluster, Kernels, Link, PlanningError
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+
+_SMALL, _MANY = 1024, 10
+_SECONDS = 0.05  # that a timed transfer should take at least
+_LARGEST = 2**26
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One rank's part in measuring.
+
+    Attributes:
+        device: to measure on.
+        group: name of the process group of all ranks.
+        ranks_per_node: how many share a node.
+    """
+
+    device: torch.device
+    group: str
+    ranks_per_node: int
+
+    @classmethod
+    def on(cls, device_type: str, ranks_per_node: int | None) -> "Probe":
+        """Find out where this rank is; all ranks call it together."""
+        mesh = context_mesh(device_type, dist.get_world_size())
+        group, _ = whole_context_group(mesh["cp_ring"], ("cp_ring",))
+        device = torch.device(device_type)
+        if device_type != "cpu":
+            device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+        return cls(device, group, ranks_per_node or _ranks_per_node())
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return dist.get_world_size()
+
+    def cluster(self, model: ModelShape, sequence: SequenceShape, memory: int | None) -> Cluster:
+        """Measure links and kernels; all ranks return the same."""
+        kernels, contention = self.kernels(model, sequence)
+        per_node = min(self.ranks_per_node, self.ranks)
+        has_intra, has_inter = per_node > 1, self.ranks > per_node
+        intra, copy = self._intra(per_node, contention) if has_intra else (Link(1e12), 0.0)
+        inter, nics, copy_inter = self._inter(per_node, contention) if has_inter else (intra, 1, 0.0)
+        kernels = Kernels(
+            kernels.forward, kernels.backward, kernels.linear, kernels.overhead, kernels.merge, max(copy, copy_inter)
+        )
+        return Cluster(self.ranks, per_node, intra, inter, nics, memory, kernels)
+
+    def kernels(self, model: ModelShape, sequence: SequenceShape) -> tuple[Kernels, float]:
+        """Rates of kernels, and how many seconds pass while a rank's processor works for one (ranks may share it)."""
+        rows = max(16, min(2048, sequence.length // self.ranks))
+        shape = (sequence.batch, model.heads, rows, model.dim)
+        forward, backward, contention = self._attention(model, sequence, rows)
+        fewer, fewer_back, _ = self._attention(model, sequence, max(8, rows // 4))
+        pairs = sequence.batch * model.heads * model.dim * (rows**2 - max(8, rows // 4) ** 2)
+        wide = accumulation_dtype(sequence.dtype)
+        out, lse = self._random(*shape, dtype=wide), self._random(*shape[:-1], dtype=wide)
+        more = self._random(*shape, dtype=sequence.dtype)
+        merging = self.timed(lambda: merge_(out, lse, more, lse.clone()))
+        size = 512 if self.device.type == "cpu" else 4096
+        square = self._random(size, size, dtype=sequence.dtype)
+        product = self.timed(lambda: square @ square)
+        rate = 4 * pairs / max(forward - fewer, 0.05 * forward)
+        rate_back = 10 * pairs / max(backward - fewer_back, 0.05 * backward)
+        overhead = max(0.0, fewer - 4 * sequence.batch * model.heads * model.dim * max(8, rows // 4) ** 2 / rate)
+        kernels = Kernels(rate, rate_back, 2 * size**3 / product, overhead, 3 * out.nbytes / merging)
+        return kernels, contention
+
+    def _attention(self, model: ModelShape, sequence: SequenceShape, rows: int) -> tuple[float, float, float]:
+        """Seconds of a block forward and backward, and wall seconds for one of the processor."""
+        dtype = sequence.dtype
+        q, grad = (self._random(sequence.batch, model.heads, rows, model.dim, dtype=dtype) for _ in range(2))
+        k, v = (self._random(sequence.batch, model.keys, rows, model.dim, dtype=dtype) for _ in range(2))
+        kernel = select_kernel("auto", self.device.type, dtype, model.dim, masked=False, softcap=0.0)
+        options = {"band": FULL, "mask": None, "scale": model.dim**-0.5, "softcap": 0.0}
+        out, lse = kernel.forward(q, k, v, **options)
+        busy, began = time.process_time(), time.perf_counter()
+        for _ in range(_REPEATS):
+            kernel.forward(q, k, v, **options)
+        passed, busy = time.perf_counter() - began, time.process_time() - busy
+        forward = self.timed(lambda: kernel.forward(q, k, v, **options))
+        backward = self.timed(lambda: kernel.backward(grad, q, k, v, out, lse, **options))
+        contention = max(1.0, passed / busy * torch.get_num_threads()) if busy > 0 else 1.0
+        return forward, backward, self._mean(contention)
+
+    def _intra(self, per_node: int, contention: float) -> tuple[Link, float]:
+        first = self.rank // per_node * per_node
+        to, source = (first + (self.rank - first + step) % per_node for step in (1, -1))
+        latency, seconds, nbytes, copy = self._link(to, source, contention)
+        return Link(nbytes / max(seconds - latency - 2 * copy * nbytes, 0.1 * seconds), latency), copy
+
+    def _inter(self, per_node: int, contention: float) -> tuple[Link, int, float]:
+        """A node's link, all its ranks sending; and over how many interfaces it goes, by one rank's share of it."""
+        to, source = ((self.rank + step * per_node) % self.ranks for step in (1, -1))
+        latency, seconds, nbytes, copy = self._link(to, source, contention)
+        node = per_node * nbytes / max(seconds - latency, 0.1 * seconds)
+        alone = self.rank % per_node == 0
+        buffer = torch.zeros(nbytes if alone else 0, dtype=torch.uint8, device=self.device)
+        # The others take part with nothing.
+        one = self.timed(lambda: wait(permute(buffer, to, source, self.group)))
+        lane = nbytes / max(one - latency, 0.1 * one)
+        return Link(node, latency), max(1, round(node / lane)), copy
+
+    def _link(self, to: int, source: int, contention: float) -> tuple[float, float, int, float]:
+        """Latency, and for messages that take long enough seconds and bytes; and seconds of copying a byte."""
+
+        def seconds(nbytes: int, times: int = 1) -> float:
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+            def transfers() -> None:
+                for _ in range(times):
+                    wait(permute(buffer, to, source, self.group))
+
+            return self.timed(transfers) / times
+
+        # Several, since ranks do not begin at the same moment.
+        latency, nbytes = seconds(_SMALL, times=_MANY), 2**18
+        while (taken := seconds(nbytes)) < _SECONDS and nbytes < _LARGEST:
+            nbytes *= 4
+        copy = 0.0
+        if self.device.type == "cpu":
+            busy = time.process_time()
+            buffer = torch.zeros(nbytes, dtype=torch.uint8)
+            for _ in range(_REPEATS):
+                wait(permute(buffer, to, source, self.group))
+            copy = self._mean((time.process_time() - busy) * contention / (2 * _REPEATS * nbytes))
+        return latency, taken, nbytes, copy
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Median seconds of one, of the slowest rank; the first is not counted."""
+        seconds = [slowest(work, self.device) for _ in range(_REPEATS + 1)]
+        return max(statistics.median(seconds[1:]), 1e-9)
+
+    def _mean(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total) / self.ranks
+
+    def _random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=self.device)
+
+
+def slowest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that something takes on the slowest rank; all begin together."""
+    finish = None if device.type == "cpu" else torch.get_device_module(device.type).synchronize
+    dist.barrier()
+    if finish:
+        finish()
+    began = time.perf_counter()
+    work()
+    if finish:
+        finish()
+    mine = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return float(mine)
+
+
+def _ranks_per_node() -> int:
+    """As torchrun says it, or else by host names; nodes must have equally many neighbouring ranks."""
+    here = (os.environ.get("LOCAL_WORLD_SIZE", ""), platform.node())
+    everyone: list[tuple[str, str]] = [here] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    told = {size for size, _ in everyone}
+    if len(told) == 1 and here[0]:
+        return int(here[0])
+    names = [name for _, name in everyone]
+    count = names.count(names[0])
+    if names != [names[i // count * count] for i in range(len(names))] or len(names) % count:
+        raise PlanningError(
+            f"neighbouring ranks must share a node, as many on each, got ranks on {', '.join(names)}: start them so, "
+            "or say ranks_per_node",
+            about="ranks_per_node",
+        )
+    return count

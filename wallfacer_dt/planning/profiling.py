@@ -1,0 +1,267 @@
+"""Profile: measure the cluster, run the few best plans, keep the fastest (WallFacer, equation 8)."""
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from wallfacer_dt.attention import context_parallel_attention
+from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.mesh import any_order, context_groups
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.cluster import Cluster, PlanningError
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.predict import attention_alone, dtype_name
+from wallfacer_dt.planning.probe import Probe, slowest
+from wallfacer_dt.planning.search import Plan, Ranked, plan
+
+_VERSION = 1
+_RANKED = 8  # plans for each that is run: of a mesh there may be several
+
+Build = Callable[[Plan], Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One plan that was run.
+
+    Attributes:
+        model: of what.
+        sequence: likewise.
+        candidate: how.
+        seconds: of a step: the median, of the slowest rank.
+    """
+
+    model: ModelShape
+    sequence: SequenceShape
+    candidate: Candidate
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured on a cluster.
+
+    Attributes:
+        cluster: with links and kernels as measured.
+        measured: plans that were run.
+    """
+
+    cluster: Cluster
+    measured: tuple[Measured, ...] = ()
+
+    def seconds(self, candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> float | None:
+        """How long a step took, if it was run."""
+        found = [
+            one.seconds
+            for one in self.measured
+            if (one.candidate, one.model, one.sequence) == (candidate, model, sequence)
+        ]
+        return found[-1] if found else None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that :meth:`load` reads, whole or not at all.
+
+        Args:
+            path: of the file.
+        """
+        entries = [asdict(one) for one in self.measured]
+        for entry in entries:
+            entry["sequence"]["dtype"] = dtype_name(entry["sequence"]["dtype"])
+        text = json.dumps({"version": _VERSION, "cluster": self.cluster.as_json(), "measured": entries}, indent=1)
+        folder = Path(path).absolute().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(text + "\n")
+        Path(file.name).replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Profile":
+        """Read a file.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ValueError: it is none, or of another version.
+            OSError: it cannot be read.
+        """
+        try:
+            given = json.loads(Path(path).read_text())
+            if given["version"] != _VERSION:
+                raise ValueError(f"is of version {given['version']}, this is {_VERSION}; profile again")
+            return cls(Cluster.from_json(given["cluster"]), tuple(map(_measured, given["measured"])))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no profile: {error}") from error
+
+
+def _measured(given: dict[str, Any]) -> Measured:
+    sequence = dict(given["sequence"])
+    sequence["dtype"] = getattr(torch, sequence["dtype"])
+    if sequence["window_size"] is not None:
+        sequence["window_size"] = tuple(sequence["window_size"])
+    return Measured(
+        ModelShape(**given["model"]), SequenceShape(**sequence), Candidate(**given["candidate"]), given["seconds"]
+    )
+
+
+def profile(
+    model: ModelShape,
+    sequence: SequenceShape,
+    device_type: str,
+    *,
+    ranks_per_node: int | None = None,
+    memory: int | None = None,
+    top: int = 4,
+    iterations: int = 3,
+    build: Build | None = None,
+    cluster: Cluster | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> tuple[Plan, Profile]:
+    """Measure links and kernels, plan, run the best few plans and choose the fastest; all ranks call it together.
+
+    Args:
+        model: sizes.
+        sequence: what a step takes.
+        device_type: ``"cpu"``, ``"cuda"``, ...
+        ranks_per_node: how many neighbouring ranks share a node; by default what torchrun or host names say.
+        memory: bytes of a rank; None for no limit.
+        top: how many plans to run, no two of which are the same mesh and schedule but for their placement or rotation.
+        iterations: of each, after one that is not counted; plans take turns.
+        build: from a plan whose choice is to be run, one step of the real model; without it, one call of attention of
+            the model's shape, forward and backward, on random numbers, and that is what is planned.
+        cluster: instead of measuring it.
+        path: a file for rank 0 to add the result to; what it has of other models and sequences stays.
+
+    Returns:
+        The plan, and what was measured.
+
+    Raises:
+        PlanningError: on every rank: nothing fits, or nodes are not made of neighbouring ranks.
+        RuntimeError: on the others, where rank 0 has another error.
+    """
+    if cluster is None:
+        cluster = Probe.on(device_type, ranks_per_node).cluster(model, sequence, memory)
+    model = model if build else attention_alone(model)
+    first = _by_first(lambda: plan(model, sequence, cluster, keep=_RANKED * top))
+    chosen = shortlist(first, top)
+    build = build or (lambda one: attention_step(one, one.mesh(device_type)))
+    seconds = _run(first, chosen, iterations, build, torch.device(device_type))
+    measured = tuple(
+        Measured(model, sequence, one.candidate, taken) for one, taken in zip(chosen, seconds, strict=True)
+    )
+    result = Profile(first.cluster, measured)
+
+    def finish() -> Plan:
+        if path is not None:
+            _with_earlier(result, path).save(path)
+        return plan(model, sequence, result.cluster, profile=result, keep=_RANKED * top)
+
+    return _by_first(finish), result
+
+
+def _by_first(make: Callable[[], Plan]) -> Plan:
+    """What rank 0 plans, on every rank: they may share its processor, and plan by the same numbers."""
+    made: list[Any] = [None]
+    raised: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            made = [make()]
+        except Exception as error:  # the others wait for it
+            raised = error
+            made = [error if isinstance(error, PlanningError) else f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(made, src=0)
+    if raised is not None:
+        raise raised
+    if isinstance(made[0], PlanningError):
+        raise made[0]
+    if isinstance(made[0], str):
+        raise RuntimeError(f"rank 0 could not plan: {made[0]}")
+    return made[0]
+
+
+def shortlist(given: Plan, top: int) -> list[Ranked]:
+    """The best few, of each mesh and schedule only the best; fewer where there are no more.
+
+    Args:
+        given: a plan.
+        top: how many.
+
+    Returns:
+        The best first.
+    """
+    chosen: dict[Any, Ranked] = {}
+    for one in given.ranked:
+        it = one.candidate
+        chosen.setdefault((it.axes, it.schedule, it.order), one)
+        if len(chosen) == top:
+            break
+    return list(chosen.values())
+
+
+def _with_earlier(result: Profile, path: str | os.PathLike[str]) -> Profile:
+    """With what the file says of other models and sequences on the same ranks."""
+    if not Path(path).exists():
+        return result
+    earlier = Profile.load(path)
+    if (earlier.cluster.ranks, earlier.cluster.ranks_per_node) != (result.cluster.ranks, result.cluster.ranks_per_node):
+        return result
+    fresh = {(one.model, one.sequence) for one in result.measured}
+    kept = [one for one in earlier.measured if (one.model, one.sequence) not in fresh]
+    return replace(result, measured=(*kept, *result.measured))
+
+
+def _run(given: Plan, chosen: Sequence[Ranked], iterations: int, build: Build, device: torch.device) -> list[float]:
+    """Median seconds of each, of the slowest rank, taking turns."""
+    steps = [build(replace(given, ranked=(one,))) for one in chosen]
+    seconds: list[list[float]] = [[] for _ in steps]
+    for turn in range(iterations + 1):
+        for step, taken in zip(steps, seconds, strict=True):
+            passed = slowest(step, device)
+            if turn:
+                taken.append(passed)
+    return [statistics.median(taken) for taken in seconds]
+
+
+def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
+    """One call of the chosen attention on random numbers, forward and backward.
+
+    Args:
+        given: the plan.
+        mesh: what :meth:`Plan.mesh` makes, or made before.
+
+    Returns:
+        The call.
+    """
+    model, sequence, it = given.model, given.sequence, given.chosen
+    place = context_groups(mesh).coordinate
+    rows = shard_sizes(sequence.length, it.axes)[place.index]
+
+    def tensor(heads: int) -> Tensor:
+        shape = (sequence.batch, heads, rows, model.dim)
+        return torch.randn(shape, dtype=sequence.dtype, device=mesh.device_type, requires_grad=True)
+
+    q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
+
+    def step() -> None:
+        # These are no tokens of anyone's.
+        with any_order(mesh):
+            out = context_parallel_attention(
+                q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=it.order,
+                schedule=it.schedule, rotate=it.rotate, length=sequence.length,
+            )  # fmt: skip
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    return step

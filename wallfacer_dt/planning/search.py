@@ -1,0 +1,286 @@
+"""The search: every candidate predicted, what does not fit dropped, the rest ranked, each with a line that says why."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from wallfacer_dt.mesh import context_mesh
+from wallfacer_dt.metp import METPParallel
+from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
+from wallfacer_dt.planning.cluster import Cluster, PlanningError
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.predict import Prediction, attention_cost, predict
+from wallfacer_dt.planning.stack import stack_memory
+from wallfacer_dt.styles import WallFacerParallel
+
+if TYPE_CHECKING:
+    from wallfacer_dt.planning.profiling import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A candidate with what was predicted of it.
+
+    Attributes:
+        candidate: it.
+        prediction: of a step.
+        why: it is where it is, in one line.
+        measured: seconds of a step, where they were measured.
+    """
+
+    candidate: Candidate
+    prediction: Prediction
+    why: str
+    measured: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Measured, or else predicted."""
+        return self.prediction.seconds if self.measured is None else self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was chosen, and among what.
+
+    Attributes:
+        model: that was planned for.
+        sequence: likewise.
+        cluster: likewise.
+        ranked: fastest first; the first is chosen. One for every attention, with the layers that suit it best.
+        dropped: what does not fit into memory, likewise.
+        considered: how many attentions there were to choose from.
+    """
+
+    model: ModelShape
+    sequence: SequenceShape
+    cluster: Cluster
+    ranked: tuple[Ranked, ...]
+    dropped: tuple[Ranked, ...] = ()
+    considered: int = 0
+
+    @property
+    def chosen(self) -> Candidate:
+        """The first."""
+        return self.ranked[0].candidate
+
+    @property
+    def prediction(self) -> Prediction:
+        """Of the chosen."""
+        return self.ranked[0].prediction
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The chosen context mesh; all ranks call it together.
+
+        Args:
+            device_type: ``"cpu"``, ``"cuda"``, ...
+
+        Returns:
+            A mesh over all ranks, see :func:`wallfacer_dt.context_mesh`.
+
+        Raises:
+            ValueError: there are other ranks than were planned for.
+        """
+        it = self.chosen
+        return context_mesh(device_type, it.ring, it.team, ulysses=it.ulysses, placement=it.placement)
+
+    def styles(
+        self,
+        *,
+        attention: str = "layers.*.attention.inner_attention",
+        feed_forward: str = "layers.*.feed_forward",
+        up: str = "w3",
+        down: str = "w2",
+        gate: str | None = "w1",
+        activation: str = "silu",
+        scale: float | None = None,
+        kernel: str = "auto",
+        layout: str = "BLNH",
+        check: bool = True,
+    ) -> dict[str, ParallelStyle]:
+        """The chosen plan for ``parallelize_module``; names are by default those of torchtitan's Llama 3.
+
+        Shard sequences in ``plan.chosen.order``; a checkpoint (``plan.chosen.checkpoint``) is the model's to place.
+
+        Args:
+            attention: the inner attention's fully qualified name.
+            feed_forward: the feed-forward's, used only where METP was chosen.
+            up: its projection to the hidden units.
+            down: the one back.
+            gate: the one that the activation is applied to, or None.
+            activation: see :class:`wallfacer_dt.METPParallel`.
+            scale: see :class:`wallfacer_dt.WallFacerParallel`.
+            kernel: likewise.
+            layout: likewise.
+            check: compare modules with their styles first.
+
+        Returns:
+            ``{fully qualified name: style}``.
+        """
+        it, sequence = self.chosen, self.sequence
+        styles: dict[str, ParallelStyle] = {
+            attention: WallFacerParallel(
+                is_causal=sequence.is_causal, window_size=sequence.window_size, scale=scale, order=it.order,
+                schedule=it.schedule, rotate=it.rotate, kernel=kernel, layout=layout, check=check,
+                length=sequence.length if sequence.length % it.size else None,
+            )
+        }  # fmt: skip
+        if it.feed_forward == "metp":
+            styles[feed_forward] = METPParallel(up=up, down=down, gate=gate, activation=activation, check=check)
+        return styles
+
+
+def plan(
+    model: ModelShape,
+    sequence: SequenceShape,
+    cluster: Cluster,
+    *,
+    only: Sequence[Candidate] | None = None,
+    profile: "Profile | None" = None,
+    keep: int | None = None,
+) -> Plan:
+    """Choose how the ranks of a cluster share sequences (WallFacer section 3.4, with more to choose from).
+
+    Every size of Ulysses, ring and team, placement, schedule and rotation is predicted: what it receives to the byte,
+    its time by its own schedule on links of two levels, and its memory. Layers are added where the model has a
+    feed-forward: METP or not, and what is checkpointed; for every attention the fastest that fits is kept.
+
+    Args:
+        model: sizes; without a feed-forward attention alone is planned.
+        sequence: what a step takes.
+        cluster: where.
+        only: the attentions to choose from, instead of all.
+        profile: what was measured; it goes before what is predicted.
+        keep: how many plans to rank, None for all; memory is predicted for no more than that takes.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanningError: nothing fits into memory.
+    """
+    search = _Search(model, sequence, cluster, profile)
+    for attention in attentions(model, sequence, cluster) if only is None else only:
+        search.add(attention)
+    ranked, dropped = search.run(keep)
+    if not ranked:
+        least = min(dropped, key=lambda one: one.prediction.memory)
+        raise PlanningError(
+            f"nothing fits: memory is {_size(cluster.memory or 0)} a rank, and the least that any plan needs is "
+            f"{_size(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
+            about="memory",
+        )
+    explained = tuple(_because(one, ranked[0]) for one in ranked)
+    too_large = tuple(
+        replace(one, why=f"needs {_size(one.prediction.memory)}, a rank has {_size(cluster.memory or 0)}")
+        for one in sorted(dropped, key=lambda one: one.prediction.memory)
+    )
+    return Plan(model, sequence, cluster, explained, too_large, len(search.choices))
+
+
+class _Search:
+    """The choices of every attention, fastest first; memory is asked for only of those whose turn comes."""
+
+    def __init__(self, model: ModelShape, sequence: SequenceShape, cluster: Cluster, profile: "Profile | None") -> None:
+        self.model, self.sequence, self.cluster, self.profile = model, sequence, cluster, profile
+        self.choices: list[list[Ranked]] = []
+
+    def add(self, attention: Candidate) -> None:
+        """Predict an attention with layers of every kind."""
+        model, sequence, cluster, profile = self.model, self.sequence, self.cluster, self.profile
+        cost = attention_cost(attention, model, sequence, cluster)
+        choices = [
+            Ranked(
+                candidate,
+                predict(candidate, model, sequence, cluster, cost),
+                "",
+                profile.seconds(candidate, model, sequence) if profile else None,
+            )
+            for candidate in with_layers(attention, model)
+        ]
+        self.choices.append(sorted(choices, key=_order))
+
+    def run(self, keep: int | None) -> tuple[list[Ranked], list[Ranked]]:
+        """Those that fit, best first, of every attention one; and those of which no choice fits, as small as can be."""
+        limit = self.cluster.memory
+        ranked, dropped = [], []
+        queue = [(_order(choices[0]), number, 0) for number, choices in enumerate(self.choices)]
+        smallest: dict[int, Ranked] = {}
+        heapq.heapify(queue)
+        while queue and len(ranked) != keep:
+            _, number, turn = heapq.heappop(queue)
+            one = self._with_memory(self.choices[number][turn])
+            if limit is None or one.prediction.memory <= limit:
+                ranked.append(one)
+                continue
+            smallest[number] = min(smallest.get(number, one), one, key=lambda some: some.prediction.memory)
+            if turn + 1 < len(self.choices[number]):
+                heapq.heappush(queue, (_order(self.choices[number][turn + 1]), number, turn + 1))
+            else:
+                dropped.append(smallest[number])
+        return ranked, dropped
+
+    def _with_memory(self, one: Ranked) -> Ranked:
+        peak = stack_memory(one.candidate, self.model, self.sequence).peak
+        return replace(one, prediction=replace(one.prediction, memory=peak))
+
+
+def _order(one: Ranked) -> tuple:
+    """What was measured first, then the fastest; of equally fast ones (to a thousandth) the one that sends less."""
+    p, it = one.prediction, one.candidate
+    axes = sum(size > 1 for size in it.axes)
+    predicted = float(f"{p.seconds:.3g}"), p.node_bytes, p.rank_bytes, axes, it.schedule != "2d", p.seconds
+    return one.measured is None, one.measured or 0.0, *predicted
+
+
+def _because(one: Ranked, first: Ranked) -> Ranked:
+    p, best = one.prediction, first.prediction
+    if one is first:
+        how = "measured fastest" if one.measured is not None else "fastest"
+        hidden = p.exposed / p.seconds if p.seconds else 0.0
+        into_node = f", {_size(p.node_bytes)} come into a node" if p.node_bytes else ""
+        return replace(one, why=f"{how}: {hidden:.0%} of the step is waiting{into_node}")
+    slower = one.seconds / first.seconds - 1 if first.seconds else 0.0
+    if one.measured is not None:
+        return replace(one, why=f"measured {slower:+.0%}")
+    if first.measured is not None:
+        return replace(one, why="not measured, predicted behind what was")
+    if slower < 0.0005:
+        return replace(one, why=_as_fast(p, best))
+    waits, computes = p.exposed - best.exposed, p.compute - best.compute
+    if waits >= computes:
+        return replace(one, why=f"{slower:+.0%}: waits {_ms(waits)} longer{_more_bytes(p, best)}")
+    return replace(
+        one, why=f"{slower:+.0%}: computes {_ms(computes)} longer (smaller tiles, more merging, or idle heads)"
+    )
+
+
+def _as_fast(p: Prediction, best: Prediction) -> str:
+    if p.node_bytes > best.node_bytes:
+        return "as fast, but more bytes cross nodes"
+    if p.rank_bytes > best.rank_bytes:
+        return "as fast, but receives more"
+    return "as fast, but no simpler"
+
+
+def _more_bytes(p: Prediction, best: Prediction) -> str:
+    if best.node_bytes and p.node_bytes > 1.005 * best.node_bytes:
+        return f", {p.node_bytes / best.node_bytes:.2g} times the bytes into a node"
+    if best.rank_bytes and p.rank_bytes > 1.005 * best.rank_bytes:
+        return f", receives {p.rank_bytes / best.rank_bytes:.2g} times as much"
+    return ", less of it hidden"
+
+
+def _size(nbytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,191 @@
+"""Who receives what from whom in one call of attention, by transfer; and what of it crosses nodes.
+
+The formulas are those of :func:`wallfacer_dt.attention_volume`, evaluated for every rank; here they meet a placement.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from wallfacer_dt.algorithms import Flow, Sequences, attention_flows, hops
+from wallfacer_dt.algorithms.routes import PublishedRoute
+from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+
+Ints = np.ndarray
+
+
+class Key(NamedTuple):
+    """Which transfers of a call: those of one kind, side and group of heads; see ``algorithms.flows``."""
+
+    backward: bool
+    kind: str
+    side: str
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What is received in transfers of one kind, over all ranks: one entry for every receiver and sender.
+
+    Attributes:
+        receiver: sequence indices.
+        sender: likewise.
+        nbytes: bytes, once.
+        times: how often.
+    """
+
+    receiver: Ints
+    sender: Ints
+    nbytes: Ints
+    times: Ints
+
+    @property
+    def total(self) -> Ints:
+        """Bytes of all times."""
+        return self.nbytes * self.times
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One transfer as links see it, at the rank and the node where it is most.
+
+    Attributes:
+        sources: from how many ranks one rank receives.
+        intra: bytes into one rank from its own node.
+        inter: bytes into one rank from other nodes.
+        node: bytes into one node from others.
+    """
+
+    sources: int
+    intra: int
+    inter: int
+    node: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes into one rank."""
+        return self.intra + self.inter
+
+
+def arrivals(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> dict[Key, Arrivals]:
+    """What every rank receives in one call of attention, forward and backward."""
+    return _arrivals(
+        candidate.axes, candidate.schedule, candidate.rotate, candidate.order, model.heads, model.keys, model.dim,
+        sequence,
+    )  # fmt: skip
+
+
+def wires(arrived: dict[Key, Arrivals], node: Ints) -> dict[Key, Wire]:
+    """The same as links see it; ``node`` is that of every sequence index."""
+    return {key: _wire(some, node) for key, some in arrived.items()}
+
+
+def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
+    """Bytes that every sequence index receives."""
+    total = np.zeros(ranks, np.int64)
+    for some in arrived:
+        np.add.at(total, some.receiver, some.total)
+    return total
+
+
+def into_nodes(arrived: Iterable[Arrivals], node: Ints) -> Ints:
+    """Bytes that every node receives from others."""
+    total = np.zeros(node.max() + 1, np.int64)
+    for some in arrived:
+        crosses = node[some.receiver] != node[some.sender]
+        np.add.at(total, node[some.receiver][crosses], some.total[crosses])
+    return total
+
+
+def _wire(some: Arrivals, node: Ints) -> Wire:
+    crosses = node[some.receiver] != node[some.sender]
+    ranks = len(node)
+
+    def most(of: Ints, chosen: Ints, size: int) -> int:
+        sums = np.zeros(size, np.int64)
+        np.add.at(sums, of[chosen], some.nbytes[chosen])
+        return int(sums.max())
+
+    sources = np.bincount(some.receiver, minlength=ranks).max()
+    return Wire(
+        int(sources),
+        most(some.receiver, ~crosses, ranks),
+        most(some.receiver, crosses, ranks),
+        most(node[some.receiver], crosses, node.max() + 1),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _arrivals(
+    axes: tuple[int, int, int],
+    schedule: str,
+    rotate: str,
+    order: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    sequence: SequenceShape,
+) -> dict[Key, Arrivals]:
+    ulysses, ring, team = axes
+    first = Candidate(ring, team, ulysses)
+    sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
+    distances = hops(first.place(0), sequences, "q") if sequences.mask.spares_hops else None
+
+    flows, _ = attention_flows(
+        ring, team, ulysses=ulysses, batch=sequence.batch, length=sequence.length, kv_length=None, heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, value_dim=None, shared_dim=0, dtype=sequence.dtype, schedule=schedule,
+        rotate=rotate, distances=distances, order=order, replicated=0,
+    )  # fmt: skip
+    # Of equal shards all ranks of one place on cp_ulysses receive the same, only from others.
+    alike = sequence.length % first.size == 0
+    blocks = _block_sources(ring, team) if alike and schedule == "published" and team > 1 else {}
+    entries: dict[Key, list[tuple[Ints, ...]]] = {}
+    for index in range(0, first.size, ring * team) if alike else range(first.size):
+        for is_backward, some in enumerate(flows(index)):
+            for flow in some:
+                sent = flow.nbytes(sequence.dtype), flow.times
+                if alike and flow.kind in blocks:
+                    ends = _ends(blocks[flow.kind], index)
+                elif alike:
+                    ends = _shifted(flow, index, ring, team)
+                else:
+                    ends = np.full(len(flow.sources), index), np.array(flow.sources, np.int64)
+                if len(ends[0]) and flow.times:
+                    key = Key(bool(is_backward), flow.kind, flow.side, flow.group)
+                    entries.setdefault(key, []).append((*ends, *(np.full(len(ends[0]), n) for n in sent)))
+    return {
+        key: Arrivals(*(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*some, strict=True)))
+        for key, some in entries.items()
+    }
+
+
+def _shifted(flow: Flow, index: int, ring: int, team: int) -> tuple[Ints, Ints]:
+    """Receivers and senders of what the first rank of a ring and team receives, for all of them: as many steps away."""
+    r, c = (x.reshape(-1, 1) for x in np.divmod(np.arange(ring * team), team))
+
+    def moved(indices: Ints) -> Ints:
+        u, inner = np.divmod(indices, ring * team)
+        ring_rank, team_rank = np.divmod(inner, team)
+        return ((u * ring + (ring_rank + r) % ring) * team + (team_rank + c) % team).reshape(-1)
+
+    return moved(np.full(len(flow.sources), index)), moved(np.array(flow.sources, np.int64))
+
+
+def _block_sources(ring: int, team: int) -> dict[str, Ints]:
+    """By inner index, where blocks of the published schedule come from; they go other ways than step by step."""
+    routes = [PublishedRoute(Coordinate(ring, team, *divmod(index, team))) for index in range(ring * team)]
+    before = np.array([route.previous * team + route.place.team_rank for route in routes])
+    placed, fetched = (np.array([getattr(route, name) for route in routes]) for name in ("placed_from", "fetched_from"))
+    return {"move": before, "carry": before, "place": placed, "home": fetched}
+
+
+def _ends(senders: Ints, first: int) -> tuple[Ints, Ints]:
+    """Receivers and senders, without those that would receive from themselves."""
+    receivers = np.arange(len(senders))
+    others = senders != receivers
+    return receivers[others] + first, senders[others] + first
