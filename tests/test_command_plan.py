@@ -1,0 +1,414 @@
+"""`wallfacer plan` and `wallfacer profile`: what is printed is the plan, and a file of one serves the other."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from rich.console import Console
+
+from tests.cases import fake_world
+from wallfacer_dt import plan as make_plan
+from wallfacer_dt.command.app import main
+from wallfacer_dt.command.planning.lanes import kind_of
+from wallfacer_dt.command.planning.text import print_plan, print_profile
+from wallfacer_dt.command.planning.usage import code_of
+from wallfacer_dt.planning import (
+    Candidate,
+    Cluster,
+    Kernels,
+    Link,
+    Measured,
+    ModelShape,
+    Plan,
+    Prediction,
+    Profile,
+    Ranked,
+    SequenceShape,
+)
+from wallfacer_dt.planning.candidates import attentions
+from wallfacer_dt.planning.predict import attention_cost
+
+ROOT = Path(__file__).parents[1]
+SHAPE = "--seq 4096 --hidden 256 --heads 4 --kv-heads 2"
+SMALL_SHAPE = "--seq 64 --hidden 32 --heads 2 --dtype float32"
+WHERE = "--ranks 4 --ranks-per-node 2 --intra 300GB/s --inter 12.5GB/s"
+MODEL = ModelShape(256, 4, 2, 64)
+SEQUENCE = SequenceShape(4096)
+CLUSTER = Cluster(4, 2, Link(300e9, 5e-6), Link(12.5e9, 10e-6))
+
+
+def out_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints, that is not refused."""
+    status = main(arguments.split())
+    printed = capsys.readouterr()
+    assert (status, printed.err) == (0, "")
+    return printed.out
+
+
+def listed(thing: object) -> object:
+    """As JSON has it: tuples are lists, a dtype its name."""
+    if isinstance(thing, dict):
+        return {key: listed(value) for key, value in thing.items()}
+    if isinstance(thing, torch.dtype):
+        return str(thing).removeprefix("torch.")
+    return [listed(value) for value in thing] if isinstance(thing, tuple | list) else thing
+
+
+def ranked(candidate: Candidate, seconds: float, why: str, measured: float | None = None) -> Ranked:
+    prediction = Prediction(seconds, 0.001, seconds - 0.001, 0.0002, 3_000_000, 1_500_000, 6, 80_000_000)
+    return Ranked(candidate, prediction, why, measured)
+
+
+# By hand, so that what is printed of a plan is tested apart from how plans are made.
+SMALL = Plan(
+    ModelShape(256, 4, 2, 64, ffn=1024, layers=2),
+    SequenceShape(4098, is_causal=True, window_size=(100, 0)),
+    replace(CLUSTER, memory=10**8, nics=2),
+    (
+        ranked(Candidate(2, 2, rotate="q", order="head_tail", feed_forward="metp", checkpoint="attention"), 0.002, "a"),
+        ranked(Candidate(1, 1, 4, "ulysses_in_node"), 0.0025, "b", 0.0031),
+        ranked(Candidate(4), 0.003, "not shown"),
+    ),
+    tuple(ranked(Candidate(1, 4), 1.0, f"needs {n} GiB, a rank has 0 GiB") for n in range(1, 6)),
+    considered=19,
+)
+
+
+def printed(plan: Plan, profile: Profile | None = None, width: int = 100) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False, markup=False)
+    if profile is None:
+        print_plan(plan, 2, console)
+    else:
+        print_profile(plan, profile, Path("profile.json"), console)
+    # expecttest writes ASCII alone.
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).replace("─", "-")
+
+
+def test_golden_text() -> None:
+    assert_expected_inline(
+        printed(SMALL),
+        """\
+4 ranks on 2 nodes of 2, each with 100 MB
+into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us over 2 interfaces
+attention at 500 TFLOPS, its backward at 400 TFLOPS, other matrix products at 600 TFLOPS
+4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
+hidden 256, 4/2 heads of 64, gated feed-forward of 1024
+
+The best 2 of 19 plans, for a step, 2 layers
+   ulysses x    in              backward                     into    into
+#  ring x team  node  schedule  rotates     step  exposed  a rank  a node  hops  memory
+---------------------------------------------------------------------------------------
+1  1 x 2 x 2    team  2d        q           2 ms     1 ms    3 MB  1.5 MB     6   80 MB
+2  4 x 1 x 1    -     -         -         2.5 ms   1.5 ms    3 MB  1.5 MB     6   80 MB
+
+Why
+#  order       feed-forward  checkpoint  measured
+----------------------------------------------------
+1  head_tail   METP          attention          -  a
+2  contiguous  plain         none          3.1 ms  b
+
+Dropped, 5:
+team 4, 2d, backward rotates kv: needs 1 GiB, a rank has 0 GiB
+team 4, 2d, backward rotates kv: needs 2 GiB, a rank has 0 GiB
+team 4, 2d, backward rotates kv: needs 3 GiB, a rank has 0 GiB
+and 2 that need as much or more
+
+To use plan 1:
+from wallfacer_dt import METPParallel, WallFacerParallel, context_mesh, shard_sequence
+mesh = context_mesh("cuda", ring=2, team=2, ulysses=1, placement="team_in_node")
+attention = WallFacerParallel(
+    is_causal=True, order="head_tail", schedule="2d", rotate="q", window_size=(100, 0), length=4098
+)
+styles = {"layers.*.attention.inner_attention": attention}
+styles["layers.*.feed_forward"] = METPParallel(up="w3", down="w2", gate="w1", activation="silu")
+parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel
+tokens = shard_sequence(tokens, mesh, dim=1, order="head_tail")
+# wrap layers: checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())""",
+    )
+
+
+def test_golden_text_of_a_profile() -> None:
+    runs = tuple(Measured(SMALL.model, SMALL.sequence, one.candidate, 0.0) for one in SMALL.ranked[1::-1])
+    kernels = Kernels(1e12, 5e11, 2e12, 1e-5, 1e9, copy=1e-9)
+    assert_expected_inline(
+        printed(replace(SMALL, cluster=replace(CLUSTER, kernels=kernels)), Profile(CLUSTER, runs)),
+        """\
+4 ranks on 2 nodes of 2
+into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us
+attention at 1 TFLOPS, its backward at 500 GFLOPS, other matrix products at 2 TFLOPS
+4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
+hidden 256, 4/2 heads of 64, gated feed-forward of 1024
+a kernel call costs 10 us, results are merged at 1 GB/s
+a rank copies what it sends and receives, at 1 GB/s
+
+Plans that were run: a step of attention, forward and backward
+   ulysses x    in              backward
+#  ring x team  node  schedule  rotates   predicted  measured
+-------------------------------------------------------------
+1  4 x 1 x 1    -     -         -            2.5 ms    3.1 ms
+2  1 x 2 x 2    team  2d        q              2 ms      2 ms
+
+chosen: ring 2 x team 2, team in node, 2d, backward rotates q, head-tail, METP, checkpoint attention
+written to profile.json; wallfacer plan --profile reads it""",
+    )
+
+
+@pytest.mark.parametrize(
+    "profile", [None, Profile(CLUSTER, (Measured(SMALL.model, SMALL.sequence, SMALL.chosen, 1.0),))]
+)
+def test_nothing_is_left_out_of_a_narrow_terminal(profile: Profile | None) -> None:
+    wide, narrow = (Counter(printed(SMALL, profile, width).replace("-", "")) for width in (100, 60))
+    assert {c: n for c, n in wide.items() if not c.isspace()} == {c: n for c, n in narrow.items() if not c.isspace()}
+
+
+def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = Kernels(1e14, 0.8 * 1e14, 1e15)
+    cluster = replace(CLUSTER, nics=2, inter=Link(12.5e9, 1e-3), kernels=kernels)
+    sequence = replace(SEQUENCE, batch=2, is_causal=True, window_size=(64, 0))
+    needed = sorted(one.prediction.memory for one in make_plan(MODEL, sequence, cluster).ranked)
+    memory = needed[len(needed) // 2]
+    plan = make_plan(MODEL, sequence, replace(cluster, memory=memory), keep=30)
+    assert plan.dropped
+    options = f"--causal --window 64 --memory {memory}B --nics 2 --attention-speed 100TFLOPS --linear-speed 1PFLOPS"
+    document = json.loads(
+        out_of(f"plan {SHAPE} {WHERE} {options} --inter-latency 1ms --batch 2 --top 30 --json", capsys)
+    )
+    assert document.pop("code") == code_of(plan)
+    assert document.pop("version") == 1
+    assert document == listed(asdict(plan))
+
+
+def test_layers_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--ffn 512 --no-gated --layers 3 --vocab 100 --dtype float32 --ranks 2 --intra 1GB/s --top 1"
+    document = json.loads(out_of(f"plan {SHAPE} {options} --json", capsys))
+    assert document["model"] == asdict(ModelShape(256, 4, 2, 64, 512, False, 3, 100))
+    assert document["sequence"]["dtype"] == "float32"
+    assert document["cluster"]["ranks_per_node"] == 2
+    text = out_of(f"plan {SHAPE} {options}", capsys)
+    assert "for a step, 3 layers" in text
+    assert "feed-forward of 512, vocabulary of 100" in text
+
+
+@pytest.mark.slow
+def test_the_issues_command_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out_of(
+        "plan --ranks 64 --ranks-per-node 8 --seq 65536 --hidden 6656 --heads 52 --kv-heads 52 --intra 300GB/s "
+        "--inter 12.5GB/s",
+        capsys,
+    )
+    assert "64 ranks on 8 nodes of 8" in text
+    rows = re.findall(r"^ *\d+  \d+ x \d+ x \d+ .* [kMG]?B *$", text, re.MULTILINE)
+    assert len(rows) == 10, text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "context_mesh(" in text
+
+
+@pytest.mark.parametrize("one", SMALL.ranked, ids=lambda one: str(one.candidate))
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_code_makes_the_plans_mesh_and_styles(one: Ranked, gated: bool) -> None:
+    plan = replace(SMALL, ranked=(one,), model=replace(SMALL.model, gated=gated))
+    code = code_of(plan).replace('"cuda"', '"cpu"')
+    applied = [line for line in code.splitlines() if "model" in line or line.startswith("tokens")]
+    assert len(applied) == 2
+    found: dict = {}
+    with fake_world(4):
+        exec("\n".join(line for line in code.splitlines() if line not in applied), found)
+        mesh = plan.mesh("cpu")
+        assert found["mesh"].mesh_dim_names == mesh.mesh_dim_names
+        assert torch.equal(found["mesh"].mesh, mesh.mesh)
+    styles = plan.styles() if gated else plan.styles(gate=None, up="w1")
+    options = {name: (type(style), vars(style)) for name, style in found["styles"].items()}
+    assert options == {name: (type(style), vars(style)) for name, style in styles.items()}
+    assert f'order="{one.candidate.order}")' in applied[1]
+    assert ("save_attention" in code) == (one.candidate.checkpoint == "attention")
+
+
+def saved(path: Path, **changes: object) -> Profile:
+    """A profile of a run of the last plan."""
+    last = make_plan(MODEL, SEQUENCE, CLUSTER).ranked[-1].candidate
+    profile = Profile(replace(CLUSTER, **changes), (Measured(MODEL, SEQUENCE, last, 1e-9),))
+    profile.save(path)
+    return profile
+
+
+def test_a_plan_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    profile = saved(path, memory=10**9, nics=2)
+    document = json.loads(out_of(f"plan {SHAPE} --profile {path} --json", capsys))
+    document.pop("code")
+    document.pop("version")
+    assert document == listed(asdict(make_plan(MODEL, SEQUENCE, profile.cluster, profile=profile, keep=10)))
+    assert document["ranked"][0]["measured"] == 1e-9
+    assert "measured fastest" in out_of(f"plan {SHAPE} --profile {path} --ranks 4 --ranks-per-node 2 --nics 2", capsys)
+    document = json.loads(out_of(f"plan {SHAPE} --profile {path} --memory 2GB --json", capsys))
+    assert document["cluster"] == replace(profile.cluster, memory=2 * 10**9).as_json()
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], measured: bool) -> None:
+    path = tmp_path / "out.png"
+    saved(tmp_path / "profile.json")
+    where = f"--profile {tmp_path / 'profile.json'}" if measured else WHERE
+    out_of(f"plan {SHAPE} {where} --picture {path}", capsys)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_bar_has_a_colour(causal: bool) -> None:
+    sequence, cluster = replace(SEQUENCE, is_causal=causal), replace(CLUSTER, ranks=8)
+    kinds = set()
+    for candidate in attentions(MODEL, sequence, cluster):
+        cost = attention_cost(candidate, MODEL, sequence, cluster)
+        kinds |= {kind_of(bar) for line in (cost.forward, cost.backward) for bar in line.bars}
+    assert kinds == {"own", "others", "heads", "gather", "hop", "carry", "exchange"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (f"{WHERE} --seq 4096 --hidden 256", "Missing option '--heads'"),
+        (f"{SHAPE} {WHERE} --kv-heads 3", "--kv-heads must divide --heads, got 3 and 4"),
+        (f"{SHAPE} {WHERE} --hidden 255", "--heads must divide --hidden unless --head-dim is given, got 4 and 255"),
+        (f"{SHAPE} {WHERE} --seq 0", "--seq must be at least 1, got 0"),
+        (f"{SHAPE} {WHERE} --batch 0", "--batch must be at least 1, got 0"),
+        (f"{SHAPE} {WHERE} --head-dim 0", "--head-dim must be at least 1, got 0"),
+        (f"{SHAPE} {WHERE} --ffn -1", "--ffn must be at least 0, got -1"),
+        (f"{SHAPE} {WHERE} --layers 0", "--layers must be at least 1, got 0"),
+        (f"{SHAPE} {WHERE} --window -1", "--window must be at least 0, got -1"),
+        (f"{SHAPE} {WHERE} --dtype int8", "--dtype: 'int8' is not one of"),
+        (f"{SHAPE} {WHERE} --ranks 0", "--ranks must be at least 1, got 0"),
+        (f"{SHAPE} {WHERE} --ranks 5", "--ranks-per-node must divide --ranks, got 2 and 5"),
+        (f"{SHAPE} {WHERE} --nics 0", "--nics must be at least 1, got 0"),
+        (f"{SHAPE} {WHERE} --inter 12.5", "--inter must be a rate like 12.5GB/s or 200Mbit/s, got '12.5'"),
+        (f"{SHAPE} {WHERE} --intra 0GB/s", "--intra must be a rate"),
+        (f"{SHAPE} {WHERE} --intra-latency 5", "--intra-latency must be a time like 5us or 1.5ms, got '5'"),
+        (f"{SHAPE} {WHERE} --memory much", "--memory must be a size like 80GB or 80GiB, got 'much'"),
+        (f"{SHAPE} {WHERE} --memory 1kB", "--memory: nothing fits: "),
+        (f"{SHAPE} {WHERE} --attention-speed 5", "--attention-speed must be a speed like 200TFLOPS, got '5'"),
+        (f"{SHAPE} {WHERE} --linear-speed 5", "--linear-speed must be a speed like 200TFLOPS, got '5'"),
+        (f"{SHAPE} {WHERE} --top 0", "--top must be at least 1, got 0"),
+        (f"{SHAPE} {WHERE} --picture {{folder}}/none/out.png", "--picture: there is no folder {folder}/none"),
+        (f"{SHAPE} {WHERE} --picture {{folder}}/out.nothing", "--picture: "),
+        (f"{SHAPE} --intra 1GB/s", "--ranks is missing: "),
+        (f"{SHAPE} --ranks 2", "--intra is missing: "),
+        (f"{SHAPE} --ranks 2 --ranks-per-node 1", "--inter is missing: "),
+        (f"{SHAPE} --profile {{folder}}/none.json", "--profile: {folder}/none.json: No such file or directory"),
+        (f"{SHAPE} --profile {{folder}}/bad.json", "--profile: {folder}/bad.json is no profile: "),
+        (f"{SHAPE} --profile {{folder}}/good.json --ranks 8", "--ranks is 4 in --profile, got 8; leave it out"),
+        (f"{SHAPE} --profile {{folder}}/good.json --intra 1GB/s", "--intra is measured in --profile; leave one"),
+    ],
+)
+def test_bad_input_gets_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    Profile(CLUSTER).save(tmp_path / "good.json")
+    (tmp_path / "bad.json").write_text("[]")
+    assert main(["plan", *arguments.format(folder=tmp_path).split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"wallfacer plan: {message.format(folder=tmp_path)}")
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+def test_one_node_needs_one_link_and_one_rank_none(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = json.loads(out_of(f"plan {SHAPE} --ranks 2 --ranks-per-node 1 --inter 2GB/s --json", capsys))["cluster"]
+    assert cluster["inter"] == {"bandwidth": 2e9, "latency": 10e-6}
+    assert "1 rank on 1 node of 1" in out_of(f"plan {SHAPE} --ranks 1", capsys)
+
+
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "::1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--kv-heads 3", "--kv-heads must divide --heads, got 3 and 4"),
+        ("--top 0", "--top must be at least 1, got 0"),
+        ("--iterations 0", "--iterations must be at least 1, got 0"),
+        ("--threads 0", "--threads must be at least 1, got 0"),
+        ("--timeout 0s", "--timeout must be from 1s to 1000000s, got '0s'"),
+        ("--timeout soon", "--timeout must be a time like 5us or 1.5ms, got 'soon'"),
+        ("--memory much", "--memory must be a size like 80GB or 80GiB, got 'much'"),
+        ("--device tpu", "--device: 'tpu' is not one of"),
+        ("--ranks-per-node 0", "--ranks-per-node must be at least 1, got 0"),
+        ("--out {folder}/bad.json", "--out: {folder}/bad.json is no profile: "),
+        ("--out {folder}/bad.json/profile.json", "--out: "),
+    ],
+)
+def test_a_profiles_bad_input_gets_one_line_of_one_rank(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    message: str,
+) -> None:
+    """And before a process group is made, which would wait for other ranks."""
+    (tmp_path / "bad.json").write_text("[]")
+    line = f"wallfacer profile: {message.format(folder=tmp_path)}"
+    for name, value in (TORCHRUN | {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "one"}).items():
+        monkeypatch.setenv(name, value)
+    command = ["profile", *SHAPE.split(), "--device", "cpu", *arguments.format(folder=tmp_path).split()]
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(line)
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+    if "--out" not in arguments:
+        waited = []
+        monkeypatch.setattr("time.sleep", waited.append)
+        monkeypatch.setenv("RANK", "1")
+        assert main(command) == 2
+        assert capsys.readouterr() == ("", "")
+        assert waited == [30], "before rank 0 has said it torchrun must see no rank end"
+
+
+def test_a_profile_needs_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["profile", *SHAPE.split()]) == 2
+    assert capsys.readouterr().err == (
+        "wallfacer profile: ranks are needed; start it with torchrun --nproc-per-node 4 -m wallfacer_dt.command "
+        "profile ...\n"
+    )
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wallfacer_dt.command"]
+    command = [sys.executable, *launcher, "profile", *SMALL_SHAPE.split(), "--device", "cpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_are_profiled_and_the_file_is_planned_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    done = torchrun("--top", "2", "--iterations", "1", "--threads", "1", "--out", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)  # one rank's
+    assert document["file"] == str(path)
+    assert document["cluster"] == Profile.load(path).cluster.as_json()
+    assert document["cluster"]["ranks"] == 2
+    times = [run["measured"] for run in document["measured"]]
+    assert len(times) == 2
+    assert document["ranked"][0]["measured"] == min(times) > 0
+    read = json.loads(out_of(f"plan {SMALL_SHAPE} --profile {path} --json", capsys))
+    assert {name: read[name] for name in ("ranked", "cluster", "code")} == {
+        name: document[name] for name in ("ranked", "cluster", "code")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
+    done = torchrun("--memory", "1kB", "--out", str(tmp_path / "profile.json"))
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("wallfacer ")]
+    assert len(said) == 1
+    assert said[0].startswith("wallfacer profile: --memory: nothing fits: ")
+    assert not list(tmp_path.iterdir())

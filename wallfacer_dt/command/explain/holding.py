@@ -1,0 +1,52 @@
+"""Whose rows a moving block holds, followed back through the hops that brought it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from wallfacer_dt.algorithms import Schedule
+from wallfacer_dt.algorithms.steps import CONTEXT, Carry, Move, Start, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The blocks of all ranks of one group of heads.
+
+    Attributes:
+        schedules: by inner index.
+        team: C.
+        known: what has been found, by inner index and block.
+    """
+
+    schedules: Mapping[int, Schedule]
+    team: int
+    known: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def of(self, inner: int, block: int) -> tuple[int, ...]:
+        """The inner indices whose rows a rank has as a block when it computes with it."""
+        if (inner, block) not in self.known:
+            self.known[inner, block] = self._found(inner, block)
+        return self.known[inner, block]
+
+    def _found(self, inner: int, block: int) -> tuple[int, ...]:
+        for transfer in started_by(self.schedules[inner]):
+            if isinstance(transfer, Move) and transfer.block == block:
+                source = inner_peer(transfer, transfer.source, inner, self.team)
+                # A placement (Algorithm 2) sends what its sender has gathered.
+                return team_of(source, self.team) if block == 0 else self.of(source, transfer.held)
+        return (inner,)
+
+
+def started_by(schedule: Schedule) -> list[Transfer]:
+    """A schedule's transfers, in the order in which they start."""
+    return [step.transfer for step in schedule.steps if isinstance(step, Start)]
+
+
+def team_of(inner: int, team: int) -> tuple[int, ...]:
+    """The inner indices of a rank's team."""
+    first = inner // team * team
+    return tuple(range(first, first + team))
+
+
+def inner_peer(transfer: Move | Carry, number: int, inner: int, team: int) -> int:
+    """The inner index of a position that a transfer of some rank names on its axis."""
+    return number if transfer.axis == CONTEXT else number * team + inner % team

@@ -1,0 +1,205 @@
+"""The facts, from the schedules that the package itself would run; nothing is sent and no process group made."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from wallfacer_dt.algorithms import Heads, Schedule, make_schedule, split_heads
+from wallfacer_dt.algorithms.steps import Attend as AttendStep
+from wallfacer_dt.algorithms.steps import Carry, Exchange, Gather, Move, Start, Wait
+from wallfacer_dt.algorithms.steps import Transfer as AnyTransfer
+from wallfacer_dt.command.explain.facts import (
+    Attend,
+    Communicate,
+    Facts,
+    HeadGroup,
+    Kind,
+    Message,
+    Rank,
+    Step,
+    Transfer,
+)
+from wallfacer_dt.command.explain.holding import Holding, inner_peer, started_by, team_of
+from wallfacer_dt.command.explain.settings import Settings
+from wallfacer_dt.command.explain.sizes import Content, Sizes
+from wallfacer_dt.layout import length_of
+from wallfacer_dt.mesh import TEAM_AXIS, ULYSSES_AXIS, Coordinate
+
+
+def make_facts(settings: Settings) -> Facts:
+    """Who holds what, and who sends what to whom.
+
+    Args:
+        settings: of the call.
+
+    Returns:
+        The facts.
+
+    Raises:
+        OptionError: the settings do not go together.
+    """
+    settings.check()
+    stays = settings.stationary
+    places = settings.places()
+    # Ranks that exchange heads have one schedule.
+    schedules = {p.inner_index: _schedule(settings, p) for p in places.values() if p.ulysses_rank == 0}
+    holding = Holding(schedules, settings.team)
+    ranks = tuple(_Maker(settings, holding, rank, place).rank_facts() for rank, place in places.items())
+    return Facts(settings, stays, "kv" if stays == "q" else "q", ranks)
+
+
+def _schedule(settings: Settings, place: Coordinate) -> Schedule:
+    return make_schedule(
+        place, settings.sequences, published=settings.schedule == "published",
+        stationary=settings.stationary, backward=settings.backward,
+    )  # fmt: skip
+
+
+class _Maker:
+    """One rank's facts."""
+
+    def __init__(self, settings: Settings, holding: Holding, rank: int, place: Coordinate) -> None:
+        self.settings, self.holding, self.rank, self.place = settings, holding, rank, place
+        self.schedule = holding.schedules[place.inner_index]
+        self.numbers: Mapping[AnyTransfer, int] = {t: i for i, t in enumerate(started_by(self.schedule))}
+        self.sizes = Sizes(settings)
+        # Without a mesh axis for them heads are not exchanged, and all of a rank's make one group.
+        self.heads = split_heads(settings.heads, settings.kv_heads, place.ulysses, hidden=place.ulysses > 1)
+        self.shards = settings.sequences.shards("q", place)
+        self.transfers: dict[int, Transfer] = {}
+
+    def rank_facts(self) -> Rank:
+        steps = tuple(self._steps())
+        place, transfers = self.place, tuple(self.transfers[number] for number in sorted(self.transfers))
+        arriving = [message for transfer in transfers for message in transfer.receives]
+        mine = self.settings.node(self.rank)
+        return Rank(
+            self.rank, mine, place.ulysses_rank, place.ring_rank, place.team_rank,
+            tuple((span.start, span.stop) for span in self.shards[place.index]),
+            tuple(HeadGroup(group.q, group.kv) for group in self._own_heads),
+            transfers, steps, sum(message.bytes for message in arriving),
+            sum(message.bytes for message in arriving if self.settings.node(message.rank) != mine),
+        )  # fmt: skip
+
+    @property
+    def _own_heads(self) -> tuple[Heads, ...]:
+        return self.heads[self.place.ulysses_rank]
+
+    def _steps(self) -> Iterator[Step]:
+        """As calls run: a group's heads are computed while the next group's come and the last one's results leave."""
+        if self.place.ulysses == 1:
+            yield from self._group_steps(0)
+            return
+        count = len(self._own_heads)
+        yield self._exchange_heads("start", "heads", 0)
+        for group in range(count):
+            yield self._exchange_heads("wait", "heads", group)
+            if group + 1 < count:
+                yield self._exchange_heads("start", "heads", group + 1)
+            if not self._own_heads[group].is_empty:
+                yield from self._group_steps(group)
+            yield self._exchange_heads("start", "tokens", group)
+        for group in range(count):
+            yield self._exchange_heads("wait", "tokens", group)
+
+    def _group_steps(self, group: int) -> Iterator[Step]:
+        for step in self.schedule.steps:
+            match step:
+                case AttendStep():
+                    yield self._attend(step, group)
+                case Start(transfer):
+                    yield Communicate("start", self._transfer(transfer, group))
+                case Wait(transfer):
+                    yield Communicate("wait", self._transfer(transfer, group))
+
+    def _attend(self, step: AttendStep, group: int) -> Attend:
+        place = self.place
+        team = team_of(place.inner_index, place.team)
+        stays = [place.inner_index] if step.part == "own" else [i for i in team if i != place.inner_index]
+        moves = self.holding.of(place.inner_index, step.block)
+        pairs = sum(tile.area for tile in step.tiles)
+        return Attend(
+            group, step.part, self._ranks(stays), step.block, self._ranks(moves), tuple(map(str, step.tiles)), pairs,
+            self._rows(stays) * self._rows(moves),
+        )  # fmt: skip
+
+    def _ranks(self, inner: Sequence[int]) -> tuple[int, ...]:
+        """All ranks whose tokens inner indices work on."""
+        place = self.place
+        found = (self.settings.rank(u, *divmod(i, place.team)) for i in inner for u in range(place.ulysses))
+        return tuple(sorted(found))
+
+    def _rows(self, inner: Sequence[int]) -> int:
+        places = self.place.ring * self.place.team
+        return sum(length_of(self.shards[u * places + i]) for i in inner for u in range(self.place.ulysses))
+
+    def _peer(self, inner: int) -> int:
+        return self.settings.rank(self.place.ulysses_rank, *divmod(inner, self.place.team))
+
+    def _transfer(self, transfer: AnyTransfer, group: int) -> int:
+        """The number of a schedule's transfer, whose facts are made at its start."""
+        number = self._first(group) + self.numbers[transfer]
+        if number not in self.transfers:
+            kind, axis, content, rows, block = self._described(transfer)
+            to, source = self._peers(transfer)
+            heads = self._own_heads[group]
+            sends, receives = (
+                tuple(self.sizes.message(rank, [(content, rows)], heads) for rank in ranks if rank != self.rank)
+                for ranks in (to, source)
+            )
+            self.transfers[number] = Transfer(number, kind, axis, content.names, group, block, sends, receives)
+        return number
+
+    def _first(self, group: int) -> int:
+        """The number of a group's first transfer; before it the one that brings its heads, after them its results."""
+        return group * (len(self.numbers) + 2) + 1 if self.place.ulysses > 1 else 0
+
+    def _described(self, transfer: AnyTransfer) -> tuple[Kind, str, Content, int, int | None]:
+        slot = self.schedule.slots[0 if transfer.side == "q" else 1]
+        block = self.schedule.gathered if self.schedule.home == "exchange" else slot
+        match transfer:
+            case Gather(side):
+                return "gather", TEAM_AXIS, self.sizes.data(side), slot, None
+            case Exchange(side):
+                return "exchange", TEAM_AXIS, self.sizes.result(side), slot, None
+            case Move():
+                return "move", transfer.axis, self.sizes.data(transfer.side), block, transfer.block
+            case Carry():
+                return "carry", transfer.axis, self.sizes.carried(transfer.side), block, transfer.into
+
+    def _peers(self, transfer: AnyTransfer) -> tuple[list[int], list[int]]:
+        me, team = self.place.inner_index, self.place.team
+        if isinstance(transfer, Move | Carry):
+            to, source = (inner_peer(transfer, number, me, team) for number in (transfer.to, transfer.source))
+            return [self._peer(to)], [self._peer(source)]
+        mates = [self._peer(i) for i in team_of(me, team)]
+        return mates, mates
+
+    def _exchange_heads(self, do: str, kind: Kind, group: int) -> Communicate:
+        number = self._first(group) + (-1 if kind == "heads" else len(self.numbers))
+        if number not in self.transfers:
+            self.transfers[number] = self._ulysses(number, kind, group)
+        return Communicate("start" if do == "start" else "wait", number)
+
+    def _ulysses(self, number: int, kind: Kind, group: int) -> Transfer:
+        """Tokens for a group of heads, or their results for tokens, with the other ranks of the axis."""
+        place, inner = self.place, self.place.inner_index
+        contents = (self.sizes.data("q"), self.sizes.data("kv")) if kind == "heads" else self.sizes.results()
+        sends, receives = [], []
+        for other in range(place.ulysses):
+            if other == place.ulysses_rank:
+                continue
+            # Whoever holds the tokens sends heads away, and gets results; whoever has the heads the other way round.
+            theirs = length_of(self.shards[other * place.ring * place.team + inner])
+            mine = length_of(self.shards[place.index])
+            rank = self.settings.rank(other, *divmod(inner, place.team))
+            away = self._message(rank, contents, mine, self.heads[other][group])
+            here = self._message(rank, contents, theirs, self._own_heads[group])
+            for messages, message in ((sends, away), (receives, here)) if kind == "heads" else (
+                (sends, here), (receives, away),
+            ):  # fmt: skip
+                if message.elements:
+                    messages.append(message)
+        what = ", ".join(content.names for content in contents)
+        return Transfer(number, kind, ULYSSES_AXIS, what, group, None, tuple(sends), tuple(receives))
+
+    def _message(self, rank: int, contents: Sequence[Content], rows: int, heads: Heads) -> Message:
+        return self.sizes.message(rank, [(content, rows) for content in contents], heads)

@@ -1,0 +1,84 @@
+"""A plan and a profile as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from wallfacer_dt.command.planning.usage import code_of
+from wallfacer_dt.planning import Plan, Profile, Ranked
+from wallfacer_dt.planning.predict import dtype_name
+
+_VERSION = 1
+
+
+def plan_as_json(plan: Plan) -> str:
+    """A plan as one JSON document.
+
+    Its keys are the attributes of :class:`wallfacer_dt.Plan` and of what it is made of, tuples are lists, times are
+    seconds, sizes bytes, rates bytes or operations per second, and ``version`` says which schema it is; within one
+    nothing is renamed or taken away::
+
+        version     1
+        model       hidden, heads, kv_heads, head_dim, ffn, gated, layers, vocab
+        sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype
+        cluster     ranks, ranks_per_node, nics, memory (or null)
+          intra, inter  bandwidth, latency
+          kernels       forward, backward, linear, overhead, merge, copy
+        considered  how many attentions there were to choose from
+        ranked[]    why, measured (or null); fastest first, as many as --top
+          candidate     ring, team, ulysses, placement, schedule, rotate, order, feed_forward, checkpoint
+          prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory
+        dropped[]   likewise: what was found not to fit, smallest first
+        code        of the first, as text
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        The text.
+    """
+    return json.dumps(_plan_entries(plan), indent=1)
+
+
+def profile_as_json(plan: Plan, profile: Profile, path: Path) -> str:
+    """What was measured as one JSON document.
+
+    All keys of :func:`plan_as_json`, by the cluster that was measured, and ::
+
+        measured[]  candidate (as above), predicted, measured: seconds of a step, in the order in which plans ran
+        file        where it was written
+
+    Args:
+        plan: what was chosen.
+        profile: what was measured.
+        path: of the file.
+
+    Returns:
+        The text.
+    """
+    runs = [
+        {"candidate": asdict(one.candidate), "predicted": one.prediction.seconds, "measured": one.measured}
+        for one in runs_of(plan, profile)
+    ]
+    return json.dumps(_plan_entries(plan) | {"measured": runs, "file": str(path)}, indent=1)
+
+
+def runs_of(plan: Plan, profile: Profile) -> Sequence[Ranked]:
+    """The plans that were run, in the order in which they were."""
+    by_candidate = {one.candidate: one for one in plan.ranked}
+    return [by_candidate[run.candidate] for run in profile.measured if run.candidate in by_candidate]
+
+
+def _plan_entries(plan: Plan) -> dict[str, Any]:
+    return {
+        "version": _VERSION,
+        "model": asdict(plan.model),
+        "sequence": asdict(plan.sequence) | {"dtype": dtype_name(plan.sequence.dtype)},
+        "cluster": plan.cluster.as_json(),
+        "considered": plan.considered,
+        "ranked": [asdict(one) for one in plan.ranked],
+        "dropped": [asdict(one) for one in plan.dropped],
+        "code": code_of(plan),
+    }

@@ -1,0 +1,87 @@
+"""A timeline's bars: when a rank computes, and when its links are busy."""
+
+from collections.abc import Iterator, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from wallfacer_dt.command.explain.ink import INK
+from wallfacer_dt.planning.timeline import Bar
+
+COMPUTE = "#4d4d4d"
+_LANES = {"compute": "compute", "intra": "within a node", "inter": "between nodes"}
+_KINDS = {
+    "own": ("own rows", COMPUTE),
+    "others": ("the team's rows", "#b8b8b8"),
+    "heads": ("tokens for heads, and back", "#D55E00"),
+    "gather": ("all-gather in a team", "#009E73"),
+    "hop": ("hop round a ring", "#0072B2"),
+    "carry": ("gradients carried along", "#56B4E9"),
+    "exchange": ("all-to-all in a team", "#CC79A7"),
+}
+_DARK = ("own", "heads", "gather", "hop")
+_INCHES, _LETTER = 8.0, 0.075  # of a panel, and of a letter of its labels
+
+
+def draw_lanes(axes: Axes, bars: Sequence[Bar], longest: float) -> None:
+    """Draw the bars of one call.
+
+    Args:
+        axes: where.
+        bars: of a timeline.
+        longest: seconds at which the axis ends.
+    """
+    rows = {lane: row for row, lane in enumerate(_LANES)}
+    for bar in bars:
+        kind = kind_of(bar)
+        width = bar.stop - bar.start
+        share = width / (longest or 1)
+        colour = _KINDS[kind][1]
+        # A white edge would hide a bar that is thinner than two, and without any the thinnest are not seen.
+        edge = "white" if share > 0.004 else colour
+        axes.barh(
+            rows[bar.lane], 1e3 * width, left=1e3 * bar.start, height=0.72, color=colour, edgecolor=edge, linewidth=0.6
+        )
+        label = next((text for text in _labels(bar, kind) if len(text) + 1 <= share * _INCHES / _LETTER), "")
+        if label:
+            ink = "white" if kind in _DARK else INK
+            middle = 1e3 * (bar.start + width / 2), rows[bar.lane]
+            axes.annotate(label, middle, ha="center", va="center", fontsize=8, color=ink)
+    axes.set_yticks(range(len(rows)), list(_LANES.values()))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1e3 * (longest or 1) * 1.005)
+    axes.set_xlabel("time, ms")
+
+
+def draw_kinds(figure: Figure, bars: Sequence[Bar]) -> None:
+    """Draw what colours mean, under all panels.
+
+    Args:
+        figure: where.
+        bars: of all timelines.
+    """
+    found = {kind_of(bar) for bar in bars}
+    handles = [Patch(color=colour, label=name) for kind, (name, colour) in _KINDS.items() if kind in found]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+
+
+def kind_of(bar: Bar) -> str:
+    """Which of the kinds a bar is, by how ``planning.attention`` calls it."""
+    first, *rest = bar.what.split()
+    if bar.lane == "compute":
+        return first
+    if first == "permute":
+        return "carry" if rest[1].startswith("d") else "hop"
+    return {"to_heads": "heads", "to_tokens": "heads", "all_gather": "gather", "all_to_all": "exchange"}[first]
+
+
+def _labels(bar: Bar, kind: str) -> Iterator[str]:
+    """What a bar may be called, the longest first."""
+    words = bar.what.split()
+    if bar.lane == "compute":
+        yield from (f"{'own' if kind == 'own' else 'team'} x {words[-1]}", words[-1])
+    elif kind == "heads":
+        yield from (f"{words[0].replace('_', ' ')}, group {words[-1]}", words[0].replace("_", " "))
+    else:
+        yield words[3 if kind == "exchange" else 2]

@@ -1,0 +1,104 @@
+"""How a rank was started: what torchrun says, and the process group made of it."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from wallfacer_dt.command.options import OptionError, check_least, naming
+from wallfacer_dt.command.units import parse_time
+from wallfacer_dt.planning import PlanningError
+
+_START = "torchrun --nproc-per-node 4 -m wallfacer_dt.command profile"
+_TOLD = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How this rank was started.
+
+    Attributes:
+        rank: it.
+        local_rank: among those of its node.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: of the CPU.
+        timeout: of collectives.
+    """
+
+    rank: int
+    local_rank: int
+    device: str
+    threads: int
+    timeout: timedelta
+
+    @classmethod
+    def read(
+        cls, environment: Mapping[str, str], device: str | None, per_node: int | None, threads: int | None, timeout: str
+    ) -> "Launch":
+        """Read what torchrun says, and refuse (OptionError) what does not go together.
+
+        Args:
+            environment: of this process.
+            device: asked for, or None.
+            per_node: ranks of a node, or None.
+            threads: of the CPU, or None.
+            timeout: as it was given.
+
+        Returns:
+            The launch.
+        """
+        if _TOLD - environment.keys():
+            raise OptionError(f"ranks are needed; start it with {_START} ...")
+        rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local, local_ranks = int(environment.get("LOCAL_RANK", 0)), int(environment.get("LOCAL_WORLD_SIZE", 1))
+        _check_nodes(ranks, per_node)
+        if threads is not None:
+            check_least("--threads", threads)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda" and torch.cuda.device_count() < local_ranks:
+            found = torch.cuda.device_count()
+            raise OptionError(f"--device cuda: {local_ranks} ranks on a node of {found} GPUs; try --device cpu")
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+        return cls(rank, local, device, threads, _read_timeout(timeout))
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """The process group of all ranks, and what this one computes on.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            OptionError: what the planner refuses on all ranks alike.
+        """
+        torch.set_num_threads(self.threads)
+        if self.device == "cuda":
+            torch.cuda.set_device(self.local_rank)
+        dist.init_process_group("nccl" if self.device == "cuda" else "gloo", timeout=self.timeout)
+        try:
+            yield
+        except PlanningError as error:
+            dist.destroy_process_group()
+            raise OptionError(f"--{error.about.replace('_', '-')}: {error}") from error
+        # Not after an error of one rank alone, for which the others may be waiting: it just ends.
+        dist.destroy_process_group()
+
+
+def _check_nodes(ranks: int, per_node: int | None) -> None:
+    if per_node is None:
+        return
+    check_least("--ranks-per-node", per_node)
+    if ranks > per_node and ranks % per_node:
+        raise OptionError(f"--ranks-per-node must divide the number of ranks, which is {ranks}, got {per_node}")
+
+
+def _read_timeout(text: str) -> timedelta:
+    with naming("--timeout"):
+        seconds = parse_time(text)
+        if not 1 <= seconds <= 1e6:
+            raise ValueError(f"must be from 1s to 1000000s, got {text!r}")
+    return timedelta(seconds=seconds)

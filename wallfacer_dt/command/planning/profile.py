@@ -1,0 +1,95 @@
+"""``wallfacer profile``, which torchrun starts: its options."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from wallfacer_dt import planning
+from wallfacer_dt.command.options import OptionError, check_least
+from wallfacer_dt.command.planning.document import profile_as_json
+from wallfacer_dt.command.planning.launch import Launch
+from wallfacer_dt.command.planning.machines import load_profile, read_memory
+from wallfacer_dt.command.planning.shape import (
+    Batch,
+    Causal,
+    DType,
+    HeadDim,
+    Heads,
+    Hidden,
+    Json,
+    KVHeads,
+    Memory,
+    Seq,
+    Window,
+    make_model,
+    make_sequence,
+)
+from wallfacer_dt.command.planning.text import make_console, print_profile
+
+
+def profile(
+    seq: Seq,
+    hidden: Hidden,
+    heads: Heads,
+    kv_heads: KVHeads = None,
+    head_dim: HeadDim = None,
+    batch: Batch = 1,
+    causal: Causal = False,
+    window: Window = None,
+    dtype: DType = "bfloat16",
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="[default: cuda where there is one]")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Neighbouring ranks in a node. [default: as torchrun started them]")
+    ] = None,
+    memory: Memory = None,
+    top: Annotated[int, typer.Option(help="How many plans are run.")] = 4,
+    iterations: Annotated[int, typer.Option(help="Of each, after one that is not counted.")] = 3,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of a rank. [default: its share of the node's cores]")
+    ] = None,
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="After which ranks stop waiting for one.")] = "120s",
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="What is measured is added to it; plan --profile reads it.")
+    ] = Path("profile.json"),
+    as_document: Json = False,
+) -> None:
+    """Measure links and kernels, run the few best plans of attention, and choose the fastest.
+
+    \b
+    torchrun --nproc-per-node 4 -m wallfacer_dt.command profile --seq 4096 --hidden 1024 \\
+        --heads 16 --out profile.json
+    """
+    # All that can be wrong is found before ranks meet, since one that is missing keeps the others waiting.
+    for option, number in (("--top", top), ("--iterations", iterations)):
+        check_least(option, number)
+    model = make_model(hidden, heads, kv_heads, head_dim)
+    sequence = make_sequence(seq, batch, causal, window, dtype)
+    limit = read_memory(memory)
+    launch = Launch.read(os.environ, device, ranks_per_node, threads, timeout)
+    if launch.rank == 0:
+        _check_out(out)
+    with launch.group():
+        chosen, measured = planning.profile(
+            model, sequence, launch.device, ranks_per_node=ranks_per_node, memory=limit, top=top,
+            iterations=iterations, path=out,
+        )  # fmt: skip
+    if launch.rank == 0 and as_document:
+        print(profile_as_json(chosen, measured, out))
+    elif launch.rank == 0:
+        print_profile(chosen, measured, out, make_console())
+
+
+def _check_out(path: Path) -> None:
+    """Refuse (OptionError) a file that cannot be written, or is something else."""
+    if path.exists():
+        try:
+            load_profile(path)
+        except OptionError as error:
+            raise OptionError(f"--out{str(error).removeprefix('--profile')}") from error
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OptionError(f"--out: {folder} cannot be written to")

@@ -1,0 +1,186 @@
+"""A plan and a profile as text, readable in a terminal of 100 columns."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from wallfacer_dt.command.planning.document import runs_of
+from wallfacer_dt.command.planning.usage import code_of
+from wallfacer_dt.command.units import format_rate, format_size, format_speed, format_time
+from wallfacer_dt.planning import Candidate, Link, Plan, Profile, Ranked
+from wallfacer_dt.planning.predict import dtype_name
+
+_WIDTH = 100
+_DROPPED = 3  # of which more is said than how many
+_MESH = "ulysses x\nring x team"
+
+
+def make_console() -> Console:
+    """Standard output, of a fixed width where it is no terminal."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def print_plan(plan: Plan, top: int, console: Console) -> None:
+    """Print the best plans, what was dropped, and the code of the first.
+
+    Args:
+        plan: the plan.
+        top: how many of the best.
+        console: where.
+    """
+    for line in _summary(plan):
+        console.print(line)
+    best = plan.ranked[:top]
+    what = "" if plan.model.ffn else " of attention"
+    layers = f", {plan.model.layers} layers" if plan.model.layers > 1 else ""
+    _print_table(f"The best {len(best)} of {plan.considered} plans, for a step{what}{layers}", _costs(best), console)
+    _print_table("Why", _reasons(plan, best), console)
+    _print_dropped(plan.dropped, console)
+    console.print("\nTo use plan 1:", style="bold")
+    console.print(code_of(plan), soft_wrap=True)
+
+
+def print_profile(plan: Plan, profile: Profile, path: Path, console: Console) -> None:
+    """Print the cluster as it was measured, the plans that were run, and which was chosen.
+
+    Args:
+        plan: what was chosen.
+        profile: what was measured.
+        path: where it was written.
+        console: where to print.
+    """
+    for line in _summary(plan):
+        console.print(line)
+    kernels = plan.cluster.kernels
+    console.print(
+        f"a kernel call costs {format_time(kernels.overhead)}, results are merged at {format_rate(kernels.merge)}"
+    )
+    if kernels.copy:
+        console.print(f"a rank copies what it sends and receives, at {format_rate(1 / kernels.copy)}")
+    _print_table("Plans that were run: a step of attention, forward and backward", _runs(plan, profile), console)
+    console.print(f"\nchosen: {plan.chosen}")
+    console.print(f"written to {path}; wallfacer plan --profile reads it", soft_wrap=True)
+
+
+def _summary(plan: Plan) -> Iterator[str]:
+    cluster, model, sequence = plan.cluster, plan.model, plan.sequence
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {min(cluster.ranks, cluster.ranks_per_node)}"
+    limit = "" if cluster.memory is None else f", each with {format_size(cluster.memory)}"
+    yield f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)} on {nodes}{limit}"
+    links = [f"into a rank {_link(cluster.intra)}"] * (cluster.ranks_per_node > 1)
+    shared = f" over {cluster.nics} interfaces" if cluster.nics > 1 else ""
+    links += [f"into a node {_link(cluster.inter)}{shared}"] * (cluster.nodes > 1)
+    if cluster.ranks > 1:
+        yield "; ".join(links)
+    kernels = cluster.kernels
+    speeds = [format_speed(speed) for speed in (kernels.forward, kernels.backward, kernels.linear)]
+    yield f"attention at {speeds[0]}, its backward at {speeds[1]}, other matrix products at {speeds[2]}"
+    orders = sorted({one.candidate.order for one in plan.ranked})
+    seen = ", causal" * sequence.is_causal + _window(sequence.window_size)
+    yield (
+        f"{sequence.length} tokens in {' or '.join(orders)} order{seen}, batch {sequence.batch}, "
+        f"{dtype_name(sequence.dtype)}"
+    )
+    ffn = f", {'gated ' * model.gated}feed-forward of {model.ffn}" if model.ffn else ""
+    vocab = f", vocabulary of {model.vocab}" if model.vocab else ""
+    yield f"hidden {model.hidden}, {model.heads}/{model.keys} heads of {model.dim}{ffn}{vocab}"
+
+
+def _link(link: Link) -> str:
+    return f"{format_rate(link.bandwidth)} and {format_time(link.latency)}"
+
+
+def _window(size: tuple[int | None, int | None] | None) -> str:
+    return "" if size is None else f", window {size[0]}"
+
+
+def _costs(best: Sequence[Ranked]) -> Table:
+    table = _table("step", "exposed")
+    for heading in ("into\na rank", "into\na node", "hops", "memory"):
+        table.add_column(heading, justify="right")
+    for number, one in enumerate(best, 1):
+        p = one.prediction
+        times = [format_time(p.seconds), format_time(p.exposed)]
+        sizes = [format_size(p.rank_bytes), format_size(p.node_bytes), str(p.hops), format_size(p.memory)]
+        table.add_row(str(number), *_choices(one.candidate), *times, *sizes, style="bold" if number == 1 else None)
+    return table
+
+
+def _table(*times: str) -> Table:
+    """A table of candidates, with columns for how long they take."""
+    table = _plain()
+    for heading in (_MESH, "in\nnode", "schedule", "backward\nrotates"):
+        table.add_column(heading)
+    for heading in times:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _choices(it: Candidate) -> list[str]:
+    """What tells attentions apart; a dash where there is nothing to choose."""
+    several = sum(size > 1 for size in it.axes) > 1
+    return [
+        f"{it.ulysses} x {it.ring} x {it.team}",
+        it.placement.removesuffix("_in_node") if several else "-",
+        it.schedule if it.team > 1 else "-",
+        it.rotate if it.ring * it.team > 1 else "-",
+    ]
+
+
+def _reasons(plan: Plan, best: Sequence[Ranked]) -> Table:
+    """With the choices that not every plan has, so that the other table is not too wide."""
+    table = _plain()
+    columns = {
+        "order": (len({one.candidate.order for one in plan.ranked}) > 1, lambda one: one.candidate.order),
+        "feed-forward": (bool(plan.model.ffn), lambda one: one.candidate.feed_forward.replace("metp", "METP")),
+        "checkpoint": (bool(plan.model.ffn), lambda one: one.candidate.checkpoint),
+        "measured": (
+            any(one.measured is not None for one in best),
+            lambda one: "-" if one.measured is None else format_time(one.measured),
+        ),
+    }
+    shown = {name: cell for name, (is_shown, cell) in columns.items() if is_shown}
+    for name in shown:
+        table.add_column(name, justify="right" if name == "measured" else "left", no_wrap=True)
+    table.add_column("")
+    table.show_header = bool(shown)
+    for number, one in enumerate(best, 1):
+        table.add_row(str(number), *(cell(one) for cell in shown.values()), one.why)
+    return table
+
+
+def _runs(plan: Plan, profile: Profile) -> Table:
+    table = _table("predicted", "measured")
+    for number, one in enumerate(runs_of(plan, profile), 1):
+        style = "bold" if one.candidate == plan.chosen else None
+        times = [format_time(one.prediction.seconds), format_time(one.seconds)]
+        table.add_row(str(number), *_choices(one.candidate), *times, style=style)
+    return table
+
+
+def _print_dropped(dropped: Sequence[Ranked], console: Console) -> None:
+    if not dropped:
+        return
+    console.print(f"\nDropped, {len(dropped)}:", style="bold")
+    for one in dropped[:_DROPPED]:
+        console.print(f"{one.candidate}: {one.why}")
+    if len(dropped) > _DROPPED:
+        console.print(f"and {len(dropped) - _DROPPED} that need as much or more")
+
+
+def _plain() -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("#", justify="right", no_wrap=True)
+    return table
+
+
+def _print_table(title: str, table: Table, console: Console) -> None:
+    # Printed here, since a title is wrapped where its table ends.
+    console.print(f"\n{title}", style="bold")
+    for column in table.columns:
+        column.overflow = "fold"  # nothing is left out, however narrow
+    console.print(table)

@@ -1,0 +1,55 @@
+"""The chosen plan as Python to paste: its mesh and its styles."""
+
+from wallfacer_dt.planning import Plan
+
+_ATTENTION = "layers.*.attention.inner_attention"
+_FEED_FORWARD = "layers.*.feed_forward"
+_WIDTH = 100
+_CHECKPOINTS = {
+    "attention": "wrap layers: checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())",
+    "full": "wrap layers: checkpoint(layer, x, use_reentrant=False)",
+}
+
+
+def code_of(plan: Plan) -> str:
+    """Code that uses the chosen plan, with the names of torchtitan's Llama 3.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        Lines of Python.
+    """
+    it = plan.chosen
+    has_metp = it.feed_forward == "metp"
+    names = ["METPParallel"] * has_metp + ["WallFacerParallel", "context_mesh", "shard_sequence"]
+    lines = [
+        f"from wallfacer_dt import {', '.join(names)}",
+        f'mesh = context_mesh("cuda", ring={it.ring}, team={it.team}, ulysses={it.ulysses}, '
+        f'placement="{it.placement}")',
+        _attention_line(plan),
+        f'styles = {{"{_ATTENTION}": attention}}',
+    ]
+    if has_metp:
+        weights = 'up="w3", down="w2", gate="w1"' if plan.model.gated else 'up="w1", down="w2"'
+        lines.append(f'styles["{_FEED_FORWARD}"] = METPParallel({weights}, activation="silu")')
+    lines.append("parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel")
+    lines.append(f'tokens = shard_sequence(tokens, mesh, dim=1, order="{it.order}")')
+    if it.checkpoint in _CHECKPOINTS:
+        lines.append(f"# {_CHECKPOINTS[it.checkpoint]}")
+    return "\n".join(lines)
+
+
+def _attention_line(plan: Plan) -> str:
+    it, sequence = plan.chosen, plan.sequence
+    options: dict[str, object] = {"order": it.order, "schedule": it.schedule, "rotate": it.rotate}
+    if sequence.is_causal:
+        options = {"is_causal": True} | options
+    if sequence.window_size is not None:
+        options["window_size"] = sequence.window_size
+    if sequence.length % it.size:
+        options["length"] = sequence.length
+    said = (f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items())
+    arguments = ", ".join(said)
+    line = f"attention = WallFacerParallel({arguments})"
+    return line if len(line) <= _WIDTH else f"attention = WallFacerParallel(\n    {arguments}\n)"
