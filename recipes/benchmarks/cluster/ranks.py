@@ -1,0 +1,249 @@
+"""The ranks of one node: they wait for commands, which rank 0 of all reads and answers, and do them together.
+
+    python -m recipes.benchmarks.cluster.ranks '{"node": 0, "nodes": 4, "per_node": 4, "store": "/tmp/..."}'
+
+Commands and answers are lines of JSON. torch is imported once a node, and its ranks are forked.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from recipes.benchmarks.cluster.cases import Case, Nodes
+from recipes.benchmarks.cluster.chosen import choose
+from recipes.benchmarks.cluster.contenders import Contender
+from recipes.benchmarks.cluster.gathered import gathered_attention
+from wallfacer_dt import context_mesh, context_parallel_attention, release_order, sequence_positions
+from wallfacer_dt.planning.probe import Probe
+
+Answer = dict[str, Any] | None
+Four = tuple[Tensor, ...]
+"""Queries, keys, values and the output's gradient; or output and gradients of the first three."""
+
+# A rank may wait while another computes alone, or while the run's owner thinks.
+_PATIENCE = timedelta(minutes=30)
+
+
+class Rank:
+    """One rank: its meshes, and of the case at hand its inputs and the last result.
+
+    Args:
+        cluster: how ranks are spread over nodes.
+    """
+
+    def __init__(self, cluster: Nodes) -> None:
+        self.cluster = cluster
+        self.is_first = dist.get_rank() == 0
+        self.meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+        self.probe: Probe | None = None
+        self.case: Case | None = None
+        self.positions: dict[str, Tensor] = {}
+        self.shards: dict[tuple[int, ...], Four] = {}
+        self.whole: Four = ()
+        self.reference: Four = ()
+        self.result: Four = ()
+
+    def do(self, command: Mapping[str, Any]) -> Answer:
+        """Do what a command says, on all ranks together; the first rank's answer counts."""
+        contender = Contender(**command["contender"]) if "contender" in command else None
+        case = Case(**command["case"]) if "case" in command else None
+        match command["do"], contender, case:
+            case "choose", _, Case() as case:
+                self.probe = self.probe or Probe.on("cpu", self.cluster.per_node)
+                return asdict(choose(case, self.cluster, self.probe, self.mesh))
+            case "prepare", _, Case() as case:
+                return self.prepare(case, [Contender(**fields) for fields in command["contenders"]])
+            case "pass", Contender() as contender, _:
+                return self.one_pass(contender)
+            case "check", Contender() as contender, _:
+                return self.check(contender)
+            case "talk", _, _:
+                return self.talk(command["where"], command["bytes"])
+        raise ValueError(f"unknown command {command}")
+
+    def mesh(self, contender: Contender) -> DeviceMesh:
+        """The contender's mesh, made once."""
+        if contender.axes not in self.meshes:
+            ulysses, ring, team, placement = contender.axes
+            self.meshes[contender.axes] = context_mesh("cpu", ring, team, ulysses=ulysses, placement=placement)
+        return self.meshes[contender.axes]
+
+    def prepare(self, case: Case, contenders: list[Contender]) -> Answer:
+        """Make the inputs of a case, the same on every rank, and keep this rank's shards."""
+        self.case, self.result, self.reference = case, (), ()
+        self.positions, self.shards = {}, {}
+        for contender in contenders:
+            if contender.kind != "whole":
+                mesh = self.mesh(contender)
+                self.positions[contender.name] = sequence_positions(case.length, mesh, order=contender.order)
+                release_order(mesh)
+        held = {_place(positions): positions for positions in self.positions.values()}
+        generator = torch.Generator().manual_seed(0)
+        wholes, shards = [], []
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads):
+            x = torch.randn(1, heads, case.length, case.head_dim, generator=generator)
+            shards.append([x[:, :, positions] for positions in held.values()])
+            wholes += [x] * self.is_first
+        self.shards = dict(zip(held, zip(*shards, strict=True), strict=True))
+        self.whole = tuple(wholes)
+        return None
+
+    def one_pass(self, contender: Contender) -> Answer:
+        """Seconds of forward and backward, each from barrier to barrier."""
+        alone = contender.kind == "whole"
+        idle = alone and not self.is_first
+        inputs = () if idle else self.whole if alone else self.shards[_place(self.positions[contender.name])]
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        attend = self._attention(contender)
+        out, grads = None, ()
+        if alone:
+            torch.set_num_threads(os.cpu_count() or 1)
+        marks = [_barrier()]
+        if not idle:
+            out = attend(*leaves)
+        marks.append(_barrier())
+        if out is not None:
+            grads = torch.autograd.grad(out, leaves, inputs[3])
+        marks.append(_barrier())
+        torch.set_num_threads(1)
+        self.result = () if out is None else (out.detach(), *grads)
+        if contender.kind == "context":
+            release_order(self.mesh(contender))
+        return {"forward": marks[1] - marks[0], "backward": marks[2] - marks[1]}
+
+    def _attention(self, contender: Contender) -> Callable[..., Tensor]:
+        assert self.case is not None, "a case is prepared first"
+        is_causal = self.case.is_causal
+        if contender.kind == "whole":
+            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+        if contender.kind == "gather":
+            return lambda q, k, v: gathered_attention(q, k, v, is_causal=is_causal)
+        mesh = self.mesh(contender)
+        return lambda q, k, v: context_parallel_attention(
+            q, k, v, mesh, is_causal=is_causal, order=contender.order, schedule=contender.schedule,
+            rotate=contender.rotate,
+        )  # fmt: skip
+
+    def check(self, contender: Contender) -> Answer:
+        """The largest relative error of the last pass' result, of output and gradients; the floor's is the truth."""
+        if contender.kind == "whole":
+            self.reference = self.result
+            return {"error": 0.0}
+        places = self._gathered(self.positions[contender.name])
+        error = 0.0
+        for index, shard in enumerate(self.result):
+            parts = self._gathered(shard.contiguous())
+            if self.is_first:
+                truth = self.reference[index]
+                found = torch.full_like(truth, torch.nan)
+                for positions, part in zip(places, parts, strict=True):
+                    found[:, :, positions] = part
+                error = max(error, _relative(found, truth))
+        return {"error": error}
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())] if self.is_first else None
+        dist.gather(x, parts)
+        return parts or []
+
+    def talk(self, where: str, count: int) -> Answer:
+        """Exchange bytes with the ranks of one's own node, or (``where`` is "across") with those of all nodes."""
+        mesh = self.mesh(Contender("", ring=self.cluster.nodes, team=self.cluster.per_node))
+        group = mesh["cp_ring" if where == "across" else "cp_team"].get_group()
+        dist.all_reduce(torch.ones(count // 4), group=group)
+        dist.barrier()
+        return None
+
+
+def _place(positions: Tensor) -> tuple[int, int, int]:
+    """What tells shards of one sequence apart."""
+    return int(positions[0]), int(positions[-1]), len(positions)
+
+
+def _relative(found: Tensor, truth: Tensor) -> float:
+    error = ((found - truth).abs().max() / truth.abs().max()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def _barrier() -> float:
+    dist.barrier()
+    return time.perf_counter()
+
+
+def _serve(rank: int, cluster: Nodes, store: str, answers: TextIO) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=cluster.ranks, timeout=_PATIENCE
+    )
+    one = Rank(cluster)
+    answer: Answer = None
+    while True:
+        command = [None]
+        if rank == 0:
+            print(json.dumps(answer), file=answers, flush=True)
+            line = sys.stdin.readline()
+            command = [json.loads(line) if line else None]
+        dist.broadcast_object_list(command, 0)
+        if command[0] is None:
+            return
+        answer = one.do(command[0])
+
+
+def _forked(rank: int, cluster: Nodes, store: str, answers: TextIO) -> int:
+    pid = os.fork()
+    if not pid:
+        os._exit(_status(rank, cluster, store, answers))
+    return pid
+
+
+def _status(rank: int, cluster: Nodes, store: str, answers: TextIO) -> int:
+    try:
+        _serve(rank, cluster, store, answers)
+    except BaseException:
+        # Others fail because the first one did, or all because the folder and the network are being removed.
+        with suppress(FileExistsError, FileNotFoundError):
+            Path(f"{store}.failed").touch(exist_ok=False)
+            print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)
+        sys.stderr.flush()
+        return 1
+    return 0
+
+
+def main(settings: Mapping[str, Any]) -> int:
+    """Run the ranks of one node until they are told to end, or one of them fails."""
+    cluster = Nodes(settings["nodes"], settings["per_node"])
+    # Answers have a descriptor of their own: what libraries print must not come between them.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    first = settings["node"] * cluster.per_node
+    pids = [_forked(first + local, cluster, settings["store"], answers) for local in range(cluster.per_node)]
+    answers.close()
+    failed = 0
+    for _ in pids:
+        _, status = os.wait()
+        if status and not failed:
+            failed = 1
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,189 @@
+"""The report, of the record alone: every case as a table, what was chosen beside what was best, and who lost."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from recipes.benchmarks.cluster.cases import Case, all_cases
+from recipes.benchmarks.cluster.contenders import FLOOR, NOT_RUN, PLANNED, PUBLISHED, RING, ULYSSES, USP
+from recipes.benchmarks.cluster.network import ClusterError
+from recipes.benchmarks.cluster.picture import draw
+from recipes.benchmarks.cluster.record import Entry, latest
+from recipes.benchmarks.memory.tables import Table
+
+Measured = Mapping[str, Entry]
+"""The contenders of one case by name."""
+
+# The bounds that the choice is held to: above the best, and times one process where links have no limit.
+REGRET, OVER_FLOOR = 0.10, 1.2
+
+_HEAD = """\
+# Sharing a sequence over an emulated cluster
+
+{date}, measured at commit {commit} on a machine with {machine}:
+{nodes} nodes x {per_node} ranks, gloo, one thread a rank; batch 1, heads of {head_dim}, float32. Made by
+`python -m recipes.benchmarks.cluster`.
+
+A node is a network namespace; its link is a veth pair on one bridge, limited by `tc tbf` in both directions, with no
+delay or loss added. Ranks of a node talk over its loopback. All nodes share one machine's cores, so what ranks compute
+is the work of one process cut in pieces, and hardly faster than that for any number of ranks: what differs between
+contenders is communication, and how well it is hidden.
+
+Seconds from barrier to barrier on rank 0, medians of {rounds} rounds in which all contenders of a case take turns,
+after one that is not counted; spread is (slowest - fastest) / median of the sum. "One process, all cores" is
+`scaled_dot_product_attention` on the whole sequence in one rank with all cores, while the others wait: the floor. Bytes
+are those that came over the link of the busiest node in one call, by its counter, headers included. In the uncounted
+round each contender's output and gradients were compared with those of one process; the largest relative error is
+{error:.1e}, and above 1e-4 nothing is reported.
+
+Without a mask tokens are in contiguous order; under the causal one in head-tail order, but for "ring".
+"""
+
+
+def write(entries: Sequence[Entry], out: Path, date: str) -> Path:
+    """Write the report and its picture.
+
+    Args:
+        entries: the record.
+        out: the folder.
+        date: in its name.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        ClusterError: the record is empty.
+    """
+    cases = latest(entries)
+    if not cases:
+        raise ClusterError("the record is empty: measure something first")
+    cases = {case: cases[case] for case in sorted(cases, key=_place)}
+    out.mkdir(parents=True, exist_ok=True)
+    picture = f"cluster_cpu_{date}.png"
+    draw(out / picture, cases)
+    path = out / f"cluster_cpu_{date}.md"
+    path.write_text("\n\n".join(_parts(cases, date, picture)) + "\n")
+    return path
+
+
+def _parts(cases: Mapping[Case, Measured], date: str, picture: str) -> Iterator[str]:
+    every = [entry for measured in cases.values() for entry in measured.values()]
+    rounds = sorted({len(entry.forward) for entry in every})
+    yield _HEAD.format(
+        date=date, commit=every[0].commit, machine=every[0].machine, nodes=every[0].cluster.nodes,
+        per_node=every[0].cluster.per_node, head_dim=every[0].case.head_dim, rounds=" or ".join(map(str, rounds)),
+        error=max(entry.error for entry in every),
+    ).rstrip()  # fmt: skip
+    yield "## What it shows\n\n" + "\n".join(f"- {line}" for line in findings(cases))
+    yield f"![Seconds of every contender, divided by the ring's, by case and rate]({picture})"
+    yield summary(cases).markdown()
+    rows = [(name, version, f"`{why}`") for name, version, why in NOT_RUN]
+    yield Table("Not run", ["what", "version", "why, as seen on CPU ranks"], rows).markdown()
+    yield from (case_table(case, measured).markdown() for case, measured in cases.items())
+
+
+def case_table(case: Case, measured: Measured) -> Table:
+    """Every contender of a case, fastest first."""
+    rows = []
+    for name, entry in sorted(measured.items(), key=lambda item: item[1].seconds):
+        medians = [statistics.median(samples) for samples in (entry.forward, entry.backward)]
+        rows.append([
+            f"{name} ({entry.contender.what})" if name == PLANNED else name,
+            *(f"{seconds:.3f}" for seconds in (*medians, entry.seconds)),
+            f"{entry.range / entry.seconds:.0%}",
+            *(_ratio(measured, name, other) for other in (RING, FLOOR)),
+            f"{entry.node_bytes / 2**20:.1f}",
+        ])  # fmt: skip
+    head = [
+        "contender", "forward, s", "backward, s", "sum, s", "spread", "/ ring", "/ one process",
+        "MiB into the busiest node",
+    ]  # fmt: skip
+    return Table(case.name, head, rows)
+
+
+def summary(cases: Mapping[Case, Measured]) -> Table:
+    """By case the best contender, and what was planned."""
+    rows = []
+    for case, measured in cases.items():
+        best = best_of(measured)
+        published = _fastest(measured, PUBLISHED)
+        rows.append([
+            case.name,
+            f"{best} ({measured[best].seconds:.3f} s)",
+            *(_ratio(measured, best, other) for other in (RING, FLOOR)),
+            measured[PLANNED].contender.what if PLANNED in measured else "-",
+            f"{regret(measured):.0%}" if PLANNED in measured else "-",
+            *(_ratio(measured, PLANNED, other) for other in (RING, USP, ULYSSES, published, FLOOR)),
+        ])  # fmt: skip
+    head = [
+        "case", "best contender", "best / ring", "best / one process", "planned: ulysses x ring x team", "regret",
+        "planned / ring", "/ USP", "/ Ulysses", "/ published", "/ one process",
+    ]  # fmt: skip
+    note = "Regret is planned / best - 1, the planned one among those that can be best. - is what was not run."
+    return Table("Best and planned", head, rows, note)
+
+
+def findings(cases: Mapping[Case, Measured]) -> list[str]:
+    """What the tables show, in words, with the cases that were lost by name."""
+    whole = set(all_cases())
+    lines = [f"{len(whole & cases.keys())} of the {len(whole)} cases of the whole comparison are in this report."]
+    firsts = [best_of(measured) for measured in cases.values()]
+    counts = sorted(((firsts.count(name), name) for name in set(firsts)), key=lambda pair: (-pair[0], pair[1]))
+    lines.append("Best by cases: " + "; ".join(f"{name}, {count}" for count, name in counts) + ".")
+    planned = {case: measured for case, measured in cases.items() if PLANNED in measured}
+    if not planned:
+        return [*lines, "Nothing was planned in these cases."]
+    beyond = [case for case, measured in planned.items() if regret(measured) > REGRET]
+    lines.append(f"Planned is more than {REGRET:.0%} slower than the best {_in(beyond, planned)}.")
+    for name, what in (
+        (RING, "the plain ring"),
+        (ULYSSES, "Ulysses"),
+        (USP, "USP"),
+        (PUBLISHED, "the published schedule"),
+    ):
+        those = [case for case, measured in planned.items() if _fastest(measured, name)]
+        lost = [case for case in those if is_slower(planned[case], _fastest(planned[case], name))]
+        lines.append(f"Planned is slower than {what}, by more than either one's rounds differ, {_in(lost, those)}.")
+    free = [case for case in planned if case.rate is None and FLOOR in planned[case]]
+    above = [case for case in free if _times(planned[case], PLANNED, FLOOR) > OVER_FLOOR]
+    lines.append(f"Without a limit planned takes more than {OVER_FLOOR} times one process {_in(above, free)}.")
+    return lines
+
+
+def best_of(measured: Measured) -> str:
+    """The fastest contender on ranks."""
+    return min((name for name in measured if name != FLOOR), key=lambda name: measured[name].seconds)
+
+
+def regret(measured: Measured) -> float:
+    """How much slower the planned contender is than the best, as a part of the best."""
+    return _times(measured, PLANNED, best_of(measured)) - 1
+
+
+def is_slower(measured: Measured, other: str) -> bool:
+    """Whether the planned contender is slower than another by more than either one's rounds differ."""
+    ours, theirs = measured[PLANNED], measured[other]
+    return ours.seconds - theirs.seconds > max(ours.range, theirs.range)
+
+
+def _in(lost: Sequence[Case], among: Mapping[Case, Measured] | Sequence[Case]) -> str:
+    names = f": {'; '.join(case.name for case in lost)}" if lost else ""
+    return f"in {len(lost)} of {len(among)} cases{names}"
+
+
+def _fastest(measured: Measured, family: str) -> str:
+    """The fastest contender of this name, or of those whose names begin with it where none has it; or nothing."""
+    names = [family] if family in measured else [name for name in measured if name.startswith(f"{family},")]
+    return min(names, key=lambda name: measured[name].seconds, default="")
+
+
+def _times(measured: Measured, name: str, other: str) -> float:
+    return measured[name].seconds / measured[other].seconds
+
+
+def _ratio(measured: Measured, name: str, other: str) -> str:
+    return f"{_times(measured, name, other):.2f}" if {name, other} <= measured.keys() else "-"
+
+
+def _place(case: Case) -> tuple[float, ...]:
+    return case.length, -case.heads, -case.kv_heads, case.is_causal, -(case.rate or 10**9)

@@ -1,0 +1,119 @@
+"""Measuring a case: all contenders in turn, round after round, after one in which each is checked."""
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+
+import torch
+
+from recipes.benchmarks.attention import commit
+from recipes.benchmarks.cluster.cases import Case
+from recipes.benchmarks.cluster.contenders import FLOOR, PLANNED, RING, Contender, contenders
+from recipes.benchmarks.cluster.launch import Cluster
+from recipes.benchmarks.cluster.network import ClusterError
+from recipes.benchmarks.cluster.record import Entry
+
+TOLERANCE = 1e-4
+_TALK = 1 << 20
+
+
+def check_loopback(cluster: Cluster) -> tuple[int, int]:
+    """See by the counters that ranks of a node reach each other without its link, and others over it.
+
+    Returns:
+        Bytes into the busiest node when every rank sent a MiB about in its node, and across nodes.
+
+    Raises:
+        ClusterError: it is otherwise.
+    """
+    seen = []
+    for where in ("inside", "across"):
+        # Connections are made when first used.
+        cluster.ask("talk", where=where, bytes=4096)
+        seen.append(counted(cluster, lambda where=where: cluster.ask("talk", where=where, bytes=_TALK)))
+    inside, across = seen
+    shape = cluster.nodes
+    if shape.per_node > 1 and inside > _TALK // 8:
+        raise ClusterError(f"ranks of one node sent {inside} bytes over its link, which they should not")
+    if shape.nodes > 1 and across < _TALK // 2:
+        raise ClusterError(f"ranks of different nodes sent {across} bytes over their links, {_TALK} or more expected")
+    return inside, across
+
+
+def counted(cluster: Cluster, call: Callable[[], object]) -> int:
+    """Bytes into the busiest node during a call."""
+    before = cluster.network.received()
+    call()
+    return max(after - was for was, after in zip(before, cluster.network.received(), strict=True))
+
+
+def selected(cluster: Cluster, case: Case, only: Sequence[str]) -> list[Contender]:
+    """The contenders of a case whose names contain one of ``only``, and those that others are divided by."""
+    every = contenders(cluster.nodes, case.heads, is_causal=case.is_causal)
+    needed = (FLOOR, RING)
+    return [c for c in every if not only or c.name in needed or any(part in c.name for part in only)]
+
+
+def measure(
+    cluster: Cluster, case: Case, rounds: int, running: Sequence[Contender], say: Callable[[str], None]
+) -> list[Entry]:
+    """Measure one case.
+
+    Args:
+        cluster: the ranks.
+        case: what to compute.
+        rounds: how often, after the first time.
+        running: contenders, the floor first; what is planned is added.
+        say: told of what is done.
+
+    Returns:
+        An entry for each contender.
+
+    Raises:
+        ClusterError: a contender's result is not that of one process.
+    """
+    begun = datetime.now(UTC).isoformat(timespec="seconds")
+    cluster.network.limit(case.rate)
+    chosen = cluster.ask("choose", case=asdict(case))
+    running = [*running, replace(Contender(**chosen), name=PLANNED)]
+    cluster.ask("prepare", case=asdict(case), contenders=[asdict(contender) for contender in running])
+    checked = {contender.name: _checked(cluster, case, contender) for contender in running}
+    samples: dict[str, list[tuple[float, float]]] = {contender.name: [] for contender in running}
+    for turn in range(rounds):
+        say(f"{case.name}: round {turn + 1} of {rounds}")
+        for contender in running:
+            answer = cluster.ask("pass", contender=asdict(contender))
+            samples[contender.name].append((answer["forward"], answer["backward"]))
+    return [_entry(begun, cluster, case, c, samples[c.name], *checked[c.name]) for c in running]
+
+
+def _entry(
+    begun: str,
+    cluster: Cluster,
+    case: Case,
+    contender: Contender,
+    samples: Sequence[tuple[float, float]],
+    sent: int,
+    error: float,
+) -> Entry:
+    forward, backward = zip(*samples, strict=True)
+    return Entry(begun, commit(), machine(), cluster.nodes, case, contender, forward, backward, sent, error)
+
+
+def _checked(cluster: Cluster, case: Case, contender: Contender) -> tuple[int, float]:
+    """The bytes into the busiest node in a first call, and how far its result is off."""
+    sent = counted(cluster, lambda: cluster.ask("pass", contender=asdict(contender)))
+    # The result is gathered on one rank, which is no part of any contender.
+    cluster.network.limit(None)
+    error = cluster.ask("check", contender=asdict(contender))["error"]
+    cluster.network.limit(case.rate)
+    if error > TOLERANCE:
+        raise ClusterError(f"{case.name}: {contender.name} is off by {error:.1e}, at most {TOLERANCE:.0e} is allowed")
+    return sent, error
+
+
+def machine() -> str:
+    """Cores and versions, in words."""
+    return f"{os.cpu_count()} {platform.machine()} cores, Linux {platform.release()}, torch {torch.__version__}"

@@ -1,0 +1,282 @@
+"""The emulated cluster: its report, its record, who takes part, what it refuses, and that nothing of it stays."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from recipes.benchmarks.cluster import __main__ as command
+from recipes.benchmarks.cluster import network, watcher
+from recipes.benchmarks.cluster.cases import Case, Nodes, all_cases
+from recipes.benchmarks.cluster.contenders import FLOOR, GATHER, PLANNED, PUBLISHED, RING, ULYSSES, USP, contenders
+from recipes.benchmarks.cluster.gathered import gathered_attention
+from recipes.benchmarks.cluster.record import Entry, append, is_done, latest, read
+from recipes.benchmarks.cluster.report import best_of, case_table, findings, is_slower, regret, summary, write
+from recipes.benchmarks.cluster.watcher import environment
+from wallfacer_dt.layout import deal
+from wallfacer_dt.testing import RankPool, attention_oracle
+
+NODES = Nodes(4, 4)
+CASE = Case(500, 16, 16, False, 4096)
+SECONDS = {FLOOR: 1.0, RING: 4.0, f"{PUBLISHED}, C = 2": 3.0, ULYSSES: 1.6, USP: 2.0, GATHER: 5.0}
+PREFIX = "wftest"
+
+
+def entries(case: Case = CASE, seconds: dict[str, float] | None = None, **others) -> list[Entry]:
+    """A run of a case: three rounds, the middle one of these seconds."""
+    fits = {one.name: one for one in contenders(NODES, case.heads, is_causal=case.is_causal)}
+    made = []
+    for name, middle in (seconds or SECONDS).items():
+        contender = fits.get(name) or replace(fits[RING], name=name)
+        rounds = (0.9 * middle, middle, 1.1 * middle)
+        backward = tuple(0.75 * one for one in rounds)
+        forward = tuple(0.25 * one for one in rounds)
+        fields = {"run": "2026-11-22T00:00:00", "commit": "abc", "machine": "2 cores", "node_bytes": 3 << 20} | others
+        made.append(
+            Entry(
+                cluster=NODES, case=case, contender=contender, forward=forward, backward=backward, error=1e-6, **fields
+            )
+        )
+    return made
+
+
+def test_contenders_that_fit() -> None:
+    names = [one.name for one in contenders(NODES, 16, is_causal=False)]
+    assert names[:2] == [FLOOR, RING]
+    assert len(names) == len(set(names)) == 13
+    assert {ULYSSES, USP, GATHER, f"{PUBLISHED}, C = 2", f"{PUBLISHED}, C = 4", "2d, ring 1 x team 16"} < set(names)
+    # Six heads are not enough for all ranks, but for those of a node; a causal mask brings the head-tail ring.
+    few = [one.name for one in contenders(NODES, 6, is_causal=True)]
+    assert set(names) - set(few) == {ULYSSES}
+    assert set(few) - set(names) == {"ring, head-tail"}
+    assert [one.name for one in contenders(Nodes(2, 1), 16, is_causal=False)] == [
+        FLOOR, RING, "2d, ring 1 x team 2", ULYSSES, GATHER,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_contenders_fill_the_ranks(is_causal: bool) -> None:
+    for one in contenders(NODES, 16, is_causal=is_causal):
+        if one.kind != "whole":
+            assert one.ulysses * one.ring * one.team == NODES.ranks
+            assert one.order == ("head_tail" if is_causal and one.name != RING else "contiguous")
+
+
+def test_cheap_cases_come_first() -> None:
+    cases = all_cases()
+    assert len(cases) == len(set(cases)) == 48
+    assert [case.cost for case in cases] == sorted(case.cost for case in cases)
+    assert cases[0] == Case(None, 6, 2, True, 4096)
+    assert cases[-1] == Case(200, 16, 4, False, 16384)
+
+
+def test_record_round_trip_and_resume(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "record.jsonl"
+    assert read(path) == []
+    append(path, entries())
+    assert read(path) == entries()
+    assert is_done(read(path), "abc", NODES, CASE, list(SECONDS))
+    assert not is_done(read(path), "abc", NODES, CASE, [*SECONDS, "2d, ring 8 x team 2"])
+    assert not is_done(read(path), "def", NODES, CASE, list(SECONDS))
+    assert not is_done(read(path), "abc", Nodes(2, 4), CASE, list(SECONDS))
+    assert not is_done(read(path), "abc", NODES, replace(CASE, rate=None), list(SECONDS))
+    # A run that was killed while it wrote.
+    path.write_text(path.read_text()[:-20])
+    assert read(path) == entries()[:-1]
+    assert not is_done(read(path), "abc", NODES, CASE, list(SECONDS))
+    append(path, entries(run="later"))
+    assert read(path) == entries()[:-1] + entries(run="later")
+
+
+def test_latest_is_the_fullest_run_of_the_last_commit() -> None:
+    slower = {name: 2 * seconds for name, seconds in SECONDS.items()}
+    old = entries(commit="old")
+    part = entries(run="part", seconds={FLOOR: 9.0, RING: 9.0})
+    again = entries(run="again", seconds=slower)
+    assert latest([]) == {}
+    assert latest([*old, *entries(), *part]) == {CASE: {entry.contender.name: entry for entry in entries()}}
+    assert latest([*old, *entries(), *again, *part])[CASE][RING].seconds == 8.0
+
+
+def test_what_was_planned_is_judged() -> None:
+    by_name = {entry.contender.name: entry for entry in entries(seconds=SECONDS | {PLANNED: 2.0})}
+    assert best_of(by_name) == ULYSSES
+    assert regret(by_name) == pytest.approx(0.25)
+    # Rounds differ by a fifth of the median: 0.4 seconds of each are within that, 0.6 are not.
+    assert not is_slower(by_name, ULYSSES)
+    assert is_slower(by_name | {PLANNED: entries(seconds={PLANNED: 2.2})[0]}, ULYSSES)
+    (row,) = summary({CASE: by_name}).rows
+    assert row[1:] == [
+        "ulysses (1.600 s)", "0.40", "1.60", by_name[PLANNED].contender.what, "25%", "0.50", "1.00", "1.25", "0.67",
+        "2.00",
+    ]  # fmt: skip
+
+
+def test_findings_name_the_cases_lost() -> None:
+    free = replace(CASE, rate=None, is_causal=True)
+    cases = latest(
+        entries(seconds=SECONDS | {PLANNED: 1.65}) + entries(free, seconds=SECONDS | {PLANNED: 6.0})
+    )  # fmt: skip
+    text = "\n".join(findings(cases))
+    assert f"more than 10% slower than the best in 1 of 2 cases: {free.name}." in text
+    assert f"slower than the plain ring, by more than either one's rounds differ, in 1 of 2 cases: {free.name}." in text
+    assert f"more than 1.2 times one process in 1 of 1 cases: {free.name}." in text
+    assert "2 of the 48 cases" in text
+    assert "Nothing was planned" in "\n".join(findings(latest(entries())))
+
+
+def test_report_of_a_record(tmp_path: Path) -> None:
+    other = replace(CASE, rate=None, heads=6, kv_heads=2)
+    few = {name: seconds for name, seconds in SECONDS.items() if name != ULYSSES}
+    path = write(entries() + entries(other, seconds=few | {PLANNED: 1.0}), tmp_path, "2026-11-22")
+    text = path.read_text()
+    assert path.name == "cluster_cpu_2026-11-22.md"
+    assert (tmp_path / "cluster_cpu_2026-11-22.png").stat().st_size > 10_000
+    for case in (CASE, other):
+        assert f"## {case.name}\n" in text
+    assert "| ring | 1.000 | 3.000 | 4.000 | 20% | 1.00 | 4.00 | 3.0 |" in text
+    assert "yunchang" in text
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("|", "-", "!"))) <= 120
+    with pytest.raises(network.ClusterError, match="empty"):
+        write([], tmp_path, "2026-11-22")
+
+
+def test_case_table_is_sorted() -> None:
+    table = case_table(CASE, {entry.contender.name: entry for entry in entries()})
+    assert [row[0] for row in table.rows] == sorted(SECONDS, key=lambda name: SECONDS[name])
+
+
+def invoke(*args: str, tmp_path: Path) -> tuple[int, str]:
+    """The command's status and what it says, where it must not come to start anything."""
+    app = command.typer.Typer()
+    app.command()(command.main)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watcher, "_locked", lambda *_: pytest.fail("went on to make a cluster"))
+        done = CliRunner().invoke(app, [*args, "--record", str(tmp_path / "record.jsonl"), "--out", str(tmp_path)])
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--rates", "fast"), "--rates none,1000"),
+        (("--heads", "16/3"), "--heads 16/16"),
+        (("--masks", "half"), "--masks full,causal"),
+        (("--lengths", "4100"), "multiples of 32"),
+        (("--report-only",), "record is empty"),
+    ],
+)
+def test_refusals_are_one_line(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    status, output = invoke(*args, tmp_path=tmp_path)
+    assert status == 2
+    assert said in output
+    assert output.count("\n") == 1
+
+
+def test_not_root_and_no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    status, output = invoke(tmp_path=tmp_path)
+    assert (status, output.count("\n")) == (2, 1)
+    assert "needs root" in output
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
+    status, output = invoke(tmp_path=tmp_path)
+    assert (status, output.count("\n")) == (2, 1)
+    assert "needs tc: install iproute2" in output
+
+
+def _gathered(is_causal: bool) -> float:
+    """The largest error of the all-gather contender on this rank, relative to the largest element."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, heads, 48, 8, generator=generator) for heads in (4, 2, 2, 4))
+    truth = attention_oracle(q, k, v, grad, is_causal=is_causal, dtype=None)
+    spans = deal(48, (size,), "head_tail" if is_causal else "contiguous")[rank]
+    own = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
+    out = gathered_attention(*leaves, is_causal=is_causal)
+    found = (out.detach(), *torch.autograd.grad(out, leaves, grad[:, :, own]))
+    errors = [(x - y[:, :, own]).abs().max() / y.abs().max() for x, y in zip(found, truth, strict=True)]
+    return max(errors).item()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_all_gather_equals_one_process(ranks: Callable[[int], RankPool], is_causal: bool) -> None:
+    for size in (1, 3):
+        assert max(ranks(size).run(_gathered, is_causal)) < 1e-5
+
+
+KILLED = """
+    from dataclasses import asdict
+
+    from recipes.benchmarks.cluster.cases import Case, Nodes
+    from recipes.benchmarks.cluster.launch import started
+    from recipes.benchmarks.cluster.run import check_loopback, selected
+
+    case = Case(50, 4, 4, False, 4096)
+    with started(Nodes(2, 1), {prefix!r}) as cluster:
+        check_loopback(cluster)
+        cluster.network.limit(case.rate)
+        running = [asdict(one) for one in selected(cluster, case, ["ulysses"])]
+        cluster.ask("prepare", case=asdict(case), contenders=running)
+        cluster.ask("pass", contender=running[1])
+        print("measuring", flush=True)
+        while True:
+            cluster.ask("pass", contender=running[1])
+"""
+
+
+def left_over() -> list[str]:
+    """Whatever there is of the test's cluster."""
+    processes = []
+    for arguments in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            processes.append(arguments.read_text().replace("\0", " "))
+    folder = network.folder_of(PREFIX)
+    return [
+        *network.left_over(PREFIX),
+        *(line for line in processes if PREFIX in line),
+        *([str(folder)] if folder.exists() else []),
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="needs root and iproute2's ip and tc"
+)
+@pytest.mark.parametrize("group", [False, True], ids=["alone", "with its group"])
+def test_killed_run_leaves_nothing(group: bool) -> None:
+    assert left_over() == []
+    program = textwrap.dedent(KILLED.format(prefix=PREFIX))
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "measuring\n"
+            # Two namespaces, a bridge, and of each node's link the end that is not in the namespace.
+            assert len(network.left_over(PREFIX)) == 5
+            ranks = [pid for node in range(2) for pid in network.pids(f"{PREFIX}{node}")]
+            # A node's first process, and its rank.
+            assert len(ranks) == 4
+            for rank in ranks if not group else []:
+                # Such ranks end by nothing but SIGKILL.
+                os.kill(rank, signal.SIGSTOP)
+        finally:
+            (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while left_over() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_over() == []
