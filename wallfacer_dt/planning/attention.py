@@ -16,7 +16,7 @@ from wallfacer_dt.planning.traffic import Key, Wire
 
 Groups = tuple[tuple[int, int], ...]
 
-_NOTHING = Wire(0, 0, 0, 0)
+_NOTHING = Wire()
 
 
 def attention_events(
@@ -43,13 +43,19 @@ def attention_events(
     Yields:
         The events in program order.
     """
-    schedule = schedule_of(candidate, sequence, backward=backward)
+    me, schedule = schedule_of(candidate, sequence, backward=backward)
+    by_shift = candidate.schedule == "2d" or candidate.team == 1
 
-    def wire(kind: str, side: str, group: int) -> Wire:
-        return wires.get(Key(backward, kind, side, group), _NOTHING)
+    def wire(transfer: Transfer, group: int) -> Wire:
+        kind, side = _kind(transfer)
+        hops = by_shift and isinstance(transfer, Move | Carry)
+        shift = (me.ring_rank - transfer.source) % me.ring if hops else 0
+        key = Key(backward, kind, side, group, shift)
+        # Where every rank is its own target nothing is sent.
+        return wires.get(key, _NOTHING) if kind in ("place", "home") else wires[key]
 
     def exchange(kind: str, group: int) -> Begin:
-        return Begin(f"{kind} {group}", wire(kind, "", group))
+        return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)])
 
     has_exchange = candidate.ulysses > 1
     if has_exchange:
@@ -64,7 +70,7 @@ def attention_events(
             for step in schedule.steps:
                 match step:
                     case Start(transfer):
-                        yield Begin(f"{transfer} {group}", wire(*_kind(transfer), group))
+                        yield Begin(f"{transfer} {group}", wire(transfer, group))
                     case Wait(transfer):
                         yield End(f"{transfer} {group}")
                     case Attend(part, stationary, block, tiles):
@@ -86,13 +92,8 @@ def head_patterns(candidate: Candidate, model: ModelShape) -> list[Groups]:
     return list(dict.fromkeys(patterns))
 
 
-def head_groups(candidate: Candidate, model: ModelShape) -> Groups:
-    """Those of the first rank, which has as many heads as any."""
-    return head_patterns(candidate, model)[0]
-
-
-def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> Schedule:
-    """The schedule of a rank that has as much to do as any; of a sequence that divides, which is as long or longer."""
+def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[Coordinate, Schedule]:
+    """Coordinate and schedule of a rank that has as much to do as any; of a sequence that divides, no shorter one."""
     sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
     stationary = "kv" if backward and candidate.rotate == "q" else "q"
     published = candidate.schedule == "published"
@@ -102,10 +103,10 @@ def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool
     # Otherwise ends and middle of the sequence have more or less to do.
     some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
     schedules = [
-        _schedule(candidate.place(index), sequence, candidate.order, published, stationary, backward)
-        for index in sorted(some)
+        (place, _schedule(place, sequence, candidate.order, published, stationary, backward))
+        for place in map(candidate.place, sorted(some))
     ]
-    return max(schedules, key=_area)
+    return max(schedules, key=lambda pair: _area(pair[1]))
 
 
 def _area(schedule: Schedule) -> int:

@@ -6,7 +6,8 @@ from typing import get_args
 
 import numpy as np
 
-from wallfacer_dt.mesh import Coordinate, Placement, placed_ranks
+from wallfacer_dt.algorithms import check_rotate
+from wallfacer_dt.mesh import PLACEMENTS, Coordinate, Placement, placed_ranks
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
@@ -40,6 +41,21 @@ class Candidate:
     order: str = "contiguous"
     feed_forward: str = "plain"
     checkpoint: str = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) what the package does not have."""
+        known = {
+            "placement": PLACEMENTS, "rotate": ("kv", "q"), "order": ("contiguous", "head_tail"),
+            "feed_forward": FEED_FORWARDS, "checkpoint": CHECKPOINTS,
+        }  # fmt: skip
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
+        for name in ("ring", "team", "ulysses"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        rotate = "q" if self.schedule == "published" else self.rotate
+        check_rotate(rotate, self.schedule, self.ring, self.team)
 
     @property
     def size(self) -> int:

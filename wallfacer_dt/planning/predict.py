@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from wallfacer_dt.algorithms import feed_forward_volume
@@ -9,8 +10,8 @@ from wallfacer_dt.planning.attention import attention_events, head_patterns
 from wallfacer_dt.planning.candidates import Candidate, node_of
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.timeline import Timeline, on_links, run
-from wallfacer_dt.planning.traffic import Wire, arrivals, into_nodes, into_ranks, wires
+from wallfacer_dt.planning.timeline import Timeline, run
+from wallfacer_dt.planning.traffic import arrivals, into_nodes, into_ranks, wires
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Prediction:
         overlapped: seconds of transfers hidden behind these two.
         rank_bytes: received by attention on the rank that receives most, and by METP's feed-forward.
         node_bytes: the same into the node that receives most from other nodes, attention's only.
-        hops: transfers round the ring of one call of attention, forward and backward.
+        hops: transfers that one rank's blocks take in one call of attention, forward and backward, of all head groups.
         memory: the most bytes a rank holds; 0 before anyone has asked, which takes longest.
     """
 
@@ -78,10 +79,11 @@ def attention_cost(candidate: Candidate, model: ModelShape, sequence: SequenceSh
         some = [arrivals for key, arrivals in arrived.items() if key.backward is backward]
         rank_bytes.append(int(into_ranks(some, candidate.size).max()))
         node_bytes.append(int(into_nodes(some, node).max()))
-    hops = sum(
-        int(some.times.max()) for key, some in arrived.items() if key.kind in ("move", "place") and not key.group
-    )
-    return AttentionCost(lines[0], lines[1], tuple(rank_bytes), tuple(node_bytes), hops)
+    hops = np.zeros(candidate.size, np.int64)
+    for key, some in arrived.items():
+        if key.kind in ("move", "place"):
+            np.add.at(hops, some.receiver, some.times)
+    return AttentionCost(lines[0], lines[1], tuple(rank_bytes), tuple(node_bytes), int(hops.max()))
 
 
 def predict(
@@ -115,9 +117,11 @@ def predict(
     rank_bytes = sum(n * nbytes for n, nbytes in zip(times, cost.rank_bytes, strict=True)) + layer.metp_bytes
     node_bytes = sum(n * nbytes for n, nbytes in zip(times, cost.node_bytes, strict=True))
     compute, exposed = sums["compute"] + layer.compute, sums["exposed"] + layer.exposed
+    tokens = sequence.batch * -(-sequence.length // candidate.size)
+    logits = 6 * tokens * model.hidden * model.vocab / cluster.kernels.linear
     return Prediction(
-        layers * (compute + exposed),
-        layers * compute,
+        layers * (compute + exposed) + logits,
+        layers * compute + logits,
         layers * exposed,
         layers * (sums["overlapped"] + layer.overlapped),
         layers * rank_bytes,
@@ -146,9 +150,9 @@ class _Layer:
             return cls()
         tokens = sequence.batch * -(-sequence.length // candidate.size)
         passes = 3 if candidate.checkpoint == "none" else 4
-        # METP's backward computes hidden units anew, checkpoint or not.
-        ffn_passes = max(passes, 4) if candidate.feed_forward == "metp" else passes
-        flops = 2 * tokens * (passes * model.attention_weights + ffn_passes * model.ffn_weights)
+        # METP's backward computes hidden units anew, checkpoint or not: all projections but the last.
+        again = (2 / 3 if model.gated else 1 / 2) if candidate.feed_forward == "metp" else 0
+        flops = 2 * tokens * (passes * model.attention_weights + (passes + again) * model.ffn_weights)
         compute = flops / cluster.kernels.linear
         # Weights come for the forward and again for the backward, from which gradients go.
         sent = 3 * model.attention_weights * sequence.dtype.itemsize
@@ -166,9 +170,13 @@ class _Layer:
 
 
 def _round_all(nbytes: int, ranks: int, cluster: Cluster) -> float:
-    """Seconds in which every rank receives so much in a ring of all, in which nodes are neighbours."""
-    crossing = nbytes if cluster.nodes > 1 and ranks > 1 else 0
-    return max(on_links(Wire(ranks - 1, nbytes, crossing, crossing), cluster)) if nbytes else 0.0
+    """Seconds in which every rank receives so much, thrice round a ring of all; between nodes over all interfaces."""
+    if not nbytes:
+        return 0.0
+    slowest = max(
+        [cluster.intra, cluster.inter][: cluster.nodes], key=lambda link: link.latency + nbytes / link.bandwidth
+    )
+    return 3 * (ranks - 1) * slowest.latency + nbytes / slowest.bandwidth
 
 
 def dtype_name(dtype: torch.dtype) -> str:

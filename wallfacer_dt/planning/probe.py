@@ -44,6 +44,13 @@ class Probe:
     @classmethod
     def on(cls, device_type: str, ranks_per_node: int | None) -> "Probe":
         """Find out where this rank is; all ranks call it together."""
+        if ranks_per_node is not None and (
+            ranks_per_node < 1 or (dist.get_world_size() > ranks_per_node and dist.get_world_size() % ranks_per_node)
+        ):
+            raise PlanningError(
+                f"ranks_per_node must be at least 1 and divide the {dist.get_world_size()} ranks, got {ranks_per_node}",
+                about="ranks_per_node",
+            )
         mesh = context_mesh(device_type, dist.get_world_size())
         group, _ = whole_context_group(mesh["cp_ring"], ("cp_ring",))
         device = torch.device(device_type)
@@ -120,12 +127,13 @@ class Probe:
         """A node's link, all its ranks sending; and over how many interfaces it goes, by one rank's share of it."""
         to, source = ((self.rank + step * per_node) % self.ranks for step in (1, -1))
         latency, seconds, nbytes, copy = self._link(to, source, contention)
-        node = per_node * nbytes / max(seconds - latency, 0.1 * seconds)
+        copying = 2 * copy * nbytes
+        node = per_node * nbytes / max(seconds - latency - copying, 0.1 * seconds)
         alone = self.rank % per_node == 0
         buffer = torch.zeros(nbytes if alone else 0, dtype=torch.uint8, device=self.device)
         # The others take part with nothing.
         one = self.timed(lambda: wait(permute(buffer, to, source, self.group)))
-        lane = nbytes / max(one - latency, 0.1 * one)
+        lane = nbytes / max(one - latency - copying, 0.1 * one)
         return Link(node, latency), max(1, round(node / lane)), copy
 
     def _link(self, to: int, source: int, contention: float) -> tuple[float, float, int, float]:

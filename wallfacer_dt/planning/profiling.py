@@ -68,6 +68,14 @@ class Profile:
         ]
         return found[-1] if found else None
 
+    def check_is_of(self, cluster: Cluster) -> None:
+        """Refuse (ValueError) a cluster of other ranks or nodes: what was measured says nothing of it."""
+        mine, theirs = ((one.ranks, one.ranks_per_node) for one in (self.cluster, cluster))
+        if mine != theirs:
+            raise ValueError(
+                f"the profile is of {mine[0]} ranks, {mine[1]} a node, the cluster has {theirs[0]}, {theirs[1]} a node"
+            )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :meth:`load` reads, whole or not at all.
 
@@ -140,8 +148,9 @@ def profile(
         memory: bytes of a rank; None for no limit.
         top: how many plans to run, no two of which are the same mesh and schedule but for their placement or rotation.
         iterations: of each, after one that is not counted; plans take turns.
-        build: from a plan whose choice is to be run, one step of the real model; without it, one call of attention of
-            the model's shape, forward and backward, on random numbers, and that is what is planned.
+        build: from a plan whose choice is to be run, one step of the real model, so that ``top`` models are there at a
+            time; without it, one call of attention of the model's shape, forward and backward, on random numbers, and
+            that is what is planned. Process groups that are made stay.
         cluster: instead of measuring it.
         path: a file for rank 0 to add the result to; what it has of other models and sequences stays.
 
@@ -152,8 +161,11 @@ def profile(
         PlanningError: on every rank: nothing fits, or nodes are not made of neighbouring ranks.
         RuntimeError: on the others, where rank 0 has another error.
     """
+    _by_first(lambda: _check_path(path))
     if cluster is None:
         cluster = Probe.on(device_type, ranks_per_node).cluster(model, sequence, memory)
+    if top < 1 or iterations < 1:
+        raise ValueError(f"top and iterations must be at least 1, got {top} and {iterations}")
     model = model if build else attention_alone(model)
     first = _by_first(lambda: plan(model, sequence, cluster, keep=_RANKED * top))
     chosen = shortlist(first, top)
@@ -172,7 +184,15 @@ def profile(
     return _by_first(finish), result
 
 
-def _by_first(make: Callable[[], Plan]) -> Plan:
+def _check_path(path: str | os.PathLike[str] | None) -> None:
+    """Refuse a file that cannot be added to, before anything is measured."""
+    if path is not None:
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        if Path(path).exists():
+            Profile.load(path)
+
+
+def _by_first(make: Callable[[], Any]) -> Any:
     """What rank 0 plans, on every rank: they may share its processor, and plan by the same numbers."""
     made: list[Any] = [None]
     raised: Exception | None = None
@@ -216,16 +236,26 @@ def _with_earlier(result: Profile, path: str | os.PathLike[str]) -> Profile:
     if not Path(path).exists():
         return result
     earlier = Profile.load(path)
-    if (earlier.cluster.ranks, earlier.cluster.ranks_per_node) != (result.cluster.ranks, result.cluster.ranks_per_node):
+    if not _are_alike(earlier.cluster, result.cluster):
         return result
     fresh = {(one.model, one.sequence) for one in result.measured}
     kept = [one for one in earlier.measured if (one.model, one.sequence) not in fresh]
     return replace(result, measured=(*kept, *result.measured))
 
 
+def _are_alike(one: Cluster, other: Cluster) -> bool:
+    """Whether two measurements may be of the same machines: within a factor of two."""
+    rates = [
+        (c.intra.bandwidth, c.inter.bandwidth, c.kernels.forward, c.kernels.backward, c.kernels.linear)
+        for c in (one, other)
+    ]
+    within = all(0.5 <= a / b <= 2 for a, b in zip(*rates, strict=True))
+    return within and (one.ranks, one.ranks_per_node) == (other.ranks, other.ranks_per_node)
+
+
 def _run(given: Plan, chosen: Sequence[Ranked], iterations: int, build: Build, device: torch.device) -> list[float]:
     """Median seconds of each, of the slowest rank, taking turns."""
-    steps = [build(replace(given, ranked=(one,))) for one in chosen]
+    steps = [build(replace(given, ranked=(one,))) for one in chosen]  # all there at a time
     seconds: list[list[float]] = [[] for _ in steps]
     for turn in range(iterations + 1):
         for step, taken in zip(steps, seconds, strict=True):

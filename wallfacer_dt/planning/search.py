@@ -93,9 +93,9 @@ class Plan:
         *,
         attention: str = "layers.*.attention.inner_attention",
         feed_forward: str = "layers.*.feed_forward",
-        up: str = "w3",
+        up: str | None = None,
         down: str = "w2",
-        gate: str | None = "w1",
+        gate: str | None = None,
         activation: str = "silu",
         scale: float | None = None,
         kernel: str = "auto",
@@ -109,9 +109,9 @@ class Plan:
         Args:
             attention: the inner attention's fully qualified name.
             feed_forward: the feed-forward's, used only where METP was chosen.
-            up: its projection to the hidden units.
+            up: its projection to the hidden units; None: ``"w3"`` beside a gate, otherwise ``"w1"``.
             down: the one back.
-            gate: the one that the activation is applied to, or None.
+            gate: the one that the activation is applied to; None: ``"w1"`` if the model is gated.
             activation: see :class:`wallfacer_dt.METPParallel`.
             scale: see :class:`wallfacer_dt.WallFacerParallel`.
             kernel: likewise.
@@ -130,6 +130,8 @@ class Plan:
             )
         }  # fmt: skip
         if it.feed_forward == "metp":
+            gate = gate or ("w1" if self.model.gated else None)
+            up = up or ("w3" if gate else "w1")
             styles[feed_forward] = METPParallel(up=up, down=down, gate=gate, activation=activation, check=check)
         return styles
 
@@ -162,9 +164,19 @@ def plan(
 
     Raises:
         PlanningError: nothing fits into memory.
+        ValueError: ``only`` or ``profile`` are of other ranks.
     """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be at least 1 or None, got {keep}")
+    if profile is not None:
+        profile.check_is_of(cluster)
+    some = list(attentions(model, sequence, cluster) if only is None else only)
+    others = [one for one in some if one.size != cluster.ranks]
+    if others or not some:
+        given = f"{others[0]} of {others[0].size}" if others else "none"
+        raise ValueError(f"only must be attentions of the cluster's {cluster.ranks} ranks, got {given}")
     search = _Search(model, sequence, cluster, profile)
-    for attention in attentions(model, sequence, cluster) if only is None else only:
+    for attention in some:
         search.add(attention)
     ranked, dropped = search.run(keep)
     if not ranked:
@@ -233,7 +245,7 @@ def _order(one: Ranked) -> tuple:
     """What was measured first, then the fastest; of equally fast ones (to a thousandth) the one that sends less."""
     p, it = one.prediction, one.candidate
     axes = sum(size > 1 for size in it.axes)
-    predicted = float(f"{p.seconds:.3g}"), p.node_bytes, p.rank_bytes, axes, it.schedule != "2d", p.seconds
+    predicted = float(f"{p.seconds:.4g}"), p.node_bytes, p.rank_bytes, axes, it.schedule != "2d", p.seconds
     return one.measured is None, one.measured or 0.0, *predicted
 
 

@@ -52,6 +52,7 @@ class Timeline:
         seconds: from the first event to the last.
         compute: seconds of computing.
         exposed: seconds of waiting for transfers, and of copying what they bring.
+        waiting: of waiting alone.
         transfer: seconds during which links were busy.
         bars: of lanes "compute", "intra" and "inter".
     """
@@ -59,24 +60,24 @@ class Timeline:
     seconds: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
+    waiting: float = 0.0
     transfer: float = 0.0
     bars: list[Bar] = field(default_factory=list)
 
     @property
     def overlapped(self) -> float:
         """Seconds of transfers that are hidden behind computing or other transfers."""
-        return max(0.0, self.transfer - self.exposed)
+        return max(0.0, self.transfer - self.waiting)
 
 
 def on_links(wire: Wire, cluster: Cluster) -> tuple[float, float]:
     """Seconds that a transfer takes of the link within a node, and of the one between nodes."""
     intra = inter = 0.0
-    crossing = wire.inter > 0
     if wire.intra:
-        intra = cluster.intra.latency * wire.sources + wire.intra / cluster.intra.bandwidth
-    if crossing:
+        intra = cluster.intra.latency * wire.near + wire.intra / cluster.intra.bandwidth
+    if wire.inter:
         lanes = cluster.inter.bandwidth / cluster.nics
-        inter = max(wire.node / cluster.inter.bandwidth, wire.inter / lanes) + cluster.inter.latency * wire.sources
+        inter = max(wire.node / cluster.inter.bandwidth, wire.inter / lanes) + cluster.inter.latency * wire.far
     return intra, inter
 
 
@@ -103,6 +104,7 @@ def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
                         arrives[name] = max(arrives[name][0], free[level]), wire
             case End(name):
                 there, wire = arrives.pop(name)
+                line.waiting += max(0.0, there - now)
                 line.exposed += max(0.0, there - now)
                 now = max(now, there)
                 now += _copied(line, wire, copy)

@@ -4,7 +4,7 @@ The formulas are those of :func:`wallfacer_dt.attention_volume`, evaluated for e
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,20 +12,25 @@ import numpy as np
 
 from wallfacer_dt.algorithms import Flow, Sequences, attention_flows, hops
 from wallfacer_dt.algorithms.routes import PublishedRoute
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import RING_AXIS, Coordinate
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
 Ints = np.ndarray
+_MANY = 128  # ranks, above which a length that does not divide is taken for the next one that does
 
 
 class Key(NamedTuple):
-    """Which transfers of a call: those of one kind, side and group of heads; see ``algorithms.flows``."""
+    """Which transfers of a call: those of one kind, side and group of heads; see ``algorithms.flows``.
+
+    ``shift``: how far round the ring hops of the 2D schedule go, under a window not all as far.
+    """
 
     backward: bool
     kind: str
     side: str
     group: int
+    shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +60,27 @@ class Wire:
     """One transfer as links see it, at the rank and the node where it is most.
 
     Attributes:
-        sources: from how many ranks one rank receives.
-        intra: bytes into one rank from its own node.
-        inter: bytes into one rank from other nodes.
+        nbytes: bytes into one rank.
+        near: from how many ranks of its own node one rank receives.
+        intra: bytes into one rank from these.
+        far: from how many ranks of other nodes.
+        inter: bytes into one rank from these.
         node: bytes into one node from others.
     """
 
-    sources: int
-    intra: int
-    inter: int
-    node: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes into one rank."""
-        return self.intra + self.inter
+    nbytes: int = 0
+    near: int = 0
+    intra: int = 0
+    far: int = 0
+    inter: int = 0
+    node: int = 0
 
 
 def arrivals(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> dict[Key, Arrivals]:
-    """What every rank receives in one call of attention, forward and backward."""
+    """What every rank receives in one call of attention, forward and backward.
+
+    Of more than 128 ranks a length that does not divide is taken for the next one that does.
+    """
     return _arrivals(
         candidate.axes, candidate.schedule, candidate.rotate, candidate.order, model.heads, model.keys, model.dim,
         sequence,
@@ -104,23 +111,24 @@ def into_nodes(arrived: Iterable[Arrivals], node: Ints) -> Ints:
 
 def _wire(some: Arrivals, node: Ints) -> Wire:
     crosses = node[some.receiver] != node[some.sender]
-    ranks = len(node)
 
-    def most(of: Ints, chosen: Ints, size: int) -> int:
+    def most(of: Ints, amounts: Ints, size: int) -> int:
         sums = np.zeros(size, np.int64)
-        np.add.at(sums, of[chosen], some.nbytes[chosen])
+        np.add.at(sums, of, amounts)
         return int(sums.max())
 
-    sources = np.bincount(some.receiver, minlength=ranks).max()
+    ranks = len(node)
     return Wire(
-        int(sources),
-        most(some.receiver, ~crosses, ranks),
-        most(some.receiver, crosses, ranks),
-        most(node[some.receiver], crosses, node.max() + 1),
+        nbytes=most(some.receiver, some.nbytes, ranks),
+        near=most(some.receiver, ~crosses, ranks),
+        intra=most(some.receiver, some.nbytes * ~crosses, ranks),
+        far=most(some.receiver, crosses, ranks),
+        inter=most(some.receiver, some.nbytes * crosses, ranks),
+        node=most(node[some.receiver], some.nbytes * crosses, node.max() + 1),
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16)  # the placements of a candidate come in a row, and arrays of many ranks are large
 def _arrivals(
     axes: tuple[int, int, int],
     schedule: str,
@@ -133,6 +141,9 @@ def _arrivals(
 ) -> dict[Key, Arrivals]:
     ulysses, ring, team = axes
     first = Candidate(ring, team, ulysses)
+    if first.size > _MANY:
+        # Asked one by one, that many ranks take minutes.
+        sequence = replace(sequence, length=first.size * -(-sequence.length // first.size))
     sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
     distances = hops(first.place(0), sequences, "q") if sequences.mask.spares_hops else None
 
@@ -156,7 +167,9 @@ def _arrivals(
                 else:
                     ends = np.full(len(flow.sources), index), np.array(flow.sources, np.int64)
                 if len(ends[0]) and flow.times:
-                    key = Key(bool(is_backward), flow.kind, flow.side, flow.group)
+                    steps = (schedule == "2d" or team == 1) and flow.axis == RING_AXIS
+                    shift = (index // team - flow.sources[0] // team) % ring if steps else 0
+                    key = Key(bool(is_backward), flow.kind, flow.side, flow.group, shift)
                     entries.setdefault(key, []).append((*ends, *(np.full(len(ends[0]), n) for n in sent)))
     return {
         key: Arrivals(*(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*some, strict=True)))

@@ -6,6 +6,7 @@ namespace's loopback; a limit does not touch them. All names begin with a prefix
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,7 +105,7 @@ def folder_of(prefix: str) -> Path:
 
 def remove(prefix: str) -> None:
     """Kill the processes in namespaces of this prefix, and delete these, links and files, as far as there are any."""
-    names = [name for name in _namespaces() if name.startswith(prefix)]
+    names = [name for name in _namespaces() if _is_of(name, prefix)]
     deadline = time.monotonic() + 10
     while (running := [pid for name in names for pid in pids(name)]) and time.monotonic() < deadline:
         for pid in running:
@@ -121,8 +122,13 @@ def remove(prefix: str) -> None:
 
 def left_over(prefix: str) -> list[str]:
     """The namespaces and links of this prefix that there are."""
-    links = [link.name for link in Path("/sys/class/net").glob(f"{prefix}*")]
-    return sorted(links + [name for name in _namespaces() if name.startswith(prefix)])
+    names = [link.name for link in Path("/sys/class/net").glob(f"{prefix}*")] + _namespaces()
+    return sorted(name for name in names if _is_of(name, prefix))
+
+
+def _is_of(name: str, prefix: str) -> bool:
+    """Whether a namespace or link is called as one of ours is."""
+    return re.fullmatch(re.escape(prefix) + r"(br|[ep]?\d+)", name) is not None
 
 
 def pids(namespace: str) -> Sequence[int]:

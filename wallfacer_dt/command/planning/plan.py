@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from wallfacer_dt import planning
-from wallfacer_dt.command.options import OptionError, check_least, naming
+from wallfacer_dt.command.options import OptionError, check_least
 from wallfacer_dt.command.planning.document import plan_as_json
 from wallfacer_dt.command.planning.machines import INTER_LATENCY, INTRA_LATENCY, RANKS_PER_NODE, Machines, load_profile
 from wallfacer_dt.command.planning.shape import (
@@ -91,9 +91,11 @@ def plan(
     )  # fmt: skip
     measured = None if profile is None else load_profile(profile)
     cluster = machines.cluster() if measured is None else machines.measured(measured)
-    # What does not fit is all that is left to refuse.
-    with Console(stderr=True).status(f"planning for {cluster.ranks} ranks"), naming("--memory"):
-        made = planning.plan(model, sequence, cluster, profile=measured, keep=top)
+    with Console(stderr=True).status(f"planning for {cluster.ranks} ranks"):
+        try:
+            made = planning.plan(model, sequence, cluster, profile=measured, keep=top)
+        except planning.PlanningError as error:
+            raise OptionError(f"--{error.about}: {error}") from error
     if picture is not None:
         from wallfacer_dt.command.planning.picture import draw_plan
 
