@@ -264,6 +264,9 @@ def release_order(mesh: DeviceMesh) -> None:
 def any_order(mesh: DeviceMesh) -> Iterator[None]:
     """Within it the ranks of a mesh are bound to no token order; afterwards to the one that they were bound to before.
 
+    Args:
+        mesh: the context mesh.
+
     Yields:
         Nothing.
     """
