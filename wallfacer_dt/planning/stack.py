@@ -122,12 +122,7 @@ class _Layer:
     @property
     def whole(self) -> int:
         """What is kept without a checkpoint, or there once a checkpoint has computed it again."""
-        return (
-            2 * self.norm * bool(self.model.ffn)
-            + self.norm * (not self.model.ffn)
-            + self.attention.kept
-            + self.feed_forward
-        )
+        return self.norm * (2 if self.model.ffn else 1) + self.attention.kept + self.feed_forward
 
     @property
     def kept(self) -> int:

@@ -51,18 +51,23 @@ class Timeline:
     Attributes:
         seconds: from the first event to the last.
         compute: seconds of computing.
-        exposed: seconds of waiting for transfers, and of copying what they bring.
-        waiting: of waiting alone.
+        waiting: seconds of waiting for transfers.
+        copying: seconds of copying what is sent, and what comes.
         transfer: seconds during which links were busy.
         bars: of lanes "compute", "intra" and "inter".
     """
 
     seconds: float = 0.0
     compute: float = 0.0
-    exposed: float = 0.0
     waiting: float = 0.0
+    copying: float = 0.0
     transfer: float = 0.0
     bars: list[Bar] = field(default_factory=list)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of both: what is not hidden."""
+        return self.waiting + self.copying
 
     @property
     def overlapped(self) -> float:
@@ -105,7 +110,6 @@ def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
             case End(name):
                 there, wire = arrives.pop(name)
                 line.waiting += max(0.0, there - now)
-                line.exposed += max(0.0, there - now)
                 now = max(now, there)
                 now += _copied(line, wire, copy)
     line.seconds = now
@@ -115,5 +119,5 @@ def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
 def _copied(line: Timeline, wire: Wire, copy: float) -> float:
     """Seconds of copying what is sent, or received: as much."""
     seconds = copy * wire.nbytes
-    line.exposed += seconds
+    line.copying += seconds
     return seconds
