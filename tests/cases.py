@@ -250,9 +250,18 @@ def held(index: int, axes: int | tuple[int, ...], order: str, length: int) -> li
     sizes = np.array(shard_sizes(length, (axes,) if isinstance(axes, int) else axes))
     if order == "contiguous":
         return list(np.split(np.arange(length), sizes.cumsum())[index])
+    turns = head_tail_turns(axes)
+    sizes = sizes[turns]
     heads, tails = (sizes + 1) // 2, sizes // 2
     chunks = np.split(np.arange(length), np.concatenate([heads, tails[::-1]]).cumsum())
-    return [*chunks[index], *chunks[2 * len(sizes) - 1 - index]]
+    turn = turns.index(index)
+    return [*chunks[turn], *chunks[2 * len(sizes) - 1 - turn]]
+
+
+def head_tail_turns(axes: int | tuple[int, ...]) -> list[int]:
+    """Sequence indices in the order of their heads: those along the first of three axes come one after the other."""
+    numbers = np.arange(np.prod(axes)).reshape(axes)
+    return (np.moveaxis(numbers, 0, -1) if numbers.ndim == 3 else numbers).flatten().tolist()
 
 
 def rows_of(case: Case, index: int, length: int) -> list[int]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tests.cases import fake_world, held
+from tests.cases import fake_world, head_tail_turns, held
 from tests.strategies import ulysses_meshes
 from wallfacer_dt.layout import (
     ORDERS,
@@ -74,13 +74,22 @@ def test_shards_differ_by_a_chunk_at_most(length: int, mesh: tuple[int, int, int
 
 @given(length=st.integers(1, 200), mesh=axes())
 def test_head_and_tail_are_halves_from_both_ends(length: int, mesh: tuple[int, int, int]) -> None:
+    """In turns: the ranks that exchange heads come one after the other."""
     shards = deal(length, mesh, "head_tail")
     heads, tails = [], []
-    for spans in shards:
+    for spans in (shards[index] for index in head_tail_turns(mesh)):
         count = length_of(spans)
         heads += positions(spans)[: count - count // 2]
         tails = positions(spans)[count - count // 2 :] + tails
     assert heads + tails == list(range(length))
+
+
+@given(ulysses=st.integers(1, 8), inner=st.integers(1, 8), shard=st.integers(1, 6))
+def test_ranks_that_exchange_heads_hold_one_head_and_one_tail(ulysses: int, inner: int, shard: int) -> None:
+    shards = deal(2 * shard * ulysses * inner, (ulysses, inner, 1), "head_tail")
+    for index in range(inner):
+        together = merged(sorted(span for spans in shards[index::inner] for span in spans))
+        assert len(together) == (1 if index == inner - 1 else 2)
 
 
 @st.composite

@@ -109,14 +109,14 @@ def check(call: Call, layout: str) -> None:
 @settings(max_examples=25)
 @given(calls((2, 3, 4, 6, 8)))
 def test_few_ranks_stand_for_all(call: Call) -> None:
-    """What is said of up to three of them is within a fifth of the most; of shards that are even, without a window."""
+    """What is said of some of them is within a tenth of the most; of shards that are even, without a window."""
     length = 2 * call[0].size * -(-call[2].length // (2 * call[0].size))
     call = (*call[:2], replace(call[2], length=length, window_size=None), call[3])
     said = attention_memory(*call[:3])
     each = [attention_memory(*call[:3], index=index) for index in range(call[0].size)]
     for name in ("kept", "forward", "backward"):
         most = max(getattr(one, name) for one in each)
-        assert most / 1.2 <= getattr(said, name) <= 1.2 * most, f"{name} {most}"
+        assert most / 1.1 <= getattr(said, name) <= 1.1 * most, f"{name} {most}"
 
 
 @settings(max_examples=3)

@@ -4,7 +4,8 @@ A sequence of any length is cut into shards as DTensor's ``Shard`` cuts it: alon
 equal chunks, the last of which may be shorter or empty. ``contiguous`` gives sequence index d the d-th shard's
 positions. ``head_tail`` (zigzag; WallFacer section 3.5) gives it as many, half of them counted from the beginning of
 the sequence and half from its end, after which causal attention is the same work on every rank. Shards follow the
-sequence index of the mesh, whatever the placement.
+sequence index of the mesh, whatever the placement; those of ``head_tail`` with Ulysses are dealt out so that ranks that
+exchange heads get neighbouring ones.
 
 ``document_head_tail`` does the same with every document of a packed sequence, so that attention within documents is
 the same work on every rank, too. There shards of a sequence that does not divide differ by one token at most, and rows
@@ -88,10 +89,12 @@ def deal(length: int, axes: tuple[int, ...], order: str) -> Shards:
         return tuple(_some([span]) for span in _consecutive(sizes))
     if order != "head_tail":
         raise ValueError(f"deal is for 'contiguous' and 'head_tail', got {order!r}")
-    heads = [size - size // 2 for size in sizes]
-    tails = [size // 2 for size in reversed(sizes)]
+    turns = _turns(axes)
+    heads = [size - size // 2 for size in (sizes[index] for index in turns)]
+    tails = [size // 2 for size in (sizes[index] for index in reversed(turns))]
     cut = _consecutive([*heads, *tails])
-    return tuple(_some([cut[i], cut[-1 - i]]) for i in range(len(sizes)))
+    held = {index: _some([cut[turn], cut[-1 - turn]]) for turn, index in enumerate(turns)}
+    return tuple(held[index] for index in range(len(sizes)))
 
 
 @lru_cache(maxsize=256)
@@ -103,21 +106,33 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     >>> deal_documents((0, 8, 16), (4,))[0]
     (Span(start=0, stop=1), Span(start=7, stop=9), Span(start=15, stop=16))
     """
-    missing = list(shard_sizes(bounds[-1], axes, BY_DOCUMENT))
+    turns, sizes = _turns(axes), shard_sizes(bounds[-1], axes, BY_DOCUMENT)
+    missing = [sizes[index] for index in turns]
     parts = len(missing)
     held: list[list[Span]] = [[] for _ in missing]
     for start, stop in pairwise(bounds):
         even, rest = divmod(stop - start, 2 * parts)
-        sizes = [even] * (2 * parts)
+        chunks = [even] * (2 * parts)
         missing = [n - 2 * even for n in missing]
         lacking = sorted(range(parts), key=lambda rank: -missing[rank])
         for turn in range(rest):
             rank = lacking[turn % parts]
-            sizes[rank if turn < parts else 2 * parts - 1 - rank] += 1
+            chunks[rank if turn < parts else 2 * parts - 1 - rank] += 1
             missing[rank] -= 1
-        for chunk, (first, last) in enumerate(_consecutive(sizes)):
+        for chunk, (first, last) in enumerate(_consecutive(chunks)):
             held[min(chunk, 2 * parts - 1 - chunk)].append(Span(start + first, start + last))
-    return tuple(merged(_some(sorted(spans))) for spans in held)
+    by_index = dict(zip(turns, held, strict=True))
+    return tuple(merged(_some(sorted(by_index[index]))) for index in range(parts))
+
+
+def _turns(axes: tuple[int, ...]) -> list[int]:
+    """Sequence indices in the order in which a sequence is dealt out head-tail: ranks that exchange heads in a row.
+
+    What such ranks put together is then one head and one tail, as few tiles as without them; of three axes the first
+    is theirs.
+    """
+    ulysses, inner = (axes[0], math.prod(axes[1:])) if len(axes) == 3 else (1, math.prod(axes))
+    return [rank * inner + index for index in range(inner) for rank in range(ulysses)]
 
 
 def length_of(spans: Iterable[Span]) -> int:

@@ -138,6 +138,33 @@ def context_mesh(
     return mesh
 
 
+def split_context_axis(
+    mesh: DeviceMesh, ring: int, team: int, *, ulysses: int = 1, placement: Placement = "team_in_node"
+) -> DeviceMesh:
+    """Make the context mesh of the ranks of an axis that others have made, as torchtitan's `cp`.
+
+    Along the sequence ranks come in the axis' order but with ``ulysses_in_node``, which counts Ulysses innermost. All
+    ranks of the mesh's root call this together.
+
+    Args:
+        mesh: a mesh of one axis, a slice of a larger one.
+        ring: ranks in a ring, R.
+        team: ranks in a team, C.
+        ulysses: ranks that split the heads.
+        placement: which axis takes the axis' neighbouring ranks; see :func:`context_mesh`.
+
+    Returns:
+        As :func:`context_mesh`.
+    """
+    with outside_modes():
+        layout = torch.tensor(_rows_like(mesh))[:, placed_ranks(ring, team, ulysses=ulysses, placement=placement)]
+    whole = DeviceMesh(mesh.device_type, layout, mesh_dim_names=("others", *CONTEXT_AXES))
+    # As `context_mesh` makes it: without an axis of one rank for Ulysses.
+    inner = whole[CONTEXT_AXES if ulysses > 1 else CONTEXT_AXES[1:]]
+    inherit_timeout(inner)
+    return inner
+
+
 def placed_ranks(ring: int, team: int, *, ulysses: int, placement: str) -> Tensor:
     """Which rank is where in a context mesh over ranks 0 to P - 1: (ulysses, ring, team), contiguous."""
     ranks = torch.arange(ulysses * ring * team)

@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import fit_fsdp_to_gloo
 from wallfacer_dt import sequence_positions
-from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
+from wallfacer_dt.mesh import split_context_axis
 from wallfacer_dt.plans import llama3_plan
 
 
@@ -84,8 +84,8 @@ def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: Cont
             f"{', '.join(sorted(kind.__name__ for kind in others))}, whose masks it does not implement"
         )
     sizes = context_sizes(parallelism)
-    mesh = context_mesh_of(cp, sizes)
     balancer = parallelism.context_parallel_load_balancer
+    mesh = context_mesh_of(cp, sizes, balancer)
     check_token_order(cp, mesh, length, balancer)
     plan = llama3_plan(
         order=ORDERS[balancer],
@@ -98,16 +98,14 @@ def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: Cont
     logger.info(f"Applied context parallelism: ulysses {ulysses} x ring {ring} x team {team}, order {ORDERS[balancer]}")
 
 
-def context_mesh_of(cp: DeviceMesh, sizes: tuple[int, int, int]) -> DeviceMesh:
-    """The context mesh of the ranks of torchtitan's axis `cp`, which keep their order along the sequence.
+def context_mesh_of(cp: DeviceMesh, sizes: tuple[int, int, int], balancer: str | None) -> DeviceMesh:
+    """The context mesh of the ranks of torchtitan's axis `cp`, so that each holds what torchtitan deals it.
 
-    `DeviceMesh._unflatten` is private; run with torch 2.13.0. All ranks call this together.
+    A balancer deals to `cp` in turn, and this package's head-tail order to the ranks that exchange heads in turn.
     """
-    # As `context_mesh` makes it: without an axis of one rank for Ulysses.
-    first = 0 if sizes[0] > 1 else 1
-    mesh = cp._unflatten(0, sizes[first:], CONTEXT_AXES[first:])
-    inherit_timeout(mesh)
-    return mesh
+    ulysses, ring, team = sizes
+    placement = "team_in_node" if balancer is None else "ulysses_in_node"
+    return split_context_axis(cp, ring, team, ulysses=ulysses, placement=placement)
 
 
 def check_token_order(cp: DeviceMesh, mesh: DeviceMesh, length: int, balancer: str | None) -> None:

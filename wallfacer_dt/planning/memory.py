@@ -1,5 +1,6 @@
 """Peak memory of a call of attention on one rank."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -28,9 +29,8 @@ def attention_memory(
         sequence: what is attended.
         by_tokens: q, k, v and the output's gradient are (B, L, N, H) in memory, as projections make them, instead of
             (B, N, L, H).
-        index: of the rank, in the sequence; None: the last of a ring and team with as many heads as any; where ranks
-            differ the most of it, the first and the middle one (others may hold up to a fifth more); of a long ring
-            that of a shorter one with shards as long, which holds as much.
+        index: of the rank, in the sequence; None: the most of some, where ranks differ (others may hold up to a tenth
+            more); of a long ring that of a shorter one with shards as long, which holds as much.
 
     Returns:
         The bytes.
@@ -40,12 +40,23 @@ def attention_memory(
     # Nothing here depends on the others, and a plan asks for all of them.
     alike = replace(candidate, placement="team_in_node", feed_forward="plain", checkpoint="none")
     short = _shortened(alike, sequence)
-    inner = short.ring * short.team
     cut = sequence if short == alike else _cut(sequence, alike, short)
-    is_alike = sequence.mask == Mask() and cut.length % short.size == 0
-    indices = {inner - 1} if is_alike else {0, inner // 2, inner - 1}
-    found = [_of_rank(short, model, cut, by_tokens, one) for one in indices]
+    found = [_of_rank(short, model, cut, by_tokens, one) for one in _asked(short, model, cut)]
     return Peaks(*map(max, zip(*found, strict=True)))
+
+
+def _asked(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> Iterator[int]:
+    """Ranks of which one holds about as much as any."""
+    inner, ulysses = candidate.ring * candidate.team, candidate.ulysses
+    tokens_are_alike = sequence.mask == Mask() and sequence.length % candidate.size == 0
+    heads_are_alike = model.heads % ulysses == model.keys % ulysses == 0
+    for place in {0} if heads_are_alike else _ends(ulysses):
+        for index in {inner - 1} if tokens_are_alike else {1 % inner, inner - 1 - 1 % inner} | _ends(inner):
+            yield place * inner + index
+
+
+def _ends(size: int) -> set[int]:
+    return {0, size // 2, size - 1}
 
 
 @lru_cache(maxsize=1024)

@@ -1,5 +1,6 @@
 """Profile: measure the cluster, run the few best plans, keep the fastest (WallFacer, equation 8)."""
 
+import gc
 import json
 import os
 import statistics
@@ -135,6 +136,7 @@ def profile(
     top: int = 4,
     iterations: int = 3,
     build: Build | None = None,
+    take_turns: bool | None = None,
     cluster: Cluster | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> tuple[Plan, Profile]:
@@ -147,10 +149,12 @@ def profile(
         ranks_per_node: how many neighbouring ranks share a node; by default what torchrun or host names say.
         memory: bytes of a rank; None for no limit.
         top: how many plans to run, no two of which are the same mesh and schedule but for their placement or rotation.
-        iterations: of each, after one that is not counted; plans take turns.
-        build: from a plan whose choice is to be run, one step of the real model, so that ``top`` models are there at a
-            time; without it, one call of attention of the model's shape, forward and backward, on random numbers, and
-            that is what is planned. Process groups that are made stay.
+        iterations: of each, after one that is not counted.
+        build: from a plan whose choice is to be run, one step of the real model; without it, one call of attention of
+            the model's shape, forward and backward, on random numbers, and that is what is planned. Process groups that
+            are made stay.
+        take_turns: every plan is run once before any is run again, so that a slow minute is nobody's loss, but what
+            they hold is there at a time. By default only without ``build``: models are there one after the other.
         cluster: instead of measuring it.
         path: a file for rank 0 to add the result to; what it has of other models and sequences stays.
 
@@ -167,10 +171,12 @@ def profile(
     if top < 1 or iterations < 1:
         raise ValueError(f"top and iterations must be at least 1, got {top} and {iterations}")
     model = model if build else attention_alone(model)
+    take_turns = build is None if take_turns is None else take_turns
     first = _by_first(lambda: plan(model, sequence, cluster, keep=_RANKED * top))
     chosen = shortlist(first, top)
     build = build or (lambda one: attention_step(one, one.mesh(device_type)))
-    seconds = _run(first, chosen, iterations, build, torch.device(device_type))
+    lots = [chosen] if take_turns else [[one] for one in chosen]
+    seconds = [one for lot in lots for one in _run(first, lot, iterations, build, torch.device(device_type))]
     measured = tuple(
         Measured(model, sequence, one.candidate, taken) for one, taken in zip(chosen, seconds, strict=True)
     )
@@ -255,7 +261,8 @@ def _are_alike(one: Cluster, other: Cluster) -> bool:
 
 def _run(given: Plan, chosen: Sequence[Ranked], iterations: int, build: Build, device: torch.device) -> list[float]:
     """Median seconds of each, of the slowest rank, taking turns."""
-    steps = [build(replace(given, ranked=(one,))) for one in chosen]  # all there at a time
+    gc.collect()  # what the last ones held
+    steps = [build(replace(given, ranked=(one,))) for one in chosen]
     seconds: list[list[float]] = [[] for _ in steps]
     for turn in range(iterations + 1):
         for step, taken in zip(steps, seconds, strict=True):

@@ -11,7 +11,7 @@ from wallfacer_dt import ModelShape, Plan, SequenceShape, profile
 from wallfacer_dt.planning.probe import Probe
 from wallfacer_dt.planning.profiling import attention_step
 
-_TOP = 5
+_TOP = 6
 
 
 def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contender], DeviceMesh]) -> Contender:
@@ -34,8 +34,8 @@ def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contende
         return attention_step(given, mesh_of(_contender(given)))
 
     plan, _ = profile(
-        model, sequence, "cpu", ranks_per_node=cluster.per_node, top=_TOP, iterations=1 if is_long else 3, build=build,
-        cluster=probe.cluster(model, sequence, memory=None),
+        model, sequence, "cpu", ranks_per_node=cluster.per_node, top=_TOP, iterations=2 if is_long else 5, build=build,
+        take_turns=True, cluster=probe.cluster(model, sequence, memory=None),
     )  # fmt: skip
     return _contender(plan)
 
