@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.cases import mesh_of
 from wallfacer_dt import Cluster, Link, ModelShape, Plan, Profile, SequenceShape, plan, profile, shard_sequence
+from wallfacer_dt import mesh as mesh_module
 from wallfacer_dt.planning import PlanningError, profiling
 from wallfacer_dt.planning.probe import Probe
 from wallfacer_dt.planning.profiling import attention_step
@@ -66,6 +67,38 @@ def test_the_fastest_of_those_that_ran_is_chosen(ranks, tmp_path: Path) -> None:
     assert saved == answers[0][1]
     other = Profile(WHERE, tuple(one for one in saved.measured[:1]))
     assert profiling._with_earlier(other, path).measured == other.measured
+
+
+def leaves() -> tuple[int, int, int]:
+    """New process groups after a profile, and models there at a time, without turns and with."""
+    groups = dist.distributed_c10d._world.pg_map
+    before, alive, most = set(groups), 0, []
+
+    class Model:
+        def __init__(self) -> None:
+            nonlocal alive
+            alive += 1
+            most.append(alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+        def __call__(self) -> None:
+            dist.barrier()
+
+    profile(MODEL, SEQUENCE, "cpu", ranks_per_node=2, top=3, iterations=1)
+    of_planner = {group for made in mesh_module._whole_groups.values() for group in made.values()}
+    left = len(set(groups) - before - of_planner)
+    profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=3, iterations=1, build=lambda _: Model())
+    one_by_one, most = most, []
+    profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=3, iterations=1, build=lambda _: Model(), take_turns=True)
+    return left, max(one_by_one), max(most)
+
+
+@pytest.mark.ranks
+def test_nothing_is_left_and_models_are_there_one_by_one(ranks) -> None:
+    assert set(ranks(4).run(leaves)) == {(0, 1, 3)}
 
 
 def errors(path: str) -> tuple[str, str]:

@@ -7,10 +7,10 @@ over. A mesh also carries the name of the order in which tokens are dealt out on
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Generic, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ ULYSSES_AXIS = "cp_ulysses"
 RING_AXIS = "cp_ring"
 TEAM_AXIS = "cp_team"
 CONTEXT_AXES = (ULYSSES_AXIS, RING_AXIS, TEAM_AXIS)
+
+_T = TypeVar("_T")
 
 Placement = Literal["team_in_node", "ring_in_node", "ulysses_in_node"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
@@ -87,6 +89,29 @@ class ContextGroups:
     def names(self) -> tuple[str, str, str]:
         """All three, innermost first."""
         return self.team, self.ring, self.ulysses
+
+
+class _Known(Generic[_T]):
+    """What has been found out about meshes, while they and the world live: torch works it out anew at every call.
+
+    Kept by identity, since meshes that compare equal may have other process groups.
+    """
+
+    def __init__(self) -> None:
+        self._worlds: weakref.WeakKeyDictionary[
+            dist.ProcessGroup, dict[tuple[int, str], tuple[weakref.ref[DeviceMesh], _T]]
+        ] = weakref.WeakKeyDictionary()
+
+    def of(self, mesh: DeviceMesh, how: str, find: Callable[[], _T]) -> _T:
+        """What ``find`` found out about the mesh in one of several ways, now or before."""
+        known, key = self._worlds.setdefault(_world(), {}), (id(mesh), how)
+        if key not in known or known[key][0]() is not mesh:
+            known[key] = weakref.ref(mesh, lambda _: known.pop(key, None)), find()
+        return known[key][1]
+
+
+_groups_of: _Known[ContextGroups] = _Known()
+_members_of: _Known[tuple[int, ...]] = _Known()
 
 
 def context_mesh(
@@ -192,6 +217,10 @@ def context_groups(mesh: DeviceMesh, *, any_axis: str = "") -> ContextGroups:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    return _groups_of.of(mesh, any_axis, lambda: _find_groups(mesh, any_axis))
+
+
+def _find_groups(mesh: DeviceMesh, any_axis: str) -> ContextGroups:
     names = _context_names(mesh, any_axis)
     place = mesh.get_coordinate()
     if place is None:
@@ -320,7 +349,7 @@ def _world() -> dist.ProcessGroup:
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     # A mesh holds its ranks in a tensor.
     with outside_modes():
-        return tuple(mesh.mesh.flatten().tolist())
+        return _members_of.of(mesh, "", lambda: tuple(mesh.mesh.flatten().tolist()))
 
 
 def _context_names(mesh: DeviceMesh, any_axis: str) -> tuple[str, ...]:
@@ -386,6 +415,14 @@ def _rows_like(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     """The ranks of all slices of the root mesh that are like this one."""
     rows = mesh._layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size())
     return [tuple(row) for row in rows.tolist()]
+
+
+def destroy_groups(mesh: DeviceMesh) -> None:
+    """Destroy the process groups that a mesh was made with, after which it is of no use; all its ranks together."""
+    for group in mesh.get_all_groups():
+        # Of an axis of all ranks torch takes the world's.
+        if group is not _world():
+            dist.destroy_process_group(group)
 
 
 def is_flattened(mesh: DeviceMesh) -> bool:

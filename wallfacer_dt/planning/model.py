@@ -1,7 +1,7 @@
 """What is to be computed: the sizes of a model and of its sequences."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,11 @@ class ModelShape:
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
+    def attention_alone(self) -> "ModelShape":
+        """The same attention, without layers round it."""
+        return replace(self, ffn=0, layers=1, vocab=0)
+
+    @property
     def attention_weights(self) -> int:
         """Elements of a layer's four projections."""
         return self.hidden * self.dim * 2 * (self.heads + self.keys)
@@ -98,6 +103,11 @@ class SequenceShape:
             raise ValueError(f"batch must be at least 1, got {self.batch}")
         if self.window_size is not None and self.mask == Mask(right=0 if self.is_causal else None):
             object.__setattr__(self, "window_size", None)  # it hides nothing
+
+    @property
+    def dtype_name(self) -> str:
+        """As people write it."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def mask(self) -> Mask:

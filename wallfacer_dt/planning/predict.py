@@ -1,9 +1,8 @@
 """What a candidate costs: bytes, time and memory, predicted on the host."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from wallfacer_dt.algorithms import feed_forward_volume
 from wallfacer_dt.planning.attention import attention_events, head_patterns
@@ -130,11 +129,6 @@ def predict(
     )
 
 
-def attention_alone(model: ModelShape) -> ModelShape:
-    """The same attention, without layers round it."""
-    return replace(model, ffn=0, layers=1, vocab=0)
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """What a layer costs beside attention."""
@@ -177,8 +171,3 @@ def _round_all(nbytes: int, ranks: int, cluster: Cluster) -> float:
         [cluster.intra, cluster.inter][: cluster.nodes], key=lambda link: link.latency + nbytes / link.bandwidth
     )
     return 3 * (ranks - 1) * slowest.latency + nbytes / slowest.bandwidth
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As people write it."""
-    return str(dtype).removeprefix("torch.")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from wallfacer_dt.collectives import permute, wait
 from wallfacer_dt.kernels import FULL, accumulation_dtype, merge_, select_kernel
-from wallfacer_dt.mesh import context_mesh, whole_context_group
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
@@ -51,12 +50,12 @@ class Probe:
                 f"ranks_per_node must be at least 1 and divide the {dist.get_world_size()} ranks, got {ranks_per_node}",
                 about="ranks_per_node",
             )
-        mesh = context_mesh(device_type, dist.get_world_size())
-        group, _ = whole_context_group(mesh["cp_ring"], ("cp_ring",))
+        world = dist.group.WORLD
+        assert world is not None, "it has a size"
         device = torch.device(device_type)
         if device_type != "cpu":
             device = torch.device(device_type, torch.get_device_module(device_type).current_device())
-        return cls(device, group, ranks_per_node or _ranks_per_node())
+        return cls(device, str(world.group_name), ranks_per_node or _ranks_per_node())
 
     @property
     def rank(self) -> int:

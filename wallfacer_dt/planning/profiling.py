@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.mesh import any_order, context_groups
+from wallfacer_dt.mesh import any_order, context_groups, destroy_groups
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.predict import attention_alone, dtype_name
 from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
 
@@ -84,8 +83,8 @@ class Profile:
             path: of the file.
         """
         entries = [asdict(one) for one in self.measured]
-        for entry in entries:
-            entry["sequence"]["dtype"] = dtype_name(entry["sequence"]["dtype"])
+        for entry, one in zip(entries, self.measured, strict=True):
+            entry["sequence"]["dtype"] = one.sequence.dtype_name
         text = json.dumps({"version": _VERSION, "cluster": self.cluster.as_json(), "measured": entries}, indent=1)
         folder = Path(path).absolute().parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,8 +150,7 @@ def profile(
         top: how many plans to run, no two of which are the same mesh and schedule but for their placement or rotation.
         iterations: of each, after one that is not counted.
         build: from a plan whose choice is to be run, one step of the real model; without it, one call of attention of
-            the model's shape, forward and backward, on random numbers, and that is what is planned. Process groups that
-            are made stay.
+            the model's shape, forward and backward, on random numbers, and that is what is planned.
         take_turns: every plan is run once before any is run again, so that a slow minute is nobody's loss, but what
             they hold is there at a time. By default only without ``build``: models are there one after the other.
         cluster: instead of measuring it.
@@ -170,13 +168,22 @@ def profile(
         cluster = Probe.on(device_type, ranks_per_node).cluster(model, sequence, memory)
     if top < 1 or iterations < 1:
         raise ValueError(f"top and iterations must be at least 1, got {top} and {iterations}")
-    model = model if build else attention_alone(model)
+    model = model if build else model.attention_alone
     take_turns = build is None if take_turns is None else take_turns
     first = _by_first(lambda: plan(model, sequence, cluster, keep=_RANKED * top))
     chosen = shortlist(first, top)
-    build = build or (lambda one: attention_step(one, one.mesh(device_type)))
+    meshes: list[DeviceMesh] = []
+
+    def attention(one: Plan) -> Callable[[], object]:
+        meshes.append(one.mesh(device_type))
+        return attention_step(one, meshes[-1])
+
     lots = [chosen] if take_turns else [[one] for one in chosen]
-    seconds = [one for lot in lots for one in _run(first, lot, iterations, build, torch.device(device_type))]
+    seconds = [
+        one for lot in lots for one in _run(first, lot, iterations, build or attention, torch.device(device_type))
+    ]
+    for mesh in meshes:
+        destroy_groups(mesh)
     measured = tuple(
         Measured(model, sequence, one.candidate, taken) for one, taken in zip(chosen, seconds, strict=True)
     )

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -88,6 +88,19 @@ class Plan:
         it = self.chosen
         return context_mesh(device_type, it.ring, it.team, ulysses=it.ulysses, placement=it.placement)
 
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """Arguments of :class:`wallfacer_dt.WallFacerParallel` that say what was chosen, and for what."""
+        it, sequence = self.chosen, self.sequence
+        return {
+            "is_causal": sequence.is_causal,
+            "order": it.order,
+            "schedule": it.schedule,
+            "rotate": it.rotate,
+            "window_size": sequence.window_size,
+            "length": sequence.length if sequence.length % it.size else None,
+        }
+
     def styles(
         self,
         *,
@@ -121,15 +134,12 @@ class Plan:
         Returns:
             ``{fully qualified name: style}``.
         """
-        it, sequence = self.chosen, self.sequence
         styles: dict[str, ParallelStyle] = {
             attention: WallFacerParallel(
-                is_causal=sequence.is_causal, window_size=sequence.window_size, scale=scale, order=it.order,
-                schedule=it.schedule, rotate=it.rotate, kernel=kernel, layout=layout, check=check,
-                length=sequence.length if sequence.length % it.size else None,
+                **self.attention_options, scale=scale, kernel=kernel, layout=layout, check=check
             )
         }  # fmt: skip
-        if it.feed_forward == "metp":
+        if self.chosen.feed_forward == "metp":
             gate = gate or ("w1" if self.model.gated else None)
             up = up or ("w3" if gate else "w1")
             styles[feed_forward] = METPParallel(up=up, down=down, gate=gate, activation=activation, check=check)

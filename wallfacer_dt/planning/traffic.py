@@ -94,37 +94,41 @@ def wires(arrived: dict[Key, Arrivals], node: Ints) -> dict[Key, Wire]:
 
 def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
     """Bytes that every sequence index receives."""
-    total = np.zeros(ranks, np.int64)
-    for some in arrived:
-        np.add.at(total, some.receiver, some.total)
-    return total
+    return sum((_summed(some.receiver, some.total, ranks) for some in arrived), np.zeros(ranks, np.int64))
 
 
 def into_nodes(arrived: Iterable[Arrivals], node: Ints) -> Ints:
     """Bytes that every node receives from others."""
-    total = np.zeros(node.max() + 1, np.int64)
-    for some in arrived:
-        crosses = node[some.receiver] != node[some.sender]
-        np.add.at(total, node[some.receiver][crosses], some.total[crosses])
-    return total
+    nodes = int(node.max()) + 1
+    return sum(
+        (_summed(node[some.receiver], some.total * _crosses(some, node), nodes) for some in arrived),
+        np.zeros(nodes, np.int64),
+    )
+
+
+def _crosses(some: Arrivals, node: Ints) -> Ints:
+    return node[some.receiver] != node[some.sender]
+
+
+def _summed(of: Ints, amounts: Ints, size: int) -> Ints:
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, of, amounts)
+    return sums
 
 
 def _wire(some: Arrivals, node: Ints) -> Wire:
-    crosses = node[some.receiver] != node[some.sender]
+    crosses, ranks = _crosses(some, node), len(node)
 
     def most(of: Ints, amounts: Ints, size: int) -> int:
-        sums = np.zeros(size, np.int64)
-        np.add.at(sums, of, amounts)
-        return int(sums.max())
+        return int(_summed(of, amounts, size).max())
 
-    ranks = len(node)
     return Wire(
         nbytes=most(some.receiver, some.nbytes, ranks),
         near=most(some.receiver, ~crosses, ranks),
         intra=most(some.receiver, some.nbytes * ~crosses, ranks),
         far=most(some.receiver, crosses, ranks),
         inter=most(some.receiver, some.nbytes * crosses, ranks),
-        node=most(node[some.receiver], some.nbytes * crosses, node.max() + 1),
+        node=most(node[some.receiver], some.nbytes * crosses, int(node.max()) + 1),
     )
 
 

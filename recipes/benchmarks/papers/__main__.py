@@ -6,6 +6,7 @@ python -m recipes.benchmarks.papers --out docs/benchmarks
 import os
 import platform
 import time
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -38,10 +39,10 @@ elements; of Ring Attention b, s, h, n and c: batch, tokens, hidden size, heads 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("docs/benchmarks"),
-    date: Annotated[str, typer.Option(help="Of the report, in its name.")] = "2026-11-22",
+    day: Annotated[str, typer.Option("--date", help="Of the report, in its name; today by default.")] = "",
 ) -> None:
     """Compute the papers' numbers, and write a report with pictures."""
-    start = time.perf_counter()
+    start, day = time.perf_counter(), day or str(date.today())
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     parts = []
@@ -49,10 +50,10 @@ def main(
         console.print(f"{time.perf_counter() - start:5.0f} s  {section.table.title}")
         parts.append(section.markdown())
     head = _HEAD.format(
-        date=date, commit=commit(), torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
+        date=day, commit=commit(), torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
         seconds=time.perf_counter() - start, command="python -m recipes.benchmarks.papers",
     )  # fmt: skip
-    (out / f"papers_{date}.md").write_text("\n\n".join([head.rstrip(), *parts]) + "\n")
+    (out / f"papers_{day}.md").write_text("\n\n".join([head.rstrip(), *parts]) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -63,10 +64,10 @@ of only with blocks that the mask does not cut. It is of bytes, not of time; of 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("docs/benchmarks"),
-    date: Annotated[str, typer.Option(help="Of the report, in its name.")] = "2026-11-22",
+    day: Annotated[str, typer.Option("--date", help="Of the report, in its name; today by default.")] = "",
 ) -> None:
     """Predict attention on 8 to 1024 ranks, check bytes by simulation, and write a report with pictures."""
-    start = time.perf_counter()
+    start, day = time.perf_counter(), day or str(date.today())
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     parts = []
@@ -75,15 +76,15 @@ def main(
         parts.append(replace(table, note=textwrap.fill(table.note, 120)).markdown())
     pictures = []
     for weak, name in ((False, "strong"), (True, "weak")):
-        draw(out / f"scaling_{date}_{name}.png", weak=weak)
-        pictures.append(f"![{name.capitalize()} scaling](scaling_{date}_{name}.png)")
+        draw(out / f"scaling_{day}_{name}.png", weak=weak)
+        pictures.append(f"![{name.capitalize()} scaling](scaling_{day}_{name}.png)")
     points = [predicted(case) for weak in (False, True) for heads in HEADS for case in cases(heads, weak=weak)]
     head = _HEAD.format(
-        date=date, commit=commit(), torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
+        date=day, commit=commit(), torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
         seconds=time.perf_counter() - start, fast=FAST, slow=SLOW, ring=LARGEST_RING, team=LARGEST_TEAM,
     )  # fmt: skip
     text = "\n\n".join([head.rstrip(), _shows(points), *pictures, *parts]) + "\n"
-    (out / f"scaling_{date}.md").write_text(text)
+    (out / f"scaling_{day}.md").write_text(text)
 
 
 def _tables() -> Iterator[Table]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.planning import Plan, Profile, Ranked
-from wallfacer_dt.planning.predict import dtype_name
 
 _VERSION = 1
 
@@ -75,7 +74,7 @@ def _plan_entries(plan: Plan) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "model": asdict(plan.model),
-        "sequence": asdict(plan.sequence) | {"dtype": dtype_name(plan.sequence.dtype)},
+        "sequence": asdict(plan.sequence) | {"dtype": plan.sequence.dtype_name},
         "cluster": plan.cluster.as_json(),
         "considered": plan.considered,
         "ranked": [asdict(one) for one in plan.ranked],

@@ -12,7 +12,6 @@ from wallfacer_dt.command.planning.document import runs_of
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.command.units import format_rate, format_size, format_speed, format_time
 from wallfacer_dt.planning import Candidate, Link, Plan, Profile, Ranked
-from wallfacer_dt.planning.predict import dtype_name
 
 _WIDTH = 100
 _DROPPED = 3  # of which more is said than how many
@@ -82,8 +81,7 @@ def _summary(plan: Plan) -> Iterator[str]:
     orders = sorted({one.candidate.order for one in plan.ranked})
     seen = ", causal" * sequence.is_causal + _window(sequence.window_size)
     yield (
-        f"{sequence.length} tokens in {' or '.join(orders)} order{seen}, batch {sequence.batch}, "
-        f"{dtype_name(sequence.dtype)}"
+        f"{sequence.length} tokens in {' or '.join(orders)} order{seen}, batch {sequence.batch}, {sequence.dtype_name}"
     )
     ffn = f", {'gated ' * model.gated}feed-forward of {model.ffn}" if model.ffn else ""
     vocab = f", vocabulary of {model.vocab}" if model.vocab else ""

@@ -41,14 +41,7 @@ def code_of(plan: Plan) -> str:
 
 
 def _attention_line(plan: Plan) -> str:
-    it, sequence = plan.chosen, plan.sequence
-    options: dict[str, object] = {"order": it.order, "schedule": it.schedule, "rotate": it.rotate}
-    if sequence.is_causal:
-        options = {"is_causal": True} | options
-    if sequence.window_size is not None:
-        options["window_size"] = sequence.window_size
-    if sequence.length % it.size:
-        options["length"] = sequence.length
+    options = {name: value for name, value in plan.attention_options.items() if value not in (None, False)}
     said = (f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items())
     arguments = ", ".join(said)
     line = f"attention = WallFacerParallel({arguments})"
