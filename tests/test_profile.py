@@ -32,7 +32,9 @@ def test_every_rank_measures_the_same_cluster(ranks) -> None:
     assert Cluster.from_json(cluster.as_json()) == cluster
 
 
-def run_with(costs: dict[tuple[int, int, int], float], path: Path) -> tuple[Plan, Profile, int]:
+def run_with(
+    costs: dict[tuple[int, int, int], float], path: Path, turns: bool | None = None
+) -> tuple[Plan, Profile, int]:
     """Profile with steps that say themselves how long they took."""
     steps = 0
 
@@ -46,7 +48,8 @@ def run_with(costs: dict[tuple[int, int, int], float], path: Path) -> tuple[Plan
 
     with mock.patch.object(profiling, "slowest", lambda step, _: step()):
         chosen, result = profile(
-            MODEL, SEQUENCE, "cpu", cluster=WHERE, top=4, iterations=2, build=build, path=path
+            MODEL, SEQUENCE, "cpu", cluster=WHERE, top=4, iterations=2, build=build, take_turns=turns,
+            path=path,
         )  # fmt: skip
     return chosen, result, steps
 
@@ -67,6 +70,14 @@ def test_the_fastest_of_those_that_ran_is_chosen(ranks, tmp_path: Path) -> None:
     assert saved == answers[0][1]
     other = Profile(WHERE, tuple(one for one in saved.measured[:1]))
     assert profiling._with_earlier(other, path).measured == other.measured
+
+
+@pytest.mark.ranks
+def test_those_that_are_close_run_again(ranks, tmp_path: Path) -> None:
+    some = [one.candidate.axes for one in profiling.shortlist(plan(MODEL, SEQUENCE, WHERE), 4)]
+    costs = dict(zip(some, (4.0, 3.0, 4.0, 3.2), strict=True))  # and 3 more on the slowest rank
+    for chosen, _, steps in ranks(4).run(run_with, costs, tmp_path / "profile.json", True):
+        assert (chosen.chosen.axes, steps) == (some[1], 4 * (1 + 2) + 2 * 4)
 
 
 def leaves() -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
 
 _VERSION = 1
+_CLOSE, _AGAIN = 1.1, 2  # times the fastest: so close are run again, as many times as often
 _RANKED = 8  # plans for each that is run: of a mesh there may be several
 
 Build = Callable[[Plan], Callable[[], object]]
@@ -148,7 +149,8 @@ def profile(
         ranks_per_node: how many neighbouring ranks share a node; by default what torchrun or host names say.
         memory: bytes of a rank; None for no limit.
         top: how many plans to run, no two of which are the same mesh and schedule but for their placement or rotation.
-        iterations: of each, after one that is not counted.
+        iterations: of each, after one that is not counted; where plans take turns, those within a tenth of the fastest
+            are then run twice as often again.
         build: from a plan whose choice is to be run, one step of the real model; without it, one call of attention of
             the model's shape, forward and backward, on random numbers, and that is what is planned.
         take_turns: every plan is run once before any is run again, so that a slow minute is nobody's loss, but what
@@ -267,16 +269,22 @@ def _are_alike(one: Cluster, other: Cluster) -> bool:
 
 
 def _run(given: Plan, chosen: Sequence[Ranked], iterations: int, build: Build, device: torch.device) -> list[float]:
-    """Median seconds of each, of the slowest rank, taking turns."""
+    """Median seconds of each, of the slowest rank, taking turns; of those that are close after more turns."""
     gc.collect()  # what the last ones held
     steps = [build(replace(given, ranked=(one,))) for one in chosen]
+    for step in steps:
+        slowest(step, device)
     seconds: list[list[float]] = [[] for _ in steps]
-    for turn in range(iterations + 1):
-        for step, taken in zip(steps, seconds, strict=True):
-            passed = slowest(step, device)
-            if turn:
-                taken.append(passed)
-    return [statistics.median(taken) for taken in seconds]
+
+    def turns(some: Sequence[int], count: int) -> list[float]:
+        for _ in range(count):
+            for i in some:
+                seconds[i].append(slowest(steps[i], device))
+        return [statistics.median(taken) for taken in seconds]
+
+    medians = turns(range(len(steps)), iterations)
+    close = [i for i, median in enumerate(medians) if median <= _CLOSE * min(medians)]
+    return turns(close, _AGAIN * iterations) if len(close) > 1 else medians
 
 
 def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:

@@ -11,8 +11,6 @@ from wallfacer_dt import ModelShape, Plan, SequenceShape, profile
 from wallfacer_dt.planning.probe import Probe
 from wallfacer_dt.planning.profiling import attention_step
 
-_TOP = 6
-
 
 def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contender], DeviceMesh]) -> Contender:
     """Choose a contender for a case: links and kernels are measured, and the best few plans run.
@@ -28,13 +26,13 @@ def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contende
     """
     model = ModelShape(case.heads * case.head_dim, case.heads, case.kv_heads)
     sequence = SequenceShape(case.length, is_causal=case.is_causal, dtype=torch.float32)
-    is_long = case.length > 4096
+    top, iterations = (4, 1) if case.length > 4096 else (6, 4)
 
     def build(given: Plan) -> Callable[[], object]:
         return attention_step(given, mesh_of(_contender(given)))
 
     plan, _ = profile(
-        model, sequence, "cpu", ranks_per_node=cluster.per_node, top=_TOP, iterations=2 if is_long else 5, build=build,
+        model, sequence, "cpu", ranks_per_node=cluster.per_node, top=top, iterations=iterations, build=build,
         take_turns=True, cluster=probe.cluster(model, sequence, memory=None),
     )  # fmt: skip
     return _contender(plan)
