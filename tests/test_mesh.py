@@ -1,12 +1,19 @@
 """Meshes: the ranks of an axis that others have made, and what is remembered of a mesh."""
 
+import gc
+import re
+from unittest import mock
+
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.cases import fake_world
-from wallfacer_dt.mesh import PLACEMENTS, context_groups, placed_ranks, split_context_axis
+from wallfacer_dt import mesh as mesh_module
+from wallfacer_dt.mesh import PLACEMENTS, context_groups, context_mesh, placed_ranks, split_context_axis
 
 SIZES = st.integers(1, 3)
 
@@ -28,6 +35,10 @@ def test_an_axis_between_others_is_split(
         expected = axis.mesh[placed_ranks(ring, team, ulysses=ulysses, placement=where)]
         assert mesh.mesh.tolist() == (expected if ulysses > 1 else expected[0]).tolist()
         assert context_groups(mesh).coordinate.axes == sizes
+        for dim, group in enumerate(mesh.get_all_groups()):
+            line = mesh.mesh.movedim(dim, -1)
+            mine = [row for row in line.reshape(-1, line.shape[-1]).tolist() if dist.get_rank() in row]
+            assert [dist.get_process_group_ranks(group)] == mine
 
 
 def test_meshes_that_compare_equal_have_their_own_groups() -> None:
@@ -43,9 +54,38 @@ def test_meshes_that_compare_equal_have_their_own_groups() -> None:
 
 
 def test_a_mesh_is_asked_anew_in_a_new_world() -> None:
-    found = []
-    for rank in (0, 3):
-        with fake_world(4, rank):
-            mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("cp_ring", "cp_team"))
-            found.append(context_groups(mesh).coordinate.index)
-    assert found == [0, 3]
+    with mock.patch.object(mesh_module, "_find_groups", side_effect=[1, 2, 3]):
+        with fake_world(4):
+            mesh = context_mesh("cpu", 2, 2)
+            other = context_mesh("cpu", 4)
+            assert [context_groups(mesh), context_groups(mesh), context_groups(other)] == [1, 1, 2]
+        with fake_world(4):
+            assert context_groups(mesh) == 3
+
+
+def test_nothing_is_kept_of_a_mesh_that_is_gone() -> None:
+    with fake_world(4):
+        mesh = context_mesh("cpu", 2, 2)
+        context_groups(mesh)
+        kept = mesh_module._groups_of._worlds[dist.group.WORLD]
+        assert [key[0] for key in kept] == [id(mesh)]
+        del mesh
+        gc.collect()
+        assert not kept
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes", "message"),
+    [
+        ((6,), {"ring": 2}, "one axis of ulysses * ring * team = 2 ranks, got (6,)"),
+        ((6,), {"ring": 4, "ulysses": 2}, "= 8 ranks, got (6,)"),
+        ((2, 3), {"ring": 6}, "got (2, 3)"),
+        ((6,), {"ring": 6, "placement": "anywhere"}, "placement must be one of"),
+        ((6,), {"ring": 0}, "ring must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(axes: tuple[int, ...], sizes: dict, message: str) -> None:
+    with fake_world(6):
+        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp", "tp")[: len(axes)])
+        with pytest.raises(ValueError, match=re.escape(message)):
+            split_context_axis(mesh, **sizes)

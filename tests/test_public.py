@@ -95,13 +95,15 @@ plan
     model, sequence, cluster, *, only=None, profile=None, keep=None
 profile
     model, sequence, device_type, *, ranks_per_node=None, memory=None, top=4, iterations=3, build=None,
-    cluster=None, path=None
+    take_turns=None, cluster=None, path=None
 release_order
     mesh
 sequence_positions
     length, mesh, *, order, document_ids=None, cu_seqlens=None
 shard_sequence
     x, mesh, *, dim, order, document_ids=None, cu_seqlens=None
+split_context_axis
+    mesh, ring=1, team=1, *, ulysses=1, placement='team_in_node'
 unshard_sequence
     x, mesh, *, dim, order, document_ids=None, cu_seqlens=None
 checkpoint.save_attention

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.cases import Case, held, index_of, mesh_of
+from tests.cases import Case, fake_world, held, index_of, mesh_of
 from tests.strategies import PLACEMENTS, ulysses_meshes
 from wallfacer_dt import (
     context_mesh,
@@ -152,9 +152,11 @@ def meshes_of_every_kind() -> list[tuple[str, tuple[int, ...]]]:
     one = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     large = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     kinds = [one, large["cp_ring", "cp_team"], context_mesh("cpu", 2, 2, placement="ring_in_node")]
+    found = []
     for mesh in kinds:
         release_order(mesh)
-    return [(str(m.mesh_dim_names), tuple(sequence_positions(8, m, order="head_tail").tolist())) for m in kinds]
+        found.append((str(mesh.mesh_dim_names), tuple(sequence_positions(8, mesh, order="head_tail").tolist())))
+    return found
 
 
 def test_meshes_of_every_kind(ranks: Ranks) -> None:
@@ -163,6 +165,40 @@ def test_meshes_of_every_kind(ranks: Ranks) -> None:
     assert [a[1][1] for a in answers] == [(0, 1, 6, 7), (2, 3, 4, 5)] * 2
     # Neighbouring ranks in the ring: ranks 0, 1 are (0, 0), (1, 0).
     assert [a[2][1] for a in answers] == [(0, 7), (2, 5), (1, 6), (3, 4)]
+
+
+def dealt_in_other_turns() -> list[str]:
+    """What is said of each of some meshes of the same four ranks, with tokens of the first."""
+    messages = []
+    with fake_world(4):
+        ring, *others = (
+            context_mesh("cpu", 4),
+            context_mesh("cpu", 2, ulysses=2),
+            context_mesh("cpu", 2, 2, placement="ring_in_node"),
+            context_mesh("cpu", 2, ulysses=2, placement="ulysses_in_node"),
+            context_mesh("cpu", ulysses=4),
+            context_mesh("cpu", 2, 2),
+        )
+        for order in ("head_tail", "contiguous"):
+            release_order(ring)
+            shard_sequence(torch.zeros(16), ring, dim=0, order=order)
+            for mesh in others:
+                try:
+                    sequence_positions(16, mesh, order=order)
+                    messages.append("")
+                except ValueError as error:
+                    messages.append(str(error))
+    return messages
+
+
+def test_meshes_that_deal_in_other_turns_are_refused() -> None:
+    """Though it is the same order on the same ranks: rank 1's tokens are others."""
+    found = dealt_in_other_turns()
+    assert [bool(message) for message in found] == [True, True, False, False, False, False, True, True, False, False]
+    assert (
+        "deals tokens out to ranks 0, 2, 1, 3 in turn, but they were sharded on a mesh of the same ranks that deals to "
+        "0, 1, 2, 3"
+    ) in found[0]
 
 
 def bound_to_one_order() -> list[str]:

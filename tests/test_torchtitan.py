@@ -401,6 +401,38 @@ def test_other_ways_to_the_same_training(titans, alone: Curve, options: str) -> 
     assert_equal(curves, alone)
 
 
+def fitting_meshes() -> dict[str, str]:
+    """By shape and balancer, what is said of the mesh that is made for it, and of the one for the other balancer."""
+    fit_to_torch()
+    fit_to_cpu()
+    from recipes.torchtitan.parallelize import check_token_order, context_mesh_of
+
+    cp = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp"))["cp"]
+    said = {}
+    for sizes in ((2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 2, 2)):
+        for balancer, other in ((None, "headtail"), ("headtail", None)):
+            for made_for in (balancer, other):
+                mesh = context_mesh_of(cp, sizes, made_for)
+                release_order(mesh)
+                try:
+                    check_token_order(cp, mesh, 32, balancer)
+                    said[f"{sizes} {balancer} {made_for}"] = ""
+                except ValueError as error:
+                    said[f"{sizes} {balancer} {made_for}"] = str(error)
+    return said
+
+
+def test_meshes_fit_the_balancer(titans) -> None:
+    """With Ulysses round a ring or a team each balancer has its own."""
+    for said in titans(4).run(fitting_meshes):
+        refused = [name for name, error in said.items() if error]
+        assert len(said) == 16
+        assert refused == [
+            "(2, 2, 1) None headtail", "(2, 2, 1) headtail None", "(2, 1, 2) None headtail", "(2, 1, 2) headtail None",
+        ]  # fmt: skip
+        assert "attention would be wrong" in said[refused[0]]
+
+
 @pytest.mark.parametrize(
     ("balancer", "patch"),
     [

@@ -11,7 +11,7 @@ from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.blockwise import BlockwiseFeedForward
 from wallfacer_dt.data import SequenceDataset, SequenceSampler
 from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
-from wallfacer_dt.mesh import context_mesh, release_order
+from wallfacer_dt.mesh import context_mesh, release_order, split_context_axis
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.planning import (
     Cluster,
@@ -57,5 +57,6 @@ __all__ = [
     "release_order",
     "sequence_positions",
     "shard_sequence",
+    "split_context_axis",
     "unshard_sequence",
 ]

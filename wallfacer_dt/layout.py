@@ -18,6 +18,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
+from wallfacer_dt.mesh import dealing_turns
+
 Order = Literal["contiguous", "head_tail", "document_head_tail"]
 BY_DOCUMENT = "document_head_tail"
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -89,7 +91,7 @@ def deal(length: int, axes: tuple[int, ...], order: str) -> Shards:
         return tuple(_some([span]) for span in _consecutive(sizes))
     if order != "head_tail":
         raise ValueError(f"deal is for 'contiguous' and 'head_tail', got {order!r}")
-    turns = _turns(axes)
+    turns = dealing_turns(axes, order)
     heads = [size - size // 2 for size in (sizes[index] for index in turns)]
     tails = [size // 2 for size in (sizes[index] for index in reversed(turns))]
     cut = _consecutive([*heads, *tails])
@@ -106,7 +108,7 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     >>> deal_documents((0, 8, 16), (4,))[0]
     (Span(start=0, stop=1), Span(start=7, stop=9), Span(start=15, stop=16))
     """
-    turns, sizes = _turns(axes), shard_sizes(bounds[-1], axes, BY_DOCUMENT)
+    turns, sizes = dealing_turns(axes, BY_DOCUMENT), shard_sizes(bounds[-1], axes, BY_DOCUMENT)
     missing = [sizes[index] for index in turns]
     parts = len(missing)
     held: list[list[Span]] = [[] for _ in missing]
@@ -123,16 +125,6 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
             held[min(chunk, 2 * parts - 1 - chunk)].append(Span(start + first, start + last))
     by_index = dict(zip(turns, held, strict=True))
     return tuple(merged(_some(sorted(by_index[index]))) for index in range(parts))
-
-
-def _turns(axes: tuple[int, ...]) -> list[int]:
-    """Sequence indices in the order in which a sequence is dealt out head-tail: ranks that exchange heads in a row.
-
-    What such ranks put together is then one head and one tail, as few tiles as without them; of three axes the first
-    is theirs.
-    """
-    ulysses, inner = (axes[0], math.prod(axes[1:])) if len(axes) == 3 else (1, math.prod(axes))
-    return [rank * inner + index for index in range(inner) for rank in range(ulysses)]
 
 
 def length_of(spans: Iterable[Span]) -> int:

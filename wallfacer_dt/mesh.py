@@ -6,6 +6,7 @@ over. A mesh also carries the name of the order in which tokens are dealt out on
 ``layout``.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,6 +110,12 @@ class _Known(Generic[_T]):
             known[key] = weakref.ref(mesh, lambda _: known.pop(key, None)), find()
         return known[key][1]
 
+    def forget(self, mesh: DeviceMesh) -> None:
+        """Find it out anew the next time."""
+        known = self._worlds.get(_world(), {})
+        for key in [key for key in known if key[0] == id(mesh)]:
+            del known[key]
+
 
 _groups_of: _Known[ContextGroups] = _Known()
 _members_of: _Known[tuple[int, ...]] = _Known()
@@ -138,13 +145,7 @@ def context_mesh(
         TypeError: a size is not an int.
         ValueError: a size is below 1, their product is not the number of ranks, or the placement is unknown.
     """
-    for option, size in (("ring", ring), ("team", team), ("ulysses", ulysses)):
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{option} must be an int, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{option} must be at least 1, got {size}")
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement must be one of {PLACEMENTS}, got {placement!r}")
+    _check_axes(ring, team, ulysses, placement)
     if not dist.is_initialized():
         dist.init_process_group()
     world = dist.get_world_size()
@@ -163,16 +164,27 @@ def context_mesh(
     return mesh
 
 
-def split_context_axis(
-    mesh: DeviceMesh, ring: int, team: int, *, ulysses: int = 1, placement: Placement = "team_in_node"
-) -> DeviceMesh:
-    """Make the context mesh of the ranks of an axis that others have made, as torchtitan's `cp`.
+def _check_axes(ring: int, team: int, ulysses: int, placement: str) -> None:
+    for option, size in (("ring", ring), ("team", team), ("ulysses", ulysses)):
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{option} must be an int, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{option} must be at least 1, got {size}")
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement must be one of {PLACEMENTS}, got {placement!r}")
 
-    Along the sequence ranks come in the axis' order but with ``ulysses_in_node``, which counts Ulysses innermost. All
-    ranks of the mesh's root call this together.
+
+def split_context_axis(
+    mesh: DeviceMesh, ring: int = 1, team: int = 1, *, ulysses: int = 1, placement: Placement = "team_in_node"
+) -> DeviceMesh:
+    """Make the context mesh of the ranks of an axis that others have made, as torchtitan's ``cp``.
+
+    A loader that deals tokens out along that axis deals to this mesh's ranks what :func:`shard_sequence` would: those
+    of ``contiguous`` with the placement ``team_in_node``, and those of ``head_tail`` with ``ulysses_in_node`` (without
+    Ulysses, with either). All ranks of the mesh's root call this together.
 
     Args:
-        mesh: a mesh of one axis, a slice of a larger one.
+        mesh: a mesh of one axis, perhaps a slice of a larger one.
         ring: ranks in a ring, R.
         team: ranks in a team, C.
         ulysses: ranks that split the heads.
@@ -180,12 +192,23 @@ def split_context_axis(
 
     Returns:
         As :func:`context_mesh`.
+
+    Raises:
+        TypeError: the mesh is none, or a size is not an int.
+        ValueError: it has several axes, sizes do not multiply to its size, or the placement is unknown.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    _check_axes(ring, team, ulysses, placement)
+    if mesh.ndim != 1 or ulysses * ring * team != mesh.size():
+        raise ValueError(
+            f"mesh must have one axis of ulysses * ring * team = {ulysses * ring * team} ranks, got {tuple(mesh.shape)}"
+        )
     with outside_modes():
         layout = torch.tensor(_rows_like(mesh))[:, placed_ranks(ring, team, ulysses=ulysses, placement=placement)]
-    whole = DeviceMesh(mesh.device_type, layout, mesh_dim_names=("others", *CONTEXT_AXES))
     # As `context_mesh` makes it: without an axis of one rank for Ulysses.
-    inner = whole[CONTEXT_AXES if ulysses > 1 else CONTEXT_AXES[1:]]
+    names, layout = (CONTEXT_AXES, layout) if ulysses > 1 else (CONTEXT_AXES[1:], layout.squeeze(1))
+    inner = DeviceMesh(mesh.device_type, layout, mesh_dim_names=("others", *names))[names]
     inherit_timeout(inner)
     return inner
 
@@ -230,7 +253,7 @@ def _find_groups(mesh: DeviceMesh, any_axis: str) -> ContextGroups:
     size = dict(zip(names, mesh.shape, strict=True))
     rank = dict(zip(names, place, strict=True))
     group = dict(zip(names, (str(group.group_name) for group in mesh.get_all_groups()), strict=True))
-    _ranks_of.setdefault(_world(), {})[tuple(group.get(axis, "") for axis in CONTEXT_AXES)] = _ranks(mesh)
+    _turns_of.setdefault(_world(), {})[tuple(group.get(axis, "") for axis in CONTEXT_AXES)] = _turns(mesh)
     coordinate = Coordinate(
         size.get(RING_AXIS, 1), size.get(TEAM_AXIS, 1), rank.get(RING_AXIS, 0), rank.get(TEAM_AXIS, 0),
         size.get(ULYSSES_AXIS, 1), rank.get(ULYSSES_AXIS, 0),
@@ -276,11 +299,33 @@ _whole_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...]
 # A shard does not show in which order its tokens were dealt out, and causal attention told another order than
 # the loader used is silently wrong. So the ranks that share a sequence have one token order: whoever names it first
 # (the loader's side, a style, or causal attention) binds it, and whoever names another is refused, on whichever mesh
-# of the same ranks. Kept per world, so that a new process group starts afresh.
-_ranks_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], tuple[int, ...]]] = (
+# of the same ranks; as is whoever names the same on a mesh that deals to the ranks in another turn. Kept per world, so
+# that a new process group starts afresh.
+_Turns = tuple[tuple[int, ...], tuple[int, int]]  # a mesh's ranks, and the sizes of cp_ulysses and of the rest
+_turns_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Turns]] = weakref.WeakKeyDictionary()
+_bound_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[frozenset[int], tuple[str, tuple[int, ...]]]] = (
     weakref.WeakKeyDictionary()
 )
-_bound_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
+
+
+def dealing_turns(axes: tuple[int, ...], order: str) -> list[int]:
+    """Sequence indices as tokens are dealt out to them: in a row, but ranks that exchange heads one after the other.
+
+    What these put together is then one head and one tail, as few tiles as without them.
+
+    >>> dealing_turns((2, 3, 1), "head_tail"), dealing_turns((2, 3, 1), "contiguous")
+    ([0, 3, 1, 4, 2, 5], [0, 1, 2, 3, 4, 5])
+
+    Args:
+        axes: of a mesh; of three the first is ``cp_ulysses``.
+        order: in which the tokens are dealt out; contiguous ones as DTensor's ``Shard`` does it.
+
+    Returns:
+        The indices.
+    """
+    size = math.prod(axes)
+    ulysses = axes[0] if len(axes) == 3 and order != "contiguous" else 1
+    return [first + rank * (size // ulysses) for first in range(size // ulysses) for rank in range(ulysses)]
 
 
 def bind_order(mesh: DeviceMesh, order: str, who: str) -> None:
@@ -288,21 +333,33 @@ def bind_order(mesh: DeviceMesh, order: str, who: str) -> None:
 
     See Note [One token order per mesh].
     """
-    _refuse_another(_orders().setdefault(_ranks(mesh), order), order, who)
+    _bind(_turns(mesh), order, who)
 
 
-def _refuse_another(bound: str, order: str, who: str) -> None:
+def _bind(turns: _Turns, order: str, who: str) -> None:
+    ranks, sizes = turns
+    dealt = tuple(ranks[index] for index in dealing_turns((*sizes, 1), order))
+    bound, bound_dealt = _orders().setdefault(frozenset(ranks), (order, dealt))
     if bound != order:
         raise ValueError(
             f"{who} was given order={order!r}, but on this mesh tokens were sharded in order={bound!r}; its ranks "
             f"have one token order: pass order={bound!r}, or release_order(mesh) once no such tokens are left"
         )
+    if bound_dealt != dealt:
+        raise ValueError(
+            f"{who} was given a mesh on which order={order!r} deals tokens out to ranks {_some(dealt)} in turn, but "
+            f"they were sharded on a mesh of the same ranks that deals to {_some(bound_dealt)}; use one mesh for both, "
+            "or release_order(mesh) once no such tokens are left"
+        )
+
+
+def _some(ranks: tuple[int, ...], most: int = 16) -> str:
+    return ", ".join(map(str, ranks[:most])) + (", ..." if len(ranks) > most else "")
 
 
 def bind_order_of(ulysses: str, ring: str, team: str, order: str, who: str) -> None:
     """The same for the mesh of which these are the process groups, which :func:`context_groups` has seen."""
-    bound = _orders().setdefault(_ranks_of[_world()][ulysses, ring, team], order)
-    _refuse_another(bound, order, who)
+    _bind(_turns_of[_world()][ulysses, ring, team], order, who)
 
 
 def release_order(mesh: DeviceMesh) -> None:
@@ -311,9 +368,9 @@ def release_order(mesh: DeviceMesh) -> None:
     Call it on all of them, when no tensor in the old order is left that causal attention could be given.
 
     Args:
-        mesh: the context mesh, or any mesh of the same ranks in the same order.
+        mesh: the context mesh, or any mesh of the same ranks.
     """
-    _orders().pop(_ranks(mesh), None)
+    _orders().pop(frozenset(_ranks(mesh)), None)
 
 
 @contextmanager
@@ -326,7 +383,7 @@ def any_order(mesh: DeviceMesh) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    orders, ranks = _orders(), _ranks(mesh)
+    orders, ranks = _orders(), frozenset(_ranks(mesh))
     bound = orders.pop(ranks, None)
     try:
         yield
@@ -336,7 +393,7 @@ def any_order(mesh: DeviceMesh) -> Iterator[None]:
             orders[ranks] = bound
 
 
-def _orders() -> dict[tuple[int, ...], str]:
+def _orders() -> dict[frozenset[int], tuple[str, tuple[int, ...]]]:
     return _bound_orders.setdefault(_world(), {})
 
 
@@ -350,6 +407,12 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     # A mesh holds its ranks in a tensor.
     with outside_modes():
         return _members_of.of(mesh, "", lambda: tuple(mesh.mesh.flatten().tolist()))
+
+
+def _turns(mesh: DeviceMesh) -> _Turns:
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    ulysses = sizes.get(ULYSSES_AXIS, 1)
+    return _ranks(mesh), (ulysses, mesh.size() // ulysses)
 
 
 def _context_names(mesh: DeviceMesh, any_axis: str) -> tuple[str, ...]:
@@ -418,7 +481,14 @@ def _rows_like(mesh: DeviceMesh) -> list[tuple[int, ...]]:
 
 
 def destroy_groups(mesh: DeviceMesh) -> None:
-    """Destroy the process groups that a mesh was made with, after which it is of no use; all its ranks together."""
+    """Destroy the process groups that a mesh was made with, after which it is of no use; all its ranks together.
+
+    Not where groups are split from the world's, as NCCL's are once it is bound to a device: torch names these by how
+    many groups there are, so that the next one would have the name of one that is gone (2.13.0, by its source).
+    """
+    if getattr(_world(), "bound_device_id", None) is not None:
+        return
+    _groups_of.forget(mesh)
     for group in mesh.get_all_groups():
         # Of an axis of all ranks torch takes the world's.
         if group is not _world():

@@ -18,7 +18,8 @@ def llama3_plan(
     Apply it before the model's own tensor parallelism, activation checkpointing, compilation and FSDP. A mesh with a
     team of one makes it Ring Attention. The model's inner attention must be ``ScaledDotProductAttention``; masks of the
     others are refused when they arrive. There is no default order: torchtitan's load balancer ``"headtail"`` deals
-    tokens out in ``"head_tail"``, its ``None`` in ``"contiguous"``.
+    tokens out in ``"head_tail"``, its ``None`` in ``"contiguous"``; with Ulysses the mesh must deal to
+    the same ranks in turn, see :func:`wallfacer_dt.split_context_axis`.
 
     >>> list(llama3_plan(order="head_tail"))
     ['layers.*.attention.inner_attention']

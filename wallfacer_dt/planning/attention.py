@@ -83,13 +83,13 @@ def attention_events(
             yield End(f"to_tokens {group}")
 
 
-def head_patterns(candidate: Candidate, model: ModelShape) -> list[Groups]:
-    """Query and key heads of every group of heads, as ranks of Ulysses differ in them; the first rank's come first."""
+def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
+    """How many query and key heads every group has, as ranks of Ulysses differ in that, and the first that has them."""
     if candidate.ulysses == 1:
-        return [((model.heads, model.keys),)]
+        return {((model.heads, model.keys),): 0}
     ranks = split_heads(model.heads, model.keys, candidate.ulysses, hidden=True)
     patterns = [tuple((g.q[1] - g.q[0], g.kv[1] - g.kv[0]) for g in groups) for groups in ranks]
-    return list(dict.fromkeys(patterns))
+    return {pattern: patterns.index(pattern) for pattern in patterns}
 
 
 def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[Coordinate, Schedule]:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from wallfacer_dt.algorithms import Mask
 from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.planning.attention import head_patterns
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.dry_run import Peaks, attention_peaks
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -50,7 +51,7 @@ def _asked(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> 
     inner, ulysses = candidate.ring * candidate.team, candidate.ulysses
     tokens_are_alike = sequence.mask == Mask() and sequence.length % candidate.size == 0
     heads_are_alike = model.heads % ulysses == model.keys % ulysses == 0
-    for place in {0} if heads_are_alike else _ends(ulysses):
+    for place in {0} if heads_are_alike else _ends(ulysses) | set(head_patterns(candidate, model).values()):
         for index in {inner - 1} if tokens_are_alike else {1 % inner, inner - 1 - 1 % inner} | _ends(inner):
             yield place * inner + index
 

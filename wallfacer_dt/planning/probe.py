@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.collectives import permute, wait
 from wallfacer_dt.kernels import FULL, accumulation_dtype, merge_, select_kernel
@@ -50,12 +51,12 @@ class Probe:
                 f"ranks_per_node must be at least 1 and divide the {dist.get_world_size()} ranks, got {ranks_per_node}",
                 about="ranks_per_node",
             )
-        world = dist.group.WORLD
-        assert world is not None, "it has a size"
+        # It also takes this rank's own GPU, unless someone has.
+        group = DeviceMesh(device_type, torch.arange(dist.get_world_size())).get_group()
         device = torch.device(device_type)
         if device_type != "cpu":
             device = torch.device(device_type, torch.get_device_module(device_type).current_device())
-        return cls(device, str(world.group_name), ranks_per_node or _ranks_per_node())
+        return cls(device, str(group.group_name), ranks_per_node or _ranks_per_node())
 
     @property
     def rank(self) -> int:

@@ -39,7 +39,7 @@ class Measured:
         model: of what.
         sequence: likewise.
         candidate: how.
-        seconds: of a step: the median, of the slowest rank.
+        seconds: of a step on the slowest rank, the median; if more turns were taken by some, comparable with theirs.
     """
 
     model: ModelShape
@@ -269,22 +269,29 @@ def _are_alike(one: Cluster, other: Cluster) -> bool:
 
 
 def _run(given: Plan, chosen: Sequence[Ranked], iterations: int, build: Build, device: torch.device) -> list[float]:
-    """Median seconds of each, of the slowest rank, taking turns; of those that are close after more turns."""
+    """Median seconds of each, of the slowest rank, taking turns, which those that are close take more of."""
     gc.collect()  # what the last ones held
     steps = [build(replace(given, ranked=(one,))) for one in chosen]
     for step in steps:
         slowest(step, device)
     seconds: list[list[float]] = [[] for _ in steps]
 
-    def turns(some: Sequence[int], count: int) -> list[float]:
+    def turns(some: Sequence[int], count: int) -> None:
         for _ in range(count):
             for i in some:
                 seconds[i].append(slowest(steps[i], device))
-        return [statistics.median(taken) for taken in seconds]
 
-    medians = turns(range(len(steps)), iterations)
+    turns(range(len(steps)), iterations)
+    medians = [statistics.median(taken) for taken in seconds]
     close = [i for i, median in enumerate(medians) if median <= _CLOSE * min(medians)]
-    return turns(close, _AGAIN * iterations) if len(close) > 1 else medians
+    if len(close) == 1:
+        return medians
+    turns(close, _AGAIN * iterations)
+    # Each by how it compares with one of them in the same turns, since later ones may all be slower.
+    one = seconds[close[0]]
+    return [
+        statistics.median(one) * statistics.median(a / b for a, b in zip(taken, one, strict=False)) for taken in seconds
+    ]
 
 
 def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:

@@ -45,13 +45,14 @@ def main(
     try:
         cases = _cases(rates, heads, lengths, masks)
         _check_lengths(cases, Nodes(nodes, per_node))
+        at = commit()  # at which this runs, whatever becomes of the checkout meanwhile
         if not report_only:
             only = [part for part in contenders.split(",") if part]
             with started(Nodes(nodes, per_node)) as cluster:
                 inside, across = check_loopback(cluster)
                 _CONSOLE.print(f"a MiB exchanged in nodes, {inside} bytes over a link; across nodes, {across}")
                 for case in cases:
-                    _one(cluster, case, long_rounds if case.length > LENGTHS[0] else rounds, only, record)
+                    _one(cluster, case, long_rounds if case.length > LENGTHS[0] else rounds, only, record, at)
         path = write(read(record), out, day or str(date.today()))
     except ClusterError as error:
         print(f"recipes.benchmarks.cluster: {error}", file=sys.stderr)
@@ -59,13 +60,13 @@ def main(
     _CONSOLE.print(f"report: {path}")
 
 
-def _one(cluster: Cluster, case: Case, rounds: int, only: list[str], record: Path) -> None:
+def _one(cluster: Cluster, case: Case, rounds: int, only: list[str], record: Path, at: str) -> None:
     running = selected(cluster, case, only)
     names = [contender.name for contender in running]
-    if is_done(read(record), commit(), cluster.nodes, case, names):
+    if is_done(read(record), at, cluster.nodes, case, names):
         _CONSOLE.print(f"{case.name}: in the record")
         return
-    entries = measure(cluster, case, rounds, running, _CONSOLE.print)
+    entries = measure(cluster, case, rounds, running, at, _CONSOLE.print)
     append(record, entries)
     # Tables are wider than what a pipe is taken for.
     wide = Console(width=None if sys.stdout.isatty() else 150)

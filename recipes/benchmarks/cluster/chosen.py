@@ -1,19 +1,39 @@
-"""What the planner chooses for a case: the contender "planned"."""
+"""What the planner chooses for a case: the contenders "predicted" and "planned"."""
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.benchmarks.cluster.cases import Case, Nodes
-from recipes.benchmarks.cluster.contenders import PLANNED, Contender
+from recipes.benchmarks.cluster.contenders import PLANNED, PREDICTED, Contender
 from wallfacer_dt import ModelShape, Plan, SequenceShape, profile
+from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.probe import Probe
 from wallfacer_dt.planning.profiling import attention_step
 
 
-def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contender], DeviceMesh]) -> Contender:
-    """Choose a contender for a case: links and kernels are measured, and the best few plans run.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the planner chose.
+
+    Attributes:
+        predicted: the best by prediction.
+        planned: the fastest of the best few, which were run.
+        ran: how many these were.
+        seconds: from measuring links and kernels to the choice.
+    """
+
+    predicted: Contender
+    planned: Contender
+    ran: int
+    seconds: float
+
+
+def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contender], DeviceMesh]) -> Choice:
+    """Choose contenders for a case: links and kernels are measured, and the best few plans run.
 
     Args:
         case: what is to be computed. Its rate is how the links are limited, which the planner finds out by itself.
@@ -22,22 +42,27 @@ def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contende
         mesh_of: the mesh of a contender, made once.
 
     Returns:
-        The contender, the same on every rank.
+        What was chosen, the same on every rank.
     """
+    begun = time.perf_counter()
     model = ModelShape(case.heads * case.head_dim, case.heads, case.kv_heads)
     sequence = SequenceShape(case.length, is_causal=case.is_causal, dtype=torch.float32)
     top, iterations = (4, 1) if case.length > 4096 else (6, 4)
 
     def build(given: Plan) -> Callable[[], object]:
-        return attention_step(given, mesh_of(_contender(given)))
+        return attention_step(given, mesh_of(_contender(given.chosen, PLANNED)))
 
-    plan, _ = profile(
+    chosen, measured = profile(
         model, sequence, "cpu", ranks_per_node=cluster.per_node, top=top, iterations=iterations, build=build,
         take_turns=True, cluster=probe.cluster(model, sequence, memory=None),
     )  # fmt: skip
-    return _contender(plan)
+    # They were run in the order of what was predicted.
+    first = measured.measured[0].candidate
+    return Choice(
+        _contender(first, PREDICTED), _contender(chosen.chosen, PLANNED), len(measured.measured),
+        time.perf_counter() - begun,
+    )  # fmt: skip
 
 
-def _contender(given: Plan) -> Contender:
-    it = given.chosen
-    return Contender(PLANNED, it.ulysses, it.ring, it.team, it.placement, it.schedule, it.rotate, it.order)
+def _contender(it: Candidate, name: str) -> Contender:
+    return Contender(name, it.ulysses, it.ring, it.team, it.placement, it.schedule, it.rotate, it.order)

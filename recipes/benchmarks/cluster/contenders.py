@@ -11,11 +11,13 @@ Kind = Literal["context", "gather", "whole"]
 
 FLOOR = "one process, all cores"
 RING = "ring"
+HEAD_TAIL_RING = "ring, head-tail"
 GATHER = "all-gather of keys and values"
 ULYSSES = "ulysses"
 PUBLISHED = "WallFacer as published"
 USP = "USP: ulysses in the node x ring across"
 PLANNED = "planned"
+PREDICTED = "predicted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def contenders(cluster: Nodes, heads: int, *, is_causal: bool) -> list[Contender
     order = "head_tail" if is_causal else "contiguous"
     every = [Contender(FLOOR, kind="whole"), Contender(RING, ring=cluster.ranks)]
     if is_causal:
-        every.append(Contender("ring, head-tail", ring=cluster.ranks, order=order))
+        every.append(Contender(HEAD_TAIL_RING, ring=cluster.ranks, order=order))
     shared = [
         *_teams(cluster.ranks),
         *_with_heads(cluster, heads),

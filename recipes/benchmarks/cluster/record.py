@@ -25,6 +25,7 @@ class Entry:
         backward: likewise.
         node_bytes: bytes into the busiest node in one call, forward and backward, by its link's counter.
         error: of output and gradients relative to the largest element of one process', the largest.
+        choosing: for what was planned, what was run to choose it, and how long that took.
     """
 
     run: str
@@ -37,6 +38,7 @@ class Entry:
     backward: tuple[float, ...]
     node_bytes: int
     error: float
+    choosing: str = ""
 
     @property
     def sums(self) -> list[float]:

@@ -3,12 +3,11 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 import torch
 
-from recipes.benchmarks.attention import commit
 from recipes.benchmarks.cluster.cases import Case
 from recipes.benchmarks.cluster.contenders import FLOOR, PLANNED, RING, Contender, contenders
 from recipes.benchmarks.cluster.launch import Cluster
@@ -57,7 +56,7 @@ def selected(cluster: Cluster, case: Case, only: Sequence[str]) -> list[Contende
 
 
 def measure(
-    cluster: Cluster, case: Case, rounds: int, running: Sequence[Contender], say: Callable[[str], None]
+    cluster: Cluster, case: Case, rounds: int, running: Sequence[Contender], commit: str, say: Callable[[str], None]
 ) -> list[Entry]:
     """Measure one case.
 
@@ -65,7 +64,8 @@ def measure(
         cluster: the ranks.
         case: what to compute.
         rounds: how often, after the first time.
-        running: contenders, the floor first; what is planned is added.
+        running: contenders, the floor first; what is predicted and planned is added.
+        commit: of this checkout.
         say: told of what is done.
 
     Returns:
@@ -77,29 +77,36 @@ def measure(
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     cluster.network.limit(case.rate)
     chosen = cluster.ask("choose", case=asdict(case))
-    running = [*running, replace(Contender(**chosen), name=PLANNED)]
+    running = [*running, Contender(**chosen["predicted"]), Contender(**chosen["planned"])]
+    choosing = {PLANNED: f"{chosen['ran']} plans run, {chosen['seconds']:.0f} s"}
     cluster.ask("prepare", case=asdict(case), contenders=[asdict(contender) for contender in running])
     checked = {contender.name: _checked(cluster, case, contender) for contender in running}
     samples: dict[str, list[tuple[float, float]]] = {contender.name: [] for contender in running}
     for turn in range(rounds):
         say(f"{case.name}: round {turn + 1} of {rounds}")
-        for contender in running:
+        # Whom one comes after is not always the same.
+        for contender in [*running[turn:], *running[:turn]]:
             answer = cluster.ask("pass", contender=asdict(contender))
             samples[contender.name].append((answer["forward"], answer["backward"]))
-    return [_entry(begun, cluster, case, c, samples[c.name], *checked[c.name]) for c in running]
+    return [
+        _entry(begun, commit, cluster, case, c, samples[c.name], *checked[c.name], choosing.get(c.name, ""))
+        for c in running
+    ]
 
 
 def _entry(
     begun: str,
+    commit: str,
     cluster: Cluster,
     case: Case,
     contender: Contender,
     samples: Sequence[tuple[float, float]],
     sent: int,
     error: float,
+    choosing: str,
 ) -> Entry:
     forward, backward = zip(*samples, strict=True)
-    return Entry(begun, commit(), machine(), cluster.nodes, case, contender, forward, backward, sent, error)
+    return Entry(begun, commit, machine(), cluster.nodes, case, contender, forward, backward, sent, error, choosing)
 
 
 def _checked(cluster: Cluster, case: Case, contender: Contender) -> tuple[int, float]:
