@@ -33,7 +33,7 @@ def test_every_rank_measures_the_same_cluster(ranks) -> None:
 
 
 def run_with(
-    costs: dict[tuple[int, int, int], float], path: Path, turns: bool | None = None, later: float = 1.0
+    costs: dict[tuple[int, int, int], float], path: Path, turns: int | None = None, later: float = 1.0
 ) -> tuple[Plan, Profile, int]:
     """Profile with steps that say themselves how long they took."""
     steps = 0
@@ -42,15 +42,14 @@ def run_with(
         def step() -> float:
             nonlocal steps
             steps += 1
-            # After each has been run thrice, all may be slower.
-            return (costs.get(given.chosen.axes, 9.0) + dist.get_rank()) * (later if steps > 4 * 3 else 1.0)
+            # After each has taken two turns, all may be slower.
+            return (costs.get(given.chosen.axes, 9.0) + dist.get_rank()) * (later if steps > 4 * 2 * 3 else 1.0)
 
         return step
 
     with mock.patch.object(profiling, "slowest", lambda step, _: step()):
         chosen, result = profile(
-            MODEL, SEQUENCE, "cpu", cluster=WHERE, top=4, iterations=2, build=build, take_turns=turns,
-            path=path,
+            MODEL, SEQUENCE, "cpu", cluster=WHERE, top=4, iterations=2, build=build, turns=turns, path=path,
         )  # fmt: skip
     return chosen, result, steps
 
@@ -77,8 +76,8 @@ def test_the_fastest_of_those_that_ran_is_chosen(ranks, tmp_path: Path) -> None:
 def test_those_that_are_close_run_again(ranks, tmp_path: Path) -> None:
     some = [one.candidate.axes for one in profiling.shortlist(plan(MODEL, SEQUENCE, WHERE), 4)]
     costs = dict(zip(some, (4.0, 3.0, 4.0, 3.2), strict=True))  # and more, by rank
-    for chosen, result, steps in ranks(4).run(run_with, costs, tmp_path / "profile.json", True, 1.5):
-        assert (chosen.chosen.axes, steps) == (some[1], 4 * (1 + 2) + 2 * 4)
+    for chosen, result, steps in ranks(4).run(run_with, costs, tmp_path / "profile.json", 2, 1.5):
+        assert (chosen.chosen.axes, steps) == (some[1], 2 * (4 + 2) * (1 + 2))
         # Those that were not run in the slow minutes are not faster for that.
         seconds = {one.candidate.axes: one.seconds for one in result.measured}
         assert min(seconds, key=seconds.__getitem__) == some[1]
@@ -86,9 +85,10 @@ def test_those_that_are_close_run_again(ranks, tmp_path: Path) -> None:
 
 
 def leaves() -> tuple[int, int, int]:
-    """New process groups after a profile, and models there at a time, without turns and with."""
+    """New process groups after a profile, and models there at a time, in one turn and in two."""
     groups = dist.distributed_c10d._world.pg_map
     before, alive, most = set(groups), 0, []
+    known = sum(map(len, mesh_module._whole_groups.values()))
 
     class Model:
         def __init__(self) -> None:
@@ -103,18 +103,19 @@ def leaves() -> tuple[int, int, int]:
         def __call__(self) -> None:
             dist.barrier()
 
-    profile(MODEL, SEQUENCE, "cpu", ranks_per_node=2, top=3, iterations=1)
-    of_planner = {group for made in mesh_module._whole_groups.values() for group in made.values()}
-    left = len(set(groups) - before - of_planner)
+    _, ran = profile(MODEL, SEQUENCE, "cpu", ranks_per_node=2, top=9, iterations=1)
+    assert any(one.candidate.schedule == "published" for one in ran.measured)  # it makes a group more
+    left = len(set(groups) - before)
+    assert sum(map(len, mesh_module._whole_groups.values())) == known
     profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=3, iterations=1, build=lambda _: Model())
     one_by_one, most = most, []
-    profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=3, iterations=1, build=lambda _: Model(), take_turns=True)
+    profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=3, iterations=1, build=lambda _: Model(), turns=2)
     return left, max(one_by_one), max(most)
 
 
 @pytest.mark.ranks
 def test_nothing_is_left_and_models_are_there_one_by_one(ranks) -> None:
-    assert set(ranks(4).run(leaves)) == {(0, 1, 3)}
+    assert set(ranks(4).run(leaves)) == {(0, 1, 1)}
 
 
 def errors(path: str) -> tuple[str, str]:

@@ -94,8 +94,8 @@ metp_attention_volume
 plan
     model, sequence, cluster, *, only=None, profile=None, keep=None
 profile
-    model, sequence, device_type, *, ranks_per_node=None, memory=None, top=4, iterations=3, build=None,
-    take_turns=None, cluster=None, path=None
+    model, sequence, device_type, *, ranks_per_node=None, memory=None, top=4, iterations=3, turns=None,
+    build=None, cluster=None, path=None
 release_order
     mesh
 sequence_positions

@@ -480,18 +480,30 @@ def _rows_like(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     return [tuple(row) for row in rows.tolist()]
 
 
-def destroy_groups(mesh: DeviceMesh) -> None:
-    """Destroy the process groups that a mesh was made with, after which it is of no use; all its ranks together.
+@contextmanager
+def temporary_groups(mesh: DeviceMesh) -> Iterator[None]:
+    """Afterwards destroy the process groups of a mesh, which is then of no use, and those made for it meanwhile.
 
-    Not where groups are split from the world's, as NCCL's are once it is bound to a device: torch names these by how
-    many groups there are, so that the next one would have the name of one that is gone (2.13.0, by its source).
+    All its ranks together. Not where groups are split from the world's, as NCCL's are once it is bound to a device:
+    torch names these by how many there are, so that the next would be called like one that is gone (2.13.0, as read).
+
+    Args:
+        mesh: made before.
+
+    Yields:
+        Nothing.
     """
-    if getattr(_world(), "bound_device_id", None) is not None:
+    world = _world()
+    made = _whole_groups.setdefault(world, {})
+    before = set(made)
+    yield
+    if getattr(world, "bound_device_id", None) is not None:
         return
+    groups = [*mesh.get_all_groups(), *(made.pop(ranks) for ranks in sorted(made.keys() - before))]
     _groups_of.forget(mesh)
-    for group in mesh.get_all_groups():
+    for group in groups:
         # Of an axis of all ranks torch takes the world's.
-        if group is not _world():
+        if group is not world:
             dist.destroy_process_group(group)
 
 

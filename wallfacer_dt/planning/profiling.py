@@ -5,8 +5,10 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.mesh import any_order, context_groups, destroy_groups
+from wallfacer_dt.mesh import any_order, context_groups, temporary_groups
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -25,7 +27,7 @@ from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
 
 _VERSION = 1
-_CLOSE, _AGAIN = 1.1, 2  # times the fastest: so close are run again, as many times as often
+_CLOSE = 1.1  # times the fastest: so close are run again
 _RANKED = 8  # plans for each that is run: of a mesh there may be several
 
 Build = Callable[[Plan], Callable[[], object]]
@@ -135,8 +137,8 @@ def profile(
     memory: int | None = None,
     top: int = 4,
     iterations: int = 3,
+    turns: int | None = None,
     build: Build | None = None,
-    take_turns: bool | None = None,
     cluster: Cluster | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> tuple[Plan, Profile]:
@@ -149,12 +151,12 @@ def profile(
         ranks_per_node: how many neighbouring ranks share a node; by default what torchrun or host names say.
         memory: bytes of a rank; None for no limit.
         top: how many plans to run, no two of which are the same mesh and schedule but for their placement or rotation.
-        iterations: of each, after one that is not counted; where plans take turns, those within a tenth of the fastest
-            are then run twice as often again.
-        build: from a plan whose choice is to be run, one step of the real model; without it, one call of attention of
-            the model's shape, forward and backward, on random numbers, and that is what is planned.
-        take_turns: every plan is run once before any is run again, so that a slow minute is nobody's loss, but what
-            they hold is there at a time. By default only without ``build``: models are there one after the other.
+        iterations: of each in a turn, after one that is not counted.
+        turns: that every plan takes, built anew each time, so that a slow minute is nobody's loss. After several, those
+            within a tenth of the fastest take as many again. By default 1 with ``build``, and 3 without.
+        build: from a plan whose choice is to be run, one step of the real model, of which there is one at a time;
+            without it, one call of attention of the model's shape, forward and backward, on random numbers, and that is
+            what is planned.
         cluster: instead of measuring it.
         path: a file for rank 0 to add the result to; what it has of other models and sequences stays.
 
@@ -171,21 +173,10 @@ def profile(
     if top < 1 or iterations < 1:
         raise ValueError(f"top and iterations must be at least 1, got {top} and {iterations}")
     model = model if build else model.attention_alone
-    take_turns = build is None if take_turns is None else take_turns
     first = _by_first(lambda: plan(model, sequence, cluster, keep=_RANKED * top))
     chosen = shortlist(first, top)
-    meshes: list[DeviceMesh] = []
-
-    def attention(one: Plan) -> Callable[[], object]:
-        meshes.append(one.mesh(device_type))
-        return attention_step(one, meshes[-1])
-
-    lots = [chosen] if take_turns else [[one] for one in chosen]
-    seconds = [
-        one for lot in lots for one in _run(first, lot, iterations, build or attention, torch.device(device_type))
-    ]
-    for mesh in meshes:
-        destroy_groups(mesh)
+    turns = turns or (1 if build else 3)
+    seconds = _run(first, chosen, iterations, turns, partial(_built, build, device_type), torch.device(device_type))
     measured = tuple(
         Measured(model, sequence, one.candidate, taken) for one, taken in zip(chosen, seconds, strict=True)
     )
@@ -268,25 +259,43 @@ def _are_alike(one: Cluster, other: Cluster) -> bool:
     return within and (one.ranks, one.ranks_per_node) == (other.ranks, other.ranks_per_node)
 
 
-def _run(given: Plan, chosen: Sequence[Ranked], iterations: int, build: Build, device: torch.device) -> list[float]:
+@contextmanager
+def _built(build: Build | None, device_type: str, one: Plan) -> Iterator[Callable[[], object]]:
+    """A plan's step, while it is there."""
+    if build:
+        gc.collect()  # what the last one held
+        yield build(one)
+        return
+    # Groups that wait cost a processor's time: gloo's threads wake up all the while.
+    mesh = one.mesh(device_type)
+    with temporary_groups(mesh):
+        yield attention_step(one, mesh)
+
+
+def _run(
+    given: Plan,
+    chosen: Sequence[Ranked],
+    iterations: int,
+    turns: int,
+    built: Callable[[Plan], AbstractContextManager[Callable[[], object]]],
+    device: torch.device,
+) -> list[float]:
     """Median seconds of each, of the slowest rank, taking turns, which those that are close take more of."""
-    gc.collect()  # what the last ones held
-    steps = [build(replace(given, ranked=(one,))) for one in chosen]
-    for step in steps:
-        slowest(step, device)
-    seconds: list[list[float]] = [[] for _ in steps]
+    seconds: list[list[float]] = [[] for _ in chosen]
 
-    def turns(some: Sequence[int], count: int) -> None:
-        for _ in range(count):
-            for i in some:
-                seconds[i].append(slowest(steps[i], device))
+    def take_turns(some: Sequence[int]) -> None:
+        for i in [*some] * turns:
+            with built(replace(given, ranked=(chosen[i],))) as step:
+                slowest(step, device)
+                seconds[i] += [slowest(step, device) for _ in range(iterations)]
+                del step
 
-    turns(range(len(steps)), iterations)
+    take_turns(range(len(chosen)))
     medians = [statistics.median(taken) for taken in seconds]
     close = [i for i, median in enumerate(medians) if median <= _CLOSE * min(medians)]
-    if len(close) == 1:
+    if turns == 1 or len(close) == 1:
         return medians
-    turns(close, _AGAIN * iterations)
+    take_turns(close)
     # Each by how it compares with one of them in the same turns, since later ones may all be slower.
     one = seconds[close[0]]
     return [

@@ -1,18 +1,15 @@
 """What the planner chooses for a case: the contenders "predicted" and "planned"."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.benchmarks.cluster.cases import Case, Nodes
 from recipes.benchmarks.cluster.contenders import PLANNED, PREDICTED, Contender
-from wallfacer_dt import ModelShape, Plan, SequenceShape, profile
+from wallfacer_dt import ModelShape, SequenceShape, profile
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.probe import Probe
-from wallfacer_dt.planning.profiling import attention_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +29,13 @@ class Choice:
     seconds: float
 
 
-def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contender], DeviceMesh]) -> Choice:
+def choose(case: Case, cluster: Nodes, probe: Probe) -> Choice:
     """Choose contenders for a case: links and kernels are measured, and the best few plans run.
 
     Args:
         case: what is to be computed. Its rate is how the links are limited, which the planner finds out by itself.
         cluster: how ranks are spread over nodes.
         probe: of the ranks, made once.
-        mesh_of: the mesh of a contender, made once.
 
     Returns:
         What was chosen, the same on every rank.
@@ -47,14 +43,10 @@ def choose(case: Case, cluster: Nodes, probe: Probe, mesh_of: Callable[[Contende
     begun = time.perf_counter()
     model = ModelShape(case.heads * case.head_dim, case.heads, case.kv_heads)
     sequence = SequenceShape(case.length, is_causal=case.is_causal, dtype=torch.float32)
-    top, iterations = (4, 1) if case.length > 4096 else (6, 4)
-
-    def build(given: Plan) -> Callable[[], object]:
-        return attention_step(given, mesh_of(_contender(given.chosen, PLANNED)))
-
+    top, turns = (4, 1) if case.length > 4096 else (6, 2)
     chosen, measured = profile(
-        model, sequence, "cpu", ranks_per_node=cluster.per_node, top=top, iterations=iterations, build=build,
-        take_turns=True, cluster=probe.cluster(model, sequence, memory=None),
+        model, sequence, "cpu", ranks_per_node=cluster.per_node, top=top, iterations=2, turns=turns,
+        cluster=probe.cluster(model, sequence, memory=None),
     )  # fmt: skip
     # They were run in the order of what was predicted.
     first = measured.measured[0].candidate

@@ -48,11 +48,6 @@ class Contender:
     kind: Kind = "context"
 
     @property
-    def axes(self) -> tuple[int, int, int, Placement]:
-        """What its mesh is made of; contenders of equal axes have one mesh."""
-        return self.ulysses, self.ring, self.team, self.placement
-
-    @property
     def what(self) -> str:
         """Its mesh and schedule in words."""
         return f"{self.ulysses} x {self.ring} x {self.team}, {self.placement}, {self.schedule}, {self.rotate}"

@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.benchmarks.cluster.cases import Case, Nodes
 from recipes.benchmarks.cluster.chosen import choose
-from recipes.benchmarks.cluster.contenders import Contender
+from recipes.benchmarks.cluster.contenders import Contender, Kind
 from recipes.benchmarks.cluster.gathered import gathered_attention
 from wallfacer_dt import context_mesh, context_parallel_attention, release_order, sequence_positions
+from wallfacer_dt.mesh import temporary_groups
 from wallfacer_dt.planning.probe import Probe
 
 Answer = dict[str, Any] | None
@@ -41,7 +42,7 @@ _PATIENCE = timedelta(minutes=30)
 
 
 class Rank:
-    """One rank: its meshes, and of the case at hand its inputs and the last result.
+    """One rank: of the case at hand its inputs and the last result.
 
     Args:
         cluster: how ranks are spread over nodes.
@@ -50,7 +51,6 @@ class Rank:
     def __init__(self, cluster: Nodes) -> None:
         self.cluster = cluster
         self.is_first = dist.get_rank() == 0
-        self.meshes: dict[tuple[Any, ...], DeviceMesh] = {}
         self.probe: Probe | None = None
         self.case: Case | None = None
         self.positions: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ class Rank:
         match command["do"], contender, case:
             case "choose", _, Case() as case:
                 self.probe = self.probe or Probe.on("cpu", self.cluster.per_node)
-                return asdict(choose(case, self.cluster, self.probe, self.mesh))
+                return asdict(choose(case, self.cluster, self.probe))
             case "prepare", _, Case() as case:
                 return self.prepare(case, [Contender(**fields) for fields in command["contenders"]])
             case "pass", Contender() as contender, _:
@@ -77,12 +77,16 @@ class Rank:
                 return self.talk(command["where"], command["bytes"])
         raise ValueError(f"unknown command {command}")
 
-    def mesh(self, contender: Contender) -> DeviceMesh:
-        """The contender's mesh, made once."""
-        if contender.axes not in self.meshes:
-            ulysses, ring, team, placement = contender.axes
-            self.meshes[contender.axes] = context_mesh("cpu", ring, team, ulysses=ulysses, placement=placement)
-        return self.meshes[contender.axes]
+    @contextmanager
+    def mesh(self, contender: Contender) -> Iterator[DeviceMesh]:
+        """The contender's mesh, while it takes its turn: gloo's threads, of every group, wake up all the while."""
+        mesh = context_mesh(
+            "cpu", contender.ring, contender.team, ulysses=contender.ulysses, placement=contender.placement
+        )
+        with temporary_groups(mesh):
+            yield mesh
+            release_order(mesh)
+            dist.barrier()
 
     def prepare(self, case: Case, contenders: list[Contender]) -> Answer:
         """Make the inputs of a case, the same on every rank, and keep this rank's shards."""
@@ -90,9 +94,8 @@ class Rank:
         self.positions, self.shards = {}, {}
         for contender in contenders:
             if contender.kind != "whole":
-                mesh = self.mesh(contender)
-                self.positions[contender.name] = sequence_positions(case.length, mesh, order=contender.order)
-                release_order(mesh)
+                with self.mesh(contender) as mesh:
+                    self.positions[contender.name] = sequence_positions(case.length, mesh, order=contender.order)
         held = {_place(positions): positions for positions in self.positions.values()}
         generator = torch.Generator().manual_seed(0)
         wholes, shards = [], []
@@ -106,11 +109,16 @@ class Rank:
 
     def one_pass(self, contender: Contender) -> Answer:
         """Seconds of forward and backward, each from barrier to barrier."""
+        if contender.kind != "context":
+            return self._timed(contender, self._attention(contender.kind))
+        with self.mesh(contender) as mesh:
+            return self._timed(contender, self._context_attention(contender, mesh))
+
+    def _timed(self, contender: Contender, attend: Callable[..., Tensor]) -> Answer:
         alone = contender.kind == "whole"
         idle = alone and not self.is_first
         inputs = () if idle else self.whole if alone else self.shards[_place(self.positions[contender.name])]
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        attend = self._attention(contender)
         out, grads = None, ()
         if alone:
             torch.set_num_threads(os.cpu_count() or 1)
@@ -123,18 +131,18 @@ class Rank:
         marks.append(_barrier())
         torch.set_num_threads(1)
         self.result = () if out is None else (out.detach(), *grads)
-        if contender.kind == "context":
-            release_order(self.mesh(contender))
         return {"forward": marks[1] - marks[0], "backward": marks[2] - marks[1]}
 
-    def _attention(self, contender: Contender) -> Callable[..., Tensor]:
+    def _attention(self, kind: Kind) -> Callable[..., Tensor]:
         assert self.case is not None, "a case is prepared first"
         is_causal = self.case.is_causal
-        if contender.kind == "whole":
+        if kind == "whole":
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-        if contender.kind == "gather":
-            return lambda q, k, v: gathered_attention(q, k, v, is_causal=is_causal)
-        mesh = self.mesh(contender)
+        return lambda q, k, v: gathered_attention(q, k, v, is_causal=is_causal)
+
+    def _context_attention(self, contender: Contender, mesh: DeviceMesh) -> Callable[..., Tensor]:
+        assert self.case is not None, "a case is prepared first"
+        is_causal = self.case.is_causal
         return lambda q, k, v: context_parallel_attention(
             q, k, v, mesh, is_causal=is_causal, order=contender.order, schedule=contender.schedule,
             rotate=contender.rotate,
@@ -164,10 +172,9 @@ class Rank:
 
     def talk(self, where: str, count: int) -> Answer:
         """Exchange bytes with the ranks of one's own node, or (``where`` is "across") with those of all nodes."""
-        mesh = self.mesh(Contender("", ring=self.cluster.nodes, team=self.cluster.per_node))
-        group = mesh["cp_ring" if where == "across" else "cp_team"].get_group()
-        dist.all_reduce(torch.ones(count // 4), group=group)
-        dist.barrier()
+        with self.mesh(Contender("", ring=self.cluster.nodes, team=self.cluster.per_node)) as mesh:
+            group = mesh["cp_ring" if where == "across" else "cp_team"].get_group()
+            dist.all_reduce(torch.ones(count // 4), group=group)
         return None
 
 
