@@ -30,7 +30,7 @@ from recipes.benchmarks.cluster.chosen import choose
 from recipes.benchmarks.cluster.contenders import Contender, Kind
 from recipes.benchmarks.cluster.gathered import gathered_attention
 from wallfacer_dt import context_mesh, context_parallel_attention, release_order, sequence_positions
-from wallfacer_dt.mesh import temporary_groups
+from wallfacer_dt.mesh import context_groups, temporary_groups
 from wallfacer_dt.planning.probe import Probe
 
 Answer = dict[str, Any] | None
@@ -84,6 +84,10 @@ class Rank:
             "cpu", contender.ring, contender.team, ulysses=contender.ulysses, placement=contender.placement
         )
         with temporary_groups(mesh):
+            # What a call does once on a new mesh is no part of a turn.
+            context_groups(mesh)
+            for group in mesh.get_all_groups():
+                dist.barrier(group)
             yield mesh
             release_order(mesh)
             dist.barrier()
