@@ -118,6 +118,12 @@ def test_nothing_is_left_and_models_are_there_one_by_one(ranks) -> None:
     assert set(ranks(4).run(leaves)) == {(0, 1, 1)}
 
 
+@pytest.mark.parametrize("option", ["top", "iterations", "turns"])
+def test_counts_below_one_are_refused_before_anything_is_measured(option: str) -> None:
+    with pytest.raises(ValueError, match=r"top, iterations and turns must be at least 1, got .*0"):
+        profile(MODEL, SEQUENCE, "cpu", **{option: 0})
+
+
 def errors(path: str) -> tuple[str, str]:
     try:
         profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=1, iterations=1, build=lambda _: lambda: None, path=path)

@@ -164,18 +164,19 @@ def profile(
         The plan, and what was measured.
 
     Raises:
+        ValueError: ``top``, ``iterations`` or ``turns`` is below 1.
         PlanningError: on every rank: nothing fits, or nodes are not made of neighbouring ranks.
         RuntimeError: on the others, where rank 0 has another error.
     """
+    turns = (1 if build else 3) if turns is None else turns
+    if min(top, iterations, turns) < 1:
+        raise ValueError(f"top, iterations and turns must be at least 1, got {top}, {iterations} and {turns}")
     _by_first(lambda: _check_path(path))
     if cluster is None:
         cluster = Probe.on(device_type, ranks_per_node).cluster(model, sequence, memory)
-    if top < 1 or iterations < 1:
-        raise ValueError(f"top and iterations must be at least 1, got {top} and {iterations}")
     model = model if build else model.attention_alone
     first = _by_first(lambda: plan(model, sequence, cluster, keep=_RANKED * top))
     chosen = shortlist(first, top)
-    turns = turns or (1 if build else 3)
     seconds = _run(first, chosen, iterations, turns, partial(_built, build, device_type), torch.device(device_type))
     measured = tuple(
         Measured(model, sequence, one.candidate, taken) for one, taken in zip(chosen, seconds, strict=True)

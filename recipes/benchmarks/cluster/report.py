@@ -39,8 +39,8 @@ _HEAD = """\
 A node is a network namespace; its link is a veth pair on one bridge, limited by `tc tbf` in both directions, with no
 delay or loss added. Ranks of a node talk over its loopback. All nodes share one machine's cores, so what ranks compute
 is the work of one process cut in pieces, and hardly faster than that for any number of ranks: what differs between
-contenders is communication, and how well it is hidden. Ranks that wait give way to others, so balance is worth nothing
-here, and a ring in contiguous order does as well under a causal mask as one in head-tail order.
+contenders is communication, and how well it is hidden. Ranks that wait give way to others, so a
+schedule that balances ranks better gains little here.
 
 "Predicted" is what the planner says is the fastest, from links and kernels measured in this case. "Planned" is the
 fastest of its best few when these are run in turn in this case, as `wallfacer_dt.profile` does; how many they are, and
