@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.benchmarks.cluster.cases import Case, Nodes
 from recipes.benchmarks.cluster.chosen import choose
-from recipes.benchmarks.cluster.contenders import Contender, Kind
+from recipes.benchmarks.cluster.contenders import Contender
 from recipes.benchmarks.cluster.gathered import gathered_attention
 from wallfacer_dt import context_mesh, context_parallel_attention, release_order, sequence_positions
 from wallfacer_dt.mesh import context_groups, temporary_groups
@@ -113,10 +113,8 @@ class Rank:
 
     def one_pass(self, contender: Contender) -> Answer:
         """Seconds of forward and backward, each from barrier to barrier."""
-        if contender.kind != "context":
-            return self._timed(contender, self._attention(contender.kind))
-        with self.mesh(contender) as mesh:
-            return self._timed(contender, self._context_attention(contender, mesh))
+        with self.mesh(contender) if contender.kind == "context" else nullcontext() as mesh:
+            return self._timed(contender, self._attention(contender, mesh))
 
     def _timed(self, contender: Contender, attend: Callable[..., Tensor]) -> Answer:
         alone = contender.kind == "whole"
@@ -137,16 +135,13 @@ class Rank:
         self.result = () if out is None else (out.detach(), *grads)
         return {"forward": marks[1] - marks[0], "backward": marks[2] - marks[1]}
 
-    def _attention(self, kind: Kind) -> Callable[..., Tensor]:
+    def _attention(self, contender: Contender, mesh: DeviceMesh | None) -> Callable[..., Tensor]:
         assert self.case is not None, "a case is prepared first"
         is_causal = self.case.is_causal
-        if kind == "whole":
+        if contender.kind == "whole":
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-        return lambda q, k, v: gathered_attention(q, k, v, is_causal=is_causal)
-
-    def _context_attention(self, contender: Contender, mesh: DeviceMesh) -> Callable[..., Tensor]:
-        assert self.case is not None, "a case is prepared first"
-        is_causal = self.case.is_causal
+        if mesh is None:
+            return lambda q, k, v: gathered_attention(q, k, v, is_causal=is_causal)
         return lambda q, k, v: context_parallel_attention(
             q, k, v, mesh, is_causal=is_causal, order=contender.order, schedule=contender.schedule,
             rotate=contender.rotate,
