@@ -1,8 +1,10 @@
 """A pool of gloo ranks that stays up, so that a case on real ranks costs milliseconds instead of seconds."""
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -57,7 +59,7 @@ class RankPool:
 
         Raises:
             RuntimeError: it raised on a rank.
-            TimeoutError: a rank did not answer, or died; the pool is closed.
+            TimeoutError: a rank did not answer, or died (of which signal is said); the pool is closed.
         """
         if self.closed:
             raise RuntimeError("this pool of ranks is closed")
@@ -97,12 +99,21 @@ class RankPool:
                 return self._pipes[rank].recv()
             why = f"did not answer within {self.timeout + 10} s"
         except (EOFError, ConnectionResetError):
-            why = "died"
+            why = f"died{self._cause(rank)}"
         self.close()
         raise TimeoutError(f"rank {rank} of {self.size} {why}; the pool is closed")
 
+    def _cause(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(2)  # its pipe closes a moment before it has ended
+        code = process.exitcode
+        if code is None:
+            return ""
+        return f" of {signal.Signals(-code).name}" if code < 0 else f" with exit status {code}"
+
 
 def _serve(rank: int, size: int, pipe: Connection, store: str, timeout: float) -> None:
+    faulthandler.enable()  # what crashes a rank is else one line without a place
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
