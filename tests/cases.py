@@ -88,6 +88,7 @@ class Case:
     order: str = "contiguous"
     schedule: str = "2d"
     rotate: str = "auto"
+    rotate_forward: str = "auto"
     kernel: str = "auto"
     scale: float | None = None
     inputs: str = "normal"
@@ -141,7 +142,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """What the attention call is told; only what is asked for, of what there need not be."""
-        names = ("order", "schedule", "rotate", "kernel", "scale")
+        names = ("order", "schedule", "rotate", "rotate_forward", "kernel", "scale")
         told = self.masks | {name: getattr(self, name) for name in names}
         if self.softcap is not None:
             told["softcap"] = self.softcap
@@ -377,4 +378,4 @@ def one_of(case: Case, copies: np.ndarray) -> np.ndarray:
 def oracle(case: Case, **kwargs: Any) -> AttentionResult:
     """The same case in one process."""
     options = case.masks | {"scale": case.scale, "softcap": case.softcap}
-    return attention_oracle(*draw(case), **options, **draw_extras(case), **kwargs)
+    return attention_oracle(*draw(case), **(options | draw_extras(case) | kwargs))

@@ -535,7 +535,7 @@ def case_of(feature: Feature, column: Column) -> Case:
 
 def told(feature: Feature, column: Column, case: Case) -> dict[str, Any]:
     """What the style is given."""
-    left_out = {"schedule", "rotate", "kernel", "document_ids", "cu_seqlens", *feature.renamed}
+    left_out = {"schedule", "rotate", "rotate_forward", "kernel", "document_ids", "cu_seqlens", *feature.renamed}
     if column.how == "DTensors":  # they know
         left_out |= {"length", "kv_length"}
     options = {name: value for name, value in case.options.items() if name not in left_out}

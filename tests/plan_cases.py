@@ -155,7 +155,11 @@ def stack_of(candidate: Candidate, model: ModelShape, sequence: SequenceShape, m
     stack = Stack(model, sequence.dtype, candidate.checkpoint)
     plan: dict[str, ParallelStyle] = {
         "layers.*.inner": WallFacerParallel(
-            is_causal=sequence.is_causal, order=candidate.order, rotate=candidate.rotate, check=False
+            is_causal=sequence.is_causal,
+            order=candidate.order,
+            rotate=candidate.rotate,
+            rotate_forward=candidate.rotate_forward,
+            check=False,
         )
     }
     if candidate.feed_forward == "metp":

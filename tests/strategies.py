@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn, sizes: range = range(1, 9), **fixed: object) -> Case:
         "is_causal": draw(st.booleans()),
         "order": order,
         "schedule": schedule,
-        "rotate": draw(st.sampled_from(["q", "auto"] if schedule == "published" else ["kv", "q", "auto"])),
+        **draw(_rotations(schedule)),
         "kernel": draw(st.sampled_from(["auto", "auto", "reference"])),
         "scale": draw(st.sampled_from([None, None, 0.3])),
         "inputs": draw(st.sampled_from(["normal", "normal", "normal", "equal", "huge", "zero_grad", "strided"])),
@@ -120,8 +120,13 @@ def _documents(draw: st.DrawFn, total: int) -> tuple[int, ...]:
 @st.composite
 def _schedules(draw: st.DrawFn, ring: int, team: int) -> dict[str, Any]:
     schedule = draw(st.sampled_from(["2d"] if ring % team else ["2d", "published"]))
-    rotate = draw(st.sampled_from(["q", "auto"] if schedule == "published" else ["kv", "q", "auto"]))
-    return {"schedule": schedule, "rotate": rotate}
+    return {"schedule": schedule} | draw(_rotations(schedule))
+
+
+@st.composite
+def _rotations(draw: st.DrawFn, schedule: str) -> dict[str, str]:
+    backward, forward = (["q", "auto"], ["kv", "auto"]) if schedule == "published" else (["kv", "q", "auto"],) * 2
+    return {"rotate": draw(st.sampled_from(backward)), "rotate_forward": draw(st.sampled_from(forward))}
 
 
 @st.composite

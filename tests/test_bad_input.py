@@ -31,8 +31,13 @@ MESSAGES = {
     "mesh in descending order": ("ValueError", "build the mesh with ascending ranks"),
     "published with a team too large": ("ValueError", "team * team to divide the ranks, got team 4 on 4 ranks"),
     "published rotating kv": ("ValueError", "rotates queries in its backward: pass rotate='q' or 'auto'"),
+    "published rotating q forward": (
+        "ValueError",
+        "rotates keys and values in its forward: pass rotate_forward='kv' or 'auto'",
+    ),
     "unknown schedule": ("ValueError", "schedule must be one of ('2d', 'published'), got '3d'"),
     "unknown rotation": ("ValueError", "rotate must be one of ('auto', 'kv', 'q'), got 'k'"),
+    "unknown rotation forward": ("ValueError", "rotate_forward must be one of ('auto', 'kv', 'q'), got 'k'"),
     "unknown order": (
         "ValueError",
         "order must be one of ('contiguous', 'head_tail', 'document_head_tail'), got 'zigzag'",

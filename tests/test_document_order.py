@@ -36,6 +36,7 @@ class Packed:
     window: tuple[int, int] | None
     schedule: str
     rotate: str
+    rotate_forward: str
 
     @property
     def length(self) -> int:
@@ -63,6 +64,7 @@ def on_mesh(case: Packed) -> list[Tensor]:
     out = wallfacer_dt.context_parallel_attention(
         *leaves, mesh, document_ids=ids, order=ORDER, length=case.length, is_causal=case.is_causal,
         window_size=case.window, schedule=case.schedule, rotate=case.rotate,
+        rotate_forward=case.rotate_forward,
     )  # fmt: skip
     grads = torch.autograd.grad(out, leaves, grad_out)
     positions = wallfacer_dt.sequence_positions(case.length, mesh, order=ORDER, document_ids=ids)
@@ -88,6 +90,7 @@ def packed(draw: st.DrawFn, size: int) -> Packed:
         ring, team, ulysses, tuple(rows), kv_heads * draw(st.integers(least, least + 2)), kv_heads, is_causal,
         draw(st.sampled_from([None, (3, 0), (5, -1) if is_causal else (2, 4)])), schedule,
         draw(st.sampled_from(["q", "auto"] if schedule == "published" else ["kv", "q", "auto"])),
+        draw(st.sampled_from(["kv", "auto"] if schedule == "published" else ["kv", "q", "auto"])),
     )  # fmt: skip
 
 

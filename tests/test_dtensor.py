@@ -149,7 +149,7 @@ FEATURES = {
     "fewer kv heads than ulysses": Layout((2, 2), "UR", "LL", heads=(3, 1)),
     "hybrid, published": Layout((2, 2, 2), "URT", "LLL", options={"schedule": "published"}),
     "hybrid, window, sinks": Layout(
-        (2, 2, 2), "URT", "LLL", options={"window_size": (5, 0), "sinks": True, "rotate": "q"}
+        (2, 2, 2), "URT", "LLL", options={"window_size": (5, 0), "sinks": True, "rotate": "q", "rotate_forward": "q"}
     ),
     "hybrid, data parallel, documents by row": Layout(
         (2, 2, 2), "dUR", "BLL", options={"shard": 8, "documents": PACKED[0], "sinks": True}
@@ -417,7 +417,7 @@ def test_the_rule_itself_refuses_too() -> None:
         options = Options(
             place=(2, 2, 0, 0, 1, 0), ulysses="", ring=ring, team=team, context="", context_ranks=(), lengths=(),
             replicated=0, is_causal=False, window=(-1, -1), prefix=0, mask="", packed="", scale=1.0, softcap=0.0,
-            order="contiguous", schedule="2d", rotate="kv", kernel="flash", code="",
+            order="contiguous", schedule="2d", rotate="kv", rotate_forward="kv", kernel="flash", code="",
         )  # fmt: skip
         torch.ops.wallfacer_dt.attention(good, good, good, None, None, None, *options)
         with pytest.raises((ValueError, RuntimeError), match=r"(?s)v must .*'cp_team'.*Replicate"):

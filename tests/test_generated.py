@@ -267,7 +267,9 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (4, 1, {"rotate": "kv"}),
     (3, 2, {"rotate": "q"}),
     (3, 2, {"rotate": "kv"} | BALANCED),
+    (3, 2, {"rotate_forward": "q"} | BALANCED),
     (1, 3, BALANCED),
+    (1, 3, {"rotate": "kv", "rotate_forward": "kv"} | BALANCED),
 ]
 
 

@@ -39,6 +39,7 @@ class Layer(NamedTuple):
     fused: bool
     schedule: str
     rotate: str
+    rotate_forward: str
     shard: int = 2
     batch: int = 2
 
@@ -69,6 +70,7 @@ def layers(draw: st.DrawFn, size: int) -> Layer:
         draw(st.integers(1, 40)), kv_heads * draw(st.integers(1, 3)), kv_heads, 2 * draw(st.integers(1, 3)),
         draw(st.booleans()), draw(st.booleans()), "published" if published else "2d",
         "q" if published else draw(st.sampled_from(["kv", "q", "auto"])),
+        "kv" if published else draw(st.sampled_from(["kv", "q", "auto"])),
     )  # fmt: skip
 
 
@@ -76,7 +78,9 @@ def count(layer: Layer) -> tuple[int, list[tuple[int, int]], list[tuple[int, int
     """This rank's index, and bytes forward and backward of the feed-forward and of attention."""
     mesh = context_mesh("cpu", layer.ring, layer.team)
     dtype = getattr(torch, layer.dtype)
-    attention = WallFacerParallel(schedule=layer.schedule, rotate=layer.rotate, kernel="reference")
+    attention = WallFacerParallel(
+        schedule=layer.schedule, rotate=layer.rotate, rotate_forward=layer.rotate_forward, kernel="reference"
+    )
     names = {"qkv": "qkv", "kv_heads": layer.kv_heads} if layer.fused else {"query": "q", "key": "k", "value": "v"}
     styles = [
         (FeedForward(layer), METPParallel(up="up", down="down", activation="relu", check=False)),
@@ -109,7 +113,8 @@ def of_attention(layer: Layer, index: int):
     volume = metp_attention_volume(
         layer.ring, layer.team, batch=layer.batch, length=layer.shard * layer.ring * layer.team, model_dim=layer.dim,
         heads=layer.heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim, dtype=getattr(torch, layer.dtype),
-        bias=layer.bias, fused=layer.fused, schedule=layer.schedule, rotate=layer.rotate, index=index,
+        bias=layer.bias, fused=layer.fused, schedule=layer.schedule, rotate=layer.rotate,
+        rotate_forward=layer.rotate_forward, index=index,
     )  # fmt: skip
     return volume.forward, volume.backward
 

@@ -35,7 +35,7 @@ def run(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *, fak
         q, k, v = (torch.ones(shape, dtype=sequence.dtype, requires_grad=True) for shape in shapes)
         out = context_parallel_attention(
             q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=it.order,
-            schedule=it.schedule, rotate=it.rotate, length=sequence.length,
+            schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
         )  # fmt: skip
         out.backward(torch.ones_like(out))
     return traffic

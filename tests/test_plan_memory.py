@@ -36,7 +36,7 @@ def measured(call: Call, measure: Callable[..., Tracked | Followed] = Tracked, l
                 out = context_parallel_attention(
                     q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size,
                     length=sequence.length, order=candidate.order, schedule=candidate.schedule,
-                    rotate=candidate.rotate,
+                    rotate=candidate.rotate, rotate_forward=candidate.rotate_forward,
                 )  # fmt: skip
             kept, forward = seen.now, seen.peak
             with seen.phase():
@@ -90,6 +90,8 @@ def test_attention(call: Call, layout: str) -> None:
         (Candidate(64, rotate="q", order="head_tail"), 8),
         (Candidate(16, 4, schedule="published", rotate="q", order="head_tail"), 2),
         (Candidate(2, 4, 4, order="head_tail"), 3),
+        (Candidate(8, 4, rotate_forward="q", order="head_tail"), 2),
+        (Candidate(1, 16, rotate="q", rotate_forward="q", order="head_tail"), 2),
     ],
     ids=str,
 )
@@ -128,7 +130,7 @@ def test_both_ways_to_measure_agree(call: Call) -> None:
 
 SMALL = (
     (
-        Candidate(2, rotate="q"),
+        Candidate(2, rotate="q", rotate_forward="q"),
         ModelShape(64, 4, 2, ffn=192, layers=2, vocab=40),
         SequenceShape(2048, dtype=torch.float32),
     ),

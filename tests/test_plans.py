@@ -63,7 +63,7 @@ def difference_by_layer(order: str, options: dict[str, str]) -> list[float]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("order", ["head_tail", "contiguous"])
-@pytest.mark.parametrize("options", [{}, {"kernel": "reference", "rotate": "q"}])
+@pytest.mark.parametrize("options", [{}, {"kernel": "reference", "rotate": "q", "rotate_forward": "q"}])
 def test_every_layer_has_the_style(ranks, order: str, options: dict[str, str]) -> None:
     for differences in ranks(2).run(difference_by_layer, order, options):
         assert len(differences) == 2
@@ -71,11 +71,13 @@ def test_every_layer_has_the_style(ranks, order: str, options: dict[str, str]) -
 
 
 def test_options_arrive() -> None:
-    (style,) = llama3_plan(order="head_tail", schedule="published", rotate="q", kernel="reference").values()
+    (style,) = llama3_plan(
+        order="head_tail", schedule="published", rotate="q", rotate_forward="kv", kernel="reference"
+    ).values()
     assert isinstance(style, WallFacerParallel)
     told = style.options
-    got = told.is_causal, told.order, told.schedule, told.rotate, told.kernel, style.layout
-    assert got == (True, "head_tail", "published", "q", "reference", "BLNH")
+    got = told.is_causal, told.order, told.schedule, told.rotate, told.rotate_forward, told.kernel, style.layout
+    assert got == (True, "head_tail", "published", "q", "kv", "reference", "BLNH")
 
 
 def test_there_is_no_default_order() -> None:

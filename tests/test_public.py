@@ -32,7 +32,7 @@ def test_public_names_and_signatures() -> None:
         "\n".join(lines),
         """\
 AttentionVolume
-    forward, backward, rotate
+    forward, backward, rotate, rotate_forward
 BlockwiseFeedForward
     *, chunk, check=True
 Cluster
@@ -58,8 +58,8 @@ Profile
     cluster, measured=()
 RingParallel
     *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
-    length=None, kv_length=None, replicated=0, order='contiguous', rotate='auto', kernel='auto',
-    layout='BLNH', check=True
+    length=None, kv_length=None, replicated=0, order='contiguous', rotate='auto', rotate_forward='auto',
+    kernel='auto', layout='BLNH', check=True
 SequenceDataset
     tokens, length, mesh=None, *, order='contiguous'
 SequenceSampler
@@ -74,10 +74,11 @@ Volume
 WallFacerParallel
     *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
     length=None, kv_length=None, replicated=0, order='contiguous', schedule='2d', rotate='auto',
-    kernel='auto', layout='BLNH', check=True
+    rotate_forward='auto', kernel='auto', layout='BLNH', check=True
 attention_volume
     ring, team, *, ulysses=1, batch, length, kv_length=None, heads, kv_heads, head_dim, value_dim=None,
-    shared_dim=0, dtype, schedule='2d', rotate='auto', hops=None, order='contiguous', replicated=0, index=None
+    shared_dim=0, dtype, schedule='2d', rotate='auto', rotate_forward='auto', hops=None, order='contiguous',
+    replicated=0, index=None
 check_equivalence
     module, style, mesh, *, length=None, heads=None, head_dim=16, dtype=None, kwargs=None
 context_mesh
@@ -85,12 +86,12 @@ context_mesh
 context_parallel_attention
     q, k, v, mesh, *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, document_ids=None,
     cu_seqlens=None, sinks=None, k_shared=None, scale=None, softcap=None, length=None, kv_length=None,
-    replicated=0, order='contiguous', schedule='2d', rotate='auto', kernel='auto'
+    replicated=0, order='contiguous', schedule='2d', rotate='auto', rotate_forward='auto', kernel='auto'
 feed_forward_volume
     axes, *, model_dim, hidden, dtype, gated=False, biases=0, out_dim=None
 metp_attention_volume
     ring, team, *, batch, length, model_dim, heads, kv_heads, head_dim, dtype, bias=False, fused=False,
-    out_dim=None, schedule='2d', rotate='auto', hops=None, index=0
+    out_dim=None, schedule='2d', rotate='auto', rotate_forward='auto', hops=None, index=0
 plan
     model, sequence, cluster, *, only=None, profile=None, keep=None
 profile
@@ -109,7 +110,7 @@ unshard_sequence
 checkpoint.save_attention
     policy=None
 plans.llama3_plan
-    *, order, schedule='2d', rotate='auto', kernel='auto', check=True""",
+    *, order, schedule='2d', rotate='auto', rotate_forward='auto', kernel='auto', check=True""",
     )
 
 

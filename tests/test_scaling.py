@@ -87,7 +87,7 @@ def test_what_is_considered() -> None:
     named = {name for it in considered(replace(SMALL, ranks=8)) for name in names_of(it)}
     assert named == set(NAMES)
     assert names_of(Candidate(8, 2, 2, schedule="published")) == [BEST]
-    assert names_of(Candidate(8, rotate="q")) == [BEST]
+    assert names_of(Candidate(8, rotate="q")) == names_of(Candidate(8, rotate_forward="q")) == [BEST]
 
 
 def test_the_best_is_the_fastest() -> None:
@@ -107,7 +107,7 @@ def test_the_best_is_the_fastest() -> None:
 
 
 CHECKS = (
-    (SMALL, Candidate(4, 2, 2, "ring_in_node", "published", "q", "head_tail"), range(8, 16), True),
+    (SMALL, Candidate(4, 2, 2, "ring_in_node", "published", "q", order="head_tail"), range(8, 16), True),
     (SMALL, Candidate(2, 2, 4, "ulysses_in_node", order="head_tail"), range(3, 4), True),
     (SMALL, Candidate(16, order="head_tail"), range(8), False),
     (Case(64, 52, 52, weak=False), Candidate(8, 8, order="head_tail"), range(63, 64), True),

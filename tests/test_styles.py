@@ -596,7 +596,7 @@ def test_a_style_refuses_options_that_do_not_fit(style: Any, options: Any, kind:
 def test_styles_take_the_options_of_attention() -> None:
     """Each but those that mean nothing to it."""
     for style, missing in ((RingParallel, {"schedule"}), (WallFacerParallel, set()),
-                           (UlyssesParallel, {"schedule", "rotate"})):  # fmt: skip
+                           (UlyssesParallel, {"schedule", "rotate", "rotate_forward"})):  # fmt: skip
         parameters = inspect.signature(style).parameters.values()
         assert all(p.kind is p.KEYWORD_ONLY for p in parameters)
         defaults = {p.name: p.default for p in parameters}

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.torchtitan.shim import fit_to_cpu, fit_to_torch, is_cpu
 from wallfacer_dt import release_order
-from wallfacer_dt.algorithms import Mask, Sequences, make_schedule, resolve_rotate, split_heads
+from wallfacer_dt.algorithms import Mask, Sequences, make_schedule, resolve_rotations, split_heads
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.testing import RankPool
 
@@ -68,8 +68,8 @@ class Size(NamedTuple):
     @property
     def sends(self) -> int:
         """How often attention sends after the first step, forward and backward, according to its schedules."""
-        rotate = resolve_rotate(
-            "auto", "2d", self.ring, self.team, ulysses=self.ulysses, heads=self.heads, kv_heads=self.heads,
+        rotations = resolve_rotations(
+            "auto", "auto", "2d", self.ring, self.team, ulysses=self.ulysses, heads=self.heads, kv_heads=self.heads,
             head_dim=16, value_dim=16, shared_dim=0, lengths=(LENGTH, LENGTH), dtype=torch.float32,
         )  # fmt: skip
         programs = (
@@ -77,10 +77,10 @@ class Size(NamedTuple):
                 Coordinate(self.ring, self.team, 0, 0, self.ulysses, 0),
                 Sequences(LENGTH, LENGTH, "head_tail", Mask(right=0)),
                 published=False,
-                stationary="kv" if backward and rotate == "q" else "q",
+                stationary="kv" if rotate == "q" else "q",
                 backward=backward,
             )
-            for backward in (False, True)
+            for backward, rotate in ((False, rotations.forward), (True, rotations.backward))
         )
         lines = "\n".join(map(str, programs)).splitlines()
         sends = sum(line.startswith(("start permute", "start all_to_all")) for line in lines)

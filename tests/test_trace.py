@@ -138,6 +138,70 @@ wait #6""",
     )
 
 
+def test_a_team_alone_gathers_keys_and_values() -> None:
+    """Where they are fewer than queries; nothing is exchanged in the forward."""
+    assert_expected_inline(
+        program(1, 3, is_causal=True),
+        """\
+gather #0 cp_team bfloat16 [64]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #0
+backward
+gather #1 cp_team bfloat16 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+wait #1
+send #2 cp_team bfloat16 [128]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+wait #2""",
+    )
+
+
+def test_wallfacer_rotating_queries_in_the_forward() -> None:
+    """What there is of their output goes with them, in float32."""
+    assert_expected_inline(
+        program(3, 2, rotate_forward="q"),
+        """\
+gather #0 cp_team bfloat16 [64]
+send #1 cp_ring bfloat16 [64]
+  flash [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #0
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #1
+send #2 cp_ring bfloat16 [64]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+send #3 cp_ring float32 [72]
+wait #2
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #3
+send #4 cp_ring float32 [72]
+  flash [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #4
+backward
+gather #5 cp_team bfloat16 [160]
+send #6 cp_ring bfloat16 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #5
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #6
+send #7 cp_ring bfloat16 [64]
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+send #8 cp_ring float32 [64]
+wait #7
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+send #9 cp_team bfloat16 [64]
+  flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
+wait #8
+send #10 cp_ring float32 [64]
+  flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
+wait #9
+wait #10""",
+    )
+
+
 def test_wallfacer_rotating_queries() -> None:
     assert_expected_inline(
         program(2, 2, rotate="q"),

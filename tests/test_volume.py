@@ -37,6 +37,7 @@ def formula(case: Case, index: int) -> AttentionVolume:
         dtype=getattr(torch, case.dtype),
         schedule=case.schedule,
         rotate=case.rotate,
+        rotate_forward=case.rotate_forward,
         hops=hops_of(case),
         index=index,
     )
@@ -122,6 +123,7 @@ def many_ranks(draw: st.DrawFn) -> Case:
         ring, team, ulysses=ulysses, batch=draw(st.integers(1, 2)), heads=kv_heads * group, kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 5)) * 8, dtype=draw(ANY), schedule="published" if published else "2d",
         rotate=draw(st.sampled_from(["q", "auto"] if published else ["kv", "q", "auto"])),
+        rotate_forward=draw(st.sampled_from(["kv", "auto"] if published else ["kv", "q", "auto"])),
         order=draw(st.sampled_from(["contiguous", "head_tail"])),
     )  # fmt: skip
     length = draw(st.integers(1, 4 * case.size))
@@ -222,16 +224,21 @@ def test_1024_ranks(ring: int, team: int, schedule: str) -> None:
 
 @given(size=st.integers(1, 64), data=st.data())
 def test_formulas_of_the_design(size: int, data: st.DataObject) -> None:
-    """In units of U, g = kv heads / heads: 2d forward 2(C-1) + 2g(R-1), and the backward's two ways."""
+    """In units of U, g = kv heads / heads: two ways of the forward, and two of the backward."""
     ring, team = data.draw(st.sampled_from(meshes(size)))
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8))
     shape = {"batch": 1, "length": 2 * size, "heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": 4}
     per_kv = 2 * kv_heads * 4  # g * U
-    kv, q = (attention_volume(ring, team, dtype=torch.float32, rotate=rotate, **shape) for rotate in ("kv", "q"))
+    kv, q = (
+        attention_volume(ring, team, dtype=torch.float32, rotate=rotate, rotate_forward=rotate, **shape)
+        for rotate in ("kv", "q")
+    )
     assert kv.forward.payload == (2 * group * (team - 1) + 2 * (ring - 1)) * per_kv
+    assert q.forward.payload == (2 * (team - 1) + 2 * group * (ring - 1)) * per_kv
     assert kv.backward.payload == (3 * group * (team - 1) + 4 * (ring - 1)) * per_kv
     assert q.backward.payload == (4 * (team - 1) + 3 * group * (ring - 1)) * per_kv
-    auto = attention_volume(ring, team, dtype=torch.float32, rotate="auto", **shape)
+    auto = attention_volume(ring, team, dtype=torch.float32, **shape)
+    assert auto.forward.bytes == min(kv.forward.bytes, q.forward.bytes)
     assert auto.backward.bytes == min(kv.backward.bytes, q.backward.bytes)
     if ring % team == 0 and team > 1:
         paper = attention_volume(ring, team, dtype=torch.float32, schedule="published", **shape)

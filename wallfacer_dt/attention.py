@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt import sharding
-from wallfacer_dt.algorithms import MaskMod, check_rotate, mask_key, mask_name, resolve_rotate
+from wallfacer_dt.algorithms import MaskMod, check_rotate, check_schedule, mask_key, mask_name, resolve_rotations
 from wallfacer_dt.calls import Options
 from wallfacer_dt.collectives import agree
 from wallfacer_dt.kernels import check_kernel
@@ -45,16 +45,17 @@ def context_parallel_attention(
     order: str = "contiguous",
     schedule: str = "2d",
     rotate: str = "auto",
+    rotate_forward: str = "auto",
     kernel: str = "auto",
 ) -> Tensor:
     """Attention over a sequence sharded on a context mesh. Differentiable.
 
     Every rank passes its shard and gets its shard of what ``scaled_dot_product_attention`` would return for the whole
-    sequence. ``team=1`` is Ring Attention (Liu et al., section 3); ``team>1`` is WallFacer (sections 3.2 and 3.3)
-    with the 2D schedule or as published; ``ring=1`` gathers and does not hop; an axis ``cp_ulysses`` exchanges tokens
-    for heads around them (DeepSpeed-Ulysses). All ranks of the mesh must call it together, with their shards: plain
-    tensors, or DTensors on a mesh that contains the context mesh's axes, the sequence sharded on these and batch or
-    heads, or nothing, on others.
+    sequence. ``team=1`` is Ring Attention (Liu et al., section 3); ``team>1`` is WallFacer (sections 3.2 and 3.3) with
+    the 2D schedule or as published; ``ring=1`` gathers and does not hop (keys and values, or queries); an axis
+    ``cp_ulysses`` exchanges tokens for heads around them (DeepSpeed-Ulysses). All ranks of the mesh must call it
+    together, with their shards: plain tensors, or DTensors on a mesh that contains the context mesh's axes, the
+    sequence sharded on these and batch or heads, or nothing, on others.
 
     Args:
         q: queries (B, N, L, H), L tokens of this rank (as a DTensor: the whole sequence).
@@ -86,6 +87,7 @@ def context_parallel_attention(
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3 (team must divide ring).
         rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for the fewest bytes
             (see :func:`wallfacer_dt.attention_volume`).
+        rotate_forward: the same for the forward, where with queries goes what has been computed of the output.
         kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"`` (flash, and flex for ``mask_mod`` on GPUs); what
             a kernel cannot do is refused.
 
@@ -104,7 +106,7 @@ def context_parallel_attention(
     with refusing_together(groups.names, mesh.device_type):
         options = AttentionOptions(
             is_causal, window_size, prefix_length, mask_mod, scale, softcap, length, kv_length, replicated, order,
-            schedule, rotate, kernel,
+            schedule, rotate, rotate_forward, kernel,
         )  # fmt: skip
         attention = ContextAttention.on(mesh, options)
         check_call(q, k, v, extras, attention.expected)
@@ -130,13 +132,15 @@ class AttentionOptions:
     order: str = "contiguous"
     schedule: str = "2d"
     rotate: str = "auto"
+    rotate_forward: str = "auto"
     kernel: str = "auto"
 
     def check(self) -> None:
         """Refuse (TypeError, ValueError) options that mean nothing, or do not go together."""
         check_order(self.order)
         check_kernel(self.kernel)
-        check_rotate(self.rotate, self.schedule, 1, 1)
+        check_schedule(self.schedule, 1, 1)
+        check_rotate(self.rotate, self.rotate_forward, self.schedule)
         check_scale(self.scale)
         if not isinstance(self.is_causal, bool):
             raise TypeError(f"is_causal must be a bool, got {self.is_causal!r}")
@@ -226,7 +230,7 @@ class ContextAttention:
         groups = context_groups(mesh, any_axis=any_axis)
         place = groups.coordinate
         options.check()
-        check_rotate(options.rotate, options.schedule, place.ring, place.team)
+        check_schedule(options.schedule, place.ring, place.team)
         context, context_ranks = "", ()
         if options.schedule == "published" and place.team > 1:
             # Making a group is done together, so no rank may have refused before.
@@ -287,8 +291,8 @@ class ContextAttention:
         lengths = self._lengths
         if isinstance(q, DTensor) and (q.shape[2] % place.size or k.shape[2] % place.size):
             lengths = (index(q.shape[2]), index(k.shape[2]))
-        rotate = resolve_rotate(
-            options.rotate, options.schedule, place.ring, place.team,
+        rotations = resolve_rotations(
+            options.rotate, options.rotate_forward, options.schedule, place.ring, place.team,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype, ulysses=place.ulysses,
             value_dim=value_dim, shared_dim=0 if extras.k_shared is None else int(extras.k_shared.shape[-1]),
             lengths=self._ratio(q, k, lengths),
@@ -311,7 +315,8 @@ class ContextAttention:
             float(options.softcap or 0.0),
             options.order,
             options.schedule,
-            rotate,
+            rotations.backward,
+            rotations.forward,
             options.kernel,
             CODE,
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.algorithms import (
+    Arithmetic,
     Backward,
     Forward,
     Groups,
@@ -35,7 +36,7 @@ from wallfacer_dt.mesh import Coordinate, bind_order_of
 
 _COMPARED = (
     "lengths", "replicated", "is_causal", "window", "prefix", "mask", "scale", "softcap", "order",
-    "schedule", "rotate", "kernel", "code",
+    "schedule", "rotate", "rotate_forward", "kernel", "code",
 )  # fmt: skip
 
 
@@ -61,6 +62,7 @@ class Options(NamedTuple):
         order: token order.
         schedule: ``"2d"`` or ``"published"``.
         rotate: ``"kv"`` or ``"q"``, which side moves round the ring in the backward.
+        rotate_forward: the same for the forward.
         kernel: of the blocks.
         code: :data:`wallfacer_dt.ops.CODE`.
     """
@@ -83,6 +85,7 @@ class Options(NamedTuple):
     order: str
     schedule: str
     rotate: str
+    rotate_forward: str
     kernel: str
     code: str
 
@@ -142,7 +145,8 @@ def make_call(
         masked=mask.blocks is not None, softcap=options.softcap,
     )  # fmt: skip
     scores = Scores(kernel, options.scale, options.softcap)
-    return Call(groups, sequences, scores, heads, options.schedule == "published", options.rotate)
+    published = options.schedule == "published"
+    return Call(groups, sequences, scores, heads, published, options.rotate, options.rotate_forward)
 
 
 def _mask(options: Options, documents: Tensor | None, length: int) -> Mask:
@@ -201,6 +205,7 @@ class Call:
         heads: by rank of ``cp_ulysses``, its groups of heads.
         published: the published schedule.
         rotate: the side that moves in the backward.
+        rotate_forward: the side that moves in the forward.
     """
 
     groups: Groups
@@ -209,10 +214,11 @@ class Call:
     heads: tuple[tuple[Heads, ...], ...]
     published: bool
     rotate: str
+    rotate_forward: str
 
     def forward(self, q: Tensor, keys: Sequence[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output and lse of one's own rows, from queries (B, N, L, H) and (k, v) or (k, v, k_shared)."""
-        schedule = self._schedule(stationary="q", backward=False)
+        schedule = self._schedule(self.rotate_forward, backward=False)
         value_dim = keys[1].shape[-1]
 
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -221,7 +227,7 @@ class Call:
             if heads.is_empty:
                 partial = arithmetic.nothing(queries)
             else:
-                partial, _ = execute(schedule, arithmetic, self.groups, queries, keys)
+                partial, _ = self._execute(schedule, arithmetic, queries, keys)
             if sinks is not None:
                 out, lse = partial
                 partial = with_sinks(out, lse, sinks[slice(*heads.q)])
@@ -235,7 +241,7 @@ class Call:
         self, grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, keys: Sequence[Tensor], sinks: Tensor | None
     ) -> tuple[list[Tensor], Tensor | None]:
         """The gradients of q and of the keys' tensors, and that of the sinks which is due to one's own rows."""
-        schedule = self._schedule(stationary="kv" if self.rotate == "q" else "q", backward=True)
+        schedule = self._schedule(self.rotate, backward=True)
         replicated = self._replicated
         out, lse = replicated.own(out), replicated.own(lse)
         grad_out = replicated.summed(grad_out.contiguous())
@@ -248,10 +254,8 @@ class Call:
             arithmetic = Backward(self._scores(heads, q))
             if heads.is_empty:
                 dq, dkeys = arithmetic.nothing(queries), arithmetic.nothing(keys)
-            elif schedule.stationary == "q":
-                dq, dkeys = execute(schedule, arithmetic, self.groups, queries, keys)
             else:
-                dkeys, dq = execute(schedule, arithmetic, self.groups, keys, queries)
+                dq, dkeys = self._execute(schedule, arithmetic, queries, keys)
             return arithmetic.outgoing((*dq, *dkeys), q.dtype)
 
         key_kinds = _KEY_KINDS[: len(keys)]
@@ -265,9 +269,19 @@ class Call:
     def _replicated(self) -> Replicated:
         return Replicated(self.sequences.replicated, self.groups)
 
-    def _schedule(self, *, stationary: Side, backward: bool) -> Schedule:
+    def _schedule(self, rotate: str, *, backward: bool) -> Schedule:
         place, published = self.groups.place, self.published
+        stationary: Side = "kv" if rotate == "q" else "q"
         return make_schedule(place, self.sequences, published=published, stationary=stationary, backward=backward)
+
+    def _execute(
+        self, schedule: Schedule, arithmetic: Arithmetic, queries: Operand, keys: Operand
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What was computed for own queries and own keys."""
+        if schedule.stationary == "q":
+            return execute(schedule, arithmetic, self.groups, queries, keys)
+        for_keys, for_queries = execute(schedule, arithmetic, self.groups, keys, queries)
+        return for_queries, for_keys
 
     def _by_heads(
         self,

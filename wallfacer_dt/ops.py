@@ -26,7 +26,7 @@ from wallfacer_dt.kernels import accumulation_dtype
 SCHEMA = (
     "int[] place, str ulysses, str ring, str team, str context, int[] context_ranks, int[] lengths, int replicated, "
     "bool is_causal, int[] window, int prefix, str mask, str packed, float scale, float softcap, str order, "
-    "str schedule, str rotate, str kernel, str code"
+    "str schedule, str rotate, str rotate_forward, str kernel, str code"
 )
 
 

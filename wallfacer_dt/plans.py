@@ -10,6 +10,7 @@ def llama3_plan(
     order: str,
     schedule: str = "2d",
     rotate: str = "auto",
+    rotate_forward: str = "auto",
     kernel: str = "auto",
     check: bool = True,
 ) -> dict[str, ParallelStyle]:
@@ -28,6 +29,7 @@ def llama3_plan(
         order: in which order the loader deals out tokens, ``"contiguous"`` or ``"head_tail"``.
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
+        rotate_forward: the same for the forward.
         kernel: ``"flash"``, ``"reference"`` or ``"auto"``.
         check: compare each inner attention with the style first, see :func:`wallfacer_dt.check_equivalence`.
 
@@ -39,6 +41,7 @@ def llama3_plan(
         order=order,
         schedule=schedule,
         rotate=rotate,
+        rotate_forward=rotate_forward,
         kernel=kernel,
         layout="BLNH",
         check=check,

@@ -277,6 +277,7 @@ class RingParallel(_ContextParallel):
         order: in which order the loader dealt out tokens, ``"contiguous"``, ``"head_tail"`` or
             ``"document_head_tail"``, which needs documents at every call.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
+        rotate_forward: the same for the forward.
         kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
@@ -300,6 +301,7 @@ class RingParallel(_ContextParallel):
         replicated: int = 0,
         order: str = "contiguous",
         rotate: str = "auto",
+        rotate_forward: str = "auto",
         kernel: str = "auto",
         layout: str = "BLNH",
         check: bool = True,
@@ -307,7 +309,7 @@ class RingParallel(_ContextParallel):
         options = AttentionOptions(
             is_causal=is_causal, window_size=window_size, prefix_length=prefix_length, mask_mod=mask_mod, scale=scale,
             softcap=softcap, length=length, kv_length=kv_length, replicated=replicated, order=order, rotate=rotate,
-            kernel=kernel,
+            rotate_forward=rotate_forward, kernel=kernel,
         )  # fmt: skip
         super().__init__(options, layout, check)
 
@@ -338,6 +340,7 @@ class WallFacerParallel(_ContextParallel):
             ``"document_head_tail"``, which needs documents at every call.
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
+        rotate_forward: the same for the forward.
         kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
@@ -360,6 +363,7 @@ class WallFacerParallel(_ContextParallel):
         order: str = "contiguous",
         schedule: str = "2d",
         rotate: str = "auto",
+        rotate_forward: str = "auto",
         kernel: str = "auto",
         layout: str = "BLNH",
         check: bool = True,
@@ -367,7 +371,7 @@ class WallFacerParallel(_ContextParallel):
         options = AttentionOptions(
             is_causal=is_causal, window_size=window_size, prefix_length=prefix_length, mask_mod=mask_mod, scale=scale,
             softcap=softcap, length=length, kv_length=kv_length, replicated=replicated, order=order,
-            schedule=schedule, rotate=rotate, kernel=kernel,
+            schedule=schedule, rotate=rotate, rotate_forward=rotate_forward, kernel=kernel,
         )  # fmt: skip
         super().__init__(options, layout, check)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from typing import Annotated
 
 import torch
@@ -50,21 +51,17 @@ def contenders(
     order = "head_tail" if is_causal else "contiguous"
     shape = {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     for ulysses, ring, team in meshes(size, heads):
-        ways = [("2d", "kv"), ("2d", "q")] + [("published", "q")] * (team > 1 and ring % team == 0)
+        ways = [("2d", *rotations) for rotations in product(("kv", "q"), repeat=2)]
+        ways += [("published", "q", "kv")] * (team > 1 and ring % team == 0)
         mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
-        for schedule, rotate in ways if ring * team > 1 else [("2d", "auto")]:
-            volume = attention_volume(
-                ring, team, ulysses=ulysses, dtype=torch.float32, schedule=schedule, rotate=rotate, **shape
-            )
+        for schedule, rotate, rotate_forward in ways if ring * team > 1 else [("2d", "auto", "auto")]:
+            way = {"schedule": schedule, "rotate": rotate, "rotate_forward": rotate_forward}
+            volume = attention_volume(ring, team, ulysses=ulysses, dtype=torch.float32, **way, **shape)
 
-            def attend(
-                q: Tensor, k: Tensor, v: Tensor, mesh=mesh, schedule: str = schedule, rotate: str = rotate
-            ) -> Tensor:
-                return context_parallel_attention(
-                    q, k, v, mesh, is_causal=is_causal, order=order, schedule=schedule, rotate=rotate
-                )
+            def attend(q: Tensor, k: Tensor, v: Tensor, mesh=mesh, way: dict[str, str] = way) -> Tensor:
+                return context_parallel_attention(q, k, v, mesh, is_causal=is_causal, order=order, **way)
 
-            name = f"ring {ring} x team {team}, {schedule}, backward rotates {rotate}"
+            name = f"ring {ring} x team {team}, {schedule}, rotates {rotate_forward}, backward {rotate}"
             if ulysses > 1:
                 name = f"ulysses {ulysses} x {name}" if ring * team > 1 else f"ulysses {ulysses}"
             received = f"{volume.forward.bytes / 2**20:.1f} + {volume.backward.bytes / 2**20:.1f}"

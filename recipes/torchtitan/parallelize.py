@@ -91,6 +91,7 @@ def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: Cont
         order=ORDERS[balancer],
         schedule=parallelism.context_parallel_schedule,
         rotate=parallelism.context_parallel_rotate,
+        rotate_forward=parallelism.context_parallel_rotate_forward,
         kernel=parallelism.context_parallel_kernel,
     )
     parallelize_module(model, mesh, plan)

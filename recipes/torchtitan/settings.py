@@ -31,6 +31,9 @@ class ContextParallelism(ParallelismConfig):
     context_parallel_rotate: Literal["auto", "kv", "q"] = "auto"
     """What goes round the ring in the backward: keys and values, queries, or whichever has the fewest bytes."""
 
+    context_parallel_rotate_forward: Literal["auto", "kv", "q"] = "auto"
+    """The same in the forward."""
+
     context_parallel_kernel: Literal["auto", "flash", "reference"] = "auto"
     """Kernel of one block of attention."""
 

@@ -47,6 +47,7 @@ RateOption = Annotated[float, typer.Option(help="Peak learning rate.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the weights and of the sequences' order.")]
 ScheduleOption = Annotated[Schedule, typer.Option(help="2d, or the paper's own schedule.")]
 RotateOption = Annotated[Rotate, typer.Option(help="What goes round the ring in the backward.")]
+RotateForwardOption = Annotated[Rotate, typer.Option(help="The same in the forward.")]
 OrderOption = Annotated[Order, typer.Option(help="How a sequence is dealt out to its ranks.")]
 
 
@@ -66,6 +67,7 @@ def train_command(
     order: OrderOption = _DEFAULTS.order,
     schedule: ScheduleOption = _DEFAULTS.schedule,
     rotate: RotateOption = _DEFAULTS.rotate,
+    rotate_forward: RotateForwardOption = _DEFAULTS.rotate_forward,
     ffn: Annotated[
         Weights, typer.Option(help="Feed-forward weights: whole on every rank, or shared by METP.")
     ] = _DEFAULTS.ffn,
@@ -102,6 +104,7 @@ def train_command(
         order=order,
         schedule=schedule,
         rotate=rotate,
+        rotate_forward=rotate_forward,
         ffn=ffn,
         attention=attention,
         sequence=sequence,
@@ -142,6 +145,7 @@ def demo_command(
     order: OrderOption = _DEFAULTS.order,
     schedule: ScheduleOption = _DEFAULTS.schedule,
     rotate: RotateOption = _DEFAULTS.rotate,
+    rotate_forward: RotateForwardOption = _DEFAULTS.rotate_forward,
     sequence: SequenceOption = _DEFAULTS.sequence,
     batch: BatchOption = _DEFAULTS.batch,
     steps: StepsOption = _DEFAULTS.steps,
@@ -161,6 +165,7 @@ def demo_command(
         order=order,
         schedule=schedule,
         rotate=rotate,
+        rotate_forward=rotate_forward,
         sequence=sequence,
         batch=batch,
         steps=steps,

@@ -36,6 +36,7 @@ class Settings:
     order: Order = "head_tail"
     schedule: Schedule = "2d"
     rotate: Rotate = "auto"
+    rotate_forward: Rotate = "auto"
     ffn: Weights = "plain"
     attention: Weights = "plain"
     sequence: int = 4096
@@ -159,6 +160,10 @@ def _check_schedule(settings: Settings, ring: int, team: int) -> None:
         )
     if settings.rotate == "kv":
         raise RecipeError("--schedule published rotates queries: choose --rotate q or auto, or --schedule 2d")
+    if settings.rotate_forward == "q":
+        raise RecipeError(
+            "--schedule published rotates keys in its forward: choose --rotate-forward kv or auto, or --schedule 2d"
+        )
 
 
 def _check_metp(settings: Settings, ranks: int) -> None:

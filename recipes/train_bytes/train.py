@@ -99,6 +99,7 @@ def _plan(settings: Settings, ranks: Ranks) -> dict[str, ParallelStyle]:
         order=settings.order,
         schedule=settings.schedule,
         rotate=settings.rotate,
+        rotate_forward=settings.rotate_forward,
         length=settings.sequence,
         # torch has no flash attention in float32 on GPUs.
         kernel="reference" if ranks.device.type == "cuda" and ranks.dtype == torch.float32 else "auto",
@@ -276,6 +277,7 @@ def _layer_bytes(settings: Settings, ranks: Ranks, context: DeviceMesh) -> tuple
         dtype=ranks.dtype,
         schedule=settings.schedule,
         rotate=settings.rotate,
+        rotate_forward=settings.rotate_forward,
         index=context_groups(context).coordinate.index,
     )
     forward, backward = attention.forward.bytes, attention.backward.bytes

@@ -2,7 +2,7 @@
 
 from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import MaskMod, known_blocks, mask_key, mask_name
-from wallfacer_dt.algorithms.execute import Groups, execute
+from wallfacer_dt.algorithms.execute import Arithmetic, Groups, execute
 from wallfacer_dt.algorithms.feed_forward import (
     ACTIVATIONS,
     FeedForward,
@@ -25,17 +25,20 @@ from wallfacer_dt.algorithms.steps import Schedule, Side
 from wallfacer_dt.algorithms.tiles import Tile
 from wallfacer_dt.algorithms.volume import (
     AttentionVolume,
+    Rotations,
     Volume,
     attention_flows,
     attention_volume,
     check_rotate,
-    resolve_rotate,
+    check_schedule,
+    resolve_rotations,
 )
 
 __all__ = [
     "ACTIVATIONS",
     "OUT",
     "PAIRS",
+    "Arithmetic",
     "AttentionVolume",
     "Backward",
     "FeedForward",
@@ -53,6 +56,7 @@ __all__ = [
     "Piece",
     "Replicated",
     "RingOfWeights",
+    "Rotations",
     "Schedule",
     "Scores",
     "Sequences",
@@ -64,6 +68,7 @@ __all__ = [
     "attention_flows",
     "attention_volume",
     "check_rotate",
+    "check_schedule",
     "execute",
     "feed_forward_volume",
     "head_groups",
@@ -74,7 +79,7 @@ __all__ = [
     "mask_key",
     "mask_name",
     "metp_attention_volume",
-    "resolve_rotate",
+    "resolve_rotations",
     "split_heads",
     "turned",
 ]

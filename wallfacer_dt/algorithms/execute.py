@@ -99,8 +99,8 @@ def execute(
         moving: own shard of the side that moves.
 
     Returns:
-        What was computed for the own shard of the stationary and of the moving side: (out, lse) or nothing in the
-        forward, gradients in the backward; in the accumulation dtype.
+        What was computed for the own shard of the stationary and of the moving side: in the forward (out, lse) for
+        queries and nothing for keys, gradients in the backward; in the accumulation dtype.
     """
     rows = [operand.data[0].shape[SEQUENCE_DIM] for operand in (stationary, moving)]
     slots = schedule.slots if schedule.stationary == "q" else schedule.slots[::-1]
@@ -152,7 +152,7 @@ class _Run:
                 operand = self.blocks[held]
                 message = pack(operand.data) if operand.message is None else operand.message
                 pending = self._permute(message, axis, to, source), fields_of(operand.data)
-            case Carry(_, block, _, axis, to, source):
+            case Carry(_, block, _, axis, to, source, _):
                 partial = self._partial(self.blocks[block])
                 pending = self._permute(pack(partial), axis, to, source), fields_of(partial)
             case Exchange():
@@ -173,9 +173,9 @@ class _Run:
             case Move(_, _, block, _, _, _):
                 self._forget(block)
                 self.blocks[block] = Operand(unpack(buffer, fields), message=buffer)
-            case Carry(_, _, into, _, _, _) if into == HOME:
+            case Carry(_, _, into) if into == HOME:
                 self.home = unpack(buffer, fields)
-            case Carry(_, _, into, _, _, _):
+            case Carry(_, _, into):
                 self.arithmetic.combine(self._partial(self.blocks[into]), unpack(buffer, fields))
             case Exchange():
                 mine = self._mine(transfer)
@@ -184,11 +184,11 @@ class _Run:
 
     def results(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What was computed for the own shards of the stationary and the moving side."""
-        own = self._partial(self.own)
+        queries_stay = self.schedule.stationary == "q"
+        own = self._partial(self.own) if queries_stay or self.arithmetic.gives_to_keys else ()
         if self.schedule.home == "exchange":
             return own, self.home
-        # In a forward queries are stationary, and nothing is computed for the moving side.
-        return own, self._partial(self.blocks[0]) if self.arithmetic.gives_to_keys else ()
+        return own, () if queries_stay and not self.arithmetic.gives_to_keys else self._partial(self.blocks[0])
 
     def _forget(self, arrived: int) -> None:
         """Let go of the blocks before one that has arrived, but for one's own, which what comes home is added to."""

@@ -99,6 +99,11 @@ class _Unit(NamedTuple):
             return {"sent": self.out, "statistics": self.statistic}
         return {"sent": self.q if side == "q" else self.kv}
 
+    def carried(self, side: Side, *, backward: bool) -> dict[str, int]:
+        """The same of what is added to hop by hop."""
+        partial = self.partial(side, backward=backward)
+        return partial | {"sent": 0, "carried": partial["sent"]}
+
 
 @dataclass(frozen=True)
 class Held:
@@ -153,19 +158,14 @@ class Flows:
     published: bool
     distances: tuple[int, ...]
 
-    def forward(self) -> Iterator[Flow]:
-        """What is received in the forward."""
-        yield from self._exchanged(backward=False)
-        yield from self._inner("q", backward=False)
+    def all(self, rotate: str, *, backward: bool) -> Iterator[Flow]:
+        """What is received in the forward or the backward; ``rotate`` is the side that moves."""
+        yield from self._exchanged(backward=backward)
+        yield from self.inner(rotate, backward=backward)
 
-    def backward(self, rotate: str) -> Iterator[Flow]:
-        """What is received in the backward; ``rotate`` is the side that moves."""
-        yield from self._exchanged(backward=True)
-        yield from self._inner("kv" if rotate == "q" else "q", backward=True)
-
-    def inner_backward(self, rotate: str) -> Iterator[Flow]:
+    def inner(self, rotate: str, *, backward: bool) -> Iterator[Flow]:
         """The same without Ulysses' exchanges, which are the same in both rotations."""
-        return self._inner("kv" if rotate == "q" else "q", backward=True)
+        return self._inner("kv" if rotate == "q" else "q", backward=backward)
 
     @property
     def _groups(self) -> tuple[tuple[Heads, ...], ...]:
@@ -201,11 +201,13 @@ class Flows:
         yield Flow("gather", stationary, TEAM_AXIS, group, mates, 1, **shard.operand(stationary, backward=backward))
         for source, times in _runs(self._from(route.move(block)) for block in blocks):
             yield Flow("move", moving, RING_AXIS, group, source, times, **shard.operand(moving, backward=backward))
-        if backward:
+        if backward or moving == "q":
+            carried = shard.carried(moving, backward=backward)
             for source, times in _runs(self._from(route.carry(block)) for block in blocks):
-                carried = shard.kv if moving == "kv" else shard.q
-                yield Flow("carry", moving, RING_AXIS, group, source, times, carried=carried)
-        yield Flow("exchange", stationary, TEAM_AXIS, group, mates, 1, **shard.partial(stationary, backward=backward))
+                yield Flow("carry", moving, RING_AXIS, group, source, times, **carried)
+        if backward or stationary == "q":
+            data = shard.partial(stationary, backward=backward)
+            yield Flow("exchange", stationary, TEAM_AXIS, group, mates, 1, **data)
 
     def _published(self, group: int, stationary: Side, shard: _Unit, hop: _Unit, *, backward: bool) -> Iterator[Flow]:
         moving: Side = "kv" if stationary == "q" else "q"
@@ -217,9 +219,9 @@ class Flows:
         yield Flow("place", moving, CONTEXT, group, self._unless_here(route.placed_from), 1, **data)
         yield Flow("move", moving, RING_AXIS, group, before, route.blocks - 1, **data)
         if backward:
-            carried = hop.kv if moving == "kv" else hop.q
-            yield Flow("carry", moving, RING_AXIS, group, before, route.blocks - 1, carried=carried)
-            yield Flow("home", moving, CONTEXT, group, self._unless_here(route.fetched_from), 1, carried=carried)
+            carried = hop.carried(moving, backward=backward)
+            yield Flow("carry", moving, RING_AXIS, group, before, route.blocks - 1, **carried)
+            yield Flow("home", moving, CONTEXT, group, self._unless_here(route.fetched_from), 1, **carried)
         yield Flow("exchange", stationary, TEAM_AXIS, group, mates, 1, **shard.partial(stationary, backward=backward))
         if backward:
             yield Flow("exchange", moving, TEAM_AXIS, group, mates, 1, **shard.partial(moving, backward=backward))

@@ -75,6 +75,7 @@ def metp_attention_volume(
     out_dim: int | None = None,
     schedule: str = "2d",
     rotate: str = "auto",
+    rotate_forward: str = "auto",
     hops: int | None = None,
     index: int = 0,
 ) -> AttentionVolume:
@@ -95,19 +96,20 @@ def metp_attention_volume(
         out_dim: of the output, where it is another than D.
         schedule: of the inner attention, as for :func:`attention_volume`.
         rotate: likewise.
+        rotate_forward: likewise.
         hops: likewise.
         index: sequence index of the rank.
 
     Returns:
-        Forward and backward, with the rotation of the inner attention.
+        Forward and backward, with the rotations of the inner attention.
     """
     p = ring * team
     groups = head_groups(heads, kv_heads, head_dim, (ring, team), fused=fused)
     first = groups[0].heads
-    rotate = attention_volume(
+    chosen = attention_volume(
         ring, team, batch=batch, length=length, heads=first.q[1] - first.q[0], kv_heads=first.kv[1] - first.kv[0],
-        head_dim=head_dim, dtype=dtype, schedule=schedule, rotate=rotate,
-    ).rotate  # fmt: skip
+        head_dim=head_dim, dtype=dtype, schedule=schedule, rotate=rotate, rotate_forward=rotate_forward,
+    )  # fmt: skip
     inward = model_dim + bias
     outward = model_dim if out_dim is None else out_dim
     forward, backward = [0, 0, 0], [0, 0, 0]
@@ -122,11 +124,11 @@ def metp_attention_volume(
         n, m = (stop - start for start, stop in (group.heads.q, group.heads.kv))
         inner = attention_volume(
             ring, team, batch=batch, length=length, heads=n, kv_heads=m, head_dim=head_dim, dtype=dtype,
-            schedule=schedule, rotate=rotate, hops=hops, index=index,
+            schedule=schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward, hops=hops, index=index,
         )  # fmt: skip
         for total, one in ((forward, inner.forward), (backward, inner.backward)):
             _add(total, (one.payload, one.statistics, one.bytes))
-    return AttentionVolume(Volume(*forward), Volume(*backward), rotate)
+    return AttentionVolume(Volume(*forward), Volume(*backward), chosen.rotate, chosen.rotate_forward)
 
 
 def _elements(pieces: Sequence[Piece], inward: int, outward: int) -> int:

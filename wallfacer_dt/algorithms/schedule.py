@@ -2,8 +2,9 @@
 
 Attention pairs queries with keys. One side is *stationary*: gathered in the team, it stays, and what is computed for
 it on each rank is a partial result that goes back to its owner in one exchange. The other side *moves* round the ring
-in blocks; what is computed for a moving block (its gradient) is carried along behind it. The forward keeps queries
-stationary; the backward may keep either.
+in blocks; what is computed for a moving block is carried along behind it. Either side may stay. A forward computes
+something for queries only: where keys stay nothing is exchanged, and where they move nothing is carried. So a team
+without ring whose keys stay is an all-gather of keys and values.
 
 ``2d``: every rank's own block moves round its ring ``{(., m)}``; the R blocks of a ring are seen after R - 1 hops,
 and a team together has seen every key. Where a mask hides blocks at some distance from all ranks alike, these hops
@@ -61,8 +62,8 @@ def make_schedule(
         place: the rank's coordinate.
         sequences: what is attended, by whom it is held.
         published: WallFacer's Algorithms 1 to 3 instead of the 2D schedule; team * team must divide ring * team.
-        stationary: the side that stays; the forward's is ``"q"``.
-        backward: what is computed for a moving block is carried along.
+        stationary: the side that stays.
+        backward: something is computed for both sides, and not for queries only.
 
     Returns:
         The schedule; equal arguments give the same object.
@@ -108,7 +109,8 @@ class _Maker:
 
     def two_dimensional(self) -> Iterator[Step]:
         ring, me, has_team = self.place.ring, self.place.ring_rank, self.place.team > 1
-        gather, exchange = Gather(self.stationary), Exchange(self.stationary)
+        exchanges, carries = has_team and self._is_given(self.stationary), self._is_given(self.moving)
+        gather, exchange = Gather(self.stationary), Exchange(self.stationary) if exchanges else None
         route = Route.of(ring, self.offsets)
         blocks = route.blocks
 
@@ -116,14 +118,15 @@ class _Maker:
             return Move(self.moving, route.held_before(block), block, RING_AXIS, *self._hop(route.move(block)))
 
         def carry(block: int) -> Carry:
-            return Carry(self.moving, block, route.into(block), RING_AXIS, *self._hop(route.carry(block)))
+            hop = self._hop(route.carry(block))
+            return Carry(self.moving, block, route.into(block), RING_AXIS, *hop, self._result)
 
         def held(block: int) -> list[Spans]:
             index = _index(self.place, (me - route.offsets[block]) % ring, self.place.team_rank)
             return self._shard(self.moving, index)
 
         now, later = self._own_tiles(held(0)), ()
-        if (blocks > 1 and self.backward) or (blocks == 1 and has_team):
+        if (blocks > 1 and carries) or (blocks == 1 and exchange):
             now, later = split_tiles(now)
 
         if has_team:
@@ -134,7 +137,7 @@ class _Maker:
         if has_team:
             yield Wait(gather)
             yield self._attend("others", 0, held(0))
-            if blocks == 1:
+            if blocks == 1 and exchange:
                 yield Start(exchange)
         for block in range(1, blocks):
             yield Wait(move(block))
@@ -142,16 +145,25 @@ class _Maker:
             if not last:
                 yield Start(move(block + 1))
             yield from self._attend_all(block, held(block), exchange if last else None)
-            if self.backward:
+            if carries:
                 if block > 1:
                     yield Wait(carry(block - 1))
                 yield Start(carry(block))
         if later:
             yield Attend("own", self.stationary, 0, later)
-        if has_team:
+        if exchange:
             yield Wait(exchange)
-        if self.backward and blocks > 1:
+        if carries and blocks > 1:
             yield Wait(carry(blocks - 1))
+
+    @property
+    def _result(self) -> str:
+        """What is computed for the moving side."""
+        return f"d{self.moving}" if self.backward else "out"
+
+    def _is_given(self, side: Side) -> bool:
+        """Whether something is computed for a side."""
+        return self.backward or side == "q"
 
     def _hop(self, shift: int) -> tuple[int, int]:
         """To whom and from whom a block goes that gets ``shift`` further round the ring."""
@@ -178,10 +190,10 @@ class _Maker:
 
         def carry(block: int) -> Carry:
             if block < blocks - 1:
-                return Carry(self.moving, block, block + 1, RING_AXIS, to, source)
+                return Carry(self.moving, block, block + 1, RING_AXIS, to, source, self._result)
             # Home: to the member that sent the rows here in the first place, and likewise back from one's own target.
             home = _index(self.place, team_held(block), group)
-            return Carry(self.moving, block, HOME, CONTEXT, home, ways.fetched_from)
+            return Carry(self.moving, block, HOME, CONTEXT, home, ways.fetched_from, self._result)
 
         yield Start(Gather(self.moving))
         yield Start(Gather(self.stationary))

@@ -40,7 +40,10 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """Pass on what has been computed for moving block ``block``; it is added to the receiver's ``into``."""
+    """Pass on what has been computed for moving block ``block``; it is added to the receiver's ``into``.
+
+    ``result`` is what that is called: gradients (``"dq"``, ``"dkv"``), or queries' outputs (``"out"``).
+    """
 
     side: Side
     block: int
@@ -48,10 +51,11 @@ class Carry:
     axis: str
     to: int
     source: int
+    result: str
 
     def __str__(self) -> str:
-        into = "home" if self.into == HOME else f"into d{self.side}[{self.into}]"
-        what = f"d{self.side}[{self.block}] {into}"
+        into = "home" if self.into == HOME else f"into {self.result}[{self.into}]"
+        what = f"{self.result}[{self.block}] {into}"
         return f"permute {self.axis} {what} to {self.to} from {self.source}"
 
 

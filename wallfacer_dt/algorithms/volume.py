@@ -3,17 +3,19 @@
 U = B * L * N * H elements is one rank's query shard (L = sequence / P), g = kv heads / query heads, R and C the ring
 and team sizes, P = R * C. In units of U:
 
-    2d forward            2(C-1)             + 2g(R-1)
+    2d forward, kv        2(C-1)             + 2g(R-1)      rotate k and v
+    2d forward, q         2g(C-1)            + 2(R-1)       rotate q and its output
     2d backward, kv       3(C-1)             + 4g(R-1)      rotate k, v and their gradients
     2d backward, q        4g(C-1)            + 3(R-1)       rotate q, dO and dq
     published forward     (2+2g)(C-1)        + 2gP/C        WallFacer equations 3 and 4 are g = 1
     published backward    (3+4g)(C-1)        + 3P/C
 
 The left part is gathered or exchanged in the team, the right part hops; a mask that leaves shards unseen by everybody
-leaves h hops of R - 1 (:func:`attention_volume` takes h). A gradient that is carried costs R-1 hops: the
-block computed first is one's own and does not travel. A published placement, or its way back, costs a rank nothing
-where Algorithm 2 names the rank itself, which only this rank's formula can tell. Beside this payload travel
-statistics, B * L * N elements each: lse with every partial output, lse and delta with every query of a backward.
+leaves h hops of R - 1 (:func:`attention_volume` takes h). What is computed for a moving block, and carried along, costs
+R-1 hops: the block computed first is one's own and does not travel. A published placement, or its way back, costs a
+rank nothing where Algorithm 2 names the rank itself, which only this rank's formula can tell. Beside this payload
+travel statistics, B * L * N elements each: lse with every partial output that is sent or carried, lse and delta with
+every query of a backward.
 
 With values of another head dim, outputs and values count as much less; a key that heads share counts once. Shards of
 different lengths are sent as long as the longest; published hops, of a team's shards together, as long as the longest
@@ -30,9 +32,11 @@ key heads (m > n g only where key heads do not divide), receives, with u ranks o
 The ring and the team then work on u times the tokens and the heads n and m.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -63,11 +67,12 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class AttentionVolume:
-    """The volumes of one attention call, and the rotation its backward uses."""
+    """The volumes of one attention call, and which side moves in its backward and in its forward."""
 
     forward: Volume
     backward: Volume
     rotate: str
+    rotate_forward: str
 
 
 def attention_volume(
@@ -86,6 +91,7 @@ def attention_volume(
     dtype: torch.dtype,
     schedule: str = "2d",
     rotate: str = "auto",
+    rotate_forward: str = "auto",
     hops: int | None = None,
     order: str = "contiguous",
     replicated: int = 0,
@@ -108,6 +114,7 @@ def attention_volume(
         dtype: of q, k and v.
         schedule: ``"2d"`` or ``"published"``.
         rotate: ``"kv"``, ``"q"`` or ``"auto"``: for the backward; auto takes the fewest bytes.
+        rotate_forward: the same for the forward.
         hops: of the 2D schedule round the ring, where a mask needs fewer than ring - 1.
         order: token order; ``"document_head_tail"`` cuts a sequence that does not divide otherwise.
         replicated: tokens before the sequence that every rank holds.
@@ -120,16 +127,17 @@ def attention_volume(
     Raises:
         ValueError: unknown schedule or rotation, or they do not fit the mesh or each other.
     """
-    flows, rotate = attention_flows(
+    flows, rotations = attention_flows(
         ring, team, ulysses=ulysses, batch=batch, length=length, kv_length=kv_length, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, value_dim=value_dim, shared_dim=shared_dim, dtype=dtype, schedule=schedule, rotate=rotate,
-        distances=None if hops is None else tuple(range(1, hops + 1)), order=order, replicated=replicated,
+        rotate_forward=rotate_forward, distances=None if hops is None else tuple(range(1, hops + 1)), order=order,
+        replicated=replicated,
     )  # fmt: skip
     if index is None:
         # Some rank that is not its own target in a placement: unless they are one rank there is one.
         index = _sender(ring, team) if schedule == "published" and team > 1 else 0
     forward, backward = flows(index)
-    return AttentionVolume(_total(forward, dtype), _total(backward, dtype), rotate)
+    return AttentionVolume(_total(forward, dtype), _total(backward, dtype), rotations.backward, rotations.forward)
 
 
 def attention_flows(
@@ -148,19 +156,20 @@ def attention_flows(
     dtype: torch.dtype,
     schedule: str,
     rotate: str,
+    rotate_forward: str,
     distances: tuple[int, ...] | None,
     order: str,
     replicated: int,
-) -> tuple[Callable[[int], tuple[list[Flow], list[Flow]]], str]:
-    """The same by transfer: for a sequence index forward and backward; and the backward's rotation.
+) -> tuple[Callable[[int], tuple[Iterator[Flow], Iterator[Flow]]], "Rotations"]:
+    """The same by transfer: for a sequence index forward and backward; and which sides move.
 
     ``distances`` are those at which the 2D schedule goes round the ring, None for all; see :func:`hops`.
     """
     kv_length = length if kv_length is None else kv_length
     value_dim = head_dim if value_dim is None else value_dim
-    rotate = resolve_rotate(
-        rotate, schedule, ring, team, ulysses=ulysses, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        value_dim=value_dim, shared_dim=shared_dim, lengths=(length, kv_length), dtype=dtype,
+    rotations = resolve_rotations(
+        rotate, rotate_forward, schedule, ring, team, ulysses=ulysses, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, value_dim=value_dim, shared_dim=shared_dim, lengths=(length, kv_length), dtype=dtype,
     )  # fmt: skip
     shape = Shape(batch, heads, kv_heads, head_dim, value_dim, shared_dim)
     published = schedule == "published" and team > 1
@@ -175,16 +184,22 @@ def attention_flows(
     # Everyone's part of the output is gathered, and what everyone says of it is summed, as long as the longest part.
     rows = max(parts) * shape.out(heads)
 
-    def of(index: int) -> tuple[list[Flow], list[Flow]]:
+    def of(index: int) -> tuple[Iterator[Flow], Iterator[Flow]]:
         place = Coordinate(ring, team, *divmod(index % inner, team), ulysses, index // inner)
         flows = Flows(place, shape, held, hop, published, distances)
         others = tuple(other for other in range(place.size) if other != index) if replicated else ()
         return (
-            [*flows.forward(), Flow("replicated", "q", CONTEXT, 0, others, 1, sent=rows)],
-            [*flows.backward(rotate), Flow("replicated", "q", CONTEXT, 0, others, 1, carried=rows)],
+            chain(
+                flows.all(rotations.forward, backward=False),
+                [Flow("replicated", "q", CONTEXT, 0, others, 1, sent=rows)],
+            ),
+            chain(
+                flows.all(rotations.backward, backward=True),
+                [Flow("replicated", "q", CONTEXT, 0, others, 1, carried=rows)],
+            ),
         )
 
-    return of, rotate
+    return of, rotations
 
 
 def _total(flows: Iterable[Flow], dtype: torch.dtype) -> Volume:
@@ -205,27 +220,45 @@ def _sender(ring: int, team: int) -> int:
     return 0
 
 
-def check_rotate(rotate: str, schedule: str, ring: int, team: int) -> None:
-    """Refuse (ValueError) a schedule and rotation that do not exist, or do not fit the mesh or each other."""
+class Rotations(NamedTuple):
+    """Which side moves round the ring, ``"kv"`` or ``"q"``."""
+
+    backward: str
+    forward: str
+
+
+def check_schedule(schedule: str, ring: int, team: int) -> None:
+    """Refuse (ValueError) a schedule that does not exist, or does not fit the mesh."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
-    if rotate not in ROTATIONS:
-        raise ValueError(f"rotate must be one of {ROTATIONS}, got {rotate!r}")
     if schedule == "published" and ring % team:
         raise ValueError(
             f"schedule='published' needs team * team to divide the ranks, got team {team} on {ring * team} ranks; "
             "choose another team size, or schedule='2d'"
         )
+
+
+def check_rotate(rotate: str, rotate_forward: str, schedule: str) -> None:
+    """Refuse (ValueError) rotations that do not exist, or do not fit the schedule."""
+    for name, value in (("rotate", rotate), ("rotate_forward", rotate_forward)):
+        if value not in ROTATIONS:
+            raise ValueError(f"{name} must be one of {ROTATIONS}, got {value!r}")
     if schedule == "published" and rotate == "kv":
         raise ValueError(
             "schedule='published' rotates queries in its backward: pass rotate='q' or 'auto', or schedule='2d'"
+        )
+    if schedule == "published" and rotate_forward == "q":
+        raise ValueError(
+            "schedule='published' rotates keys and values in its forward: pass rotate_forward='kv' or 'auto', or "
+            "schedule='2d'"
         )
 
 
 # A compiler need not look into it, and warns of the caches that it would find there.
 @torch.compiler.assume_constant_result
-def resolve_rotate(
+def resolve_rotations(
     rotate: str,
+    rotate_forward: str,
     schedule: str,
     ring: int,
     team: int,
@@ -238,28 +271,30 @@ def resolve_rotate(
     shared_dim: int,
     lengths: tuple[int, int],
     dtype: torch.dtype,
-) -> str:
-    """The rotation of the backward: as asked for, or the one that receives the fewest bytes (ties: kv).
+) -> Rotations:
+    """Which sides move: as asked for, or what receives the fewest bytes (ties: kv); ``rotate`` is the backward's.
 
     It is one for all ranks, so it goes by the first's heads; ``lengths`` are queries and keys, or their ratio.
     """
-    check_rotate(rotate, schedule, ring, team)
+    check_schedule(schedule, ring, team)
+    check_rotate(rotate, rotate_forward, schedule)
     if schedule == "published":
-        return "q"
-    if rotate != "auto":
-        return rotate
+        return Rotations("q", "kv")
     shape = Shape(1, heads, kv_heads, head_dim, value_dim, shared_dim)
-    return _cheaper_rotation(Coordinate(ring, team, 0, 0, ulysses, 0), shape, lengths, dtype)
+    cheapest = _cheapest_rotations(Coordinate(ring, team, 0, 0, ulysses, 0), shape, lengths, dtype)
+    asked = (rotate, rotate_forward)
+    return Rotations(*(best if one == "auto" else one for one, best in zip(asked, cheapest, strict=True)))
 
 
 @lru_cache(maxsize=256)
-def _cheaper_rotation(place: Coordinate, shape: Shape, lengths: tuple[int, int], dtype: torch.dtype) -> str:
+def _cheapest_rotations(place: Coordinate, shape: Shape, lengths: tuple[int, int], dtype: torch.dtype) -> Rotations:
     # Scaled up, so that no ratio is lost in whole shards.
     q_sizes, k_sizes = ((length,) * place.size for length in lengths)
     held = Held(q_sizes, k_sizes, place.ulysses)
     flows = Flows(place, shape, held, held.shard, False, tuple(range(1, place.ring)))
 
-    def received(rotation: str) -> int:
-        return _total(flows.inner_backward(rotation), dtype).bytes
+    def cheapest(*, backward: bool) -> str:
+        # The first of equals.
+        return min(("kv", "q"), key=lambda rotation: _total(flows.inner(rotation, backward=backward), dtype).bytes)
 
-    return "q" if received("q") < received("kv") else "kv"
+    return Rotations(cheapest(backward=True), cheapest(backward=False))

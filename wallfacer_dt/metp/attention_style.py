@@ -234,7 +234,14 @@ class METPAttentionParallel(ParallelStyle):
         rows = [n * H for n in (*heads, heads[1])]
         shapes = dict(zip(self.projections, rows if len(self.projections) == 3 else [sum(rows)], strict=True))
         by_name = {name: (n, dim) for name, n in shapes.items()} | {self.output: (dim, rows[0])}
-        told = replace(self.attention.options, length=None, order="contiguous", rotate="auto", schedule="2d")
+        told = replace(
+            self.attention.options,
+            length=None,
+            order="contiguous",
+            rotate="auto",
+            rotate_forward="auto",
+            schedule="2d",
+        )
         alone = ContextAttention(Coordinate(1, 1, 0, 0), "cpu", "", "", "", "", (), told, 0)
         block = BlockOptions(*heads, H, rotary.pairs or "", (1,), (0,), 0, "", "")
 

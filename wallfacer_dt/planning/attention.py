@@ -95,7 +95,8 @@ def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
 def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[Coordinate, Schedule]:
     """Coordinate and schedule of a rank that has as much to do as any; of a sequence that divides, no shorter one."""
     sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
-    stationary = "kv" if backward and candidate.rotate == "q" else "q"
+    rotate = candidate.rotate if backward else candidate.rotate_forward
+    stationary = "kv" if rotate == "q" else "q"
     published = candidate.schedule == "published"
     inner = candidate.ring * candidate.team
     is_even = sequence.length // candidate.size % 2 == 0
@@ -127,7 +128,7 @@ def _kind(transfer: Transfer) -> tuple[str, str]:
             return "gather", side
         case Move(side, _, _, axis, _, _):
             return "place" if axis == CONTEXT else "move", side
-        case Carry(side, _, into, _, _, _):
+        case Carry(side, _, into):
             return "home" if into == HOME else "carry", side
         case Exchange(side):
             return "exchange", side

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 import numpy as np
 
-from wallfacer_dt.algorithms import check_rotate
+from wallfacer_dt.algorithms import check_rotate, check_schedule
 from wallfacer_dt.mesh import PLACEMENTS, Coordinate, Placement, placed_ranks
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -26,6 +27,7 @@ class Candidate:
         placement: which axis takes neighbouring ranks.
         schedule: ``"2d"`` or ``"published"``.
         rotate: which side moves in the backward, ``"kv"`` or ``"q"``.
+        rotate_forward: which side moves in the forward.
         order: token order.
         feed_forward: ``"plain"`` (weights sharded by FSDP over all ranks) or ``"metp"``.
         checkpoint: what of a layer is computed again: nothing (``"none"``), everything but attention
@@ -38,6 +40,7 @@ class Candidate:
     placement: Placement = "team_in_node"
     schedule: str = "2d"
     rotate: str = "kv"
+    rotate_forward: str = "kv"
     order: str = "contiguous"
     feed_forward: str = "plain"
     checkpoint: str = "none"
@@ -45,8 +48,8 @@ class Candidate:
     def __post_init__(self) -> None:
         """Refuse (ValueError) what the package does not have."""
         known = {
-            "placement": PLACEMENTS, "rotate": ("kv", "q"), "order": ("contiguous", "head_tail"),
-            "feed_forward": FEED_FORWARDS, "checkpoint": CHECKPOINTS,
+            "placement": PLACEMENTS, "rotate": ("kv", "q"), "rotate_forward": ("kv", "q"),
+            "order": ("contiguous", "head_tail"), "feed_forward": FEED_FORWARDS, "checkpoint": CHECKPOINTS,
         }  # fmt: skip
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -54,8 +57,9 @@ class Candidate:
         for name in ("ring", "team", "ulysses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_schedule(self.schedule, self.ring, self.team)
         rotate = "q" if self.schedule == "published" else self.rotate
-        check_rotate(rotate, self.schedule, self.ring, self.team)
+        check_rotate(rotate, self.rotate_forward, self.schedule)
 
     @property
     def size(self) -> int:
@@ -72,6 +76,12 @@ class Candidate:
         """How many ranks' shards travel together in a hop, before heads are split."""
         return self.team if self.schedule == "published" else 1
 
+    @property
+    def rotates(self) -> str:
+        """Which sides move, in words."""
+        same = self.rotate == self.rotate_forward
+        return f"rotates {self.rotate}" if same else f"rotates {self.rotate_forward}, backward {self.rotate}"
+
     def place(self, index: int) -> Coordinate:
         """The coordinate of a sequence index."""
         inner = self.ring * self.team
@@ -84,7 +94,7 @@ class Candidate:
         if sum(size > 1 for size in sizes.values()) > 1:
             parts.append(self.placement.replace("_", " "))
         if self.ring * self.team > 1:
-            parts += [self.schedule] * (self.team > 1) + [f"backward rotates {self.rotate}"]
+            parts += [self.schedule] * (self.team > 1) + [self.rotates]
         parts += [self.order.replace("_", "-")] * (self.order != "contiguous")
         parts += ["METP"] * (self.feed_forward == "metp")
         parts += [f"checkpoint {self.checkpoint}"] * (self.checkpoint != "none")
@@ -92,7 +102,7 @@ class Candidate:
 
 
 def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Iterator[Candidate]:
-    """Every mesh, placement, schedule and rotation of the ranks that attention can have; none twice.
+    """Every mesh, placement, schedule and rotations of the ranks that attention can have; none twice.
 
     Ulysses takes at most as many ranks as there are query heads. Under a causal mask tokens are in ``head_tail`` order,
     which balances it; with a window also contiguous ones, whose hops a window can spare.
@@ -105,9 +115,16 @@ def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> 
             continue
         first = Candidate(ring, team, ulysses)
         for placement in _placements(first, cluster):
-            for schedule, rotate in _ways(ring, team):
-                for order in orders:
-                    yield replace(first, placement=placement, schedule=schedule, rotate=rotate, order=order)
+            for order in orders:
+                for schedule, rotate, rotate_forward in _ways(ring, team):
+                    yield replace(
+                        first,
+                        placement=placement,
+                        schedule=schedule,
+                        rotate=rotate,
+                        rotate_forward=rotate_forward,
+                        order=order,
+                    )
 
 
 def node_of(candidate: Candidate, ranks_per_node: int) -> np.ndarray:
@@ -140,9 +157,9 @@ def _placements(candidate: Candidate, cluster: Cluster) -> list[Placement]:
     return list(differ.values())
 
 
-def _ways(ring: int, team: int) -> list[tuple[str, str]]:
-    """Schedules with the rotations of their backward."""
-    if ring == 1:
-        return [("2d", "kv"), ("2d", "q")] if team > 1 else [("2d", "kv")]
-    published = [("published", "q")] if team > 1 and ring % team == 0 else []
-    return [("2d", "kv"), ("2d", "q"), *published]
+def _ways(ring: int, team: int) -> list[tuple[str, str, str]]:
+    """Schedules with the rotations of their backward and forward."""
+    if ring == team == 1:
+        return [("2d", "kv", "kv")]
+    published = [("published", "q", "kv")] if team > 1 and ring > 1 and ring % team == 0 else []
+    return [("2d", *rotations) for rotations in product(("kv", "q"), ("kv", "q"))] + published

@@ -121,6 +121,7 @@ def _options(candidate: Candidate, sequence: SequenceShape, index: int) -> Optio
         order=candidate.order,
         schedule=candidate.schedule,
         rotate=candidate.rotate,
+        rotate_forward=candidate.rotate_forward,
         kernel="auto",
         code=CODE,
     )

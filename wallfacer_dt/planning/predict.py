@@ -1,6 +1,7 @@
 """What a candidate costs: bytes, time and memory, predicted on the host."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from wallfacer_dt.planning.candidates import Candidate, node_of
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.timeline import Timeline, run
-from wallfacer_dt.planning.traffic import arrivals, into_nodes, into_ranks, wires
+from wallfacer_dt.planning.traffic import into_nodes, into_ranks, one_way, wires
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +62,50 @@ def attention_cost(candidate: Candidate, model: ModelShape, sequence: SequenceSh
     Returns:
         Its cost.
     """
-    arrived = arrivals(candidate, model, sequence)
+    # What moves the other way does not matter to either.
+    forward = _one_way(replace(candidate, rotate="kv"), model, sequence, cluster, False)
+    backward = _one_way(replace(candidate, rotate_forward="kv"), model, sequence, cluster, True)
+    return AttentionCost(
+        forward.line,
+        backward.line,
+        (forward.rank_bytes, backward.rank_bytes),
+        (forward.node_bytes, backward.node_bytes),
+        int((forward.hops + backward.hops).max()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _OneWay:
+    """A forward or a backward; hops are by sequence index."""
+
+    line: Timeline
+    rank_bytes: int
+    node_bytes: int
+    hops: np.ndarray
+
+
+@lru_cache(maxsize=8)  # what differs in one way only comes in a row
+def _one_way(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, backward: bool
+) -> _OneWay:
+    arrived = one_way(candidate, model, sequence, backward=backward)
     node = node_of(candidate, cluster.ranks_per_node)
     on_wires = wires(arrived, node)
-    lines, rank_bytes, node_bytes = [], [], []
-    for backward in (False, True):
-        # Ranks with other heads wait for each other: the slowest counts.
-        by_heads = [
-            run(
-                attention_events(candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward),
-                cluster,
-            )
-            for heads in head_patterns(candidate, model)
-        ]
-        lines.append(max(by_heads, key=lambda line: line.seconds))
-        some = [arrivals for key, arrivals in arrived.items() if key.backward is backward]
-        rank_bytes.append(int(into_ranks(some, candidate.size).max()))
-        node_bytes.append(int(into_nodes(some, node).max()))
+    # Ranks with other heads wait for each other: the slowest counts.
+    by_heads = [
+        run(attention_events(candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward), cluster)
+        for heads in head_patterns(candidate, model)
+    ]
     hops = np.zeros(candidate.size, np.int64)
     for key, some in arrived.items():
         if key.kind in ("move", "place"):
             np.add.at(hops, some.receiver, some.times)
-    return AttentionCost(lines[0], lines[1], tuple(rank_bytes), tuple(node_bytes), int(hops.max()))
+    return _OneWay(
+        max(by_heads, key=lambda line: line.seconds),
+        int(into_ranks(arrived.values(), candidate.size).max()),
+        int(into_nodes(arrived.values(), node).max()),
+        hops,
+    )
 
 
 def predict(

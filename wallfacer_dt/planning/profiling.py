@@ -329,7 +329,7 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
         with any_order(mesh):
             out = context_parallel_attention(
                 q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=it.order,
-                schedule=it.schedule, rotate=it.rotate, length=sequence.length,
+                schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
             )  # fmt: skip
             torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 

@@ -97,6 +97,7 @@ class Plan:
             "order": it.order,
             "schedule": it.schedule,
             "rotate": it.rotate,
+            "rotate_forward": it.rotate_forward,
             "window_size": sequence.window_size,
             "length": sequence.length if sequence.length % it.size else None,
         }
@@ -157,7 +158,7 @@ def plan(
 ) -> Plan:
     """Choose how the ranks of a cluster share sequences (WallFacer section 3.4, with more to choose from).
 
-    Every size of Ulysses, ring and team, placement, schedule and rotation is predicted: what it receives to the byte,
+    Every size of Ulysses, ring and team, placement, schedule and rotations are predicted: what it receives to the byte,
     its time by its own schedule on links of two levels, and its memory. Layers are added where the model has a
     feed-forward: METP or not, and what is checkpointed; for every attention the fastest that fits is kept.
 

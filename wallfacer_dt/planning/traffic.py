@@ -81,9 +81,15 @@ def arrivals(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -
 
     Of more than 128 ranks a length that does not divide is taken for the next one that does.
     """
+    return one_way(candidate, model, sequence, backward=False) | one_way(candidate, model, sequence, backward=True)
+
+
+def one_way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *, backward: bool) -> dict[Key, Arrivals]:
+    """The same of the forward, or of the backward, alone."""
+    rotate = candidate.rotate if backward else candidate.rotate_forward
     return _arrivals(
-        candidate.axes, candidate.schedule, candidate.rotate, candidate.order, model.heads, model.keys, model.dim,
-        sequence,
+        candidate.axes, candidate.schedule, rotate, candidate.order, model.heads, model.keys, model.dim, sequence,
+        backward,
     )  # fmt: skip
 
 
@@ -142,6 +148,7 @@ def _arrivals(
     kv_heads: int,
     head_dim: int,
     sequence: SequenceShape,
+    backward: bool,
 ) -> dict[Key, Arrivals]:
     ulysses, ring, team = axes
     first = Candidate(ring, team, ulysses)
@@ -154,27 +161,27 @@ def _arrivals(
     flows, _ = attention_flows(
         ring, team, ulysses=ulysses, batch=sequence.batch, length=sequence.length, kv_length=None, heads=heads,
         kv_heads=kv_heads, head_dim=head_dim, value_dim=None, shared_dim=0, dtype=sequence.dtype, schedule=schedule,
-        rotate=rotate, distances=distances, order=order, replicated=0,
+        rotate=rotate if backward else "auto", rotate_forward="auto" if backward else rotate, distances=distances,
+        order=order, replicated=0,
     )  # fmt: skip
     # Of equal shards all ranks of one place on cp_ulysses receive the same, only from others.
     alike = sequence.length % first.size == 0
     blocks = _block_sources(ring, team) if alike and schedule == "published" and team > 1 else {}
     entries: dict[Key, list[tuple[Ints, ...]]] = {}
     for index in range(0, first.size, ring * team) if alike else range(first.size):
-        for is_backward, some in enumerate(flows(index)):
-            for flow in some:
-                sent = flow.nbytes(sequence.dtype), flow.times
-                if alike and flow.kind in blocks:
-                    ends = _ends(blocks[flow.kind], index)
-                elif alike:
-                    ends = _shifted(flow, index, ring, team)
-                else:
-                    ends = np.full(len(flow.sources), index), np.array(flow.sources, np.int64)
-                if len(ends[0]) and flow.times:
-                    steps = (schedule == "2d" or team == 1) and flow.axis == RING_AXIS
-                    shift = (index // team - flow.sources[0] // team) % ring if steps else 0
-                    key = Key(bool(is_backward), flow.kind, flow.side, flow.group, shift)
-                    entries.setdefault(key, []).append((*ends, *(np.full(len(ends[0]), n) for n in sent)))
+        for flow in flows(index)[backward]:
+            sent = flow.nbytes(sequence.dtype), flow.times
+            if alike and flow.kind in blocks:
+                ends = _ends(blocks[flow.kind], index)
+            elif alike:
+                ends = _shifted(flow, index, ring, team)
+            else:
+                ends = np.full(len(flow.sources), index), np.array(flow.sources, np.int64)
+            if len(ends[0]) and flow.times:
+                steps = (schedule == "2d" or team == 1) and flow.axis == RING_AXIS
+                shift = (index // team - flow.sources[0] // team) % ring if steps else 0
+                key = Key(backward, flow.kind, flow.side, flow.group, shift)
+                entries.setdefault(key, []).append((*ends, *(np.full(len(ends[0]), n) for n in sent)))
     return {
         key: Arrivals(*(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*some, strict=True)))
         for key, some in entries.items()

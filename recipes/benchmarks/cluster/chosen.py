@@ -57,4 +57,6 @@ def choose(case: Case, cluster: Nodes, probe: Probe) -> Choice:
 
 
 def _contender(it: Candidate, name: str) -> Contender:
-    return Contender(name, it.ulysses, it.ring, it.team, it.placement, it.schedule, it.rotate, it.order)
+    return Contender(
+        name, it.ulysses, it.ring, it.team, it.placement, it.schedule, it.rotate, it.rotate_forward, it.order
+    )

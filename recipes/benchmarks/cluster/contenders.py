@@ -32,6 +32,7 @@ class Contender:
         placement: which axis takes neighbouring ranks, see ``context_mesh``.
         schedule: ``"2d"`` or ``"published"``.
         rotate: what moves round the ring in the backward.
+        rotate_forward: the same in the forward.
         order: of tokens.
         kind: ``"context"`` for ``context_parallel_attention``, ``"gather"`` for keys and values gathered on every rank,
             ``"whole"`` for one process while others wait.
@@ -44,13 +45,15 @@ class Contender:
     placement: Placement = "team_in_node"
     schedule: str = "2d"
     rotate: str = "auto"
+    rotate_forward: str = "auto"
     order: str = "contiguous"
     kind: Kind = "context"
 
     @property
     def what(self) -> str:
         """Its mesh and schedule in words."""
-        return f"{self.ulysses} x {self.ring} x {self.team}, {self.placement}, {self.schedule}, {self.rotate}"
+        parts = f"{self.ulysses} x {self.ring} x {self.team}", self.placement, self.schedule
+        return ", ".join((*parts, f"{self.rotate_forward}/{self.rotate}"))
 
 
 def contenders(cluster: Nodes, heads: int, *, is_causal: bool) -> list[Contender]:

@@ -144,7 +144,7 @@ class Rank:
             return lambda q, k, v: gathered_attention(q, k, v, is_causal=is_causal)
         return lambda q, k, v: context_parallel_attention(
             q, k, v, mesh, is_causal=is_causal, order=contender.order, schedule=contender.schedule,
-            rotate=contender.rotate,
+            rotate=contender.rotate, rotate_forward=contender.rotate_forward,
         )  # fmt: skip
 
     def check(self, contender: Contender) -> Answer:

@@ -153,7 +153,8 @@ def predicted(setting: Setting, teams: tuple[int, ...] = (2, 4)) -> Ways:
     def first(chosen: Iterable[tuple[Candidate, AttentionCost]]) -> Way | None:
         return next((_way(setting, *one) for one in chosen), None)
 
-    ring = first(one for one in every if one[0].axes == (1, setting.cluster.ranks, 1) and one[0].rotate == "kv")
+    plain = {"axes": (1, setting.cluster.ranks, 1), "rotate": "kv", "rotate_forward": "kv"}
+    ring = first(one for one in every if all(getattr(one[0], name) == value for name, value in plain.items()))
     walls = {
         team: first(one for one in every if one[0].schedule == "published" and one[0].axes[::2] == (1, team))
         for team in teams

@@ -79,7 +79,7 @@ def names_of(candidate: Candidate) -> list[str]:
     ulysses, ring, team = candidate.axes
     names = [BEST]
     if ulysses == team == 1:
-        names += [RING] * (candidate.rotate == "kv")
+        names += [RING] * (candidate.rotate == candidate.rotate_forward == "kv")
     elif candidate.schedule == "published" and ulysses == 1:
         names.append(PUBLISHED)
     elif ring == team == 1:

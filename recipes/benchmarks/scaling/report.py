@@ -78,8 +78,8 @@ def forward_table() -> Table:
 _ORDER = "head_tail"
 CHECKS: Sequence[tuple[Case, Candidate, range, bool]] = (
     (Case(1024, 52, 52, False), Candidate(1024, order=_ORDER), range(1), False),
-    (Case(1024, 52, 52, False), Candidate(32, 8, 4, "ulysses_in_node", "published", "q", _ORDER), range(1), True),
-    (Case(1024, 52, 52, False), Candidate(16, 2, 32, "ring_in_node", "2d", "q", _ORDER), range(5, 6), True),
+    (Case(1024, 52, 52, False), Candidate(32, 8, 4, "ulysses_in_node", "published", "q", order=_ORDER), range(1), True),
+    (Case(1024, 52, 52, False), Candidate(16, 2, 32, "ring_in_node", "2d", "q", order=_ORDER), range(5, 6), True),
     (Case(1024, 64, 8, False), Candidate(4, 8, 32, order=_ORDER), range(8, 16), True),
     (Case(1024, 64, 8, True), Candidate(128, 1, 8, "ulysses_in_node", order=_ORDER), range(9, 10), True),
     (Case(1024, 8, 8, True), Candidate(32, 32, order=_ORDER), range(1023, 1024), True),

@@ -59,7 +59,7 @@ def _run(case: Case, candidate: Candidate, rank: int, *, backward: bool) -> Traf
             q, k, v = (torch.empty(shape, dtype=sequence.dtype, requires_grad=True) for shape in shapes)
             out = context_parallel_attention(
                 q, k, v, mesh, is_causal=sequence.is_causal, order=it.order, schedule=it.schedule, rotate=it.rotate,
-                length=sequence.length,
+                rotate_forward=it.rotate_forward, length=sequence.length,
             )  # fmt: skip
             if backward:
                 out.backward(torch.empty_like(out))

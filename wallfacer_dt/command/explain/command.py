@@ -24,6 +24,7 @@ def explain(
     rotate: Annotated[
         Literal["auto", "kv", "q"], typer.Option(help="What goes round the ring in the backward.")
     ] = "auto",
+    rotate_forward: Annotated[Literal["auto", "kv", "q"], typer.Option(help="The same in the forward.")] = "auto",
     order: Annotated[Literal["contiguous", "head_tail"], typer.Option(help="How tokens are dealt out.")] = "contiguous",
     causal: Annotated[bool, typer.Option("--causal", help="A query sees the keys up to its own position.")] = False,
     window: Annotated[
@@ -53,9 +54,9 @@ def explain(
     wallfacer explain --ring 4 --team 2 --order head_tail --causal
     """
     settings = Settings(
-        ring=ring, team=team, ulysses=ulysses, schedule=schedule, rotate=rotate, order=order, causal=causal,
-        window=window, placement=placement, ranks_per_node=ranks_per_node, length=seq, heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim, batch=batch, dtype=dtype,
+        ring=ring, team=team, ulysses=ulysses, schedule=schedule, rotate=rotate, rotate_forward=rotate_forward,
+        order=order, causal=causal, window=window, placement=placement, ranks_per_node=ranks_per_node, length=seq,
+        heads=heads, kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim, batch=batch, dtype=dtype,
         backward=backward,
     )  # fmt: skip
     settings.check()

@@ -165,8 +165,8 @@ def as_json(facts: Facts) -> str:
     which schema it is; within one nothing is renamed or taken away::
 
         version     1
-        settings    ring, team, ulysses, schedule, rotate, order, causal, window (null: none), placement,
-                    ranks_per_node, length, heads, kv_heads, head_dim, batch, dtype, backward
+        settings    ring, team, ulysses, schedule, rotate, rotate_forward, order, causal, window (null: none),
+                    placement, ranks_per_node, length, heads, kv_heads, head_dim, batch, dtype, backward
         stays       "q" or "kv"
         moves       the other
         ranks[]     rank, node, ulysses_rank, ring_rank, team_rank, positions [[start, stop]], received and

@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from wallfacer_dt.algorithms import Mask, Sequences, Side, check_rotate, resolve_rotate
+from wallfacer_dt.algorithms import Mask, Sequences, Side, check_rotate, check_schedule, resolve_rotations
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.layout import check_order
 from wallfacer_dt.mesh import PLACEMENTS, Coordinate, placed_ranks
@@ -24,6 +24,7 @@ class Settings:
         ulysses: ranks that split the heads.
         schedule: ``"2d"`` or ``"published"``.
         rotate: which side moves in the backward; ``"auto"`` for the fewest bytes.
+        rotate_forward: the same for the forward.
         order: token order, ``"contiguous"`` or ``"head_tail"``.
         causal: a query sees the keys up to its own position.
         window: how many tokens back, and without ``causal`` ahead, a query sees; None for any.
@@ -43,6 +44,7 @@ class Settings:
     ulysses: int = 1
     schedule: str = "2d"
     rotate: str = "auto"
+    rotate_forward: str = "auto"
     order: str = "contiguous"
     causal: bool = False
     window: int | None = None
@@ -83,11 +85,12 @@ class Settings:
             raise OptionError(f"--heads must be a multiple of --kv-heads {self.kv_heads}, got {self.heads}")
         if self.heads < self.ulysses:
             raise OptionError(f"--ulysses {self.ulysses} splits query heads, of which there are only {self.heads}")
-        # What the rotation has no part in is said of the schedule.
         with naming("--schedule"):
-            check_rotate("auto", self.schedule, self.ring, self.team)
+            check_schedule(self.schedule, self.ring, self.team)
         with naming("--rotate"):
-            check_rotate(self.rotate, self.schedule, self.ring, self.team)
+            check_rotate(self.rotate, "auto", self.schedule)
+        with naming("--rotate-forward"):
+            check_rotate("auto", self.rotate_forward, self.schedule)
 
     @property
     def ranks(self) -> int:
@@ -102,17 +105,18 @@ class Settings:
 
     @property
     def rotation(self) -> str:
-        """``"kv"`` or ``"q"``: the side that moves in the backward."""
-        return resolve_rotate(
-            self.rotate, self.schedule, self.ring, self.team, ulysses=self.ulysses, heads=self.heads,
-            kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim, shared_dim=0, lengths=(1, 1),
-            dtype=DTYPES[self.dtype],
+        """``"kv"`` or ``"q"``: the side that moves."""
+        rotations = resolve_rotations(
+            self.rotate, self.rotate_forward, self.schedule, self.ring, self.team, ulysses=self.ulysses,
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim, shared_dim=0,
+            lengths=(1, 1), dtype=DTYPES[self.dtype],
         )  # fmt: skip
+        return rotations.backward if self.backward else rotations.forward
 
     @property
     def stationary(self) -> Side:
         """The side that is gathered in the team and stays."""
-        return "kv" if self.backward and self.rotation == "q" else "q"
+        return "kv" if self.rotation == "q" else "q"
 
     def rank(self, ulysses_rank: int, ring_rank: int, team_rank: int) -> int:
         """The global rank at a coordinate, as ``context_mesh`` numbers them."""

@@ -53,7 +53,7 @@ class Sizes:
     def carried(self, side: Side) -> Content:
         """The same as it is carried along and added to."""
         once = self.result(side)
-        return Content(side, once.names, 0, once.narrow)
+        return Content(side, once.names, 0, once.narrow + once.wide)
 
     def results(self) -> tuple[Content, ...]:
         """What Ulysses brings back."""

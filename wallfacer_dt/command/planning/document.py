@@ -27,7 +27,8 @@ def plan_as_json(plan: Plan) -> str:
           kernels       forward, backward, linear, overhead, merge, copy
         considered  how many attentions there were to choose from
         ranked[]    why, measured (or null); fastest first, as many as --top
-          candidate     ring, team, ulysses, placement, schedule, rotate, order, feed_forward, checkpoint
+          candidate     ring, team, ulysses, placement, schedule, rotate, rotate_forward, order, feed_forward,
+                        checkpoint
           prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory
         dropped[]   likewise: what was found not to fit, smallest first
         code        of the first, as text

@@ -17,7 +17,7 @@ _KINDS = {
     "heads": ("tokens for heads, and back", "#D55E00"),
     "gather": ("all-gather in a team", "#009E73"),
     "hop": ("hop round a ring", "#0072B2"),
-    "carry": ("gradients carried along", "#56B4E9"),
+    "carry": ("results carried along", "#56B4E9"),
     "exchange": ("all-to-all in a team", "#CC79A7"),
 }
 _DARK = ("own", "heads", "gather", "hop")
@@ -72,7 +72,7 @@ def kind_of(bar: Bar) -> str:
     if bar.lane == "compute":
         return first
     if first == "permute":
-        return "carry" if rest[1].startswith("d") else "hop"
+        return "hop" if rest[2] == "to" else "carry"
     return {"to_heads": "heads", "to_tokens": "heads", "all_gather": "gather", "all_to_all": "exchange"}[first]
 
 

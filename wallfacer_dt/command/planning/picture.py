@@ -84,7 +84,7 @@ def _name(it: Candidate) -> str:
     if sum(size > 1 for size in it.axes) > 1:
         parts.append(it.placement.replace("_", " "))
     if it.ring * it.team > 1:
-        parts += [it.schedule] * (it.team > 1) + [f"rotates {it.rotate}"]
+        parts += [it.schedule] * (it.team > 1) + [it.rotates]
     parts += ["METP"] * (it.feed_forward == "metp")
     parts += [f"checkpoint {it.checkpoint}"] * (it.checkpoint != "none")
     return ", ".join(parts)

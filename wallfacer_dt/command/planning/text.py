@@ -111,7 +111,7 @@ def _costs(best: Sequence[Ranked]) -> Table:
 def _table(*times: str) -> Table:
     """A table of candidates, with columns for how long they take."""
     table = _plain()
-    for heading in (_MESH, "in\nnode", "schedule", "backward\nrotates"):
+    for heading in (_MESH, "in\nnode", "schedule", "rotates,\nbackward"):
         table.add_column(heading)
     for heading in times:
         table.add_column(heading, justify="right")
@@ -125,7 +125,7 @@ def _choices(it: Candidate) -> list[str]:
         f"{it.ulysses} x {it.ring} x {it.team}",
         it.placement.removesuffix("_in_node") if several else "-",
         it.schedule if it.team > 1 else "-",
-        it.rotate if it.ring * it.team > 1 else "-",
+        f"{it.rotate_forward}, {it.rotate}" if it.ring * it.team > 1 else "-",
     ]
 
 

@@ -1,5 +1,7 @@
 """The chosen plan as Python to paste: its mesh and its styles."""
 
+import textwrap
+
 from wallfacer_dt.planning import Plan
 
 _ATTENTION = "layers.*.attention.inner_attention"
@@ -45,4 +47,8 @@ def _attention_line(plan: Plan) -> str:
     said = (f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items())
     arguments = ", ".join(said)
     line = f"attention = WallFacerParallel({arguments})"
-    return line if len(line) <= _WIDTH else f"attention = WallFacerParallel(\n    {arguments}\n)"
+    if len(line) <= _WIDTH:
+        return line
+    indent = "    "
+    arguments = textwrap.fill(arguments, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return f"attention = WallFacerParallel(\n{arguments}\n)"
