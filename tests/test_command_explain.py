@@ -38,6 +38,7 @@ def asked(draw: st.DrawFn) -> Settings:
     return Settings(
         ring=ring, team=team, ulysses=ulysses, schedule="published" if published else "2d",
         rotate=draw(st.sampled_from(["q", "auto"] if published else ["kv", "q", "auto"])),
+        rotate_forward=draw(st.sampled_from(["kv", "auto"] if published else ["kv", "q", "auto"])),
         order=draw(st.sampled_from(["contiguous", "head_tail"])), causal=draw(st.booleans()),
         window=draw(st.sampled_from([None, None, 0, 3, 20])), placement=draw(st.sampled_from(PLACEMENTS)),
         ranks_per_node=draw(st.integers(1, 5)), length=draw(st.integers(1, 70)), heads=kv_heads * group,
@@ -84,7 +85,8 @@ def test_what_comes_in_is_the_volume(chosen: Settings) -> None:
         volume = attention_volume(
             chosen.ring, chosen.team, ulysses=chosen.ulysses, batch=chosen.batch, length=chosen.length,
             heads=chosen.heads, kv_heads=chosen.kv_heads, head_dim=chosen.head_dim, dtype=getattr(torch, chosen.dtype),
-            schedule=chosen.schedule, rotate=chosen.rotate, order=chosen.order, index=place.index,
+            schedule=chosen.schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward,
+            order=chosen.order, index=place.index,
             hops=len(hops(place, chosen.sequences, chosen.stationary)) if is_ring else None,
         )  # fmt: skip
         assert rank.received == (volume.backward if chosen.backward else volume.forward).bytes
@@ -288,6 +290,7 @@ def test_picture(tmp_path: Path, options: dict) -> None:
         ("--ring x", "--ring: "),
         ("--ring 3 --team 2 --schedule published", "--schedule: schedule='published' needs team * team to divide"),
         ("--ring 2 --schedule published --rotate kv", "--rotate: schedule='published' rotates queries"),
+        ("--ring 2 --schedule published --rotate-forward q", "--rotate-forward: schedule='published' rotates keys"),
         ("--ring 2 --order zigzag", "--order: 'zigzag' is not one of 'contiguous', 'head_tail'"),
         ("--ring 2 --ulysses 9", "--ulysses 9 splits query heads, of which there are only 8"),
         ("--ring 2 --kv-heads 3", "--heads must be a multiple of --kv-heads 3, got 8"),

@@ -104,8 +104,8 @@ attention at 500 TFLOPS, its backward at 400 TFLOPS, other matrix products at 60
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024
 
 The best 2 of 19 plans, for a step, 2 layers
-   ulysses x    in              rotates,                     into    into
-#  ring x team  node  schedule  backward    step  exposed  a rank  a node  hops  memory
+   ulysses x    in              rotates                      into    into
+#  ring x team  node  schedule  fwd, bwd    step  exposed  a rank  a node  hops  memory
 ---------------------------------------------------------------------------------------
 1  1 x 2 x 2    team  2d        kv, q       2 ms     1 ms    3 MB  1.5 MB     6   80 MB
 2  4 x 1 x 1    -     -         -         2.5 ms   1.5 ms    3 MB  1.5 MB     6   80 MB
@@ -126,7 +126,8 @@ To use plan 1:
 from wallfacer_dt import METPParallel, WallFacerParallel, context_mesh, shard_sequence
 mesh = context_mesh("cuda", ring=2, team=2, ulysses=1, placement="team_in_node")
 attention = WallFacerParallel(
-    is_causal=True, order="head_tail", schedule="2d", rotate="q", rotate_forward="kv", window_size=(100, 0), length=4098
+    is_causal=True, order="head_tail", schedule="2d", rotate="q", rotate_forward="kv",
+    window_size=(100, 0), length=4098
 )
 styles = {"layers.*.attention.inner_attention": attention}
 styles["layers.*.feed_forward"] = METPParallel(up="w3", down="w2", gate="w1", activation="silu")
@@ -151,8 +152,8 @@ a kernel call costs 10 us, results are merged at 1 GB/s
 a rank copies what it sends and receives, at 1 GB/s
 
 Plans that were run: a step of attention, forward and backward
-   ulysses x    in              rotates,
-#  ring x team  node  schedule  backward  predicted  measured
+   ulysses x    in              rotates
+#  ring x team  node  schedule  fwd, bwd  predicted  measured
 -------------------------------------------------------------
 1  4 x 1 x 1    -     -         -            2.5 ms    3.1 ms
 2  1 x 2 x 2    team  2d        kv, q          2 ms      2 ms

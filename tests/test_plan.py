@@ -1,6 +1,7 @@
 """The planner: what is enumerated, how long a schedule takes by hand, what is dropped, how the rest is ranked."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from wallfacer_dt.planning import Candidate, Cluster, Kernels, Link, ModelShape,
 from wallfacer_dt.planning.attention import attention_events, head_patterns
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.predict import attention_cost, predict
-from wallfacer_dt.planning.profiling import Measured, shortlist
+from wallfacer_dt.planning.profiling import _RANKED, Measured, shortlist
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
 from wallfacer_dt.planning.traffic import Wire, arrivals, into_ranks, wires
 
@@ -254,7 +255,9 @@ def test_a_plan_makes_its_mesh_and_styles() -> None:
     style = styles["layers.*.attention.inner_attention"]
     assert isinstance(style, WallFacerParallel)
     assert style.options.is_causal
-    assert (style.options.order, style.options.schedule, style.options.rotate) == ("head_tail", it.schedule, it.rotate)
+    told = style.options
+    assert (told.order, told.schedule) == ("head_tail", it.schedule)
+    assert (told.rotate, told.rotate_forward) == (it.rotate, it.rotate_forward)
     assert style.options.length is None
     assert isinstance(styles["layers.*.feed_forward"], METPParallel)
     uneven = replace(made, sequence=replace(made.sequence, length=4099))
@@ -262,7 +265,14 @@ def test_a_plan_makes_its_mesh_and_styles() -> None:
 
 
 def test_only_what_the_package_has_and_the_cluster_can_take() -> None:
-    for wrong in ({"rotate": "auto"}, {"schedule": "3d"}, {"order": "zigzag"}, {"placement": "here"}, {"ring": 0}):
+    for wrong in (
+        {"rotate": "auto"},
+        {"rotate_forward": "auto"},
+        {"schedule": "3d"},
+        {"order": "zigzag"},
+        {"placement": "here"},
+        {"ring": 0},
+    ):
         with pytest.raises(ValueError, match="must be"):
             Candidate(**({"ring": 4, "team": 2} | wrong))
     with pytest.raises(ValueError, match="needs team \\* team to divide"):
@@ -326,8 +336,11 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text: str) -> None:
 
 
 def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
-    some = shortlist(plan(MODEL, SEQUENCE, cluster()), 5)
-    assert len({(one.candidate.axes, one.candidate.schedule) for one in some}) == 5
+    for keep in (None, _RANKED * 5):
+        some = shortlist(plan(MODEL, SEQUENCE, cluster(), keep=keep), 5)
+        assert len({(one.candidate.axes, one.candidate.schedule) for one in some}) == 5
+    ways = Counter((one.axes, one.schedule, one.order) for one in attentions(MODEL, SEQUENCE, cluster()))
+    assert max(ways.values()) <= _RANKED
 
 
 @pytest.mark.parametrize(

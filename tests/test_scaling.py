@@ -110,6 +110,7 @@ CHECKS = (
     (SMALL, Candidate(4, 2, 2, "ring_in_node", "published", "q", order="head_tail"), range(8, 16), True),
     (SMALL, Candidate(2, 2, 4, "ulysses_in_node", order="head_tail"), range(3, 4), True),
     (SMALL, Candidate(16, order="head_tail"), range(8), False),
+    (SMALL, Candidate(4, 4, rotate="q", rotate_forward="q", order="head_tail"), range(4), True),
     (Case(64, 52, 52, weak=False), Candidate(8, 8, order="head_tail"), range(63, 64), True),
 )
 

@@ -68,7 +68,7 @@ class Size(NamedTuple):
     @property
     def sends(self) -> int:
         """How often attention sends after the first step, forward and backward, according to its schedules."""
-        rotations = resolve_rotations(
+        forward, backward = resolve_rotations(
             "auto", "auto", "2d", self.ring, self.team, ulysses=self.ulysses, heads=self.heads, kv_heads=self.heads,
             head_dim=16, value_dim=16, shared_dim=0, lengths=(LENGTH, LENGTH), dtype=torch.float32,
         )  # fmt: skip
@@ -80,7 +80,7 @@ class Size(NamedTuple):
                 stationary="kv" if rotate == "q" else "q",
                 backward=backward,
             )
-            for backward, rotate in ((False, rotations.forward), (True, rotations.backward))
+            for backward, rotate in ((False, forward), (True, backward))
         )
         lines = "\n".join(map(str, programs)).splitlines()
         sends = sum(line.startswith(("start permute", "start all_to_all")) for line in lines)

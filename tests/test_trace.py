@@ -351,7 +351,7 @@ wait #2""",
     )
 
 
-def peak_bytes(ring: int, team: int, rotate: str) -> int:
+def peak_bytes(ring: int, team: int, rotate: str, rotate_forward: str = "kv") -> int:
     with fake_world(ring * team):
         mesh = context_mesh("cpu", ring, team)
         with FakeTensorMode():
@@ -359,15 +359,16 @@ def peak_bytes(ring: int, team: int, rotate: str) -> int:
             tracker = MemTracker()
             tracker.track_external(q, k, v)
             with tracker, Bodies():
-                out = context_parallel_attention(q, k, v, mesh, rotate=rotate)
+                out = context_parallel_attention(q, k, v, mesh, rotate=rotate, rotate_forward=rotate_forward)
                 out.backward(torch.empty_like(out))
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
+@pytest.mark.parametrize("rotate_forward", ["kv", "q"])
 @pytest.mark.parametrize("rotate", ["kv", "q"])
 @pytest.mark.parametrize("team", [1, 2])
-def test_peak_memory_does_not_grow_with_the_ring(team: int, rotate: str) -> None:
-    peaks = [peak_bytes(ring, team, rotate) for ring in (5, 10, 20)]
+def test_peak_memory_does_not_grow_with_the_ring(team: int, rotate: str, rotate_forward: str) -> None:
+    peaks = [peak_bytes(ring, team, rotate, rotate_forward) for ring in (5, 10, 20)]
     assert len(set(peaks)) == 1, peaks
 
 

@@ -238,8 +238,8 @@ def test_formulas_of_the_design(size: int, data: st.DataObject) -> None:
     assert kv.backward.payload == (3 * group * (team - 1) + 4 * (ring - 1)) * per_kv
     assert q.backward.payload == (4 * (team - 1) + 3 * group * (ring - 1)) * per_kv
     auto = attention_volume(ring, team, dtype=torch.float32, **shape)
-    assert auto.forward.bytes == min(kv.forward.bytes, q.forward.bytes)
-    assert auto.backward.bytes == min(kv.backward.bytes, q.backward.bytes)
+    assert auto.forward.payload == min(kv.forward.payload, q.forward.payload)
+    assert auto.backward.payload == min(kv.backward.payload, q.backward.payload)
     if ring % team == 0 and team > 1:
         paper = attention_volume(ring, team, dtype=torch.float32, schedule="published", **shape)
         assert paper.forward.payload == (2 * group + 2) * (team - 1) * per_kv + 2 * (size // team) * per_kv

@@ -85,8 +85,8 @@ def context_parallel_attention(
         order: in which order tokens were dealt out, see :func:`wallfacer_dt.shard_sequence`; ``"head_tail"`` balances
             causal attention. Attention under a mask binds the mesh to it.
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3 (team must divide ring).
-        rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for the fewest bytes
-            (see :func:`wallfacer_dt.attention_volume`).
+        rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for what has the
+            smaller payload without a mask (see :func:`wallfacer_dt.attention_volume`).
         rotate_forward: the same for the forward, where with queries goes what has been computed of the output.
         kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"`` (flash, and flex for ``mask_mod`` on GPUs); what
             a kernel cannot do is refused.
@@ -291,7 +291,7 @@ class ContextAttention:
         lengths = self._lengths
         if isinstance(q, DTensor) and (q.shape[2] % place.size or k.shape[2] % place.size):
             lengths = (index(q.shape[2]), index(k.shape[2]))
-        rotations = resolve_rotations(
+        forward, backward = resolve_rotations(
             options.rotate, options.rotate_forward, options.schedule, place.ring, place.team,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype, ulysses=place.ulysses,
             value_dim=value_dim, shared_dim=0 if extras.k_shared is None else int(extras.k_shared.shape[-1]),
@@ -315,8 +315,8 @@ class ContextAttention:
             float(options.softcap or 0.0),
             options.order,
             options.schedule,
-            rotations.backward,
-            rotations.forward,
+            backward,
+            forward,
             options.kernel,
             CODE,
         )
@@ -325,7 +325,8 @@ class ContextAttention:
         """Queries and keys, as far as they matter for which of them to move: not at all where they are as many."""
         if self.options.has_mask or (not lengths and q.shape[2] == k.shape[2]):
             return 1, 1
-        return (lengths[0], lengths[1]) if lengths else (index(q.shape[2]), index(k.shape[2]))
+        replicated = self.options.replicated
+        return (lengths[0], lengths[1]) if lengths else (index(q.shape[2]) - replicated, index(k.shape[2]) - replicated)
 
     def _mask_name(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> str:
         if not self.mask_key:

@@ -25,7 +25,6 @@ from wallfacer_dt.algorithms.steps import Schedule, Side
 from wallfacer_dt.algorithms.tiles import Tile
 from wallfacer_dt.algorithms.volume import (
     AttentionVolume,
-    Rotations,
     Volume,
     attention_flows,
     attention_volume,
@@ -56,7 +55,6 @@ __all__ = [
     "Piece",
     "Replicated",
     "RingOfWeights",
-    "Rotations",
     "Schedule",
     "Scores",
     "Sequences",

@@ -39,7 +39,7 @@ class Route:
         return 0 if block == 1 + self.ahead else block - 1
 
     def into(self, block: int) -> int:
-        """The block to which the gradient of this one is added where it goes next."""
+        """The block to which the result of this one is added where it goes next."""
         return 0 if block in (self.ahead, self.blocks - 1) else block + 1
 
     def move(self, block: int) -> int:
@@ -47,7 +47,7 @@ class Route:
         return self.offsets[block] - self.offsets[self.held_before(block)]
 
     def carry(self, block: int) -> int:
-        """How much further round the ring the gradient of this block goes."""
+        """How much further round the ring the result of this block goes."""
         return self.offsets[self.into(block)] - self.offsets[block]
 
 

@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 
@@ -113,7 +112,8 @@ def attention_volume(
         shared_dim: what of H all heads of a key share.
         dtype: of q, k and v.
         schedule: ``"2d"`` or ``"published"``.
-        rotate: ``"kv"``, ``"q"`` or ``"auto"``: for the backward; auto takes the fewest bytes.
+        rotate: ``"kv"``, ``"q"`` or ``"auto"``: for the backward; auto takes what has the smaller payload without
+            a mask.
         rotate_forward: the same for the forward.
         hops: of the 2D schedule round the ring, where a mask needs fewer than ring - 1.
         order: token order; ``"document_head_tail"`` cuts a sequence that does not divide otherwise.
@@ -137,7 +137,7 @@ def attention_volume(
         # Some rank that is not its own target in a placement: unless they are one rank there is one.
         index = _sender(ring, team) if schedule == "published" and team > 1 else 0
     forward, backward = flows(index)
-    return AttentionVolume(_total(forward, dtype), _total(backward, dtype), rotations.backward, rotations.forward)
+    return AttentionVolume(_total(forward, dtype), _total(backward, dtype), rotations[1], rotations[0])
 
 
 def attention_flows(
@@ -160,8 +160,8 @@ def attention_flows(
     distances: tuple[int, ...] | None,
     order: str,
     replicated: int,
-) -> tuple[Callable[[int], tuple[Iterator[Flow], Iterator[Flow]]], "Rotations"]:
-    """The same by transfer: for a sequence index forward and backward; and which sides move.
+) -> tuple[Callable[[int], tuple[Iterator[Flow], Iterator[Flow]]], tuple[str, str]]:
+    """The same by transfer: for a sequence index forward and backward; and which sides move in the two.
 
     ``distances`` are those at which the 2D schedule goes round the ring, None for all; see :func:`hops`.
     """
@@ -190,11 +190,11 @@ def attention_flows(
         others = tuple(other for other in range(place.size) if other != index) if replicated else ()
         return (
             chain(
-                flows.all(rotations.forward, backward=False),
+                flows.all(rotations[0], backward=False),
                 [Flow("replicated", "q", CONTEXT, 0, others, 1, sent=rows)],
             ),
             chain(
-                flows.all(rotations.backward, backward=True),
+                flows.all(rotations[1], backward=True),
                 [Flow("replicated", "q", CONTEXT, 0, others, 1, carried=rows)],
             ),
         )
@@ -218,13 +218,6 @@ def _sender(ring: int, team: int) -> int:
         if index not in (route.placed_from, route.fetched_from):
             return index
     return 0
-
-
-class Rotations(NamedTuple):
-    """Which side moves round the ring, ``"kv"`` or ``"q"``."""
-
-    backward: str
-    forward: str
 
 
 def check_schedule(schedule: str, ring: int, team: int) -> None:
@@ -271,30 +264,35 @@ def resolve_rotations(
     shared_dim: int,
     lengths: tuple[int, int],
     dtype: torch.dtype,
-) -> Rotations:
-    """Which sides move: as asked for, or what receives the fewest bytes (ties: kv); ``rotate`` is the backward's.
+) -> tuple[str, str]:
+    """Which sides move in the forward and in the backward: as asked for, or what receives the fewest bytes (ties: kv).
 
-    It is one for all ranks, so it goes by the first's heads; ``lengths`` are queries and keys, or their ratio.
+    Bytes are the payload's, of a call without a mask. The choice is one for all ranks, so it goes by the first's heads;
+    ``rotate`` is the backward's, ``lengths`` are queries and keys, or their ratio.
     """
     check_schedule(schedule, ring, team)
     check_rotate(rotate, rotate_forward, schedule)
     if schedule == "published":
-        return Rotations("q", "kv")
+        return "kv", "q"
     shape = Shape(1, heads, kv_heads, head_dim, value_dim, shared_dim)
-    cheapest = _cheapest_rotations(Coordinate(ring, team, 0, 0, ulysses, 0), shape, lengths, dtype)
-    asked = (rotate, rotate_forward)
-    return Rotations(*(best if one == "auto" else one for one, best in zip(asked, cheapest, strict=True)))
+    forward, backward = _cheapest_rotations(Coordinate(ring, team, 0, 0, ulysses, 0), shape, lengths, dtype)
+    return forward if rotate_forward == "auto" else rotate_forward, backward if rotate == "auto" else rotate
 
 
 @lru_cache(maxsize=256)
-def _cheapest_rotations(place: Coordinate, shape: Shape, lengths: tuple[int, int], dtype: torch.dtype) -> Rotations:
+def _cheapest_rotations(
+    place: Coordinate, shape: Shape, lengths: tuple[int, int], dtype: torch.dtype
+) -> tuple[str, str]:
     # Scaled up, so that no ratio is lost in whole shards.
     q_sizes, k_sizes = ((length,) * place.size for length in lengths)
     held = Held(q_sizes, k_sizes, place.ulysses)
     flows = Flows(place, shape, held, held.shard, False, tuple(range(1, place.ring)))
 
     def cheapest(*, backward: bool) -> str:
-        # The first of equals.
-        return min(("kv", "q"), key=lambda rotation: _total(flows.inner(rotation, backward=backward), dtype).bytes)
+        def received(rotation: str) -> int:
+            some = (flow._replace(statistics=0) for flow in flows.inner(rotation, backward=backward))
+            return _total(some, dtype).bytes
 
-    return Rotations(cheapest(backward=True), cheapest(backward=False))
+        return "q" if received("q") < received("kv") else "kv"
+
+    return cheapest(backward=False), cheapest(backward=True)

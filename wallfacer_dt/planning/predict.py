@@ -100,6 +100,7 @@ def _one_way(
     for key, some in arrived.items():
         if key.kind in ("move", "place"):
             np.add.at(hops, some.receiver, some.times)
+    hops.flags.writeable = False
     return _OneWay(
         max(by_heads, key=lambda line: line.seconds),
         int(into_ranks(arrived.values(), candidate.size).max()),

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.mesh import any_order, context_groups, temporary_groups
+from wallfacer_dt.mesh import PLACEMENTS, any_order, context_groups, temporary_groups
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -28,7 +28,7 @@ from wallfacer_dt.planning.search import Plan, Ranked, plan
 
 _VERSION = 1
 _CLOSE = 1.1  # times the fastest: so close are run again
-_RANKED = 8  # plans for each that is run: of a mesh there may be several
+_RANKED = 4 * len(PLACEMENTS)  # plans for each that is run: a mesh and schedule has so many rotations and placements
 
 Build = Callable[[Plan], Callable[[], object]]
 
@@ -150,7 +150,7 @@ def profile(
         device_type: ``"cpu"``, ``"cuda"``, ...
         ranks_per_node: how many neighbouring ranks share a node; by default what torchrun or host names say.
         memory: bytes of a rank; None for no limit.
-        top: how many plans to run, no two of which are the same mesh and schedule but for their placement or rotation.
+        top: how many plans to run, no two of which are the same mesh and schedule but for their placement or rotations.
         iterations: of each in a turn, after one that is not counted.
         turns: that every plan takes, built anew each time, so that a slow minute is nobody's loss. After several, those
             within a tenth of the fastest take as many again. By default 1 with ``build``, and 3 without.

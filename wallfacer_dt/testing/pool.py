@@ -64,7 +64,8 @@ class RankPool:
         if self.closed:
             raise RuntimeError("this pool of ranks is closed")
         for pipe in self._pipes:
-            pipe.send((function, args))
+            with suppress(BrokenPipeError):  # whoever has died meanwhile does not answer
+                pipe.send((function, args))
         return self._collect(range(self.size))
 
     @property
@@ -105,15 +106,17 @@ class RankPool:
 
     def _cause(self, rank: int) -> str:
         process = self._processes[rank]
-        process.join(2)  # its pipe closes a moment before it has ended
+        process.join(10)  # its pipe closes before it has ended, and written its core
         code = process.exitcode
         if code is None:
             return ""
-        return f" of {signal.Signals(-code).name}" if code < 0 else f" with exit status {code}"
+        names = {each.value: each.name for each in signal.Signals}
+        return f" of {names.get(-code, f'signal {-code}')}" if code < 0 else f" with exit status {code}"
 
 
 def _serve(rank: int, size: int, pipe: Connection, store: str, timeout: float) -> None:
-    faulthandler.enable()  # what crashes a rank is else one line without a place
+    with suppress(RuntimeError, OSError, AttributeError):  # where there is no stderr
+        faulthandler.enable()  # what crashes a rank is else one line without a place
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

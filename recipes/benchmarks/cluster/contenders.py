@@ -53,7 +53,7 @@ class Contender:
     def what(self) -> str:
         """Its mesh and schedule in words."""
         parts = f"{self.ulysses} x {self.ring} x {self.team}", self.placement, self.schedule
-        return ", ".join((*parts, f"{self.rotate_forward}/{self.rotate}"))
+        return ", ".join((*parts, f"rotates {self.rotate_forward}, backward {self.rotate}"))
 
 
 def contenders(cluster: Nodes, heads: int, *, is_causal: bool) -> list[Contender]:

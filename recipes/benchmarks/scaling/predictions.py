@@ -1,6 +1,6 @@
 """Predictions of all ways of a case, and the fastest by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from recipes.benchmarks.scaling.cases import FAST, SLOW, Case, considered, names_of
@@ -88,6 +88,4 @@ def predicted(case: Case) -> Point:
 
 def _without_bars(cost: AttentionCost) -> AttentionCost:
     """Thousands of them would be kept."""
-    cost.forward.bars.clear()
-    cost.backward.bars.clear()
-    return cost
+    return replace(cost, forward=replace(cost.forward, bars=[]), backward=replace(cost.backward, bars=[]))

@@ -13,7 +13,7 @@ _KINDS: dict[Kind, str] = {
     "heads": "tokens for heads",
     "gather": "all-gather",
     "move": "hops",
-    "carry": "carried gradients",
+    "carry": "carried results",
     "exchange": "all-to-all",
     "tokens": "heads for tokens",
 }

@@ -106,12 +106,12 @@ class Settings:
     @property
     def rotation(self) -> str:
         """``"kv"`` or ``"q"``: the side that moves."""
-        rotations = resolve_rotations(
+        forward, backward = resolve_rotations(
             self.rotate, self.rotate_forward, self.schedule, self.ring, self.team, ulysses=self.ulysses,
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim, shared_dim=0,
             lengths=(1, 1), dtype=DTYPES[self.dtype],
         )  # fmt: skip
-        return rotations.backward if self.backward else rotations.forward
+        return backward if self.backward else forward
 
     @property
     def stationary(self) -> Side:

@@ -111,7 +111,7 @@ def _costs(best: Sequence[Ranked]) -> Table:
 def _table(*times: str) -> Table:
     """A table of candidates, with columns for how long they take."""
     table = _plain()
-    for heading in (_MESH, "in\nnode", "schedule", "rotates,\nbackward"):
+    for heading in (_MESH, "in\nnode", "schedule", "rotates\nfwd, bwd"):
         table.add_column(heading)
     for heading in times:
         table.add_column(heading, justify="right")
