@@ -98,30 +98,29 @@ def assert_error_ratio(ranks: Ranks, case: Case, most: float = 2.0) -> None:
         # Where one process is right by luck (a single key, say), one rounding of a typical entry is still allowed.
         allowed = most * max(rms(ones[name].double() - expected), unit / 4 * largest_score * rms(expected))
         if name == "dsinks":  # few numbers, which one process may have right by luck
-            allowed = max(2 * allowed, most * rms(rounding_of_sinks(case, exact)))
+            allowed = max(2 * allowed, most * rms(rounding_of_sinks(case, exact, unit / 4)))
         if case.inputs == "normal" and rms(expected) < 1e-9:  # no gradient, but for rounding: every row sees one key
             allowed = 32 * unit
         assert rms(got - expected) <= allowed, f"{name}: {rms(got - expected):.3e} > {allowed:.3e}"
 
 
-def rounding_of_sinks(case: Case, exact: AttentionResult) -> Tensor:
-    """By head, what rounding lse does to the sink's gradient, to which tokens add -p delta, p = exp(sink - lse).
+def rounding_of_sinks(case: Case, exact: AttentionResult, unit: float) -> Tensor:
+    """By head, what rounding does to the sink's gradient, to which tokens add -p delta, p = exp(sink - lse).
 
-    An lse of float32 is rounded whenever two ranks' are merged, and p changes by as much of itself as lse by. A sink
-    leaves (1 - p) of out.
+    An lse of float32 is rounded whenever two ranks' are merged, and p changes by as much of itself as lse by. An output
+    is rounded by ``unit`` of itself whenever it is sent, and with it the products whose sum is delta. A sink leaves
+    (1 - p) of out.
     """
     without = oracle(case, sinks=None).out
     norm = without.square().sum(-1)
     p = torch.where(norm > 0, 1 - (exact.out * without).sum(-1) / norm, 0)
-    added = -p * (draw(case)[3].double() * exact.out).sum(-1)
+    products = draw(case)[3].double() * exact.out
+    added = -p * products.sum(-1)
     torch.testing.assert_close(added.sum((0, 2)), exact.dsinks)
     lse = draw_extras(case)["sinks"].double().unsqueeze(-1) - p.log()
-    return (
-        torch.finfo(torch.float32).eps
-        / 4
-        * case.size**0.5
-        * (added * lse.abs().clamp_min(1)).nan_to_num(0).square().sum((0, 2)).sqrt()
-    )
+    of_lse = torch.finfo(torch.float32).eps / 4 * (added * lse.abs().clamp_min(1)).nan_to_num(0)
+    of_out = unit * p * products.square().sum(-1).sqrt()
+    return (case.size * (of_lse.square() + of_out.square()).sum((0, 2))).sqrt()
 
 
 def rms(x: Tensor) -> float:
@@ -163,7 +162,9 @@ def test_numbers_that_hurt(
     if dtype == "float64":
         assert_close(got, case, 1e-10)
     else:
-        assert_error_ratio(ranks, case)
+        # Tiles of another shape round a score another way, and such a rounding is an error of p: it counts twice.
+        twice = inputs == "huge" and rotate != rotate_forward
+        assert_error_ratio(ranks, case, most=2 * 2**0.5 if twice else 2)
     if inputs == "tiny_grad":  # right to relative, not only to absolute precision
         for mine, theirs in zip(got[1:], oracle(case)[1:], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()))

@@ -144,7 +144,8 @@ class _Costs:
         token = sequence.batch * model.dim
         self.overhead = kernels.overhead
         self.pair = heads[0] * token / rate
-        # A partial result is read, and read and written where it is added to.
+        # A partial result is read, and read and written where it is added to. The first of a block is added to nothing;
+        # what it is charged stands for adding what arrives of that block's rows in the end.
         touched = 3 * token * accumulation_dtype(sequence.dtype).itemsize / kernels.merge
         self.query, self.key = heads[0] * touched, 2 * heads[1] * touched * backward
 

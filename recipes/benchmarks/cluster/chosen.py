@@ -43,7 +43,7 @@ def choose(case: Case, cluster: Nodes, probe: Probe) -> Choice:
     begun = time.perf_counter()
     model = ModelShape(case.heads * case.head_dim, case.heads, case.kv_heads)
     sequence = SequenceShape(case.length, is_causal=case.is_causal, dtype=torch.float32)
-    top, turns = (4, 1) if case.length > 4096 else (6, 2)
+    top, turns = (4, 1) if case.length > 4096 else (8, 3)
     chosen, measured = profile(
         model, sequence, "cpu", ranks_per_node=cluster.per_node, top=top, iterations=2, turns=turns,
         cluster=probe.cluster(model, sequence, memory=None),
