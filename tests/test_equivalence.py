@@ -92,8 +92,9 @@ def assert_error_ratio(ranks: Ranks, case: Case, most: float = 2.0) -> None:
     ours = on_ranks(ranks, case)
     ones = single.by_name()
     unit = torch.finfo(getattr(torch, case.dtype)).eps
-    # exp() turns the rounding of a large score into a relative error of that size, in whichever order it is summed.
-    largest_score = 1e4 if case.inputs == "huge" else 1
+    # exp() turns the rounding of a large score into a relative error of that size, in whichever order it is summed. The
+    # backward's is not the forward's where tiles differ, in shape or only in how memory is aligned: two errors.
+    largest_score = 1e4 if case.inputs == "huge" else 2
     for name, got, expected in paired(ours, exact):
         # Where one process is right by luck (a single key, say), one rounding of a typical entry is still allowed.
         allowed = most * max(rms(ones[name].double() - expected), unit / 4 * largest_score * rms(expected))
