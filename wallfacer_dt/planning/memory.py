@@ -60,19 +60,8 @@ def _ends(size: int) -> set[int]:
     return {0, size // 2, size - 1}
 
 
-def _of_rank(candidate: Candidate, model: ModelShape, sequence: SequenceShape, by_tokens: bool, index: int) -> Peaks:
-    if candidate.schedule == "published":
-        return _peaks(candidate, model, sequence, by_tokens, index)
-    # What moves the other way does not matter to either.
-    forward, backward = (
-        _peaks(replace(candidate, rotate=side, rotate_forward=side), model, sequence, by_tokens, index)
-        for side in (candidate.rotate_forward, candidate.rotate)
-    )
-    return forward._replace(backward=backward.backward)
-
-
 @lru_cache(maxsize=1024)
-def _peaks(candidate: Candidate, model: ModelShape, sequence: SequenceShape, by_tokens: bool, index: int) -> Peaks:
+def _of_rank(candidate: Candidate, model: ModelShape, sequence: SequenceShape, by_tokens: bool, index: int) -> Peaks:
     return attention_peaks(candidate, model, sequence, index, by_tokens=by_tokens)
 
 

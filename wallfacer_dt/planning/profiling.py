@@ -28,7 +28,7 @@ from wallfacer_dt.planning.search import Plan, Ranked, plan
 
 _VERSION = 1
 _CLOSE = 1.1  # times the fastest: so close are run again
-_RANKED = 4 * len(PLACEMENTS)  # plans for each that is run: a mesh and schedule has so many rotations and placements
+_RANKED = len(PLACEMENTS)  # plans for each that is run: so many there may be of a mesh and schedule
 
 Build = Callable[[Plan], Callable[[], object]]
 

@@ -1,7 +1,7 @@
 """The search: every candidate predicted, what does not fit dropped, the rest ranked, each with a line that says why."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,8 @@ class Plan:
         model: that was planned for.
         sequence: likewise.
         cluster: likewise.
-        ranked: fastest first; the first is chosen. One for every attention, with the layers that suit it best.
+        ranked: fastest first; the first is chosen. One for every mesh, placement and schedule, with the rotations
+            and layers that suit it best.
         dropped: what does not fit into memory, likewise.
         considered: how many attentions there were to choose from.
     """
@@ -160,7 +161,7 @@ def plan(
 
     Every size of Ulysses, ring and team, placement, schedule and rotations are predicted: what it receives to the byte,
     its time by its own schedule on links of two levels, and its memory. Layers are added where the model has a
-    feed-forward: METP or not, and what is checkpointed; for every attention the fastest that fits is kept.
+    feed-forward: METP or not, and what is checkpointed; of a mesh's rotations and layers the fastest that fits is kept.
 
     Args:
         model: sizes; without a feed-forward attention alone is planned.
@@ -187,8 +188,8 @@ def plan(
         given = f"{others[0]} of {others[0].size}" if others else "none"
         raise ValueError(f"only must be attentions of the cluster's {cluster.ranks} ranks, got {given}")
     search = _Search(model, sequence, cluster, profile)
-    for attention in some:
-        search.add(attention)
+    for alike in _by_mesh(some).values():
+        search.add(alike)
     ranked, dropped = search.run(keep)
     if not ranked:
         least = min(dropped, key=lambda one: one.prediction.memory)
@@ -202,33 +203,38 @@ def plan(
         replace(one, why=f"needs {_size(one.prediction.memory)}, a rank has {_size(cluster.memory or 0)}")
         for one in sorted(dropped, key=lambda one: one.prediction.memory)
     )
-    return Plan(model, sequence, cluster, explained, too_large, len(search.choices))
+    return Plan(model, sequence, cluster, explained, too_large, len(some))
+
+
+def _by_mesh(attentions: Sequence[Candidate]) -> dict[Candidate, list[Candidate]]:
+    """Those that differ in nothing but what rotates."""
+    groups: dict[Candidate, list[Candidate]] = {}
+    for one in attentions:
+        groups.setdefault(replace(one, rotate="kv", rotate_forward="kv"), []).append(one)
+    return groups
 
 
 class _Search:
-    """The choices of every attention, fastest first; memory is asked for only of those whose turn comes."""
+    """The choices of every mesh and schedule, fastest first; memory is asked for only of those whose turn comes."""
 
     def __init__(self, model: ModelShape, sequence: SequenceShape, cluster: Cluster, profile: "Profile | None") -> None:
         self.model, self.sequence, self.cluster, self.profile = model, sequence, cluster, profile
         self.choices: list[list[Ranked]] = []
 
-    def add(self, attention: Candidate) -> None:
-        """Predict an attention with layers of every kind."""
+    def add(self, alike: Sequence[Candidate]) -> None:
+        """Predict attentions that differ in their rotations, each with layers of every kind."""
+        self.choices.append(sorted((one for attention in alike for one in self._choices(attention)), key=_order))
+
+    def _choices(self, attention: Candidate) -> Iterator[Ranked]:
         model, sequence, cluster, profile = self.model, self.sequence, self.cluster, self.profile
         cost = attention_cost(attention, model, sequence, cluster)
-        choices = [
-            Ranked(
-                candidate,
-                predict(candidate, model, sequence, cluster, cost),
-                "",
-                profile.seconds(candidate, model, sequence) if profile else None,
-            )
-            for candidate in with_layers(attention, model)
-        ]
-        self.choices.append(sorted(choices, key=_order))
+        for candidate in with_layers(attention, model):
+            prediction = predict(candidate, model, sequence, cluster, cost)
+            measured = profile.seconds(candidate, model, sequence) if profile else None
+            yield Ranked(candidate, prediction, "", measured)
 
     def run(self, keep: int | None) -> tuple[list[Ranked], list[Ranked]]:
-        """Those that fit, best first, of every attention one; and those of which no choice fits, as small as can be."""
+        """Those that fit, best first, of every mesh one; and those of which no choice fits, as small as can be."""
         limit = self.cluster.memory
         ranked, dropped = [], []
         queue = [(_order(choices[0]), number, 0) for number, choices in enumerate(self.choices)]
