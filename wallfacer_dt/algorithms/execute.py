@@ -184,11 +184,11 @@ class _Run:
 
     def results(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What was computed for the own shards of the stationary and the moving side."""
-        queries_stay = self.schedule.stationary == "q"
-        own = self._partial(self.own) if queries_stay or self.arithmetic.gives_to_keys else ()
+        both, queries_stay = self.arithmetic.gives_to_keys, self.schedule.stationary == "q"
+        own = self._partial(self.own) if both or queries_stay else ()
         if self.schedule.home == "exchange":
             return own, self.home
-        return own, () if queries_stay and not self.arithmetic.gives_to_keys else self._partial(self.blocks[0])
+        return own, self._partial(self.blocks[0]) if both or not queries_stay else ()
 
     def _forget(self, arrived: int) -> None:
         """Let go of the blocks before one that has arrived, but for one's own, which what comes home is added to."""
