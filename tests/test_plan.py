@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.profiling import _RANKED, Measured, shortlist
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
-from wallfacer_dt.planning.traffic import Wire, arrivals, into_ranks, wires
+from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
 
 FAST = Link(1e40)
 FREE = Kernels(1e30, 1e30, 1e30, 0.0, 1e40)
@@ -61,6 +62,14 @@ def test_a_nodes_link_is_shared_and_one_rank_gets_one_interface() -> None:
 def test_latency_is_paid_for_every_source() -> None:
     slow = replace(ONE, intra=Link(1.0, latency=10))
     assert run([Begin("a", wire(3, sources=3)), End("a")], slow).seconds == 33
+
+
+def test_a_gather_goes_round_and_an_exchange_is_sent_at_once() -> None:
+    some = Arrivals(*(np.array(x) for x in ([0, 0, 0, 0], [1, 2, 3, 4], [5, 5, 5, 5], [1, 1, 1, 1])))
+    keys = [Key(False, kind, "", 0) for kind in ("gather", "exchange", "to_heads", "to_tokens")]
+    found = wires(dict.fromkeys(keys, some), np.array([0, 0, 1, 1, 1]))
+    assert [(one.near, one.far) for one in found.values()] == [(1, 3), (1, 1), (1, 1), (1, 1)]
+    assert {one.nbytes for one in found.values()} == {20}
 
 
 def test_copying_is_neither_hidden_nor_computing() -> None:
@@ -132,6 +141,21 @@ def test_all_tiles_of_all_ranks_are_the_pairs(drawn) -> None:
     share = sequence.pairs() * sequence.batch * model.heads * model.dim / candidate.size
     assert cost.forward.compute >= share * (1 - 1e-9)
     assert cost.backward.compute >= share * (1 - 1e-9)
+
+
+def test_blocks_of_few_queries_take_longer() -> None:
+    """A ring works on a shard's queries at a time, a team that gathers them on more, Ulysses on all."""
+    kernels = Kernels(4.0, 10.0, 1.0, 0.0, 1e30, half_rows=64)
+    where = Cluster(4, 1, FAST, FAST, kernels=kernels)
+    ring, team, ulysses = (
+        attention_cost(replace(one, rotate_forward="kv", rotate="kv"), MODEL, SEQUENCE, where)
+        for one in (Candidate(4, 1), Candidate(1, 4), Candidate(1, 1, 4))
+    )
+    share = SEQUENCE.pairs() * MODEL.hidden / 4
+    assert ring.forward.compute == pytest.approx(share * (1 + 64 / 1024))
+    assert ulysses.forward.compute == ulysses.backward.compute == pytest.approx(share * (1 + 64 / 4096))
+    assert ulysses.forward.compute < team.forward.compute < ring.forward.compute
+    assert ulysses.backward.compute < team.backward.compute < ring.backward.compute
 
 
 def test_what_is_enumerated() -> None:

@@ -6,12 +6,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.cases import mesh_of
 from wallfacer_dt import Cluster, Link, ModelShape, Plan, Profile, SequenceShape, plan, profile, shard_sequence
 from wallfacer_dt import mesh as mesh_module
 from wallfacer_dt.planning import PlanningError, profiling
-from wallfacer_dt.planning.probe import Probe
+from wallfacer_dt.planning.probe import Probe, fitted
 from wallfacer_dt.planning.profiling import attention_step
 
 MODEL = ModelShape(hidden=32, heads=4, kv_heads=2)
@@ -30,6 +32,34 @@ def test_every_rank_measures_the_same_cluster(ranks) -> None:
     cluster = found[0]
     assert (cluster.ranks, cluster.ranks_per_node, cluster.nodes, cluster.memory) == (4, 2, 2, 10**9)
     assert Cluster.from_json(cluster.as_json()) == cluster
+
+
+def block(queries: int, keys: int, overhead: float, pair: float, half_rows: float) -> float:
+    return overhead + queries * keys * pair * (1 + half_rows / queries)
+
+
+SECONDS = st.floats(1e-9, 1.0)
+
+
+@given(st.sampled_from([16, 64, 2048]), st.floats(0, 1e-2), st.floats(1e-12, 1e-6), st.floats(0, 1.9))
+def test_costs_of_a_kernel_are_found_from_three_blocks(rows: int, overhead: float, pair: float, share: float) -> None:
+    costs = overhead, pair, share * rows
+    few = rows // 4
+    found = fitted(rows, *(block(*sizes, *costs) for sizes in ((rows, rows), (few, few), (few, 4 * rows))))
+    square = block(rows, rows, *costs)
+    if overhead <= 0.9 * square:
+        assert found.overhead == pytest.approx(overhead, abs=1e-9 * square)
+        assert found.pair == pytest.approx(pair)
+        assert found.half_rows == pytest.approx(share * rows, abs=1e-6 * rows)
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_costs_of_a_kernel_are_costs_whatever_was_measured(square: float, small: float, flat: float) -> None:
+    found = fitted(64, square, small, flat)
+    assert found.pair > 0
+    assert found.overhead >= 0
+    assert 0 <= found.half_rows <= 2 * 64
+    assert block(64, 64, *found) == pytest.approx(square)
 
 
 def run_with(

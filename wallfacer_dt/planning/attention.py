@@ -142,7 +142,7 @@ class _Costs:
     ) -> None:
         rate = kernels.backward / 10 if backward else kernels.forward / 4
         token = sequence.batch * model.dim
-        self.overhead = kernels.overhead
+        self.overhead, self.half_rows = kernels.overhead, kernels.half_rows
         self.pair = heads[0] * token / rate
         # A partial result is read, and read and written where it is added to. The first of a block is added to nothing;
         # what it is charged stands for adding what arrives of that block's rows in the end.
@@ -153,8 +153,9 @@ class _Costs:
         """Seconds of a step's tiles."""
         return sum(
             self.overhead
-            + tile.area * self.pair
-            + (tile.q[1] - tile.q[0]) * self.query
+            + tile.area * self.pair * (1 + self.half_rows / rows)
+            + rows * self.query
             + (tile.k[1] - tile.k[0]) * self.key
             for tile in tiles
+            if (rows := tile.q[1] - tile.q[0])
         )

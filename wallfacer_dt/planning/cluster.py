@@ -53,6 +53,8 @@ class Kernels:
         overhead: seconds that a kernel call takes beyond them.
         merge: bytes per second at which partial results are read and written.
         copy: seconds that a rank's processor is busy with a byte that it sends or receives; 0 where others do that.
+        half_rows: of how many queries a block has half of attention's rate (Hockney's n1/2): blocks of fewer rows take
+            longer for as much.
     """
 
     forward: float = 500e12
@@ -61,6 +63,7 @@ class Kernels:
     overhead: float = 20e-6
     merge: float = 2e12
     copy: float = 0.0
+    half_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

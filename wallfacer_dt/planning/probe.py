@@ -1,15 +1,18 @@
 """What a plan needs to know of the machines, measured by all ranks together in seconds.
 
 Links are measured with the transfer that attention uses, all ranks at once, since they share links; kernels with
-the kernel of attention on blocks of a shard's size, all ranks at once, since ranks may share cores, too.
+the kernel of attention on blocks of a shard's size, all ranks at once, since ranks may share cores, too. Where they do,
+their turns are milliseconds long, so what takes less is repeated: one call alone may have a core to itself.
 """
 
+import math
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 _SMALL, _MANY = 1024, 10
 _SECONDS = 0.05  # that a timed transfer should take at least
 _LARGEST = 2**26
+_LONG, _MOST = 0.1, 1000  # seconds that repeating a kernel should take at least, and how often it is repeated at most
 _REPEATS = 5
 
 
@@ -76,44 +80,46 @@ class Probe:
         intra, copy = self._intra(per_node, contention) if has_intra else (Link(1e12), 0.0)
         inter, nics, copy_inter = self._inter(per_node, contention) if has_inter else (intra, 1, 0.0)
         kernels = Kernels(
-            kernels.forward, kernels.backward, kernels.linear, kernels.overhead, kernels.merge, max(copy, copy_inter)
-        )
+            kernels.forward, kernels.backward, kernels.linear, kernels.overhead, kernels.merge, max(copy, copy_inter),
+            kernels.half_rows,
+        )  # fmt: skip
         return Cluster(self.ranks, per_node, intra, inter, nics, memory, kernels)
 
     def kernels(self, model: ModelShape, sequence: SequenceShape) -> tuple[Kernels, float]:
         """Rates of kernels, and how many seconds pass while a rank's processor works for one (ranks may share it)."""
-        rows = max(16, min(2048, sequence.length // self.ranks))
-        shape = (sequence.batch, model.heads, rows, model.dim)
-        forward, backward, contention = self._attention(model, sequence, rows)
-        fewer, fewer_back, _ = self._attention(model, sequence, max(8, rows // 4))
-        pairs = sequence.batch * model.heads * model.dim * (rows**2 - max(8, rows // 4) ** 2)
-        wide = accumulation_dtype(sequence.dtype)
+        rows = max(16, min(2048, sequence.length // self.ranks)) // 4 * 4
+        few = rows // 4
+        measured = [self._attention(model, sequence, *block) for block in ((rows, rows), (few, few), (few, 4 * rows))]
+        forwards, backwards, contentions = zip(*measured, strict=True)
+        forward, backward = fitted(rows, *forwards), fitted(rows, *backwards)
+        pair = sequence.batch * model.heads * model.dim
+        shape, wide = (sequence.batch, model.heads, rows, model.dim), accumulation_dtype(sequence.dtype)
         out, lse = self._random(*shape, dtype=wide), self._random(*shape[:-1], dtype=wide)
         more = self._random(*shape, dtype=sequence.dtype)
-        merging = self.timed(lambda: merge_(out, lse, more, lse.clone()))
+        merging = self._repeated(lambda: merge_(out, lse, more, lse.clone()))
         size = 512 if self.device.type == "cpu" else 4096
         square = self._random(size, size, dtype=sequence.dtype)
-        product = self.timed(lambda: square @ square)
-        rate = 4 * pairs / max(forward - fewer, 0.05 * forward)
-        rate_back = 10 * pairs / max(backward - fewer_back, 0.05 * backward)
-        overhead = max(0.0, fewer - 4 * sequence.batch * model.heads * model.dim * max(8, rows // 4) ** 2 / rate)
-        kernels = Kernels(rate, rate_back, 2 * size**3 / product, overhead, 3 * out.nbytes / merging)
-        return kernels, contention
+        product = self._repeated(lambda: square @ square)
+        kernels = Kernels(
+            4 * pair / forward.pair, 10 * pair / backward.pair, 2 * size**3 / product, forward.overhead,
+            3 * out.nbytes / merging, half_rows=(forward.half_rows + backward.half_rows) / 2,
+        )  # fmt: skip
+        return kernels, contentions[0]
 
-    def _attention(self, model: ModelShape, sequence: SequenceShape, rows: int) -> tuple[float, float, float]:
+    def _attention(
+        self, model: ModelShape, sequence: SequenceShape, rows: int, columns: int
+    ) -> tuple[float, float, float]:
         """Seconds of a block forward and backward, and wall seconds for one of the processor."""
         dtype = sequence.dtype
         q, grad = (self._random(sequence.batch, model.heads, rows, model.dim, dtype=dtype) for _ in range(2))
-        k, v = (self._random(sequence.batch, model.keys, rows, model.dim, dtype=dtype) for _ in range(2))
+        k, v = (self._random(sequence.batch, model.keys, columns, model.dim, dtype=dtype) for _ in range(2))
         kernel = select_kernel("auto", self.device.type, dtype, model.dim, masked=False, softcap=0.0)
         options = {"band": FULL, "mask": None, "scale": model.dim**-0.5, "softcap": 0.0}
         out, lse = kernel.forward(q, k, v, **options)
         busy, began = time.process_time(), time.perf_counter()
-        for _ in range(_REPEATS):
-            kernel.forward(q, k, v, **options)
+        forward = self._repeated(lambda: kernel.forward(q, k, v, **options))
         passed, busy = time.perf_counter() - began, time.process_time() - busy
-        forward = self.timed(lambda: kernel.forward(q, k, v, **options))
-        backward = self.timed(lambda: kernel.backward(grad, q, k, v, out, lse, **options))
+        backward = self._repeated(lambda: kernel.backward(grad, q, k, v, out, lse, **options))
         contention = max(1.0, passed / busy * torch.get_num_threads()) if busy > 0 else 1.0
         return forward, backward, self._mean(contention)
 
@@ -166,6 +172,16 @@ class Probe:
         seconds = [slowest(work, self.device) for _ in range(_REPEATS + 1)]
         return max(statistics.median(seconds[1:]), 1e-9)
 
+    def _repeated(self, work: Callable[[], object]) -> float:
+        """The same of something short, so often in a row that ranks that share a processor have had their turns."""
+        times = math.ceil(min(_MOST, max(1.0, _LONG / self.timed(work))))
+
+        def repeat() -> None:
+            for _ in range(times):
+                work()
+
+        return self.timed(repeat) / times
+
     def _mean(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
@@ -173,6 +189,33 @@ class Probe:
 
     def _random(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=self.device)
+
+
+class Fit(NamedTuple):
+    """What a kernel takes: ``overhead``, and for every query and key ``pair`` * (1 + ``half_rows`` / queries)."""
+
+    overhead: float
+    pair: float
+    half_rows: float
+
+
+def fitted(rows: int, square: float, small: float, flat: float) -> Fit:
+    """The costs of a kernel, from blocks of unlike sizes.
+
+    Args:
+        rows: of the first block.
+        square: seconds of a block of as many queries as keys.
+        small: of a quarter of both.
+        flat: of a quarter of the queries, and four times the keys.
+
+    Returns:
+        The costs, in seconds; where what was measured contradicts itself, none of them below zero.
+    """
+    overhead = min(max(0.0, (16 * small - flat) / 15), 0.95 * square)
+    # Of as many pairs; if nothing but rows counted, a quarter of these would take four times as long.
+    slower = min(max(1.0, (flat - overhead) / (square - overhead)), 3.0)
+    share = (slower - 1) / (4 - slower)
+    return Fit(overhead, (square - overhead) / (rows**2 * (1 + share)), share * rows)
 
 
 def slowest(work: Callable[[], object], device: torch.device) -> float:

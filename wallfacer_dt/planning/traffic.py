@@ -61,9 +61,10 @@ class Wire:
 
     Attributes:
         nbytes: bytes into one rank.
-        near: from how many ranks of its own node one rank receives.
+        near: how many messages from ranks of its own node one rank waits for, one after the other: in a gather, which
+            goes round, one from each; what all send at once counts once.
         intra: bytes into one rank from these.
-        far: from how many ranks of other nodes.
+        far: likewise from ranks of other nodes.
         inter: bytes into one rank from these.
         node: bytes into one node from others.
     """
@@ -95,7 +96,7 @@ def one_way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *,
 
 def wires(arrived: dict[Key, Arrivals], node: Ints) -> dict[Key, Wire]:
     """The same as links see it; ``node`` is that of every sequence index."""
-    return {key: _wire(some, node) for key, some in arrived.items()}
+    return {key: _wire(some, node, goes_round=key.kind == "gather") for key, some in arrived.items()}
 
 
 def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
@@ -122,17 +123,20 @@ def _summed(of: Ints, amounts: Ints, size: int) -> Ints:
     return sums
 
 
-def _wire(some: Arrivals, node: Ints) -> Wire:
+def _wire(some: Arrivals, node: Ints, *, goes_round: bool) -> Wire:
     crosses, ranks = _crosses(some, node), len(node)
 
     def most(of: Ints, amounts: Ints, size: int) -> int:
         return int(_summed(of, amounts, size).max())
 
+    def messages(amounts: Ints) -> int:
+        return most(some.receiver, amounts, ranks) if goes_round else int(amounts.any())
+
     return Wire(
         nbytes=most(some.receiver, some.nbytes, ranks),
-        near=most(some.receiver, ~crosses, ranks),
+        near=messages(~crosses),
         intra=most(some.receiver, some.nbytes * ~crosses, ranks),
-        far=most(some.receiver, crosses, ranks),
+        far=messages(crosses),
         inter=most(some.receiver, some.nbytes * crosses, ranks),
         node=most(node[some.receiver], some.nbytes * crosses, int(node.max()) + 1),
     )

@@ -24,7 +24,7 @@ def plan_as_json(plan: Plan) -> str:
         sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype
         cluster     ranks, ranks_per_node, nics, memory (or null)
           intra, inter  bandwidth, latency
-          kernels       forward, backward, linear, overhead, merge, copy
+          kernels       forward, backward, linear, overhead, merge, copy, half_rows
         considered  how many attentions there were to choose from
         ranked[]    why, measured (or null); fastest first, as many as --top
           candidate     ring, team, ulysses, placement, schedule, rotate, rotate_forward, order, feed_forward,
