@@ -1,5 +1,6 @@
 """The emulated cluster: its report, its record, who takes part, what it refuses, and that nothing of it stays."""
 
+import json
 import os
 import shutil
 import signal
@@ -303,3 +304,23 @@ def test_killed_run_leaves_nothing(group: bool) -> None:
     while left_over() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left_over() == []
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_rank_that_crashes_says_of_which_signal_and_where(tmp_path: Path) -> None:
+    settings = json.dumps({"node": 0, "nodes": 1, "per_node": 2, "store": str(tmp_path / "store")})
+    with subprocess.Popen(
+        [sys.executable, "-m", "recipes.benchmarks.cluster.ranks", settings],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    ) as node:  # fmt: skip
+        assert node.stdout is not None
+        assert node.stdout.readline() == "null\n"
+        ranks = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+        assert len(ranks) == 2
+        os.kill(int(ranks[1]), signal.SIGABRT)
+        _, said = node.communicate(timeout=60)
+    assert node.returncode == 1
+    assert "rank 1 died of SIGABRT" in said
+    assert "Fatal Python error: Aborted" in said
+    assert "in _serve" in said

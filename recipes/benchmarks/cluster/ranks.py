@@ -5,6 +5,7 @@
 Commands and answers are lines of JSON. torch is imported once a node, and its ranks are forked.
 """
 
+import faulthandler
 import json
 import math
 import os
@@ -237,14 +238,17 @@ def main(settings: Mapping[str, Any]) -> int:
     # Answers have a descriptor of their own: what libraries print must not come between them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    faulthandler.enable()  # what crashes a rank is else one line without a place
     first = settings["node"] * cluster.per_node
-    pids = [_forked(first + local, cluster, settings["store"], answers) for local in range(cluster.per_node)]
+    pids = {_forked(rank, cluster, settings["store"], answers): rank for rank in range(first, first + cluster.per_node)}
     answers.close()
     failed = 0
     for _ in pids:
-        _, status = os.wait()
+        pid, status = os.wait()
         if status and not failed:
             failed = 1
+            if os.WIFSIGNALED(status):
+                print(f"rank {pids[pid]} died of {signal.Signals(os.WTERMSIG(status)).name}", file=sys.stderr)
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
