@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -79,10 +79,7 @@ class Probe:
         has_intra, has_inter = per_node > 1, self.ranks > per_node
         intra, copy = self._intra(per_node, contention) if has_intra else (Link(1e12), 0.0)
         inter, nics, copy_inter = self._inter(per_node, contention) if has_inter else (intra, 1, 0.0)
-        kernels = Kernels(
-            kernels.forward, kernels.backward, kernels.linear, kernels.overhead, kernels.merge, max(copy, copy_inter),
-            kernels.half_rows,
-        )  # fmt: skip
+        kernels = replace(kernels, copy=max(copy, copy_inter))
         return Cluster(self.ranks, per_node, intra, inter, nics, memory, kernels)
 
     def kernels(self, model: ModelShape, sequence: SequenceShape) -> tuple[Kernels, float]:
@@ -147,12 +144,7 @@ class Probe:
 
         def seconds(nbytes: int, times: int = 1) -> float:
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-
-            def transfers() -> None:
-                for _ in range(times):
-                    wait(permute(buffer, to, source, self.group))
-
-            return self.timed(transfers) / times
+            return self.timed(lambda: wait(permute(buffer, to, source, self.group)), times)
 
         # Several, since ranks do not begin at the same moment.
         latency, nbytes = seconds(_SMALL, times=_MANY), 2**18
@@ -167,20 +159,19 @@ class Probe:
             copy = self._mean((time.process_time() - busy) * contention / (2 * _REPEATS * nbytes))
         return latency, taken, nbytes, copy
 
-    def timed(self, work: Callable[[], object]) -> float:
-        """Median seconds of one, of the slowest rank; the first is not counted."""
-        seconds = [slowest(work, self.device) for _ in range(_REPEATS + 1)]
-        return max(statistics.median(seconds[1:]), 1e-9)
+    def timed(self, work: Callable[[], object], times: int = 1) -> float:
+        """Median seconds of one of so many in a row, of the slowest rank; the first row is not counted."""
 
-    def _repeated(self, work: Callable[[], object]) -> float:
-        """The same of something short, so often in a row that ranks that share a processor have had their turns."""
-        times = math.ceil(min(_MOST, max(1.0, _LONG / self.timed(work))))
-
-        def repeat() -> None:
+        def row() -> None:
             for _ in range(times):
                 work()
 
-        return self.timed(repeat) / times
+        seconds = [slowest(row, self.device) for _ in range(_REPEATS + 1)]
+        return max(statistics.median(seconds[1:]), 1e-9) / times
+
+    def _repeated(self, work: Callable[[], object]) -> float:
+        """The same of something short, so often in a row that ranks that share a processor have had their turns."""
+        return self.timed(work, math.ceil(min(_MOST, max(1.0, _LONG / self.timed(work)))))
 
     def _mean(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
