@@ -157,6 +157,17 @@ def test_bytes_from_other_nodes() -> None:
     assert [rank.received_from_other_nodes for rank in facts.ranks] == [3 * hop, 0, 3 * hop, 0]
 
 
+def test_an_all_gather_enters_a_node_once() -> None:
+    """A team of 4 on two nodes: queries go round it, each rank is sent its results by all others."""
+    facts = make_facts(
+        Settings(ring=1, team=4, ranks_per_node=2, length=8, heads=1, kv_heads=1, head_dim=4, dtype="float32")
+    )
+    q, out = 2 * 4 * 4, 2 * (4 + 1) * 4  # of 2 tokens; the results bring an lse
+    assert [rank.received for rank in facts.ranks] == [3 * (q + out)] * 4
+    across = [3 * q + 2 * out, 2 * out]
+    assert [rank.received_from_other_nodes for rank in facts.ranks] == across * 2
+
+
 SMALL = Settings(ring=2, team=2, order="head_tail", causal=True, length=8, heads=2, kv_heads=2, ranks_per_node=2)
 
 

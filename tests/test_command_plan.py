@@ -145,8 +145,8 @@ def test_golden_text_of_a_profile() -> None:
         """\
 4 ranks on 2 nodes of 2
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us
-attention at 1 TFLOPS, its backward at 500 GFLOPS (half as fast in blocks of 40 queries), other
-matrix products at 2 TFLOPS
+attention at 1 TFLOPS, its backward at 500 GFLOPS in long blocks, half of that in those of 40
+queries, other matrix products at 2 TFLOPS
 4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024
 a kernel call costs 10 us, results are merged at 1 GB/s

@@ -65,11 +65,15 @@ def test_latency_is_paid_for_every_source() -> None:
 
 
 def test_a_gather_goes_round_and_an_exchange_is_sent_at_once() -> None:
-    some = Arrivals(*(np.array(x) for x in ([0, 0, 0, 0], [1, 2, 3, 4], [5, 5, 5, 5], [1, 1, 1, 1])))
-    keys = [Key(False, kind, "", 0) for kind in ("gather", "exchange", "to_heads", "to_tokens")]
-    found = wires(dict.fromkeys(keys, some), np.array([0, 0, 1, 1, 1]))
-    assert [(one.near, one.far) for one in found.values()] == [(1, 3), (1, 1), (1, 1), (1, 1)]
-    assert {one.nbytes for one in found.values()} == {20}
+    node = np.array([0, 0, 1, 1, 1])
+    ends = [0, 0, 0, 0], [1, 2, 3, 4]
+    sent, gathered = (
+        Arrivals(*(np.array(x) for x in (*ends, via, [5, 5, 5, 5], [1, 1, 1, 1]))) for via in (ends[1], [4, 4, 4, 4])
+    )
+    keys = [Key(False, kind, "", 0) for kind in ("exchange", "to_heads", "to_tokens")]
+    assert set(wires(dict.fromkeys(keys, sent), node).values()) == {Wire(20, 1, 5, 1, 15, 15)}
+    # Both of the node's ranks take half of what enters it, where there are interfaces for both.
+    assert list(wires({Key(False, "gather", "", 0): gathered}, node).values()) == [Wire(20, 0, 0, 4, 12, 20)]
 
 
 def test_copying_is_neither_hidden_nor_computing() -> None:
@@ -317,6 +321,14 @@ def test_a_ring_across_nodes_copies_what_one_rank_receives() -> None:
     hops = [one for key, one in on.items() if key.kind == "move" and not key.backward]
     shard = 2 * 4096 // 16 * 1024 * 4
     assert hops == [Wire(shard, 1, shard, 1, shard, shard)]
+
+
+def test_a_sequence_that_is_too_short_to_hop() -> None:
+    """One token on four ranks; that of four tokens which stands for its compute has a hop."""
+    windowed = SequenceShape(1, is_causal=True, window_size=(1, 0), dtype=torch.float32)
+    for order in ("contiguous", "head_tail"):
+        cost = attention_cost(Candidate(4, order=order), MODEL, windowed, cluster(4))
+        assert (cost.hops, cost.rank_bytes) == (0, (0, 0))
 
 
 def test_hops_of_a_window_are_counted_and_sent_once() -> None:

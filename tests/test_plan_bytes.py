@@ -41,13 +41,15 @@ def run(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *, fak
     return traffic
 
 
-def predicted(candidate: Candidate, model: ModelShape, sequence: SequenceShape, rank: int) -> dict[bool, Counter[int]]:
+def predicted(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, rank: int, by: str = "sender"
+) -> dict[bool, Counter[int]]:
     """Bytes that a rank receives from every other, forward (False) and backward."""
     ranks = context_ranks(candidate)
     index = ranks.index(rank)
     sources = {False: Counter(), True: Counter()}
     for key, some in arrivals(candidate, model, sequence).items():
-        for receiver, sender, nbytes in zip(some.receiver, some.sender, some.total, strict=True):
+        for receiver, sender, nbytes in zip(some.receiver, getattr(some, by), some.total, strict=True):
             if receiver == index and nbytes:
                 sources[key.backward][ranks[sender]] += int(nbytes)
     return sources
@@ -86,9 +88,10 @@ def test_predicted_is_counted_on_fake_ranks(
     rank = data.draw(st.integers(0, candidate.size - 1))
     with fake_world(candidate.size, rank):
         traffic = run(candidate, model, sequence, fake=True)
-    expected = predicted(candidate, model, sequence, rank)
-    assert traffic.forward.sources == expected[False]
-    assert traffic.backward.sources == expected[True]
+    for by, counted in (("sender", "sources"), ("via", "via")):
+        expected = predicted(candidate, model, sequence, rank, by)
+        assert getattr(traffic.forward, counted) == expected[False]
+        assert getattr(traffic.backward, counted) == expected[True]
 
 
 @pytest.mark.ranks
@@ -102,10 +105,10 @@ def test_predicted_is_counted_on_real_ranks(ranks, size: int, data: st.DataObjec
     counted = pool.run(run, candidate, model, sequence)
     cost = attention_cost(candidate, model, sequence, Cluster(size, per_node, LINK, LINK))
     for way, rank_bytes, node_bytes in zip(("forward", "backward"), cost.rank_bytes, cost.node_bytes, strict=True):
-        sources = [getattr(traffic, way).sources for traffic in counted]
-        assert max(some.total() for some in sources) == rank_bytes
+        senders = [getattr(traffic, way).via for traffic in counted]
+        assert max(some.total() for some in senders) == rank_bytes
         nodes = Counter()
-        for rank, some in enumerate(sources):
+        for rank, some in enumerate(senders):
             nodes[rank // per_node] += sum(n for other, n in some.items() if other // per_node != rank // per_node)
         assert max(nodes.values()) == node_bytes
 
@@ -130,8 +133,13 @@ def test_ranks_that_are_alike_are_counted_once(drawn: tuple[Candidate, ModelShap
 # exchanges, bring an lse in float32 for every 8 elements.
 @pytest.mark.parametrize(
     ("candidate", "units"),
-    [(Candidate(16), 30), (Candidate(4, 4), 24), (Candidate(1, 1, 16), 12 + 3 / 8), (Candidate(4, 1, 4), 12 + 3 / 8)],
-)
+    [
+        (Candidate(16), 30), (Candidate(4, 4), 24), (Candidate(1, 1, 16), 12 + 3 / 8), (Candidate(4, 1, 4), 12 + 3 / 8),
+        # Queries go round and enter a node once; each of its ranks is sent what was computed for it: out, and lse.
+        (Candidate(1, 16, rotate_forward="kv"), 15 + 48 * (1 + 1 / 8)),
+        (Candidate(4, 4, placement="ring_in_node", rotate_forward="kv"), 4 * (3 + 3 * (1 + 1 / 8))),
+    ],
+)  # fmt: skip
 def test_bytes_into_a_node_by_hand(candidate: Candidate, units: float) -> None:
     model, sequence = ModelShape(hidden=128, heads=16), SequenceShape(256, dtype=torch.float32)
     forward = [some for key, some in arrivals(candidate, model, sequence).items() if not key.backward]

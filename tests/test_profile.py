@@ -1,5 +1,8 @@
 """Profiling on real ranks: all end with one plan, the fastest of those run, or with one error."""
 
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from tests.cases import mesh_of
 from wallfacer_dt import Cluster, Link, ModelShape, Plan, Profile, SequenceShape, plan, profile, shard_sequence
 from wallfacer_dt import mesh as mesh_module
-from wallfacer_dt.planning import PlanningError, profiling
+from wallfacer_dt.planning import Candidate, Kernels, Measured, PlanningError, profiling
 from wallfacer_dt.planning.probe import Probe, fitted
 from wallfacer_dt.planning.profiling import attention_step
 
@@ -39,27 +42,65 @@ def block(queries: int, keys: int, overhead: float, pair: float, half_rows: floa
 
 
 SECONDS = st.floats(1e-9, 1.0)
+PAIR = st.floats(1e-12, 1e-6)
 
 
-@given(st.sampled_from([16, 64, 2048]), st.floats(0, 1e-2), st.floats(1e-12, 1e-6), st.floats(0, 1.9))
-def test_costs_of_a_kernel_are_found_from_three_blocks(rows: int, overhead: float, pair: float, share: float) -> None:
-    costs = overhead, pair, share * rows
+def blocks(rows: int, *costs: float) -> tuple[float, float, float]:
     few = rows // 4
-    found = fitted(rows, *(block(*sizes, *costs) for sizes in ((rows, rows), (few, few), (few, 4 * rows))))
-    square = block(rows, rows, *costs)
-    if overhead <= 0.9 * square:
-        assert found.overhead == pytest.approx(overhead, abs=1e-9 * square)
-        assert found.pair == pytest.approx(pair)
-        assert found.half_rows == pytest.approx(share * rows, abs=1e-6 * rows)
+    return block(rows, rows, *costs), block(few, few, *costs), block(few, 4 * rows, *costs)
 
 
-@given(SECONDS, SECONDS, SECONDS)
-def test_costs_of_a_kernel_are_costs_whatever_was_measured(square: float, small: float, flat: float) -> None:
-    found = fitted(64, square, small, flat)
-    assert found.pair > 0
+@given(st.sampled_from([16, 64, 2048]), st.floats(0, 1e-2), PAIR, PAIR, st.floats(0, 1.9))
+def test_costs_of_kernels_are_found_from_three_blocks(
+    rows: int, overhead: float, forward: float, backward: float, share: float
+) -> None:
+    half_rows = share * rows
+    times = [blocks(rows, overhead, pair, half_rows) for pair in (forward, backward)]
+    found = fitted(rows, *times)
+    least = min(square for square, *_ in times)
+    if overhead <= 0.9 * least:
+        assert found.overhead == pytest.approx(overhead, abs=1e-9 * max(square for square, *_ in times))
+        assert found.half_rows == pytest.approx(half_rows, rel=1e-4, abs=1e-4 * rows)
+        assert (found.forward, found.backward) == pytest.approx((forward, backward), rel=1e-4)
+
+
+THREE = st.tuples(SECONDS, SECONDS, SECONDS)
+
+
+@given(THREE, THREE)
+def test_costs_of_kernels_are_costs_whatever_was_measured(forward: tuple, backward: tuple) -> None:
+    """And the square blocks take as long as they did, though one overhead and one n1/2 stand for both ways."""
+    found = fitted(64, forward, backward)
+    assert min(found.forward, found.backward) > 0
     assert found.overhead >= 0
     assert 0 <= found.half_rows <= 2 * 64
-    assert block(64, 64, *found) == pytest.approx(square)
+    for pair, (square, *_) in ((found.forward, forward), (found.backward, backward)):
+        assert block(64, 64, found.overhead, pair, found.half_rows) == pytest.approx(square)
+
+
+def test_a_file_is_kept_when_only_the_extrapolation_differs(tmp_path: Path) -> None:
+    """Both say 1e12 in blocks of 1024 queries, and 1e12 or 2.5e12 in those without end."""
+    path, earlier = tmp_path / "profile.json", Candidate(4)
+    one, other = (
+        replace(WHERE, kernels=Kernels(rate, rate, 1e12, half_rows=half_rows))
+        for rate, half_rows in ((1e12, 0.0), (2.5e12, 1.5 * 1024))
+    )
+    Profile(one, (Measured(MODEL, SEQUENCE, earlier, 1.0),)).save(path)
+    assert [it.candidate for it in profiling._with_earlier(Profile(other), path).measured] == [earlier]
+    slow = replace(WHERE, kernels=Kernels(1e12, 1e12, 1e12, half_rows=1.5 * 1024))
+    assert not profiling._with_earlier(Profile(slow), path).measured
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "linear", "overhead", "merge", "copy", "half_rows"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_kernels_that_cannot_be(name: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"kernels: {name} must be .* and finite, got {value}"):
+        Kernels(**{name: value})
+    path = tmp_path / "profile.json"
+    Profile(WHERE).save(path)
+    path.write_text(re.sub(rf'"{name}": [^,}}\n]*', f'"{name}": "40"', path.read_text()))
+    with pytest.raises(ValueError, match="is no profile"):
+        Profile.load(path)
 
 
 def run_with(

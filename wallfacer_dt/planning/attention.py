@@ -51,8 +51,10 @@ def attention_events(
         hops = by_shift and isinstance(transfer, Move | Carry)
         shift = (me.ring_rank - transfer.source) % me.ring if hops else 0
         key = Key(backward, kind, side, group, shift)
-        # Where every rank is its own target nothing is sent.
-        return wires.get(key, _NOTHING) if kind in ("place", "home") else wires[key]
+        # Nothing is sent where every rank is its own target, and where a window spares a hop that the longer sequence
+        # has which stands for one that does not divide.
+        may_be_spared = kind in ("place", "home") or (hops and sequence.mask.spares_hops)
+        return wires.get(key, _NOTHING) if may_be_spared else wires[key]
 
     def exchange(kind: str, group: int) -> Begin:
         return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)])

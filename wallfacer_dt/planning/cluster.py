@@ -1,6 +1,7 @@
 """What a plan must know of the machines: nodes, links between ranks on two levels, memory, and rates of kernels."""
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -47,14 +48,14 @@ class Kernels:
     The defaults are round numbers for one H100 in 16 bits, not measurements; ``profile`` measures.
 
     Attributes:
-        forward: of attention, floating point operations per second: 4 for every query, key and head dim.
-        backward: of attention, 10 for every query, key and head dim.
+        forward: of attention in blocks of many queries, floating point operations per second: 4 for every query, key
+            and head dim.
+        backward: likewise of attention's backward, 10 for every query, key and head dim.
         linear: of matrix products.
         overhead: seconds that a kernel call takes beyond them.
         merge: bytes per second at which partial results are read and written.
         copy: seconds that a rank's processor is busy with a byte that it sends or receives; 0 where others do that.
-        half_rows: of how many queries a block has half of attention's rate (Hockney's n1/2): blocks of fewer rows take
-            longer for as much.
+        half_rows: of how many queries a block has half of these rates (Hockney's n1/2).
     """
 
     forward: float = 500e12
@@ -64,6 +65,19 @@ class Kernels:
     merge: float = 2e12
     copy: float = 0.0
     half_rows: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) what are no rates."""
+        for one in fields(self):
+            value, is_rate = getattr(self, one.name), one.name in ("forward", "backward", "linear", "merge")
+            if not (math.isfinite(value) and (value > 0 if is_rate else value >= 0)):
+                least = "above 0" if is_rate else "at least 0"
+                raise ValueError(f"kernels: {one.name} must be {least} and finite, got {value}")
+
+    def in_blocks(self, queries: int) -> tuple[float, float]:
+        """Rates of attention and of its backward in blocks of so many queries."""
+        slower = 1 + self.half_rows / queries
+        return self.forward / slower, self.backward / slower
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,9 +86,9 @@ class Probe:
         """Rates of kernels, and how many seconds pass while a rank's processor works for one (ranks may share it)."""
         rows = max(16, min(2048, sequence.length // self.ranks)) // 4 * 4
         few = rows // 4
-        measured = [self._attention(model, sequence, *block) for block in ((rows, rows), (few, few), (few, 4 * rows))]
-        forwards, backwards, contentions = zip(*measured, strict=True)
-        forward, backward = fitted(rows, *forwards), fitted(rows, *backwards)
+        blocks = ((rows, rows), (few, few), (few, 4 * rows))
+        forwards, backwards, contentions = zip(*(self._attention(model, sequence, *it) for it in blocks), strict=True)
+        fit = fitted(rows, forwards, backwards)
         pair = sequence.batch * model.heads * model.dim
         shape, wide = (sequence.batch, model.heads, rows, model.dim), accumulation_dtype(sequence.dtype)
         out, lse = self._random(*shape, dtype=wide), self._random(*shape[:-1], dtype=wide)
@@ -98,8 +98,8 @@ class Probe:
         square = self._random(size, size, dtype=sequence.dtype)
         product = self._repeated(lambda: square @ square)
         kernels = Kernels(
-            4 * pair / forward.pair, 10 * pair / backward.pair, 2 * size**3 / product, forward.overhead,
-            3 * out.nbytes / merging, half_rows=(forward.half_rows + backward.half_rows) / 2,
+            4 * pair / fit.forward, 10 * pair / fit.backward, 2 * size**3 / product, fit.overhead,
+            3 * out.nbytes / merging, half_rows=fit.half_rows,
         )  # fmt: skip
         return kernels, contentions[0]
 
@@ -113,12 +113,18 @@ class Probe:
         kernel = select_kernel("auto", self.device.type, dtype, model.dim, masked=False, softcap=0.0)
         options = {"band": FULL, "mask": None, "scale": model.dim**-0.5, "softcap": 0.0}
         out, lse = kernel.forward(q, k, v, **options)
-        busy, began = time.process_time(), time.perf_counter()
         forward = self._repeated(lambda: kernel.forward(q, k, v, **options))
-        passed, busy = time.perf_counter() - began, time.process_time() - busy
         backward = self._repeated(lambda: kernel.backward(grad, q, k, v, out, lse, **options))
-        contention = max(1.0, passed / busy * torch.get_num_threads()) if busy > 0 else 1.0
-        return forward, backward, self._mean(contention)
+        return forward, backward, self._contention(lambda: kernel.forward(q, k, v, **options))
+
+    def _contention(self, work: Callable[[], object]) -> float:
+        """Wall seconds for one of the processor, all ranks at it and none waiting for another."""
+        dist.barrier()
+        busy, began = time.process_time(), time.perf_counter()
+        while (passed := time.perf_counter() - began) < _LONG:
+            work()
+        busy = time.process_time() - busy
+        return self._mean(max(1.0, passed / busy * torch.get_num_threads()) if busy > 0 else 1.0)
 
     def _intra(self, per_node: int, contention: float) -> tuple[Link, float]:
         first = self.rank // per_node * per_node
@@ -171,7 +177,8 @@ class Probe:
 
     def _repeated(self, work: Callable[[], object]) -> float:
         """The same of something short, so often in a row that ranks that share a processor have had their turns."""
-        return self.timed(work, math.ceil(min(_MOST, max(1.0, _LONG / self.timed(work)))))
+        one = self.timed(work)
+        return one if one >= _LONG else self.timed(work, math.ceil(min(_MOST, _LONG / one)))
 
     def _mean(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -182,31 +189,50 @@ class Probe:
         return torch.randn(shape, dtype=dtype, device=self.device)
 
 
-class Fit(NamedTuple):
-    """What a kernel takes: ``overhead``, and for every query and key ``pair`` * (1 + ``half_rows`` / queries)."""
+class Times(NamedTuple):
+    """Seconds of a kernel in three blocks.
 
-    overhead: float
-    pair: float
-    half_rows: float
-
-
-def fitted(rows: int, square: float, small: float, flat: float) -> Fit:
-    """The costs of a kernel, from blocks of unlike sizes.
-
-    Args:
-        rows: of the first block.
-        square: seconds of a block of as many queries as keys.
+    Attributes:
+        square: of as many queries as keys.
         small: of a quarter of both.
         flat: of a quarter of the queries, and four times the keys.
+    """
+
+    square: float
+    small: float
+    flat: float
+
+
+class Fit(NamedTuple):
+    """What kernels take: ``overhead``, and for every query and key ``forward * (1 + half_rows / queries)``."""
+
+    overhead: float
+    half_rows: float
+    forward: float
+    backward: float
+
+
+def fitted(rows: int, forward: tuple[float, float, float], backward: tuple[float, float, float]) -> Fit:
+    """The costs of kernels, from blocks of unlike sizes; the square ones take as long as was measured.
+
+    Args:
+        rows: of the square block.
+        forward: :class:`Times` of the forward.
+        backward: of the backward.
 
     Returns:
         The costs, in seconds; where what was measured contradicts itself, none of them below zero.
     """
-    overhead = min(max(0.0, (16 * small - flat) / 15), 0.95 * square)
+    times = Times(*forward), Times(*backward)
+    overheads = [min(max(0.0, (16 * it.small - it.flat) / 15), 0.95 * it.square) for it in times]
     # Of as many pairs; if nothing but rows counted, a quarter of these would take four times as long.
-    slower = min(max(1.0, (flat - overhead) / (square - overhead)), 3.0)
-    share = (slower - 1) / (4 - slower)
-    return Fit(overhead, (square - overhead) / (rows**2 * (1 + share)), share * rows)
+    slower = [
+        min(max(1.0, (it.flat - overhead) / (it.square - overhead)), 3.0)
+        for it, overhead in zip(times, overheads, strict=True)
+    ]
+    share = statistics.mean((s - 1) / (4 - s) for s in slower)
+    overhead = min(statistics.mean(overheads), *(0.95 * it.square for it in times))
+    return Fit(overhead, share * rows, *((it.square - overhead) / (rows**2 * (1 + share)) for it in times))
 
 
 def slowest(work: Callable[[], object], device: torch.device) -> float:

@@ -40,12 +40,14 @@ class Arrivals:
     Attributes:
         receiver: sequence indices.
         sender: likewise.
+        via: from whom the receiver has it: the sender, or in a gather, which goes round, its neighbour.
         nbytes: bytes, once.
         times: how often.
     """
 
     receiver: Ints
     sender: Ints
+    via: Ints
     nbytes: Ints
     times: Ints
 
@@ -62,10 +64,10 @@ class Wire:
     Attributes:
         nbytes: bytes into one rank.
         near: how many messages from ranks of its own node one rank waits for, one after the other: in a gather, which
-            goes round, one from each; what all send at once counts once.
+            goes round, as many as there are others; what all send at once counts once.
         intra: bytes into one rank from these.
         far: likewise from ranks of other nodes.
-        inter: bytes into one rank from these.
+        inter: bytes into one rank from these; what a gather brings enters a node by all of its members there.
         node: bytes into one node from others.
     """
 
@@ -114,7 +116,7 @@ def into_nodes(arrived: Iterable[Arrivals], node: Ints) -> Ints:
 
 
 def _crosses(some: Arrivals, node: Ints) -> Ints:
-    return node[some.receiver] != node[some.sender]
+    return node[some.receiver] != node[some.via]
 
 
 def _summed(of: Ints, amounts: Ints, size: int) -> Ints:
@@ -132,13 +134,18 @@ def _wire(some: Arrivals, node: Ints, *, goes_round: bool) -> Wire:
     def messages(amounts: Ints) -> int:
         return most(some.receiver, amounts, ranks) if goes_round else int(amounts.any())
 
+    entering = some.nbytes * crosses
+    node_bytes = most(node[some.receiver], entering, int(node.max()) + 1)
+    if goes_round:
+        together = _summed(some.receiver, (node[some.receiver] == node[some.sender]).astype(np.int64), ranks) + 1
+        entering = -(-entering // together[some.receiver])
     return Wire(
         nbytes=most(some.receiver, some.nbytes, ranks),
         near=messages(~crosses),
         intra=most(some.receiver, some.nbytes * ~crosses, ranks),
         far=messages(crosses),
-        inter=most(some.receiver, some.nbytes * crosses, ranks),
-        node=most(node[some.receiver], some.nbytes * crosses, int(node.max()) + 1),
+        inter=most(some.receiver, entering, ranks),
+        node=node_bytes,
     )
 
 
@@ -185,7 +192,8 @@ def _arrivals(
                 steps = (schedule == "2d" or team == 1) and flow.axis == RING_AXIS
                 shift = (index // team - flow.sources[0] // team) % ring if steps else 0
                 key = Key(backward, flow.kind, flow.side, flow.group, shift)
-                entries.setdefault(key, []).append((*ends, *(np.full(len(ends[0]), n) for n in sent)))
+                via = _before(ends[0], team) if flow.kind == "gather" else ends[1]
+                entries.setdefault(key, []).append((*ends, via, *(np.full(len(ends[0]), n) for n in sent)))
     return {
         key: Arrivals(*(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*some, strict=True)))
         for key, some in entries.items()
@@ -202,6 +210,12 @@ def _shifted(flow: Flow, index: int, ring: int, team: int) -> tuple[Ints, Ints]:
         return ((u * ring + (ring_rank + r) % ring) * team + (team_rank + c) % team).reshape(-1)
 
     return moved(np.full(len(flow.sources), index)), moved(np.array(flow.sources, np.int64))
+
+
+def _before(indices: Ints, team: int) -> Ints:
+    """The team's rank before each: gloo and NCCL hand on what an all-gather brings."""
+    team_rank = indices % team
+    return indices - team_rank + (team_rank - 1) % team
 
 
 def _block_sources(ring: int, team: int) -> dict[str, Ints]:

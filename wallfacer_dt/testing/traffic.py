@@ -26,12 +26,14 @@ class Received:
         collectives: how often each (operation, axis) ran; the axis is "cp" where it is ring and team.
         received: bytes per (operation, axis).
         sources: bytes per rank (of the world) that they come from.
+        via: bytes per rank that this one has them from: the same, but in an all-gather, which goes round, a neighbour.
     """
 
     calls: int = 0
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
     received: Counter[tuple[str, str]] = field(default_factory=Counter)
     sources: Counter[int] = field(default_factory=Counter)
+    via: Counter[int] = field(default_factory=Counter)
 
     @property
     def received_bytes(self) -> int:
@@ -105,4 +107,7 @@ class _Counting(TorchDispatchMode):
         key = (name, self.axes.get(group, "cp"))
         into.collectives[key] += 1
         into.received[key] += sum(elements.values()) * buffer.itemsize
-        into.sources.update({rank: n * buffer.itemsize for rank, n in elements.items() if n})
+        sources = Counter({rank: n * buffer.itemsize for rank, n in elements.items() if n})
+        into.sources.update(sources)
+        round_the_group = name == "all_gather_into_tensor" and sources
+        into.via.update({ranks[me - 1]: sources.total()} if round_the_group else sources)

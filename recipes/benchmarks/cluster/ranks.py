@@ -243,15 +243,15 @@ def main(settings: Mapping[str, Any]) -> int:
     pids = {_forked(rank, cluster, settings["store"], answers): rank for rank in range(first, first + cluster.per_node)}
     answers.close()
     failed = 0
-    for _ in pids:
+    while pids:
         pid, status = os.wait()
+        rank = pids.pop(pid)
         if status and not failed:
             failed = 1
             if os.WIFSIGNALED(status):
-                print(f"rank {pids[pid]} died of {signal.Signals(os.WTERMSIG(status)).name}", file=sys.stderr)
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+                print(f"rank {rank} died of {signal.Signals(os.WTERMSIG(status)).name}", file=sys.stderr)
+            for left in pids:
+                os.kill(left, signal.SIGTERM)
     return failed
 
 

@@ -45,7 +45,7 @@ def counted(case: Case, candidate: Candidate, ranks: range, *, backward: bool) -
         traffic = _run(case, candidate, rank, backward=backward)
         for way in (traffic.forward, traffic.backward):
             total += way.received_bytes
-            crossing += sum(n for other, n in way.sources.items() if other // PER_NODE != rank // PER_NODE)
+            crossing += sum(n for other, n in way.via.items() if other // PER_NODE != rank // PER_NODE)
     return Bytes(total, crossing)
 
 
@@ -81,7 +81,7 @@ def predicted(case: Case, candidate: Candidate, ranks: range, *, backward: bool)
     rank_of = _ranks(candidate)
     total = crossing = 0
     for key, some in arrivals(candidate, case.model, case.sequence).items():
-        receivers, senders = (torch.from_numpy(ends) for ends in (some.receiver, some.sender))
+        receivers, senders = (torch.from_numpy(ends) for ends in (some.receiver, some.via))
         mine = (rank_of[receivers] >= ranks.start) & (rank_of[receivers] < ranks.stop)
         if backward or not key.backward:
             nbytes = torch.from_numpy(some.total)

@@ -116,7 +116,7 @@ class Rank:
         transfers: by number.
         steps: in program order.
         received: bytes.
-        received_from_other_nodes: of these.
+        received_from_other_nodes: of these, by who hands it on: what an all-gather brings goes round.
     """
 
     rank: int

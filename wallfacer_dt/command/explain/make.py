@@ -70,14 +70,21 @@ class _Maker:
         steps = tuple(self._steps())
         place, transfers = self.place, tuple(self.transfers[number] for number in sorted(self.transfers))
         arriving = [message for transfer in transfers for message in transfer.receives]
-        mine = self.settings.node(self.rank)
         return Rank(
-            self.rank, mine, place.ulysses_rank, place.ring_rank, place.team_rank,
+            self.rank, self.settings.node(self.rank), place.ulysses_rank, place.ring_rank, place.team_rank,
             tuple((span.start, span.stop) for span in self.shards[place.index]),
             tuple(HeadGroup(group.q, group.kv) for group in self._own_heads),
             transfers, steps, sum(message.bytes for message in arriving),
-            sum(message.bytes for message in arriving if self.settings.node(message.rank) != mine),
+            sum(message.bytes for transfer in transfers for message in self._crossing(transfer)),
         )  # fmt: skip
+
+    def _crossing(self, transfer: Transfer) -> Iterator[Message]:
+        """What comes over a node's link; all that an all-gather brings comes from the neighbour, as it goes round."""
+        place, node = self.place, self.settings.node
+        neighbour = self._peer(place.inner_index - place.team_rank + (place.team_rank - 1) % place.team)
+        for message in transfer.receives:
+            if node(neighbour if transfer.kind == "gather" else message.rank) != node(self.rank):
+                yield message
 
     @property
     def _own_heads(self) -> tuple[Heads, ...]:

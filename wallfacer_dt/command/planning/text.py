@@ -77,8 +77,8 @@ def _summary(plan: Plan) -> Iterator[str]:
         yield "; ".join(links)
     kernels = cluster.kernels
     speeds = [format_speed(speed) for speed in (kernels.forward, kernels.backward, kernels.linear)]
-    fewer = f" (half as fast in blocks of {kernels.half_rows:.0f} queries)" if kernels.half_rows >= 0.5 else ""
-    yield f"attention at {speeds[0]}, its backward at {speeds[1]}{fewer}, other matrix products at {speeds[2]}"
+    long = f" in long blocks, half of that in those of {kernels.half_rows:.0f} queries" * (kernels.half_rows >= 0.5)
+    yield f"attention at {speeds[0]}, its backward at {speeds[1]}{long}, other matrix products at {speeds[2]}"
     orders = sorted({one.candidate.order for one in plan.ranked})
     seen = ", causal" * sequence.is_causal + _window(sequence.window_size)
     yield (
