@@ -89,7 +89,7 @@ def main(
     real: Annotated[bool, typer.Option(help="Run gloo ranks, too.")] = True,
 ) -> None:
     """Measure METP's memory beside others', and write a report with pictures."""
-    start = time.perf_counter()
+    start, at = time.perf_counter(), commit()  # before there are pictures, which are changes, too
     sizes = replace(report.Sizes(), hidden=hidden, heads=heads, tokens=tokens)
     console = Console()
     tables = []
@@ -106,7 +106,7 @@ def main(
     budget = f"{sizes.budget // report.GIB} GiB"
     draw_longest(out / "metp_memory_longest.png", report.longest_curves(sizes), budget)
     head = _HEAD.format(
-        date=date, commit=commit(), torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
+        date=date, commit=at, torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
         seconds=time.perf_counter() - start, command="python -m recipes.benchmarks.memory", hidden=hidden, heads=heads,
         tokens=tokens, dtype=sizes.dtype,
     )  # fmt: skip

@@ -42,7 +42,8 @@ def main(
     day: Annotated[str, typer.Option("--date", help="Of the report, in its name; today by default.")] = "",
 ) -> None:
     """Compute the papers' numbers, and write a report with pictures."""
-    start, day = time.perf_counter(), day or str(date.today())
+    # The commit at which this began: its own pictures are changes, too.
+    start, at, day = time.perf_counter(), commit(), day or str(date.today())
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     parts = []
@@ -50,7 +51,7 @@ def main(
         console.print(f"{time.perf_counter() - start:5.0f} s  {section.table.title}")
         parts.append(section.markdown())
     head = _HEAD.format(
-        date=day, commit=commit(), torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
+        date=day, commit=at, torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
         seconds=time.perf_counter() - start, command="python -m recipes.benchmarks.papers",
     )  # fmt: skip
     (out / f"papers_{day}.md").write_text("\n\n".join([head.rstrip(), *parts]) + "\n")

@@ -67,7 +67,8 @@ def main(
     day: Annotated[str, typer.Option("--date", help="Of the report, in its name; today by default.")] = "",
 ) -> None:
     """Predict attention on 8 to 1024 ranks, check bytes by simulation, and write a report with pictures."""
-    start, day = time.perf_counter(), day or str(date.today())
+    # The commit at which this began: its own pictures are changes, too.
+    start, at, day = time.perf_counter(), commit(), day or str(date.today())
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     parts = []
@@ -80,7 +81,7 @@ def main(
         pictures.append(f"![{name.capitalize()} scaling](scaling_{day}_{name}.png)")
     points = [predicted(case) for weak in (False, True) for heads in HEADS for case in cases(heads, weak=weak)]
     head = _HEAD.format(
-        date=day, commit=commit(), torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
+        date=day, commit=at, torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
         seconds=time.perf_counter() - start, fast=FAST, slow=SLOW, ring=LARGEST_RING, team=LARGEST_TEAM,
     )  # fmt: skip
     text = "\n\n".join([head.rstrip(), _shows(points), *pictures, *parts]) + "\n"
