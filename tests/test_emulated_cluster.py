@@ -33,7 +33,7 @@ from recipes.benchmarks.cluster.contenders import (
 )
 from recipes.benchmarks.cluster.gathered import gathered_attention
 from recipes.benchmarks.cluster.record import Entry, append, is_done, latest, read
-from recipes.benchmarks.cluster.report import best_of, case_table, findings, is_slower, regret, summary, write
+from recipes.benchmarks.cluster.report import best_of, case_table, findings, is_slower, noise, regret, summary, write
 from recipes.benchmarks.cluster.watcher import environment
 from wallfacer_dt.layout import deal
 from wallfacer_dt.testing import RankPool, attention_oracle
@@ -49,7 +49,8 @@ def entries(case: Case = CASE, seconds: dict[str, float] | None = None, **others
     fits = {one.name: one for one in contenders(NODES, case.heads, is_causal=case.is_causal)}
     made = []
     for name, middle in (seconds or SECONDS).items():
-        contender = fits.get(name) or replace(fits[RING], name=name)
+        # What was planned has the ring's mesh, what was predicted another.
+        contender = fits.get(name) or replace(fits[RING], name=name, team=1 + (name == PREDICTED))
         rounds = (0.9 * middle, middle, 1.1 * middle)
         backward = tuple(0.75 * one for one in rounds)
         forward = tuple(0.25 * one for one in rounds)
@@ -135,6 +136,16 @@ def test_what_was_planned_is_judged() -> None:
         "ulysses (1.600 s)", "0.40", "1.60", by_name[PLANNED].contender.what, "", "25%", "-", "0.50", "1.00", "1.25",
         "0.67", "2.00",
     ]  # fmt: skip
+
+
+def test_one_plan_measured_twice_is_noise() -> None:
+    by_name = {entry.contender.name: entry for entry in entries(seconds={FLOOR: 1.0, PLANNED: 2.0, PREDICTED: 1.6})}
+    assert regret(by_name) == pytest.approx(0.25)
+    assert noise({CASE: by_name}) == []
+    same = replace(by_name[PREDICTED], contender=replace(by_name[PLANNED].contender, name=PREDICTED))
+    assert regret(by_name | {PREDICTED: same}) == 0
+    assert noise({CASE: by_name | {PREDICTED: same}}) == [pytest.approx(0.25)]
+    assert "took 25% longer than the other in the median" in "\n".join(findings({CASE: by_name | {PREDICTED: same}}))
 
 
 def test_findings_name_the_cases_lost() -> None:
