@@ -60,8 +60,8 @@ def test_costs_of_kernels_are_found_from_three_blocks(
     least = min(square for square, *_ in times)
     if overhead <= 0.9 * least:
         assert found.overhead == pytest.approx(overhead, abs=1e-9 * max(square for square, *_ in times))
-        assert found.half_rows == pytest.approx(half_rows, rel=1e-4, abs=1e-4 * rows)
-        assert (found.forward, found.backward) == pytest.approx((forward, backward), rel=1e-4)
+        assert found.half_rows == pytest.approx(half_rows, abs=1e-6 * rows)
+        assert (found.forward, found.backward) == pytest.approx((forward, backward))
 
 
 THREE = st.tuples(SECONDS, SECONDS, SECONDS)

@@ -87,7 +87,7 @@ class Probe:
         rows = max(16, min(2048, sequence.length // self.ranks)) // 4 * 4
         few = rows // 4
         blocks = ((rows, rows), (few, few), (few, 4 * rows))
-        forwards, backwards, contentions = zip(*(self._attention(model, sequence, *it) for it in blocks), strict=True)
+        forwards, backwards = zip(*(self._attention(model, sequence, *block) for block in blocks), strict=True)
         fit = fitted(rows, forwards, backwards)
         pair = sequence.batch * model.heads * model.dim
         shape, wide = (sequence.batch, model.heads, rows, model.dim), accumulation_dtype(sequence.dtype)
@@ -101,12 +101,10 @@ class Probe:
             4 * pair / fit.forward, 10 * pair / fit.backward, 2 * size**3 / product, fit.overhead,
             3 * out.nbytes / merging, half_rows=fit.half_rows,
         )  # fmt: skip
-        return kernels, contentions[0]
+        return kernels, self._contention(lambda: square @ square)
 
-    def _attention(
-        self, model: ModelShape, sequence: SequenceShape, rows: int, columns: int
-    ) -> tuple[float, float, float]:
-        """Seconds of a block forward and backward, and wall seconds for one of the processor."""
+    def _attention(self, model: ModelShape, sequence: SequenceShape, rows: int, columns: int) -> tuple[float, float]:
+        """Seconds of a block forward and backward."""
         dtype = sequence.dtype
         q, grad = (self._random(sequence.batch, model.heads, rows, model.dim, dtype=dtype) for _ in range(2))
         k, v = (self._random(sequence.batch, model.keys, columns, model.dim, dtype=dtype) for _ in range(2))
@@ -115,10 +113,12 @@ class Probe:
         out, lse = kernel.forward(q, k, v, **options)
         forward = self._repeated(lambda: kernel.forward(q, k, v, **options))
         backward = self._repeated(lambda: kernel.backward(grad, q, k, v, out, lse, **options))
-        return forward, backward, self._contention(lambda: kernel.forward(q, k, v, **options))
+        return forward, backward
 
     def _contention(self, work: Callable[[], object]) -> float:
-        """Wall seconds for one of the processor, all ranks at it and none waiting for another."""
+        """Wall seconds for one of the processor, all ranks at it and none waiting; 1 where a GPU computes."""
+        if self.device.type != "cpu":
+            return 1.0
         dist.barrier()
         busy, began = time.process_time(), time.perf_counter()
         while (passed := time.perf_counter() - began) < _LONG:
@@ -204,7 +204,10 @@ class Times(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What kernels take: ``overhead``, and for every query and key ``forward * (1 + half_rows / queries)``."""
+    """What kernels take: ``overhead``, and for every query and key ``forward`` or ``backward``, in seconds.
+
+    These times (1 + ``half_rows`` / queries of the block).
+    """
 
     overhead: float
     half_rows: float
