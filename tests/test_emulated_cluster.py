@@ -34,6 +34,7 @@ from recipes.benchmarks.cluster.contenders import (
 from recipes.benchmarks.cluster.gathered import gathered_attention
 from recipes.benchmarks.cluster.record import Entry, append, is_done, latest, read
 from recipes.benchmarks.cluster.report import best_of, case_table, findings, is_slower, noise, regret, summary, write
+from recipes.benchmarks.cluster.stolen import Ticks, undisturbed
 from recipes.benchmarks.cluster.watcher import environment
 from wallfacer_dt.layout import deal
 from wallfacer_dt.testing import RankPool, attention_oracle
@@ -111,7 +112,7 @@ def test_record_round_trip_and_resume(tmp_path: Path) -> None:
     assert read(path) == entries()[:-1] + entries(run="later")
 
 
-def test_latest_is_the_fullest_run_of_the_last_commit() -> None:
+def test_latest_is_the_fullest_run_of_a_cases_last_commit() -> None:
     slower = {name: 2 * seconds for name, seconds in SECONDS.items()}
     old = entries(commit="old")
     part = entries(run="part", seconds={FLOOR: 9.0, RING: 9.0})
@@ -119,6 +120,33 @@ def test_latest_is_the_fullest_run_of_the_last_commit() -> None:
     assert latest([]) == {}
     assert latest([*old, *entries(), *part]) == {CASE: {entry.contender.name: entry for entry in entries()}}
     assert latest([*old, *entries(), *again, *part])[CASE][RING].seconds == 8.0
+    # What the last commit has not measured is there as it was.
+    other = replace(CASE, rate=200)
+    both = latest([*entries(other, commit="old"), *old, *entries()])
+    assert {case: measured[RING].commit for case, measured in both.items()} == {other: "old", CASE: "abc"}
+
+
+def test_disturbed_measurement_is_made_again() -> None:
+    said: list[str] = []
+    waited: list[float] = []
+
+    def measured(*shares: float, attempts: int = 3) -> tuple[int, float]:
+        """The attempt that counts, of those in which these shares were missing."""
+        clock = iter([ticks for share in shares for ticks in (Ticks(500, 70), Ticks(600, 70 + round(100 * share)))])
+        calls = iter(range(len(shares)))
+        return undisturbed(
+            lambda: next(calls), "it", said.append, attempts=attempts, ticks=lambda: next(clock), sleep=waited.append
+        )
+
+    assert measured(0.05) == (0, 0.05)
+    assert (said, waited) == ([], [])
+    assert measured(0.3, 0.0) == (1, 0.0)
+    assert len(said) == len(waited) == 1
+    assert "it: the host took 30% of the cores" in said[0]
+    assert measured(0.3, 0.1, 0.2) == (1, 0.1)
+    assert measured(0.3, attempts=1) == (0, 0.3)
+    now = Ticks.now()
+    assert 0 <= now.stolen <= now.every
 
 
 def test_what_was_planned_is_judged() -> None:
@@ -134,7 +162,7 @@ def test_what_was_planned_is_judged() -> None:
     (row,) = summary({CASE: by_name}).rows
     assert row[1:] == [
         "ulysses (1.600 s)", "0.40", "1.60", by_name[PLANNED].contender.what, "", "25%", "-", "0.50", "1.00", "1.25",
-        "0.67", "2.00",
+        "0.67", "2.00", "abc",
     ]  # fmt: skip
 
 
@@ -182,7 +210,9 @@ def test_findings_name_the_cases_lost() -> None:
 def test_report_of_a_record(tmp_path: Path) -> None:
     other = replace(CASE, rate=None, heads=6, kv_heads=2)
     few = {name: seconds for name, seconds in SECONDS.items() if name != ULYSSES}
-    path = write(entries() + entries(other, seconds=few | {PLANNED: 1.0}), tmp_path, "2026-11-22")
+    path = write(
+        entries() + entries(other, seconds=few | {PLANNED: 1.0}, stolen=(0.0, 0.02, 0.08)), tmp_path, "2026-11-22"
+    )
     text = path.read_text()
     assert path.name == "cluster_cpu_2026-11-22.md"
     assert (tmp_path / "cluster_cpu_2026-11-22.png").stat().st_size > 10_000
@@ -190,6 +220,7 @@ def test_report_of_a_record(tmp_path: Path) -> None:
         assert f"## {case.name}\n" in text
     assert "| ring | 1.000 | 3.000 | 4.000 | 20% | 1.00 | 4.00 | 3.0 |" in text
     assert "yunchang" in text
+    assert "Of 18 turns that counted 6 had more taken, up to 8%; in 1 of 2 cases" in text
     assert max(len(line) for line in text.splitlines() if not line.startswith(("|", "-", "!"))) <= 120
     with pytest.raises(network.ClusterError, match="empty"):
         write([], tmp_path, "2026-11-22")

@@ -26,6 +26,7 @@ class Entry:
         node_bytes: bytes into the busiest node in one call, forward and backward, by its link's counter.
         error: of output and gradients relative to the largest element of one process', the largest.
         choosing: for what was planned, what was run to choose it, and how long that took.
+        stolen: the share of the cores' time that the host gave to others, by round; nothing where it was not looked at.
     """
 
     run: str
@@ -39,6 +40,7 @@ class Entry:
     node_bytes: int
     error: float
     choosing: str = ""
+    stolen: tuple[float, ...] = ()
 
     @property
     def sums(self) -> list[float]:
@@ -59,9 +61,10 @@ class Entry:
     def from_line(cls, line: str) -> "Entry":
         """The inverse of :meth:`line`."""
         fields = json.loads(line)
-        made = {"cluster": Nodes, "case": Case, "contender": Contender, "forward": tuple, "backward": tuple}
-        for name, make in made.items():
-            fields[name] = make(fields[name]) if make is tuple else make(**fields[name])
+        for name, make in {"cluster": Nodes, "case": Case, "contender": Contender}.items():
+            fields[name] = make(**fields[name])
+        for name in {"forward", "backward", "stolen"} & fields.keys():
+            fields[name] = tuple(fields[name])
         return cls(**fields)
 
     def line(self) -> str:
@@ -92,12 +95,12 @@ def is_done(entries: Sequence[Entry], commit: str, cluster: Nodes, case: Case, n
 
 
 def latest(entries: Sequence[Entry]) -> dict[Case, dict[str, Entry]]:
-    """Of the last commit and its cluster: by case the contenders, of the run that had most, or else the last."""
+    """On the last cluster: by case the contenders, at the last commit of the run that had most, or else the last."""
     if not entries:
         return {}
-    commit, cluster = entries[-1].commit, entries[-1].cluster
-    cases = dict.fromkeys(entry.case for entry in entries if (entry.commit, entry.cluster) == (commit, cluster))
-    return {case: max(reversed(_runs(entries, commit, cluster, case)), key=len) for case in cases}
+    cluster = entries[-1].cluster
+    commits = {entry.case: entry.commit for entry in entries if entry.cluster == cluster}
+    return {case: max(reversed(_runs(entries, at, cluster, case)), key=len) for case, at in commits.items()}
 
 
 def _runs(entries: Sequence[Entry], commit: str, cluster: Nodes, case: Case) -> list[dict[str, Entry]]:

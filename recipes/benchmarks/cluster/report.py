@@ -21,6 +21,7 @@ from recipes.benchmarks.cluster.contenders import (
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.picture import draw
 from recipes.benchmarks.cluster.record import Entry, latest
+from recipes.benchmarks.cluster.stolen import ATTEMPTS, LIMIT
 from recipes.benchmarks.memory.tables import Table
 
 Measured = Mapping[str, Entry]
@@ -34,7 +35,7 @@ _OFTEN = 0.8  # of the rounds, in which one is slower that is called slower
 _HEAD = """\
 # Sharing a sequence over an emulated cluster
 
-{date}, measured at commit {commit} on a machine with {machine}:
+{date}, on a machine with {machine}, at the commits that the first table names:
 {nodes} nodes x {per_node} ranks, gloo, one thread a rank; batch 1, heads of {head_dim}, float32. Made by
 `python -m recipes.benchmarks.cluster`.
 
@@ -57,6 +58,10 @@ round each contender's output and gradients were compared with those of one proc
 {error:.1e}, and above 1e-4 nothing is reported.
 
 Without a mask tokens are in contiguous order; under the causal one in head-tail order, but for "ring".
+
+The host of a virtual machine gives its cores to others at times. A turn is made again when more than {limit:.0%} of
+their time was taken meanwhile, up to {attempts} times in all, of which the least disturbed counts; choosing, twice in all.
+{disturbed}
 """
 
 
@@ -90,9 +95,9 @@ def _parts(cases: Mapping[Case, Measured], date: str, picture: str) -> Iterator[
     every = [entry for measured in cases.values() for entry in measured.values()]
     rounds = sorted({len(entry.forward) for entry in every})
     yield _HEAD.format(
-        date=date, commit=every[0].commit, machine=every[0].machine, nodes=every[0].cluster.nodes,
+        date=date, machine=every[0].machine, nodes=every[0].cluster.nodes,
         per_node=every[0].cluster.per_node, head_dim=every[0].case.head_dim, rounds=" or ".join(map(str, rounds)),
-        error=max(entry.error for entry in every),
+        error=max(entry.error for entry in every), limit=LIMIT, attempts=ATTEMPTS, disturbed=_disturbed(cases),
     ).rstrip()  # fmt: skip
     yield "## What it shows\n\n" + "\n".join(f"- {line}" for line in findings(cases))
     yield f"![Seconds of every contender, divided by the ring's, by case and rate]({picture})"
@@ -100,6 +105,18 @@ def _parts(cases: Mapping[Case, Measured], date: str, picture: str) -> Iterator[
     rows = [(name, version, f"`{why}`") for name, version, why in NOT_RUN]
     yield Table("Not run", ["what", "version", "why, as seen on CPU ranks"], rows).markdown()
     yield from (case_table(case, measured).markdown() for case, measured in cases.items())
+
+
+def _disturbed(cases: Mapping[Case, Measured]) -> str:
+    """Which cases were measured although the host took too much, or without looking."""
+    unseen = [case for case, measured in cases.items() if not all(entry.stolen for entry in measured.values())]
+    taken = [share for measured in cases.values() for entry in measured.values() for share in entry.stolen]
+    over = [share for share in taken if share > LIMIT]
+    most = f", up to {max(over):.0%}" if over else ""
+    return (
+        f"Of {len(taken)} turns that counted {len(over)} had more taken{most}; in {len(unseen)} of {len(cases)} cases, "
+        "measured earlier,\nthis was not looked at."
+    )
 
 
 def case_table(case: Case, measured: Measured) -> Table:
@@ -136,11 +153,12 @@ def summary(cases: Mapping[Case, Measured]) -> Table:
             f"{regret(measured):.0%}" if PLANNED in measured else "-",
             _ratio(measured, PREDICTED, best),
             *(_ratio(measured, PLANNED, other) for other in (RING, USP, ULYSSES, published, FLOOR)),
+            measured[best].commit,
         ])  # fmt: skip
     head = [
         "case", "best contender", "best / ring", "best / one process", "planned: ulysses x ring x team", "chosen by",
         "regret", "predicted / best",
-        "planned / ring", "/ USP", "/ Ulysses", "/ published", "/ one process",
+        "planned / ring", "/ USP", "/ Ulysses", "/ published", "/ one process", "commit",
     ]  # fmt: skip
     note = "Regret is planned / best - 1, not below 0, where best is none that is the same plan. - is what was not run."
     return Table("Best and planned", head, rows, note)

@@ -13,6 +13,7 @@ from recipes.benchmarks.cluster.contenders import FLOOR, PLANNED, RING, Contende
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.record import Entry
+from recipes.benchmarks.cluster.stolen import undisturbed
 
 TOLERANCE = 1e-4
 _TALK = 1 << 20
@@ -76,18 +77,24 @@ def measure(
     """
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     cluster.network.limit(case.rate)
-    chosen = cluster.ask("choose", case=asdict(case))
+    # Choosing takes minutes: it is done once more at most.
+    chosen, share = undisturbed(
+        lambda: cluster.ask("choose", case=asdict(case)), f"{case.name}: choosing", say, attempts=2
+    )
     running = [*running, Contender(**chosen["predicted"]), Contender(**chosen["planned"])]
-    choosing = {PLANNED: f"{chosen['ran']} plans run, {chosen['seconds']:.0f} s"}
+    choosing = {PLANNED: f"{chosen['ran']} plans run, {chosen['seconds']:.0f} s, {share:.0%} stolen"}
     cluster.ask("prepare", case=asdict(case), contenders=[asdict(contender) for contender in running])
     checked = {contender.name: _checked(cluster, case, contender) for contender in running}
-    samples: dict[str, list[tuple[float, float]]] = {contender.name: [] for contender in running}
+    samples: dict[str, list[tuple[float, float, float]]] = {contender.name: [] for contender in running}
     for turn in range(rounds):
         say(f"{case.name}: round {turn + 1} of {rounds}")
         # Whom one comes after is not always the same.
         for contender in [*running[turn:], *running[:turn]]:
-            answer = cluster.ask("pass", contender=asdict(contender))
-            samples[contender.name].append((answer["forward"], answer["backward"]))
+            answer, share = undisturbed(
+                lambda contender=contender: cluster.ask("pass", contender=asdict(contender)),
+                f"{case.name}: {contender.name}", say,
+            )  # fmt: skip
+            samples[contender.name].append((answer["forward"], answer["backward"], share))
     return [
         _entry(begun, commit, cluster, case, c, samples[c.name], *checked[c.name], choosing.get(c.name, ""))
         for c in running
@@ -100,13 +107,15 @@ def _entry(
     cluster: Cluster,
     case: Case,
     contender: Contender,
-    samples: Sequence[tuple[float, float]],
+    samples: Sequence[tuple[float, float, float]],
     sent: int,
     error: float,
     choosing: str,
 ) -> Entry:
-    forward, backward = zip(*samples, strict=True)
-    return Entry(begun, commit, machine(), cluster.nodes, case, contender, forward, backward, sent, error, choosing)
+    forward, backward, stolen = zip(*samples, strict=True)
+    return Entry(
+        begun, commit, machine(), cluster.nodes, case, contender, forward, backward, sent, error, choosing, stolen
+    )
 
 
 def _checked(cluster: Cluster, case: Case, contender: Contender) -> tuple[int, float]:
