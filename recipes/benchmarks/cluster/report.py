@@ -60,7 +60,7 @@ round each contender's output and gradients were compared with those of one proc
 Without a mask tokens are in contiguous order; under the causal one in head-tail order, but for "ring".
 
 The host of a virtual machine gives its cores to others at times. A turn is made again when more than {limit:.0%} of
-their time was taken meanwhile, up to {attempts} times in all, of which the least disturbed counts; choosing, twice in all.
+their time was taken meanwhile, up to {attempts} times in all, choosing up to twice; the least disturbed counts.
 {disturbed}
 """
 
