@@ -25,7 +25,7 @@ class Entry:
         backward: likewise.
         node_bytes: bytes into the busiest node in one call, forward and backward, by its link's counter.
         error: of output and gradients relative to the largest element of one process', the largest.
-        choosing: for what was planned, what was run to choose it, and how long that took.
+        choosing: for what was planned, what was run to choose it, how long that took, and what was stolen meanwhile.
         stolen: the share of the cores' time that the host gave to others, by round; nothing where it was not looked at.
     """
 

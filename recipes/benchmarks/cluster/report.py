@@ -30,7 +30,7 @@ Measured = Mapping[str, Entry]
 # The bounds that the choice is held to: above the best; times one process where links have no limit; and how much
 # faster than a ring it is where heads are fewer than ranks.
 REGRET, OVER_FLOOR, OVER_RING = 0.10, 1.2, 1.5
-# Slower beyond noise: in so many of the rounds, and by more than what one plan measured twice differs in the median.
+# Slower beyond noise: in so many of the rounds, and in the median by more than this part.
 _OFTEN, _NOISE = 0.8, 0.03
 
 _HEAD = """\
@@ -62,7 +62,8 @@ round each contender's output and gradients were compared with those of one proc
 Without a mask tokens are in contiguous order; under the causal one in head-tail order, but for "ring".
 
 The host of a virtual machine gives its cores to others at times. A turn is made again when more than {limit:.0%} of
-their time was taken meanwhile, up to {attempts} times in all, choosing up to twice; the least disturbed counts.
+their time was taken ("stolen") meanwhile, up to {attempts} times in all, choosing up to twice; the least disturbed
+one counts.
 {disturbed}
 """
 
@@ -111,7 +112,7 @@ def _parts(cases: Mapping[Case, Measured], date: str, picture: str) -> Iterator[
 
 
 def _disturbed(cases: Mapping[Case, Measured]) -> str:
-    """Which cases were measured although the host took too much, or without looking."""
+    """How many turns counted although the host took too much, and in how many cases nobody looked."""
     unseen = [case for case, measured in cases.items() if not all(entry.stolen for entry in measured.values())]
     taken = [share for measured in cases.values() for entry in measured.values() for share in entry.stolen]
     over = [share for share in taken if share > LIMIT]
@@ -186,8 +187,8 @@ def findings(cases: Mapping[Case, Measured]) -> list[str]:
         (PUBLISHED, "the published schedule"),
     ):
         those = [case for case, measured in planned.items() if _fastest(measured, name)]
-        lost = [case for case in those if is_slower(planned[case], _fastest(planned[case], name))]
-        lost = [case for case in lost if not _is_same(planned[case], _fastest(planned[case], name))]
+        others = {case: _fastest(planned[case], name) for case in those}
+        lost = [case for case, it in others.items() if is_slower(planned[case], it) and not _is_same(planned[case], it)]
         lines.append(f"Planned is slower than {what} beyond noise {_in(lost, those)}.")
     few = [case for case, measured in planned.items() if case.heads < measured[PLANNED].cluster.ranks]
     short = [case for case in few if over_rings(planned[case]) < OVER_RING]
