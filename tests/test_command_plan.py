@@ -17,7 +17,9 @@ from rich.console import Console
 from tests.cases import fake_world
 from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
+from wallfacer_dt.command.options import NodeError
 from wallfacer_dt.command.planning.lanes import kind_of
+from wallfacer_dt.command.planning.launch import _check_device
 from wallfacer_dt.command.planning.text import print_plan, print_profile
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.planning import (
@@ -254,6 +256,17 @@ def test_a_plan_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "measured fastest" in out_of(f"plan {SHAPE} --profile {path} --ranks 4 --ranks-per-node 2 --nics 2", capsys)
     document = json.loads(out_of(f"plan {SHAPE} --profile {path} --memory 2GB --json", capsys))
     assert document["cluster"] == replace(profile.cluster, memory=2 * 10**9).as_json()
+    assert main(["plan", *SHAPE.split(), "--profile", str(path), "--batch", "2"]) == 0
+    assert capsys.readouterr().err == (
+        f"wallfacer plan: {path} has no run of this model and sequence: plans are ranked by its links and kernels\n"
+    )
+
+
+def test_a_checkpoint_that_makes_a_plan_fit_is_shown() -> None:
+    alone = replace(SMALL, model=replace(SMALL.model, ffn=0))
+    assert "1  head_tail   attention" in printed(alone)
+    none = tuple(replace(one, candidate=replace(one.candidate, checkpoint="none")) for one in alone.ranked)
+    assert "checkpoint  measured" not in printed(replace(alone, ranked=none))
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -300,7 +313,8 @@ def test_every_bar_has_a_colour(causal: bool) -> None:
         (f"{SHAPE} {WHERE} --linear-speed 5", "--linear-speed must be a speed like 200TFLOPS, got '5'"),
         (f"{SHAPE} {WHERE} --top 0", "--top must be at least 1, got 0"),
         (f"{SHAPE} {WHERE} --picture {{folder}}/none/out.png", "--picture: there is no folder {folder}/none"),
-        (f"{SHAPE} {WHERE} --picture {{folder}}/out.nothing", "--picture: "),
+        (f"{SHAPE} {WHERE} --picture {{folder}}/out.nothing", "--picture: out.nothing must end in one of "),
+        (f"{SHAPE} {WHERE} --picture {{folder}}/out.png --top 21", "--picture shows at most 20 plans, got --top 21"),
         (f"{SHAPE} --intra 1GB/s", "--ranks is missing: "),
         (f"{SHAPE} --ranks 2", "--intra is missing: "),
         (f"{SHAPE} --ranks 2 --ranks-per-node 1", "--inter is missing: "),
@@ -311,8 +325,11 @@ def test_every_bar_has_a_colour(causal: bool) -> None:
     ],
 )
 def test_bad_input_gets_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
+    """And before anything is planned, which may take a minute, but for what does not fit."""
+    if "nothing fits" not in message:
+        monkeypatch.setattr("wallfacer_dt.planning.plan", lambda *_, **__: pytest.fail("planned"))
     Profile(CLUSTER).save(tmp_path / "good.json")
     (tmp_path / "bad.json").write_text("[]")
     assert main(["plan", *arguments.format(folder=tmp_path).split()]) == 2
@@ -344,6 +361,7 @@ TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         ("--ranks-per-node 0", "--ranks-per-node must be at least 1, got 0"),
         ("--out {folder}/bad.json", "--out: {folder}/bad.json is no profile: "),
         ("--out {folder}/bad.json/profile.json", "--out: "),
+        ("--out {folder}/good.json", "--out: {folder}/good.json is of 4 ranks, 2 a node, these are 2, 2 a node; name"),
     ],
 )
 def test_a_profiles_bad_input_gets_one_line_of_one_rank(
@@ -355,6 +373,7 @@ def test_a_profiles_bad_input_gets_one_line_of_one_rank(
 ) -> None:
     """And before a process group is made, which would wait for other ranks."""
     (tmp_path / "bad.json").write_text("[]")
+    Profile(CLUSTER).save(tmp_path / "good.json")
     line = f"wallfacer profile: {message.format(folder=tmp_path)}"
     for name, value in (TORCHRUN | {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "one"}).items():
         monkeypatch.setenv(name, value)
@@ -370,6 +389,29 @@ def test_a_profiles_bad_input_gets_one_line_of_one_rank(
         assert main(command) == 2
         assert capsys.readouterr() == ("", "")
         assert waited == [30], "before rank 0 has said it torchrun must see no rank end"
+
+
+@pytest.mark.parametrize(("local", "says"), [("0", True), ("1", False)])
+def test_what_one_node_lacks_its_first_rank_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, local: str, says: bool
+) -> None:
+    ranks = {"WORLD_SIZE": "4", "RANK": str(2 + int(local)), "LOCAL_RANK": local, "TORCHELASTIC_RUN_ID": "one"}
+    for name, value in (TORCHRUN | ranks | {"MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["profile", *SHAPE.split(), "--device", "cuda"]) == 2
+    line = "wallfacer profile: --device cuda: 2 ranks on a node of 1 GPUs; try --device cpu\n"
+    assert (capsys.readouterr().err, waited) == ((line, []) if says else ("", [30]))
+
+
+def test_nodes_on_different_devices_are_refused_before_they_wait_for_each_other() -> None:
+    store = torch.distributed.HashStore()
+    for rank in (0, 1):
+        _check_device(store, rank, "cuda")
+    with pytest.raises(NodeError, match="--device: rank 2 would run on cpu, rank 0 on cuda; say which"):
+        _check_device(store, 2, "cpu")
 
 
 def test_a_profile_needs_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

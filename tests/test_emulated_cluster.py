@@ -4,21 +4,23 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from recipes.benchmarks.cluster import __main__ as command
-from recipes.benchmarks.cluster import network, watcher
+from recipes.benchmarks.cluster import network, run, watcher
 from recipes.benchmarks.cluster.cases import Case, Nodes, all_cases
 from recipes.benchmarks.cluster.contenders import (
     FLOOR,
@@ -31,9 +33,11 @@ from recipes.benchmarks.cluster.contenders import (
     USP,
     contenders,
 )
+from recipes.benchmarks.cluster.findings import findings
 from recipes.benchmarks.cluster.gathered import gathered_attention
+from recipes.benchmarks.cluster.judged import best_of, is_slower, noise, regret, regret_by_round
 from recipes.benchmarks.cluster.record import Entry, append, is_done, latest, read
-from recipes.benchmarks.cluster.report import best_of, case_table, findings, is_slower, noise, regret, summary, write
+from recipes.benchmarks.cluster.report import case_table, summary, write
 from recipes.benchmarks.cluster.stolen import Ticks, undisturbed
 from recipes.benchmarks.cluster.watcher import environment
 from wallfacer_dt.layout import deal
@@ -99,15 +103,16 @@ def test_record_round_trip_and_resume(tmp_path: Path) -> None:
     assert read(path) == []
     append(path, entries())
     assert read(path) == entries()
-    assert is_done(read(path), "abc", NODES, CASE, list(SECONDS))
-    assert not is_done(read(path), "abc", NODES, CASE, [*SECONDS, "2d, ring 8 x team 2"])
-    assert not is_done(read(path), "def", NODES, CASE, list(SECONDS))
-    assert not is_done(read(path), "abc", Nodes(2, 4), CASE, list(SECONDS))
-    assert not is_done(read(path), "abc", NODES, replace(CASE, rate=None), list(SECONDS))
+    assert is_done(read(path), "abc", NODES, CASE, list(SECONDS), 3)
+    assert not is_done(read(path), "abc", NODES, CASE, list(SECONDS), 4)
+    assert not is_done(read(path), "abc", NODES, CASE, [*SECONDS, "2d, ring 8 x team 2"], 3)
+    assert not is_done(read(path), "def", NODES, CASE, list(SECONDS), 3)
+    assert not is_done(read(path), "abc", Nodes(2, 4), CASE, list(SECONDS), 3)
+    assert not is_done(read(path), "abc", NODES, replace(CASE, rate=None), list(SECONDS), 3)
     # A run that was killed while it wrote.
     path.write_text(path.read_text()[:-20])
     assert read(path) == entries()[:-1]
-    assert not is_done(read(path), "abc", NODES, CASE, list(SECONDS))
+    assert not is_done(read(path), "abc", NODES, CASE, list(SECONDS), 3)
     append(path, entries(run="later"))
     assert read(path) == entries()[:-1] + entries(run="later")
 
@@ -120,6 +125,8 @@ def test_latest_is_the_fullest_run_of_a_cases_last_commit() -> None:
     assert latest([]) == {}
     assert latest([*old, *entries(), *part]) == {CASE: {entry.contender.name: entry for entry in entries()}}
     assert latest([*old, *entries(), *again, *part])[CASE][RING].seconds == 8.0
+    once = [replace(entry, forward=(1.0,), backward=(7.0,), run="once") for entry in entries()]
+    assert latest([*entries(), *once])[CASE][RING].seconds == 4.0
     # What the last commit has not measured is there as it was.
     other = replace(CASE, rate=200)
     both = latest([*entries(other, commit="old"), *old, *entries()])
@@ -151,6 +158,64 @@ def test_ticks_are_those_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     # Guests' time, the last two, is in the first two already.
     monkeypatch.setattr(Path, "read_text", lambda _: "cpu  1 2 3 4 5 6 7 80 1 2\ncpu0 9 9 9 9 9 9 9 9 9 9\n")
     assert Ticks.now() == Ticks(every=108, stolen=80)
+
+
+class Silent:
+    """A cluster that computes nothing: it writes down what it is asked, and at which rate of its links."""
+
+    nodes = NODES
+
+    def __init__(self, error: float = 0.0) -> None:
+        self.asked: list[tuple[str, str, int | None]] = []
+        self.error = error
+        self.rate: int | None = None
+        self.network = self
+
+    def limit(self, rate: int | None) -> None:
+        self.rate = rate
+
+    def received(self) -> list[int]:
+        return [len(self.asked), 0]
+
+    def ask(self, what: str, contender: dict[str, Any] | None = None, **_: object) -> dict[str, Any]:
+        self.asked.append((what, contender["name"] if contender else "", self.rate))
+        one = asdict(contenders(NODES, 16, is_causal=False)[1])
+        chosen = {"predicted": one | {"name": PREDICTED}, "planned": one | {"name": PLANNED}, "ran": 8, "seconds": 9.0}
+        return chosen if what == "choose" else {"forward": len(self.asked), "backward": 1.0, "error": self.error}
+
+
+@pytest.fixture
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host takes nothing, whatever it takes."""
+    monkeypatch.setattr(run, "undisturbed", lambda call, *_, **__: (call(), 0.0))
+
+
+@pytest.mark.usefixtures("calm")
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_first_round_is_checked_and_may_count(*, warm_up: bool) -> None:
+    cluster = Silent()
+    running = [one for one in contenders(NODES, 16, is_causal=False) if one.name in (FLOOR, RING)]
+    made = run.measure(cluster, CASE, 2, running, "abc", lambda _: None, warm_up=warm_up)  # pyrefly: ignore[bad-argument-type]
+    names = [FLOOR, RING, PREDICTED, PLANNED]
+    assert [entry.contender.name for entry in made] == names
+    choose, prepare, *done = cluster.asked
+    assert (choose, prepare) == (("choose", "", CASE.rate), ("prepare", "", CASE.rate))
+    # The floor's is the truth, so it comes first; later on others do. Links have no limit while results are gathered.
+    first = [(what, name, rate) for name in names for what, rate in (("pass", CASE.rate), ("check", None))]
+    second = [("pass", name, CASE.rate) for name in [*names[1:], FLOOR]]
+    assert done[:12] == first + second
+    assert len(done) == 8 + 4 * (1 + warm_up)
+    passes = [at for at, asked in enumerate(cluster.asked, 1) if asked[:2] == ("pass", RING)]
+    assert (list(made[1].forward), made[1].warm_up, made[1].node_bytes) == (passes[warm_up:], warm_up, 1)
+
+
+@pytest.mark.usefixtures("calm")
+def test_wrong_result_is_no_contender() -> None:
+    with pytest.raises(network.ClusterError, match=r"ring is off by 2\.0e-03"):
+        run.measure(
+            Silent(2e-3),  # pyrefly: ignore[bad-argument-type]
+            CASE, 1, contenders(NODES, 16, is_causal=False)[1:2], "abc", lambda _: None,
+        )  # fmt: skip
 
 
 def test_what_was_planned_is_judged() -> None:
@@ -188,6 +253,31 @@ def test_one_plan_measured_twice_is_noise() -> None:
     alone[PLANNED] = replace(alone[PLANNED], contender=what)
     assert regret(alone) == 0
     assert "slower than Ulysses beyond noise in 0 of 1 cases" in "\n".join(findings({CASE: alone}))
+    # 16 key heads on 16 ranks: of 4 in each ring keys and values are fewer bytes forward, and queries backward.
+    usp = {entry.contender.name: entry for entry in entries(seconds={USP: 1.6, PLANNED: 2.0})}
+    for rotations, lost in ((("kv", "q"), 0.0), (("q", "q"), 0.25)):
+        what = replace(usp[USP].contender, name=PLANNED, rotate_forward=rotations[0], rotate=rotations[1])
+        both = usp | {PLANNED: replace(usp[PLANNED], contender=what)}
+        assert regret(both) == pytest.approx(lost)
+        assert f"Best by cases: {USP if lost else PLANNED}, 1." in findings({CASE: both})
+
+
+def test_who_is_best_of_many_is_lucky() -> None:
+    by_name = {
+        entry.contender.name: entry for entry in entries(seconds={FLOOR: 1.0, RING: 2.0, USP: 2.0, PLANNED: 2.0})
+    }
+    of = {
+        FLOOR: (1.0, 1.0, 1.0), RING: (2.0, 2.0, 2.0), USP: (1.0, 2.5, 2.5), PLANNED: (2.1, 2.2, 2.4),
+    }  # fmt: skip
+    some = {name: replace(by_name[name], forward=sums, backward=(0.0,) * 3) for name, sums in of.items()}
+    # By the others' medians: the ring's 2.0 in round 1; USP's 1.75 in 2 and 3.
+    assert regret_by_round(some) == pytest.approx(statistics.median([2.1 / 2.0, 2.2 / 2.5, 2.4 / 2.5]) - 1)
+    assert "planned takes 0.96 times as long in the median, and more than 10% longer in 0 of 1 cases." in "\n".join(
+        findings({CASE: some})
+    )
+    once = {name: replace(entry, forward=(1.0,), backward=(1.0,)) for name, entry in some.items()}
+    assert regret_by_round(once) is None
+    assert "luckiest" not in "\n".join(findings({CASE: once}))
 
 
 def test_findings_name_the_cases_lost() -> None:
@@ -198,9 +288,20 @@ def test_findings_name_the_cases_lost() -> None:
     text = "\n".join(findings(cases))
     assert f"more than 10% slower than the best in 1 of 2 cases: {free.name}." in text
     assert f"slower than the plain ring beyond noise in 1 of 2 cases: {free.name}." in text
-    assert f"more than 1.2 times one process in 1 of 1 cases: {free.name}." in text
+    for what in ("the best contender", "planned"):
+        assert f"Without a limit {what} takes more than 1.2 times one process in 1 of 1 cases: {free.name}." in text
     assert "2 of the 48 cases" in text
     assert "as long as planned in 0 of 0 cases" in text
+    assert "is 20% of its time above the fastest in the median, and more than 10% in 14 of 14. In 0 of 2 cases" in text
+    # What ran but once is not judged, and named all the same, with how much longer it took.
+    once = [replace(entry, forward=entry.forward[:1], backward=entry.backward[:1]) for entry in entries(free)]
+    planned = replace(once[1], contender=replace(once[1].contender, name=PLANNED, team=3))
+    text = "\n".join(findings(latest([*entries(seconds=SECONDS | {PLANNED: 1.65}), *once, planned])))
+    assert (
+        "slower than USP beyond noise in 0 of 1 cases. Of 1 that ran fewer rounds it takes more than 3% longer in "
+        f"1: {free.name} (+100%)."
+    ) in text
+    assert "In 1 of 2 cases each ran once" in text
     few = replace(CASE, heads=6, kv_heads=2)
     head_tail = "ring, head-tail"
     cases = latest(
@@ -231,8 +332,14 @@ def test_report_of_a_record(tmp_path: Path) -> None:
         assert f"## {case.name}\n" in text
     assert "| ring | 1.000 | 3.000 | 4.000 | 20% | 1.00 | 4.00 | 3.0 |" in text
     assert "yunchang" in text
+    assert "counts, too" not in text
     assert "Of 18 turns that counted 6 had more taken, up to 8%; in 1 of 2 cases" in text
     assert max(len(line) for line in text.splitlines() if not line.startswith(("|", "-", "!"))) <= 120
+    cold = write(entries() + entries(other, seconds=few, warm_up=False), tmp_path, "2026-11-23").read_text()
+    # The first of three rounds takes 0.9 times as long as the second, the third 1.1 times.
+    assert "reported.\nIn 1 of the cases, of long sequences, the first round counts, too: where there are" in cold
+    assert "more, it takes 0.857 times as long in\nthe median, 0.86 to 0.86 times in all.\n\n" in cold
+    assert "(1.60 times as long at best)" in cold
     with pytest.raises(network.ClusterError, match="empty"):
         write([], tmp_path, "2026-11-22")
 

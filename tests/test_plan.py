@@ -14,11 +14,23 @@ from hypothesis import strategies as st
 from tests.cases import fake_world
 from tests.test_plan_bytes import planned
 from wallfacer_dt import METPParallel, WallFacerParallel
-from wallfacer_dt.planning import Candidate, Cluster, Kernels, Link, ModelShape, Profile, SequenceShape, plan
+from wallfacer_dt.planning import (
+    Candidate,
+    Cluster,
+    Kernels,
+    Link,
+    ModelShape,
+    Prediction,
+    Profile,
+    Ranked,
+    SequenceShape,
+    plan,
+)
 from wallfacer_dt.planning.attention import attention_events, head_patterns
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
-from wallfacer_dt.planning.predict import attention_cost, predict
+from wallfacer_dt.planning.predict import _round_all, attention_cost, predict
 from wallfacer_dt.planning.profiling import _RANKED, Measured, shortlist
+from wallfacer_dt.planning.search import _because
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
 
@@ -352,12 +364,36 @@ def test_what_was_measured_goes_before_what_is_predicted(tmp_path) -> None:
     assert [one.candidate for one in made.ranked[:2]] == [last, first.chosen]
     assert [one.measured for one in made.ranked[:3]] == [1.0, 2.0, None]
     assert made.ranked[0].why.startswith("measured fastest")
+    assert made.ranked[2].why == "not measured"
     # Of another sequence it says nothing.
     assert plan(MODEL, replace(SEQUENCE, batch=2), profile.cluster, profile=profile).ranked[0].measured is None
 
 
+def test_as_fast_is_what_is_ranked_by_bytes() -> None:
+    """Times are equal to four digits, or else the slower one says what it does longer."""
+
+    def ranked(seconds: float, node_bytes: int) -> Ranked:
+        return Ranked(Candidate(4), Prediction(seconds, 1.0, seconds - 1.0, 0.0, 100, node_bytes, 3, 0), "")
+
+    first = ranked(9.990, 100)
+    assert _because(ranked(9.9904, 200), first).why == "as fast, but more bytes cross nodes"
+    assert _because(ranked(9.993, 50), first).why == "+0%: waits 3 ms longer, less of it hidden"
+
+
+def test_weights_go_round_as_fast_as_the_slower_link() -> None:
+    """Of many ranks latency decides, and of links only those that are used."""
+    both = Cluster(1024, 8, Link(50e9, 5e-6), Link(400e9, 10e-6))
+    assert _round_all(5 * 10**8, 1024, both) == pytest.approx(3 * 1023 * 10e-6 + 5e8 / 400e9)
+    alone = Cluster(4, 1, Link(1.0), Link(1e9))
+    assert _round_all(10**9, 4, alone) == pytest.approx(1.0)
+    assert _round_all(10**9, 4, Cluster(4, 4, Link(1e9), Link(1.0))) == pytest.approx(1.0)
+
+
 def test_the_same_sizes_are_equal_however_they_are_said() -> None:
     assert ModelShape(64, 4) == ModelShape(64, 4, 4, 16)
+    assert ModelShape(64, 4, gated=False) == ModelShape(64, 4)
+    assert ModelShape(64, 4, ffn=1, gated=False) != ModelShape(64, 4, ffn=1)
+    assert ModelShape(64, 4, ffn=1, gated=False).attention_alone == ModelShape(64, 4)
     assert SequenceShape(8, window_size=(None, -1)) == SequenceShape(8)
     assert SequenceShape(8, is_causal=True, window_size=(-1, 0)) == SequenceShape(8, is_causal=True)
     assert SequenceShape(8, is_causal=True, window_size=(3, 0)).window_size == (3, 0)

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -88,7 +89,27 @@ def test_a_file_is_kept_when_only_the_extrapolation_differs(tmp_path: Path) -> N
     Profile(one, (Measured(MODEL, SEQUENCE, earlier, 1.0),)).save(path)
     assert [it.candidate for it in profiling._with_earlier(Profile(other), path).measured] == [earlier]
     slow = replace(WHERE, kernels=Kernels(1e12, 1e12, 1e12, half_rows=1.5 * 1024))
-    assert not profiling._with_earlier(Profile(slow), path).measured
+    with pytest.warns(
+        UserWarning, match=r"profile\.json was measured .* twice as fast or slow .*: its 1 runs are repla"
+    ):
+        assert not profiling._with_earlier(Profile(slow), path).measured
+
+
+def test_a_file_is_written_whole_and_stays_as_readable_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.touch(mode=0o600)
+    readable = path.stat().st_mode
+    Profile(WHERE).save(path)
+    assert path.stat().st_mode == readable
+    path.unlink()
+    Profile(WHERE).save(path)
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    before = path.read_text()
+    with mock.patch.object(Path, "replace", side_effect=OSError), pytest.raises(OSError):  # noqa: PT011
+        Profile(replace(WHERE, nics=2)).save(path)
+    assert path.read_text() == before
+    assert {one.name for one in tmp_path.iterdir()} == {"profile.json", "other"}
 
 
 @pytest.mark.parametrize("name", ["forward", "backward", "linear", "overhead", "merge", "copy", "half_rows"])
@@ -195,9 +216,10 @@ def test_counts_below_one_are_refused_before_anything_is_measured(option: str) -
         profile(MODEL, SEQUENCE, "cpu", **{option: 0})
 
 
-def errors(path: str) -> tuple[str, str]:
+def errors(path: str | None = None, cluster: Cluster = WHERE, others: dict[str, int] | None = None) -> tuple[str, str]:
+    steps = partial(profile, top=1, iterations=1, build=lambda _: pytest.fail("ran a plan"), **(others or {}))
     try:
-        profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=1, iterations=1, build=lambda _: lambda: None, path=path)
+        steps(MODEL, SEQUENCE, "cpu", cluster=cluster, path=path)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -209,6 +231,31 @@ def test_an_error_of_the_rank_that_plans_ends_all(ranks, tmp_path: Path) -> None
     found = ranks(4).run(errors, str(tmp_path / "file" / "profile.json"))
     assert found[0][0] == "FileExistsError"
     assert all(one[0] == "RuntimeError" and "rank 0 could not plan: FileExistsError" in one[1] for one in found[1:])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("cluster", "others", "message"),
+    [
+        (WHERE, {"memory": 10**9}, "a cluster has ranks_per_node and memory itself"),
+        (WHERE, {"ranks_per_node": 2}, "a cluster has ranks_per_node and memory itself"),
+        (replace(WHERE, ranks=8), {}, "the cluster has 8 ranks, and there are 4"),
+    ],
+)
+def test_two_accounts_of_a_cluster_are_refused(ranks, cluster: Cluster, others: dict[str, int], message: str) -> None:
+    found = ranks(4).run(errors, None, cluster, others)
+    assert all(kind == "ValueError" and said.startswith(message) for kind, said in found)
+
+
+@pytest.mark.ranks
+def test_a_file_of_other_ranks_is_refused_before_plans_run(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    Profile(replace(WHERE, ranks_per_node=4)).save(path)
+    before = path.read_text()
+    found = ranks(4).run(errors, path)
+    message = "the profile is of 4 ranks, 4 a node, the cluster has 4, 2 a node"
+    assert found == [("ValueError", message)] + 3 * [("RuntimeError", f"rank 0 could not plan: ValueError: {message}")]
+    assert path.read_text() == before
 
 
 def does_not_fit() -> tuple[str, str]:

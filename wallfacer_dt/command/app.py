@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from wallfacer_dt.command.options import OptionError
+from wallfacer_dt.command.options import NodeError, OptionError
 
 PROGRAM = "wallfacer"
 _MISSING = f"{PROGRAM}: {{}} is not installed, and this command needs it: pip install 'wallfacer-dt[cli]'"
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = app(arguments or ["--help"], prog_name=PROGRAM, standalone_mode=False)
     except OptionError as error:
-        return _refuse(app, arguments, str(error))
+        return _refuse(app, arguments, str(error), by="LOCAL_RANK" if isinstance(error, NodeError) else "RANK")
     except typer.TyperException as error:
         return _refuse(app, arguments, _message(error))
     except ModuleNotFoundError as error:
@@ -69,12 +69,12 @@ def _message(error: Any) -> str:
     return " ".join(text.split()).rstrip(".")
 
 
-def _refuse(app: Any, arguments: Sequence[str], message: str) -> int:
+def _refuse(app: Any, arguments: Sequence[str], message: str, by: str = "RANK") -> int:
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     command = next((f" {argument}" for argument in arguments if argument in names), "")
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
-        # All ranks have the same arguments, and the first says what is wrong with them. torchrun ends all when one
-        # ends, which must not be before that.
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(by) != "0":
+        # All ranks have the same arguments, and the first says what is wrong with them, or the first of its node what
+        # is wrong there. torchrun ends all when one ends, which must not be before that.
         time.sleep(_PATIENCE)
     else:
         print(f"{PROGRAM}{command}: {message}", file=sys.stderr)

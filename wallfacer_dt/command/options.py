@@ -8,6 +8,10 @@ class OptionError(ValueError):
     """Something the caller must change: shown as one line, exit status 2, never as a traceback."""
 
 
+class NodeError(OptionError):
+    """The same, where not all nodes may have it: the first rank of each that has says so."""
+
+
 @contextmanager
 def naming(option: str) -> Iterator[None]:
     """Say of a ValueError which option it is about.

@@ -19,7 +19,7 @@ class ModelShape:
         kv_heads: key and value heads, a divisor of ``heads``; None: as many.
         head_dim: of queries, keys and values; None: hidden / heads.
         ffn: hidden units of the feed-forward, 0 for none.
-        gated: it has a gate (SwiGLU): three projections instead of two.
+        gated: it has a gate (SwiGLU): three projections instead of two; True where there is none.
         layers: how many.
         vocab: entries of the output projection, 0 to leave it and the embedding out.
     """
@@ -51,6 +51,7 @@ class ModelShape:
         # Written out, so that the same sizes are equal.
         object.__setattr__(self, "kv_heads", self.keys)
         object.__setattr__(self, "head_dim", self.dim)
+        object.__setattr__(self, "gated", self.gated or not self.ffn)
 
     @property
     def keys(self) -> int:

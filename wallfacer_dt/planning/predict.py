@@ -191,7 +191,5 @@ def _round_all(nbytes: int, ranks: int, cluster: Cluster) -> float:
     """Seconds in which every rank receives so much, thrice round a ring of all; between nodes over all interfaces."""
     if not nbytes:
         return 0.0
-    slowest = max(
-        [cluster.intra, cluster.inter][: cluster.nodes], key=lambda link: link.latency + nbytes / link.bandwidth
-    )
-    return 3 * (ranks - 1) * slowest.latency + nbytes / slowest.bandwidth
+    used = [cluster.intra] * (cluster.ranks_per_node > 1) + [cluster.inter] * (cluster.nodes > 1)
+    return max(3 * (ranks - 1) * link.latency + nbytes / link.bandwidth for link in used)

@@ -3,8 +3,9 @@
 import gc
 import json
 import os
+import shutil
 import statistics
-import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -89,11 +90,16 @@ class Profile:
         for entry, one in zip(entries, self.measured, strict=True):
             entry["sequence"]["dtype"] = one.sequence.dtype_name
         text = json.dumps({"version": _VERSION, "cluster": self.cluster.as_json(), "measured": entries}, indent=1)
-        folder = Path(path).absolute().parent
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(text + "\n")
-        Path(file.name).replace(path)
+        path = Path(path).absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            whole.write_text(text + "\n")
+            if path.exists():
+                shutil.copymode(path, whole)
+            whole.replace(path)
+        finally:
+            whole.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":
@@ -157,23 +163,30 @@ def profile(
         build: from a plan whose choice is to be run, one step of the real model, of which there is one at a time;
             without it, one call of attention of the model's shape, forward and backward, on random numbers, and that is
             what is planned.
-        cluster: instead of measuring it.
-        path: a file for rank 0 to add the result to; what it has of other models and sequences stays.
+        cluster: instead of measuring it; it says itself how many ranks share a node, and what memory they have.
+        path: a file for rank 0 to add the result to; what it has of other models and sequences stays, unless links and
+            kernels are not those that it was measured with, of which a warning tells.
 
     Returns:
         The plan, and what was measured.
 
     Raises:
-        ValueError: ``top``, ``iterations`` or ``turns`` is below 1.
+        ValueError: ``top``, ``iterations`` or ``turns`` is below 1; ``cluster`` comes with what it has itself, or has
+            other ranks than there are; or, on rank 0, ``path`` is no profile, or one of other ranks.
         PlanningError: on every rank: nothing fits, or nodes are not made of neighbouring ranks.
         RuntimeError: on the others, where rank 0 has another error.
     """
     turns = (1 if build else 3) if turns is None else turns
     if min(top, iterations, turns) < 1:
         raise ValueError(f"top, iterations and turns must be at least 1, got {top}, {iterations} and {turns}")
+    if cluster is not None and (ranks_per_node, memory) != (None, None):
+        raise ValueError("a cluster has ranks_per_node and memory itself: give it, or these two")
+    if cluster is not None and cluster.ranks != dist.get_world_size():
+        raise ValueError(f"the cluster has {cluster.ranks} ranks, and there are {dist.get_world_size()}")
     _by_first(lambda: _check_path(path))
     if cluster is None:
         cluster = Probe.on(device_type, ranks_per_node).cluster(model, sequence, memory)
+    _by_first(lambda: _check_path(path, cluster))
     model = model if build else model.attention_alone
     first = _by_first(lambda: plan(model, sequence, cluster, keep=_RANKED * top))
     chosen = shortlist(first, top)
@@ -191,12 +204,13 @@ def profile(
     return _by_first(finish), result
 
 
-def _check_path(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a file that cannot be added to, before anything is measured."""
+def _check_path(path: str | os.PathLike[str] | None, cluster: Cluster | None = None) -> None:
+    """Refuse a file that cannot be added to, before anything is measured; or that is of other ranks or nodes."""
     if path is not None:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        if Path(path).exists():
-            Profile.load(path)
+        earlier = Profile.load(path) if Path(path).exists() else None
+        if earlier and cluster:
+            earlier.check_is_of(cluster)
 
 
 def _by_first(make: Callable[[], Any]) -> Any:
@@ -244,6 +258,11 @@ def _with_earlier(result: Profile, path: str | os.PathLike[str]) -> Profile:
         return result
     earlier = Profile.load(path)
     if not _are_alike(earlier.cluster, result.cluster):
+        warnings.warn(
+            f"{path} was measured with links or kernels twice as fast or slow as now: its {len(earlier.measured)} runs "
+            "are replaced",
+            stacklevel=2,
+        )
         return result
     fresh = {(one.model, one.sequence) for one in result.measured}
     kept = [one for one in earlier.measured if (one.model, one.sequence) not in fresh]

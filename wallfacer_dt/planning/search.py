@@ -51,8 +51,8 @@ class Plan:
         model: that was planned for.
         sequence: likewise.
         cluster: likewise.
-        ranked: fastest first; the first is chosen. One for every mesh, placement and schedule, with the rotations
-            and layers that suit it best.
+        ranked: what was measured, fastest first, then what is predicted, likewise; the first is chosen. One for every
+            mesh, placement and schedule, with the rotations and layers that suit it best.
         dropped: what does not fit into memory, likewise.
         considered: how many attentions there were to choose from.
     """
@@ -259,11 +259,16 @@ class _Search:
 
 
 def _order(one: Ranked) -> tuple:
-    """What was measured first, then the fastest; of equally fast ones (to a thousandth) the one that sends less."""
+    """What was measured first, then the fastest; of equally fast ones the one that sends less."""
     p, it = one.prediction, one.candidate
     axes = sum(size > 1 for size in it.axes)
-    predicted = float(f"{p.seconds:.4g}"), p.node_bytes, p.rank_bytes, axes, it.schedule != "2d", p.seconds
+    predicted = _rounded(p.seconds), p.node_bytes, p.rank_bytes, axes, it.schedule != "2d", p.seconds
     return one.measured is None, one.measured or 0.0, *predicted
+
+
+def _rounded(seconds: float) -> float:
+    """To four digits: what is that close is equally fast."""
+    return float(f"{seconds:.4g}")
 
 
 def _because(one: Ranked, first: Ranked) -> Ranked:
@@ -277,8 +282,8 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     if one.measured is not None:
         return replace(one, why=f"measured {slower:+.0%}")
     if first.measured is not None:
-        return replace(one, why="not measured, predicted behind what was")
-    if slower < 0.0005:
+        return replace(one, why="not measured")
+    if _rounded(p.seconds) == _rounded(best.seconds):
         return replace(one, why=_as_fast(p, best))
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:

@@ -33,7 +33,9 @@ def main(
     masks: Annotated[str, typer.Option(help="full, causal, or both with a comma.")] = "full,causal",
     contenders: Annotated[str, typer.Option(help="Parts of names, with commas; ring and one process always run.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds after the first, which is not counted.")] = 5,
-    long_rounds: Annotated[int, typer.Option(min=1, help="Rounds of sequences above 4096 tokens.")] = 3,
+    long_rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of sequences above 4096 tokens; the first counts, too.")
+    ] = 3,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 4,
     per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 4,
     record: Annotated[Path, typer.Option(help="File of what was measured.")] = Path("runs/cluster/record.jsonl"),
@@ -52,7 +54,7 @@ def main(
                 inside, across = check_loopback(cluster)
                 _CONSOLE.print(f"a MiB exchanged in nodes, {inside} bytes over a link; across nodes, {across}")
                 for case in cases:
-                    _one(cluster, case, long_rounds if case.length > LENGTHS[0] else rounds, only, record, at)
+                    _one(cluster, case, long_rounds if case.is_long else rounds, only, record, at)
         path = write(read(record), out, day or str(date.today()))
     except ClusterError as error:
         print(f"recipes.benchmarks.cluster: {error}", file=sys.stderr)
@@ -63,10 +65,10 @@ def main(
 def _one(cluster: Cluster, case: Case, rounds: int, only: list[str], record: Path, at: str) -> None:
     running = selected(cluster, case, only)
     names = [contender.name for contender in running]
-    if is_done(read(record), at, cluster.nodes, case, names):
+    if is_done(read(record), at, cluster.nodes, case, names, rounds):
         _CONSOLE.print(f"{case.name}: in the record")
         return
-    entries = measure(cluster, case, rounds, running, at, _CONSOLE.print)
+    entries = measure(cluster, case, rounds, running, at, _CONSOLE.print, warm_up=not case.is_long)
     append(record, entries)
     # Tables are wider than what a pipe is taken for.
     wide = Console(width=None if sys.stdout.isatty() else 150)

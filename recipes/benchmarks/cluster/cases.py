@@ -55,6 +55,11 @@ class Case:
         return MASKS[self.is_causal]
 
     @property
+    def is_long(self) -> bool:
+        """Whether a turn takes so long that it is taken less often, and warming up does not show."""
+        return self.length > LENGTHS[0]
+
+    @property
     def shape_name(self) -> str:
         """All but the rate, in words."""
         return f"{self.heads}/{self.kv_heads} heads, {self.mask}, N = {self.length}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recipes.benchmarks.cluster.cases import Case, Nodes
+from recipes.benchmarks.cluster.cases import Case
 from recipes.benchmarks.cluster.contenders import PLANNED, PREDICTED, Contender
 from wallfacer_dt import ModelShape, SequenceShape, profile
 from wallfacer_dt.planning.candidates import Candidate
@@ -29,12 +29,11 @@ class Choice:
     seconds: float
 
 
-def choose(case: Case, cluster: Nodes, probe: Probe) -> Choice:
+def choose(case: Case, probe: Probe) -> Choice:
     """Choose contenders for a case: links and kernels are measured, and the best few plans run.
 
     Args:
         case: what is to be computed. Its rate is how the links are limited, which the planner finds out by itself.
-        cluster: how ranks are spread over nodes.
         probe: of the ranks, made once.
 
     Returns:
@@ -43,9 +42,9 @@ def choose(case: Case, cluster: Nodes, probe: Probe) -> Choice:
     begun = time.perf_counter()
     model = ModelShape(case.heads * case.head_dim, case.heads, case.kv_heads)
     sequence = SequenceShape(case.length, is_causal=case.is_causal, dtype=torch.float32)
-    top, turns = (4, 1) if case.length > 4096 else (8, 3)
+    top, iterations, turns = (4, 1, 1) if case.is_long else (8, 2, 3)
     chosen, measured = profile(
-        model, sequence, "cpu", ranks_per_node=cluster.per_node, top=top, iterations=2, turns=turns,
+        model, sequence, "cpu", top=top, iterations=iterations, turns=turns,
         cluster=probe.cluster(model, sequence, memory=None),
     )  # fmt: skip
     # They were run in the order of what was predicted.

@@ -67,7 +67,7 @@ class Rank:
         match command["do"], contender, case:
             case "choose", _, Case() as case:
                 self.probe = self.probe or Probe.on("cpu", self.cluster.per_node)
-                return asdict(choose(case, self.cluster, self.probe))
+                return asdict(choose(case, self.probe))
             case "prepare", _, Case() as case:
                 return self.prepare(case, [Contender(**fields) for fields in command["contenders"]])
             case "pass", Contender() as contender, _:

@@ -27,6 +27,7 @@ class Entry:
         error: of output and gradients relative to the largest element of one process', the largest.
         choosing: for what was planned, what was run to choose it, how long that took, and what was stolen meanwhile.
         stolen: the share of the cores' time that the host gave to others, by round; nothing where it was not looked at.
+        warm_up: whether a round that is not counted went before the first one.
     """
 
     run: str
@@ -41,6 +42,7 @@ class Entry:
     error: float
     choosing: str = ""
     stolen: tuple[float, ...] = ()
+    warm_up: bool = True
 
     @property
     def sums(self) -> list[float]:
@@ -89,18 +91,27 @@ def append(path: Path, entries: Sequence[Entry]) -> None:
         file.write("".join(entry.line() + "\n" for entry in entries))
 
 
-def is_done(entries: Sequence[Entry], commit: str, cluster: Nodes, case: Case, names: Sequence[str]) -> bool:
-    """Whether one run of this commit has measured a case with all contenders of these names."""
-    return any(set(names) <= run.keys() for run in _runs(entries, commit, cluster, case))
+def is_done(
+    entries: Sequence[Entry], commit: str, cluster: Nodes, case: Case, names: Sequence[str], rounds: int
+) -> bool:
+    """Whether one run of this commit has measured a case with all contenders of these names, in so many rounds."""
+    return any(set(names) <= run.keys() and _rounds(run) >= rounds for run in _runs(entries, commit, cluster, case))
 
 
 def latest(entries: Sequence[Entry]) -> dict[Case, dict[str, Entry]]:
-    """On the last cluster: by case the contenders, at the last commit of the run that had most, or else the last."""
+    """On the last cluster: by case the contenders at its last commit, of the run with most of them and most rounds."""
     if not entries:
         return {}
     cluster = entries[-1].cluster
     commits = {entry.case: entry.commit for entry in entries if entry.cluster == cluster}
-    return {case: max(reversed(_runs(entries, at, cluster, case)), key=len) for case, at in commits.items()}
+    return {
+        case: max(reversed(_runs(entries, at, cluster, case)), key=lambda run: (len(run), _rounds(run)))
+        for case, at in commits.items()
+    }
+
+
+def _rounds(run: dict[str, Entry]) -> int:
+    return min(len(entry.forward) for entry in run.values())
 
 
 def _runs(entries: Sequence[Entry], commit: str, cluster: Nodes, case: Case) -> list[dict[str, Entry]]:

@@ -1,10 +1,11 @@
-"""Measuring a case: all contenders in turn, round after round, after one in which each is checked."""
+"""Measuring a case: all contenders in turn, round after round; in the first each is checked."""
 
 import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -13,10 +14,20 @@ from recipes.benchmarks.cluster.contenders import FLOOR, PLANNED, RING, Contende
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.record import Entry
-from recipes.benchmarks.cluster.stolen import undisturbed
+from recipes.benchmarks.cluster.stolen import ATTEMPTS, undisturbed
 
 TOLERANCE = 1e-4
 _TALK = 1 << 20
+
+T = TypeVar("T")
+
+
+class Sample(NamedTuple):
+    """One turn: seconds of forward and backward, and the share of the cores' time that was stolen meanwhile."""
+
+    forward: float
+    backward: float
+    stolen: float
 
 
 def check_loopback(cluster: Cluster) -> tuple[int, int]:
@@ -32,7 +43,7 @@ def check_loopback(cluster: Cluster) -> tuple[int, int]:
     for where in ("inside", "across"):
         # Connections are made when first used.
         cluster.ask("talk", where=where, bytes=4096)
-        seen.append(counted(cluster, lambda where=where: cluster.ask("talk", where=where, bytes=_TALK)))
+        seen.append(counted(cluster, lambda where=where: cluster.ask("talk", where=where, bytes=_TALK))[1])
     inside, across = seen
     shape = cluster.nodes
     if shape.per_node > 1 and inside > _TALK // 8:
@@ -42,11 +53,11 @@ def check_loopback(cluster: Cluster) -> tuple[int, int]:
     return inside, across
 
 
-def counted(cluster: Cluster, call: Callable[[], object]) -> int:
-    """Bytes into the busiest node during a call."""
+def counted(cluster: Cluster, call: Callable[[], T]) -> tuple[T, int]:
+    """What a call returns, and the bytes into the busiest node meanwhile."""
     before = cluster.network.received()
-    call()
-    return max(after - was for was, after in zip(before, cluster.network.received(), strict=True))
+    returned = call()
+    return returned, max(after - was for was, after in zip(before, cluster.network.received(), strict=True))
 
 
 def selected(cluster: Cluster, case: Case, only: Sequence[str]) -> list[Contender]:
@@ -57,17 +68,25 @@ def selected(cluster: Cluster, case: Case, only: Sequence[str]) -> list[Contende
 
 
 def measure(
-    cluster: Cluster, case: Case, rounds: int, running: Sequence[Contender], commit: str, say: Callable[[str], None]
+    cluster: Cluster,
+    case: Case,
+    rounds: int,
+    running: Sequence[Contender],
+    commit: str,
+    say: Callable[[str], None],
+    *,
+    warm_up: bool = True,
 ) -> list[Entry]:
     """Measure one case.
 
     Args:
         cluster: the ranks.
         case: what to compute.
-        rounds: how often, after the first time.
+        rounds: how many count.
         running: contenders, the floor first; what is predicted and planned is added.
         commit: of this checkout.
         say: told of what is done.
+        warm_up: whether a round goes before that does not count; or else the first one does, too.
 
     Returns:
         An entry for each contender.
@@ -84,19 +103,20 @@ def measure(
     running = [*running, Contender(**chosen["predicted"]), Contender(**chosen["planned"])]
     choosing = {PLANNED: f"{chosen['ran']} plans run, {chosen['seconds']:.0f} s, {share:.0%} stolen"}
     cluster.ask("prepare", case=asdict(case), contenders=[asdict(contender) for contender in running])
-    checked = {contender.name: _checked(cluster, case, contender) for contender in running}
-    samples: dict[str, list[tuple[float, float, float]]] = {contender.name: [] for contender in running}
-    for turn in range(rounds):
-        say(f"{case.name}: round {turn + 1} of {rounds}")
+    checked: dict[str, tuple[int, float]] = {}
+    samples: dict[str, list[Sample]] = {contender.name: [] for contender in running}
+    for turn in range(rounds + warm_up):
+        say(f"{case.name}: round {turn + (not warm_up)} of {rounds}")
         # Whom one comes after is not always the same.
         for contender in [*running[turn:], *running[:turn]]:
-            answer, share = undisturbed(
-                lambda contender=contender: cluster.ask("pass", contender=asdict(contender)),
-                f"{case.name}: {contender.name}", say,
-            )  # fmt: skip
-            samples[contender.name].append((answer["forward"], answer["backward"], share))
+            counts = turn > 0 or not warm_up
+            sample, sent = _one_pass(cluster, case, contender, say, attempts=ATTEMPTS if counts else 1)
+            if turn == 0:
+                checked[contender.name] = sent, _check(cluster, case, contender)
+            if counts:
+                samples[contender.name].append(sample)
     return [
-        _entry(begun, commit, cluster, case, c, samples[c.name], *checked[c.name], choosing.get(c.name, ""))
+        _entry(begun, commit, cluster, case, c, samples[c.name], *checked[c.name], choosing.get(c.name, ""), warm_up)
         for c in running
     ]
 
@@ -107,27 +127,39 @@ def _entry(
     cluster: Cluster,
     case: Case,
     contender: Contender,
-    samples: Sequence[tuple[float, float, float]],
+    samples: Sequence[Sample],
     sent: int,
     error: float,
     choosing: str,
+    warm_up: bool,
 ) -> Entry:
     forward, backward, stolen = zip(*samples, strict=True)
     return Entry(
-        begun, commit, machine(), cluster.nodes, case, contender, forward, backward, sent, error, choosing, stolen
-    )
+        begun, commit, machine(), cluster.nodes, case, contender, forward, backward, sent, error, choosing, stolen,
+        warm_up,
+    )  # fmt: skip
 
 
-def _checked(cluster: Cluster, case: Case, contender: Contender) -> tuple[int, float]:
-    """The bytes into the busiest node in a first call, and how far its result is off."""
-    sent = counted(cluster, lambda: cluster.ask("pass", contender=asdict(contender)))
+def _one_pass(
+    cluster: Cluster, case: Case, contender: Contender, say: Callable[[str], None], *, attempts: int
+) -> tuple[Sample, int]:
+    """One turn, and the bytes that came into the busiest node meanwhile."""
+    (answer, sent), stolen = undisturbed(
+        lambda: counted(cluster, lambda: cluster.ask("pass", contender=asdict(contender))),
+        f"{case.name}: {contender.name}", say, attempts=attempts,
+    )  # fmt: skip
+    return Sample(answer["forward"], answer["backward"], stolen), sent
+
+
+def _check(cluster: Cluster, case: Case, contender: Contender) -> float:
+    """How far the last result is off."""
     # The result is gathered on one rank, which is no part of any contender.
     cluster.network.limit(None)
     error = cluster.ask("check", contender=asdict(contender))["error"]
     cluster.network.limit(case.rate)
     if error > TOLERANCE:
         raise ClusterError(f"{case.name}: {contender.name} is off by {error:.1e}, at most {TOLERANCE:.0e} is allowed")
-    return sent, error
+    return error
 
 
 def machine() -> str:

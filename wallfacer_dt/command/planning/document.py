@@ -26,7 +26,7 @@ def plan_as_json(plan: Plan) -> str:
           intra, inter  bandwidth, latency
           kernels       forward, backward, linear, overhead, merge, copy, half_rows
         considered  how many attentions there were to choose from
-        ranked[]    why, measured (or null); fastest first, as many as --top
+        ranked[]    why, measured (or null); what was measured first, fastest first, as many as --top
           candidate     ring, team, ulysses, placement, schedule, rotate, rotate_forward, order, feed_forward,
                         checkpoint
           prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory
@@ -45,7 +45,8 @@ def plan_as_json(plan: Plan) -> str:
 def profile_as_json(plan: Plan, profile: Profile, path: Path) -> str:
     """What was measured as one JSON document.
 
-    All keys of :func:`plan_as_json`, by the cluster that was measured, and ::
+    All keys of :func:`plan_as_json`, by the cluster that was measured (of ``ranked[]`` more than ``--top``, since plans
+    that differ in their placement alone are not all run), and ::
 
         measured[]  candidate (as above), predicted, measured: seconds of a step, in the order in which plans ran
         file        where it was written

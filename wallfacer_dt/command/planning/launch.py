@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wallfacer_dt.command.options import OptionError, check_least, naming
+from wallfacer_dt.command.options import NodeError, OptionError, check_least, naming
 from wallfacer_dt.command.units import parse_time
 from wallfacer_dt.planning import PlanningError
 
@@ -22,13 +22,17 @@ class Launch:
     """How this rank was started.
 
     Attributes:
-        rank: it.
+        ranks: how many there are.
+        per_node: of a node.
+        rank: this one.
         local_rank: among those of its node.
         device: ``"cpu"`` or ``"cuda"``.
         threads: of the CPU.
         timeout: of collectives.
     """
 
+    ranks: int
+    per_node: int
     rank: int
     local_rank: int
     device: str
@@ -61,9 +65,9 @@ class Launch:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device == "cuda" and torch.cuda.device_count() < local_ranks:
             found = torch.cuda.device_count()
-            raise OptionError(f"--device cuda: {local_ranks} ranks on a node of {found} GPUs; try --device cpu")
+            raise NodeError(f"--device cuda: {local_ranks} ranks on a node of {found} GPUs; try --device cpu")
         threads = threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
-        return cls(rank, local, device, threads, _read_timeout(timeout))
+        return cls(ranks, min(ranks, per_node or local_ranks), rank, local, device, threads, _read_timeout(timeout))
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -73,12 +77,15 @@ class Launch:
             Nothing.
 
         Raises:
-            OptionError: what the planner refuses on all ranks alike.
+            OptionError: what the planner refuses on all ranks alike, or another device than that of rank 0.
         """
         torch.set_num_threads(self.threads)
         if self.device == "cuda":
             torch.cuda.set_device(self.local_rank)
-        dist.init_process_group("nccl" if self.device == "cuda" else "gloo", timeout=self.timeout)
+        store, *_ = next(dist.rendezvous("env://", timeout=self.timeout))
+        _check_device(store, self.rank, self.device)
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks, timeout=self.timeout)
         try:
             yield
         except PlanningError as error:
@@ -86,6 +93,15 @@ class Launch:
             raise OptionError(f"--{error.about.replace('_', '-')}: {error}") from error
         # Not after an error of one rank alone, for which the others may be waiting: it just ends.
         dist.destroy_process_group()
+
+
+def _check_device(store: dist.Store, rank: int, device: str) -> None:
+    """Refuse (NodeError) another device than rank 0's: their process groups would wait for each other."""
+    if rank == 0:
+        store.set("device", device)
+    first = store.get("device").decode()
+    if device != first:
+        raise NodeError(f"--device: rank {rank} would run on {device}, rank 0 on {first}; say which")
 
 
 def _check_nodes(ranks: int, per_node: int | None) -> None:

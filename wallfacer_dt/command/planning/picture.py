@@ -18,20 +18,34 @@ _MOST = 20  # bars
 _WIDTH, _BAR, _TIMELINE = 12.0, 0.32, 1.9  # inches
 
 
+def check_picture(path: Path, top: int) -> None:
+    """Refuse (OptionError) a picture that cannot be, before anything is planned.
+
+    Args:
+        path: of the file, whose ending says the format.
+        top: how many plans to draw.
+    """
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"--picture: there is no folder {path.parent}")
+    if top > _MOST:
+        raise OptionError(f"--picture shows at most {_MOST} plans, got --top {top}")
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise OptionError(f"--picture: {path.name} must end in one of {', '.join(sorted(formats))}")
+
+
 def draw_plan(plan: Plan, top: int, path: Path) -> None:
     """Write the picture.
 
     Args:
         plan: the plan.
         top: how many plans to draw.
-        path: of the file, whose ending says the format.
+        path: of the file, see :func:`check_picture`.
 
     Raises:
-        OptionError: too many plans to be told apart, or a file that cannot be written.
+        OptionError: a file that cannot be written.
     """
     best = plan.ranked[:top]
-    if len(best) > _MOST:
-        raise OptionError(f"--picture shows at most {_MOST} plans, got --top {top}")
     heights = [_BAR * len(best) + 0.9, _TIMELINE, _TIMELINE]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -81,8 +81,10 @@ def plan(
         --kv-heads 52 --intra 300GB/s --inter 12.5GB/s
     """
     check_least("--top", top)
-    if picture is not None and not picture.absolute().parent.is_dir():
-        raise OptionError(f"--picture: there is no folder {picture.parent}")
+    if picture is not None:
+        from wallfacer_dt.command.planning.picture import check_picture
+
+        check_picture(picture, top)
     model = make_model(hidden, heads, kv_heads, head_dim, ffn=ffn, gated=gated, layers=layers, vocab=vocab)
     sequence = make_sequence(seq, batch, causal, window, dtype)
     machines = Machines(
@@ -96,6 +98,9 @@ def plan(
             made = planning.plan(model, sequence, cluster, profile=measured, keep=top)
         except planning.PlanningError as error:
             raise OptionError(f"--{error.about}: {error}") from error
+    if measured is not None and all(one.measured is None for one in made.ranked):
+        note = f"{profile} has no run of this model and sequence: plans are ranked by its links and kernels"
+        typer.echo(f"wallfacer plan: {note}", err=True)
     if picture is not None:
         from wallfacer_dt.command.planning.picture import draw_plan
 

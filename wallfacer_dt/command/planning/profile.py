@@ -51,7 +51,7 @@ def profile(
     ] = None,
     timeout: Annotated[str, typer.Option(metavar="TIME", help="After which ranks stop waiting for one.")] = "120s",
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="What is measured is added to it; plan --profile reads it.")
+        Path, typer.Option(metavar="FILE", help="Made, or added to if of these ranks; plan --profile reads it.")
     ] = Path("profile.json"),
     as_document: Json = False,
 ) -> None:
@@ -69,7 +69,7 @@ def profile(
     limit = read_memory(memory)
     launch = Launch.read(os.environ, device, ranks_per_node, threads, timeout)
     if launch.rank == 0:
-        _check_out(out)
+        _check_out(out, launch)
     with launch.group():
         chosen, measured = planning.profile(
             model, sequence, launch.device, ranks_per_node=ranks_per_node, memory=limit, top=top,
@@ -81,13 +81,18 @@ def profile(
         print_profile(chosen, measured, out, make_console())
 
 
-def _check_out(path: Path) -> None:
-    """Refuse (OptionError) a file that cannot be written, or is something else."""
+def _check_out(path: Path, launch: Launch) -> None:
+    """Refuse (OptionError) a file that cannot be written, or is something else, or of other ranks or nodes."""
     if path.exists():
         try:
-            load_profile(path)
+            known = load_profile(path).cluster
         except OptionError as error:
             raise OptionError(f"--out{str(error).removeprefix('--profile')}") from error
+        if (known.ranks, known.ranks_per_node) != (launch.ranks, launch.per_node):
+            raise OptionError(
+                f"--out: {path} is of {known.ranks} ranks, {known.ranks_per_node} a node, these are {launch.ranks}, "
+                f"{launch.per_node} a node; name another file"
+            )
     folder = path.absolute().parent
     while not folder.exists():
         folder = folder.parent

@@ -136,7 +136,10 @@ def _reasons(plan: Plan, best: Sequence[Ranked]) -> Table:
     columns = {
         "order": (len({one.candidate.order for one in plan.ranked}) > 1, lambda one: one.candidate.order),
         "feed-forward": (bool(plan.model.ffn), lambda one: one.candidate.feed_forward.replace("metp", "METP")),
-        "checkpoint": (bool(plan.model.ffn), lambda one: one.candidate.checkpoint),
+        "checkpoint": (
+            bool(plan.model.ffn) or any(one.candidate.checkpoint != "none" for one in best),
+            lambda one: one.candidate.checkpoint,
+        ),
         "measured": (
             any(one.measured is not None for one in best),
             lambda one: "-" if one.measured is None else format_time(one.measured),
