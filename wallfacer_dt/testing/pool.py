@@ -1,6 +1,5 @@
 """A pool of gloo ranks that stays up, so that a case on real ranks costs milliseconds instead of seconds."""
 
-import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from wallfacer_dt.testing.crash import say_where_it_crashes
 
 
 class RankPool:
@@ -115,8 +116,7 @@ class RankPool:
 
 
 def _serve(rank: int, size: int, pipe: Connection, store: str, timeout: float) -> None:
-    with suppress(RuntimeError, OSError, AttributeError):  # where there is no stderr
-        faulthandler.enable()  # what crashes a rank is else one line without a place
+    say_where_it_crashes()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
