@@ -490,6 +490,6 @@ def test_rank_that_crashes_says_of_which_signal_and_where(tmp_path: Path) -> Non
         _, said = node.communicate(timeout=60)
     assert node.returncode == 1
     assert "rank 1 died of SIGABRT" in said
-    assert "ProcessGroupGloo::runLoop" in said
+    assert "gloo::transport::tcp::Loop::run" in said
     assert "Fatal Python error: Aborted" in said
     assert "in _serve" in said

@@ -246,10 +246,11 @@ def main(settings: Mapping[str, Any]) -> int:
     while pids:
         pid, status = os.wait()
         rank = pids.pop(pid)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGTERM:
+            # Not always the first to end: others notice at once, while it is still writing its core.
+            print(f"rank {rank} died of {signal.Signals(os.WTERMSIG(status)).name}", file=sys.stderr)
         if status and not failed:
             failed = 1
-            if os.WIFSIGNALED(status):
-                print(f"rank {rank} died of {signal.Signals(os.WTERMSIG(status)).name}", file=sys.stderr)
             for left in pids:
                 os.kill(left, signal.SIGTERM)
     return failed
