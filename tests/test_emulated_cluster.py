@@ -191,11 +191,11 @@ def calm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("calm")
-@pytest.mark.parametrize("warm_up", [True, False])
-def test_first_round_is_checked_and_may_count(*, warm_up: bool) -> None:
-    cluster = Silent()
+@pytest.mark.parametrize(("length", "warm_up"), [(4096, True), (16384, False)])
+def test_first_round_is_checked_and_may_count(length: int, *, warm_up: bool) -> None:
+    case, cluster = replace(CASE, length=length), Silent()
     running = [one for one in contenders(NODES, 16, is_causal=False) if one.name in (FLOOR, RING)]
-    made = run.measure(cluster, CASE, 2, running, "abc", lambda _: None, warm_up=warm_up)  # pyrefly: ignore[bad-argument-type]
+    made = run.measure(cluster, case, 2, running, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
     names = [FLOOR, RING, PREDICTED, PLANNED]
     assert [entry.contender.name for entry in made] == names
     choose, prepare, *done = cluster.asked

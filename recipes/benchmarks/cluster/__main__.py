@@ -68,7 +68,7 @@ def _one(cluster: Cluster, case: Case, rounds: int, only: list[str], record: Pat
     if is_done(read(record), at, cluster.nodes, case, names, rounds):
         _CONSOLE.print(f"{case.name}: in the record")
         return
-    entries = measure(cluster, case, rounds, running, at, _CONSOLE.print, warm_up=not case.is_long)
+    entries = measure(cluster, case, rounds, running, at, _CONSOLE.print)
     append(record, entries)
     # Tables are wider than what a pipe is taken for.
     wide = Console(width=None if sys.stdout.isatty() else 150)

@@ -74,10 +74,10 @@ def measure(
     running: Sequence[Contender],
     commit: str,
     say: Callable[[str], None],
-    *,
-    warm_up: bool = True,
 ) -> list[Entry]:
     """Measure one case.
+
+    A round goes before that does not count, but for long sequences: there the first one does, too.
 
     Args:
         cluster: the ranks.
@@ -86,7 +86,6 @@ def measure(
         running: contenders, the floor first; what is predicted and planned is added.
         commit: of this checkout.
         say: told of what is done.
-        warm_up: whether a round goes before that does not count; or else the first one does, too.
 
     Returns:
         An entry for each contender.
@@ -94,6 +93,7 @@ def measure(
     Raises:
         ClusterError: a contender's result is not that of one process.
     """
+    warm_up = not case.is_long
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     cluster.network.limit(case.rate)
     # Choosing takes minutes: it is done once more at most.
