@@ -5,6 +5,7 @@
 Commands and answers are lines of JSON. torch is imported once a node, and its ranks are forked.
 """
 
+import faulthandler
 import json
 import math
 import os
@@ -32,7 +33,6 @@ from recipes.benchmarks.cluster.gathered import gathered_attention
 from wallfacer_dt import context_mesh, context_parallel_attention, release_order, sequence_positions
 from wallfacer_dt.mesh import context_groups, temporary_groups
 from wallfacer_dt.planning.probe import Probe
-from wallfacer_dt.testing.crash import say_where_it_crashes
 
 Answer = dict[str, Any] | None
 Four = tuple[Tensor, ...]
@@ -238,7 +238,7 @@ def main(settings: Mapping[str, Any]) -> int:
     # Answers have a descriptor of their own: what libraries print must not come between them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    say_where_it_crashes()
+    faulthandler.enable()  # what crashes a rank is else one line without a place
     first = settings["node"] * cluster.per_node
     pids = {_forked(rank, cluster, settings["store"], answers): rank for rank in range(first, first + cluster.per_node)}
     answers.close()
@@ -246,9 +246,10 @@ def main(settings: Mapping[str, Any]) -> int:
     while pids:
         pid, status = os.wait()
         rank = pids.pop(pid)
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGTERM:
+        signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if signalled and not (failed and signalled == signal.SIGTERM):
             # Not always the first to end: others notice at once, while it is still writing its core.
-            print(f"rank {rank} died of {signal.Signals(os.WTERMSIG(status)).name}", file=sys.stderr)
+            print(f"rank {rank} died of {signal.Signals(signalled).name}", file=sys.stderr)
         if status and not failed:
             failed = 1
             for left in pids:
