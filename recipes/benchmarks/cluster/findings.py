@@ -1,7 +1,7 @@
 """What the tables show, in words."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from recipes.benchmarks.cluster.cases import Case, all_cases
 from recipes.benchmarks.cluster.contenders import FLOOR, PLANNED, PREDICTED, PUBLISHED, RING, ULYSSES, USP
@@ -30,7 +30,7 @@ def findings(cases: Mapping[Case, Measured]) -> list[str]:
     """What the tables show, in words, with the cases that were lost by name."""
     whole = set(all_cases())
     lines = [f"{len(whole & cases.keys())} of the {len(whole)} cases of the whole comparison are in this report."]
-    firsts = [known_as(best_of(measured), measured) for measured in cases.values()]
+    firsts = [known_as(measured, best_of(measured)) for measured in cases.values()]
     counts = sorted(((firsts.count(name), name) for name in set(firsts)), key=lambda pair: (-pair[0], pair[1]))
     lines.append("Best by cases: " + "; ".join(f"{name}, {count}" for count, name in counts) + ".")
     planned = {case: measured for case, measured in cases.items() if PLANNED in measured}
@@ -44,7 +44,7 @@ def findings(cases: Mapping[Case, Measured]) -> list[str]:
         lines.append(
             "The best of many is the luckiest, too. Against who was best in the other rounds, where there are several, "
             f"planned takes {1 + statistics.median(fair.values()):.2f} times as long in the median, and more than "
-            f"{REGRET:.0%} longer {_in(beyond, list(fair))}."
+            f"{REGRET:.0%} longer {_in(beyond, fair)}."
         )
     for name, what in (
         (RING, "the plain ring"),
@@ -101,6 +101,6 @@ def findings(cases: Mapping[Case, Measured]) -> list[str]:
     return lines
 
 
-def _in(lost: Sequence[Case], among: Mapping[Case, Measured] | Sequence[Case]) -> str:
+def _in(lost: Sequence[Case], among: Collection[Case]) -> str:
     names = f": {'; '.join(case.name for case in lost)}" if lost else ""
     return f"in {len(lost)} of {len(among)} cases{names}"

@@ -27,7 +27,7 @@ def best_of(measured: Measured) -> str:
     return min((name for name in measured if name != FLOOR), key=lambda name: measured[name].seconds)
 
 
-def known_as(name: str, measured: Measured) -> str:
+def known_as(measured: Measured, name: str) -> str:
     """The name, or that of what was planned or predicted where it is the same plan."""
     return next((one for one in (PLANNED, PREDICTED) if is_same(measured, one, name)), name)
 

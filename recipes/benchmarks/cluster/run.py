@@ -68,12 +68,7 @@ def selected(cluster: Cluster, case: Case, only: Sequence[str]) -> list[Contende
 
 
 def measure(
-    cluster: Cluster,
-    case: Case,
-    rounds: int,
-    running: Sequence[Contender],
-    commit: str,
-    say: Callable[[str], None],
+    cluster: Cluster, case: Case, rounds: int, running: Sequence[Contender], commit: str, say: Callable[[str], None]
 ) -> list[Entry]:
     """Measure one case.
 
