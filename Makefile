@@ -6,13 +6,16 @@ PYTHON ?= python3.11 python3
 TORCH := torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+# Files of tests at a time; each has processes of its own.
+JOBS ?= 2
+AT_A_TIME := -n $(JOBS) --dist loadfile
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
 # Both stamps fill the same .venv, and the checks of `test` should stop at the first failure.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo titan test test-fast format lint clean
+.PHONY: help demo titan test test-all test-random test-fast mutants format lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,11 +28,25 @@ titan: $(firstword $(wildcard .venv/stamp-dev) .venv/stamp-torchtitan)  ## train
 	$(BIN)/torchrun --nproc-per-node 4 --local-ranks-filter 0 -m recipes.torchtitan --config llama3_debugmodel \
 	  --parallelism.context_parallel_degree 4 --parallelism.context_parallel_team 2$(if $(TITAN_ARGS), $(TITAN_ARGS))
 
-test: lint  ## every check, stopping at the first failure
-	$(BIN)/python -m pytest
+test: lint  ## every check, and the tests of every day, stopping at the first failure; see docs/testing.md
+	$(BIN)/python -m pytest $(AT_A_TIME) $(PYTEST)
+
+test-all: lint  ## all tests, matrices whole and five times the examples; what runs on threads on processes as well
+	$(BIN)/python -m pytest $(AT_A_TIME) --whole $(PYTEST)
+	$(BIN)/python -m pytest $(AT_A_TIME) --processes $(PYTEST)
+
+# One round of all properties after the other, of which the last begins within MINUTES.
+test-random: .venv/stamp-dev  ## properties with examples never tried, until one fails (MINUTES=n, PYTEST=... for arguments)
+	@end=$$(($$(date +%s) + 60 * $(or $(MINUTES),0))); \
+	while [ -z "$(MINUTES)" ] || [ "$$(date +%s)" -lt "$$end" ]; do \
+	  $(BIN)/python -m pytest --hypothesis-profile=random -m hypothesis -q -x $(PYTEST) || exit 1; \
+	done
 
 test-fast: .venv/stamp-dev  ## the quick tests only
 	$(BIN)/python -m pytest -m "not slow and not ranks" -q -x
+
+mutants: .venv/stamp-dev  ## break the code line by line and see tests fail (MUTANTS="--sample 10", "--only word")
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 format: .venv/stamp-dev  ## rewrite the sources: ruff format and its safe fixes
 	$(BIN)/ruff format
@@ -38,6 +55,7 @@ format: .venv/stamp-dev  ## rewrite the sources: ruff format and its safe fixes
 lint: .venv/stamp-dev  ## every check but the tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(BIN)/python -m tests.lint_comparisons
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pydoclint wallfacer_dt

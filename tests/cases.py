@@ -6,8 +6,8 @@ Sharding is written out here once more, so that the tests do not trust the packa
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wallfacer_dt
-from wallfacer_dt.testing import AttentionResult, attention_oracle, count_collectives
+from wallfacer_dt import TokenOrder
+from wallfacer_dt.comparison import Values, comparable
+from wallfacer_dt.testing import AttentionResult, attention_oracle, count_collectives, worst_error
 
 
 class Inner(nn.Module):
@@ -46,7 +48,7 @@ def per_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def per_row(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Another reach for each row of the batch."""
-    return (q - kv).abs() <= 2 * b + 1
+    return (q - kv).abs() <= 2 * b + 1  # no comparison: a mask
 
 
 def blind(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -63,6 +65,7 @@ TAGS = torch.arange(4096) * 7919 % 3
 MASK_MODS = {f.__name__: f for f in (checker, coarse, per_head, per_row, blind, captured)}
 BLOCK_MASKS = {"blockmask": checker, "blockmask_per_head": per_head}  # of blocks of 4 x 4
 Window = tuple[int | None, int | None]
+Nans = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Case:
     ``shard`` tokens on every rank, or ``length`` in all, dealt out as evenly as may be. Beside them every rank holds
     the ``replicated`` tokens. ``documents``: lengths, for each row of the batch, or one row for all of them; told as
     ``packed`` says ("document_ids", or of one row "cu_seqlens"). ``mask``: a name from MASK_MODS or BLOCK_MASKS,
-    or "blocks_alone".
+    or "blocks_alone". ``nans``: (tensor, place in it) of what is not a number in q, k, v or grad_out.
     """
 
     ring: int = 2
@@ -105,6 +108,7 @@ class Case:
     value_dim: int | None = None
     softcap: float | None = None
     replicated: int = 0
+    nans: Nans = field(default=(), repr=False)
 
     @property
     def size(self) -> int:
@@ -141,8 +145,8 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the attention call is told; only what is asked for, of what there need not be."""
-        names = ("order", "schedule", "rotate", "rotate_forward", "kernel", "scale")
+        """What the attention call is told, but the order; only what is asked for, of what there need not be."""
+        names = ("schedule", "rotate", "rotate_forward", "kernel", "scale")
         told = self.masks | {name: getattr(self, name) for name in names}
         if self.softcap is not None:
             told["softcap"] = self.softcap
@@ -154,6 +158,15 @@ class Case:
             if self.kv_length is not None:
                 told["kv_length"] = self.kv_length
         return told
+
+    def order_on(self, mesh: DeviceMesh) -> TokenOrder | None:
+        """The order as an object; None where there need not be one."""
+        is_masked = self.is_causal or self.window_size or self.mask or self.documents
+        return TokenOrder(self.order, mesh) if is_masked or self.order != "contiguous" else None
+
+    def options_on(self, mesh: DeviceMesh) -> dict[str, Any]:
+        """What the attention call is told on a mesh."""
+        return self.options | {"order": self.order_on(mesh)}
 
 
 def mask_of(case: Case) -> Callable[..., Tensor] | BlockMask:
@@ -213,7 +226,18 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         grad_out = grad_out * 1e-25
     if case.inputs == "zero_grad":
         grad_out = torch.zeros_like(grad_out)
-    return tuple(x.to(getattr(torch, case.dtype)) for x in (q, k, v, grad_out))
+    drawn = {"q": q, "k": k, "v": v, "grad_out": grad_out}
+    return tuple(with_nans({name: x.to(getattr(torch, case.dtype)) for name, x in drawn.items()}, case.nans).values())
+
+
+def with_nans(tensors: dict[str, Tensor], nans: Nans) -> dict[str, Tensor]:
+    """Tensors, or copies of them, in which these places, counted round and round, are not a number."""
+    if not nans:
+        return tensors
+    copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    for name, place in nans:
+        copies[name].view(-1)[place % copies[name].numel()] = torch.nan
+    return copies
 
 
 def draw_extras(case: Case) -> dict[str, Tensor]:
@@ -271,17 +295,21 @@ def rows_of(case: Case, index: int, length: int) -> list[int]:
     return [*range(case.replicated), *(case.replicated + p for p in positions)]
 
 
-@lru_cache
-def _made(ring: int, team: int, placement: str, ulysses: int) -> DeviceMesh:
+@cache
+def _made(rank: int, ring: int, team: int, placement: str, ulysses: int) -> DeviceMesh:
+    """One for every rank: threads of one process share what is remembered."""
     further = {"ulysses": ulysses} if ulysses > 1 else {}
     return wallfacer_dt.context_mesh("cpu", ring, team, placement=placement, **further)
 
 
 def mesh_of(ring: int, team: int, placement: str = "team_in_node", ulysses: int = 1) -> DeviceMesh:
-    """A mesh of this world, made once, with no token order yet."""
-    mesh = _made(ring, team, placement, ulysses)
-    wallfacer_dt.release_order(mesh)
-    return mesh
+    """A mesh of this world, made once."""
+    return _made(dist.get_rank(), ring, team, placement, ulysses)
+
+
+def told(mesh: DeviceMesh, order: str = "contiguous", **options: Any) -> dict[str, Any]:
+    """Options of attention whose order is named, with the object of this mesh."""
+    return {"order": TokenOrder(order, mesh)} | options
 
 
 def index_of(case: Case) -> int:
@@ -317,7 +345,7 @@ def prepare(case: Case) -> tuple[int, DeviceMesh, list[Tensor], Tensor]:
 def attend(case: Case, mesh: DeviceMesh, leaves: list[Tensor], grad_out: Tensor) -> list[np.ndarray]:
     """[out, dq, dk, dv, then of what draw_extras has] of this rank's shard in float64."""
     extras = dict(zip(draw_extras(case), leaves[3:], strict=True))
-    out = wallfacer_dt.context_parallel_attention(*leaves[:3], mesh, **case.options, **extras)
+    out = wallfacer_dt.context_parallel_attention(*leaves[:3], mesh, **case.options_on(mesh), **extras)
     grads = torch.autograd.grad(out, leaves, grad_out)
     return [x.detach().double().numpy() for x in (out, *grads)]
 
@@ -371,7 +399,12 @@ def one_of(case: Case, copies: np.ndarray) -> np.ndarray:
     """The output of the tokens that every rank holds, refusing (AssertionError) ranks that disagree on it."""
     # Sinks are each rank's to apply, and how a row is rounded depends on how many others there are.
     unit = torch.finfo(getattr(torch, case.dtype)).eps if case.sinks else 0
-    np.testing.assert_allclose(copies, np.broadcast_to(copies[:1], copies.shape), rtol=4 * unit, atol=0)
+    ones = np.repeat(copies[:1], len(copies), axis=0)
+    found, expected = copies, ones
+    if case.nans:
+        assert np.array_equal(np.isnan(copies), np.isnan(ones))
+        found, expected = np.nan_to_num(copies), np.nan_to_num(ones)
+    assert worst_error({"replicated out": (found, expected)}, relative_to="each") <= 4 * unit
     return copies[0]
 
 
@@ -379,3 +412,9 @@ def oracle(case: Case, **kwargs: Any) -> AttentionResult:
     """The same case in one process."""
     options = case.masks | {"scale": case.scale, "softcap": case.softcap}
     return attention_oracle(*draw(case), **(options | draw_extras(case) | kwargs))
+
+
+def rms(found: Values, expected: Values | None = None) -> float:
+    """Root mean square of the difference, or of a tensor; what cannot be compared is refused as by worst_error."""
+    mine, its = comparable("rms", found, 0 * found if expected is None else expected)
+    return float((mine - its).square().mean().sqrt())  # no comparison: of what has been found comparable

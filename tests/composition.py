@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from recipes.train_bytes.model import ByteGPT, rotations
-from wallfacer_dt import sequence_positions, shard_sequence
+from wallfacer_dt import TokenOrder, sequence_positions, shard_sequence
 
 IGNORED = -100  # labels that do not count
 MAX_NORM = 0.5
@@ -39,15 +39,19 @@ def context_of(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(axis for axis in mesh.mesh_dim_names if axis.startswith("cp_"))]
 
 
+def order_of(mesh: DeviceMesh) -> TokenOrder:
+    """The order in which tokens are dealt out, which attention is told."""
+    return TokenOrder("head_tail", context_of(mesh))
+
+
 def deal(tokens_BN: Tensor, labels_BN: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's tokens_BL, labels_BL and positions_L; data-parallel groups take different sequences."""
-    context = context_of(mesh)
+    order = order_of(mesh)
     if "dp" in mesh.mesh_dim_names:
         group, groups = mesh["dp"].get_local_rank(), mesh["dp"].size()
         tokens_BN, labels_BN = tokens_BN.chunk(groups)[group], labels_BN.chunk(groups)[group]
-    tokens_BL = shard_sequence(tokens_BN, context, dim=1, order="head_tail")
-    labels_BL = shard_sequence(labels_BN, context, dim=1, order="head_tail")
-    return tokens_BL, labels_BL, sequence_positions(tokens_BN.shape[1], context, order="head_tail")
+    tokens_BL, labels_BL = (shard_sequence(x_BN, order, dim=1) for x_BN in (tokens_BN, labels_BN))
+    return tokens_BL, labels_BL, sequence_positions(tokens_BN.shape[1], order)
 
 
 def sum_of_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ runs it; a cell is tried out on four ranks, and works (output and gradients equa
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -37,11 +37,11 @@ from tests.cases import (
     oracle,
     share_of,
 )
-from wallfacer_dt import sequence_positions
+from wallfacer_dt import TokenOrder, sequence_positions
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.kernels import select_kernel
 from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
-from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing import IncomparableError, RankPool, worst_error
 
 RANKS = 4
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
@@ -273,6 +273,9 @@ SECTIONS: dict[str, tuple[Feature, ...]] = {
         Feature(
             "document_head_tail without documents", "document_head_tail", CAUSAL, style=call(order="document_head_tail")
         ),
+        Feature("none, without a mask", style=call(order=None), compiled=True),
+        Feature("none, causal", "TokenOrder", CAUSAL, style=call(order=None)),
+        Feature("none, documents", "TokenOrder", PACKED, style=call(order=None), compiled=True),
     ),
     "Lengths": (
         Feature("ranks do not divide it (`length`)", case=CAUSAL | {"length": 14}),
@@ -360,13 +363,19 @@ SECTIONS: dict[str, tuple[Feature, ...]] = {
         ),
         Feature(
             "a second derivative",
-            "Trying to backward through wallfacer_dt.attention_backward.default but no autograd formula was registered",
+            "context-parallel attention has no second derivative",
             gradients=2,
             columns=EAGER,
-            kinds=("RuntimeError",),
         ),
         Feature("float32", case=CAUSAL | {"dtype": "float32"}, columns=(*STYLES, *BACKENDS[:-1])),
         Feature("bfloat16", case=CAUSAL | {"dtype": "bfloat16"}, columns=(*STYLES, *BACKENDS[:-1])),
+        Feature(
+            "float32 under autocast to bfloat16 (`torch.autocast`)",
+            case=CAUSAL | {"dtype": "bfloat16"},
+            within=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+            change=lambda *qkv: [x.float() for x in qkv],
+            compiled=True,
+        ),
         Feature("integers", "int64", change=lambda *qkv: [x.long() for x in qkv], compiled=True),
     ),
 }
@@ -377,7 +386,7 @@ ALONE: tuple[Feature, ...] = (
     Feature("`score_mod`", "score_mod", call=call(score_mod=MASK_MODS["per_head"])),
     Feature("a learned scale", "scale", call=lambda case: {"scale": torch.tensor(0.3)}),
     Feature("another scale", "scale", style=call(scale=0.5)),
-    Feature("another window", "window", CAUSAL, style=call(window_size=(5, 0))),
+    Feature("another window", "window_size", CAUSAL, style=call(window_size=(5, 0))),
     Feature("another mask", "is_causal", style=call(is_causal=True)),
     Feature("another `mask_mod`", "mask", {"mask": "per_head"}, style=call(mask_mod=MASK_MODS["checker"])),
     Feature(
@@ -388,7 +397,7 @@ ALONE: tuple[Feature, ...] = (
     ),
     Feature("another token order", "order", CAUSAL, style=call(order="head_tail")),
     Feature("another kernel", "kernel", style=call(kernel="reference")),
-    Feature("a soft cap that flash has not", "kernel='reference'", style=call(softcap=2.0)),
+    Feature("a soft cap", "softcap", style=call(softcap=2.0)),
     Feature("documents", "ids", call=lambda case: {"document_ids": ids(case)}, compiled=True),
     Feature(
         "other documents",
@@ -410,7 +419,7 @@ ALONE: tuple[Feature, ...] = (
     Feature("a shard of another length", "the shape of q", change=one_longer, compiled=True),
     Feature("another dtype", "dtype", change=lambda *qkv: [x.float() for x in qkv]),
     Feature("integers", "int64", change=lambda *qkv: [x.long() for x in qkv]),
-    Feature("another `length`", "lengths", CAUSAL | {"length": 14}, style=call(length=15)),
+    Feature("another `length`", "length", CAUSAL | {"length": 14}, style=call(length=15)),
     Feature("more `replicated` tokens", "replicated", {"replicated": 3}, style=call(replicated=2)),
 )
 
@@ -439,9 +448,9 @@ class Outcome(NamedTuple):
     """What one rank saw of a cell.
 
     Attributes:
-        error: largest difference to one process; NaN where something was raised.
+        error: largest difference to one process; NaN where something was raised, or nothing can be compared.
         raised: type of what was raised, or empty.
-        message: its text.
+        message: its text, or why nothing can be compared.
         sent: collectives of attention that started before.
         fit: whether all ranks met afterwards.
     """
@@ -472,7 +481,10 @@ def outcome(feature: Feature, column: Column) -> Outcome:
     # After a refusal, this shows that ranks still find each other.
     dist.all_gather_object(everyone, raised)
     if compare is not None and not any(everyone):
-        error = compare()
+        try:
+            error = compare()
+        except IncomparableError as wrong:
+            message = str(wrong)
     return Outcome(error, raised, message, tuple(sent), fit=True)
 
 
@@ -503,7 +515,7 @@ def attempt(feature: Feature, column: Column, sent: list[str]) -> Callable[[], f
     """Make the call and differentiate it; what is returned compares the results with those of one process."""
     case = case_of(feature, column)
     mesh = mesh_of(case.ring, case.team, ulysses=case.ulysses)
-    style = column.style(**told(feature, column, case), layout="BNLH", check=False)
+    style = column.style(**told(feature, column, case, mesh), layout="BNLH", check=False)
     attend = feature.around(feature.made(feature.module(), mesh, style))
     shards = Shards(case, mesh)
     with feature.within():
@@ -533,13 +545,16 @@ def case_of(feature: Feature, column: Column) -> Case:
     return Case(**(column.mesh | {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8} | feature.case))
 
 
-def told(feature: Feature, column: Column, case: Case) -> dict[str, Any]:
+def told(feature: Feature, column: Column, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     """What the style is given."""
     left_out = {"schedule", "rotate", "rotate_forward", "kernel", "document_ids", "cu_seqlens", *feature.renamed}
     if column.how == "DTensors":  # they know
         left_out |= {"length", "kv_length"}
     options = {name: value for name, value in case.options.items() if name not in left_out}
-    return options | column.options | (feature.style(case) if feature.asks_here else {})
+    options |= {"order": case.order} | column.options | (feature.style(case) if feature.asks_here else {})
+    if options["order"] is not None:
+        options["order"] = TokenOrder(options["order"], mesh)
+    return options
 
 
 def asked(feature: Feature, case: Case) -> dict[str, Any]:
@@ -582,7 +597,7 @@ class Shards:
 
     def error(self, results: dict[str, Tensor]) -> float:
         """The largest difference; all ranks call it together."""
-        expected, errors = one_process(self.case), []
+        expected, pairs = one_process(self.case), {}
         for name, got in results.items():
             if isinstance(got, DTensor):
                 got = got.full_tensor() if name == "dsinks" else got.to_local()
@@ -594,8 +609,9 @@ class Shards:
                 replicated = self.case.replicated
                 if replicated and name != "out":
                     got = torch.cat([summed(got[:, :, :replicated].contiguous()), got[:, :, replicated:]], 2)
-            errors.append((got - want).abs())
-        return max(float(x.max()) if x.numel() else 0.0 for x in errors)
+            if got.numel() or want.numel():  # a rank may hold no token
+                pairs[name] = got, want
+        return worst_error(pairs) if pairs else 0.0
 
     def _own(self, x: Tensor, name: str) -> Tensor:
         rows_BL = self._rows("q" if name == "q" else "kv")[:, None, :, None]
@@ -605,7 +621,8 @@ class Shards:
         """Rows (B or 1, L) of the whole tensors, the replicated ones first."""
         case, length = self.case, self.case.total if side == "q" else self.case.kv_total
         if case.order == "document_head_tail":
-            positions = sequence_positions(length, self.mesh, order=case.order, **{case.packed: documents_of(case)})
+            order = TokenOrder(case.order, self.mesh)
+            positions = sequence_positions(length, order, **{case.packed: documents_of(case)})
         else:
             positions = torch.tensor(held(self.index, case.axes, case.order, length), dtype=torch.int64)
         positions = positions if positions.ndim == 2 else positions[None]
@@ -675,6 +692,7 @@ def verdict(feature: Feature, column: Column, outcomes: Sequence[Outcome]) -> st
 
 def telling(message: str) -> str:
     """A refusal without what differs from column to column or run to run, in one line of a document."""
+    message = re.sub(r"^call \d+ on this mesh: ", "", message)
     message = re.sub(r"^rank \d of the mesh cannot make this call: ", "", message)
     message = re.sub(r"^\w+Parallel:? ", "", message)
     message = re.sub(r"<(?:function )?(\w+) at 0x[0-9a-f]+>", r"\1", message)
@@ -683,10 +701,10 @@ def telling(message: str) -> str:
     return message if len(message) <= 180 else f"{message[:177]}..."
 
 
-def try_all(pool: RankPool, columns: Iterable[str] = COLUMNS) -> dict[Key, list[Outcome]]:
-    """What all ranks saw of every cell of some columns."""
+def try_all(pool: RankPool, wanted: Collection[Key]) -> dict[Key, list[Outcome]]:
+    """What all ranks saw of these cells."""
     seen: dict[Key, list[Outcome]] = {}
-    for keys in (cells()[name] for name in columns):
+    for keys in ([key for key in column if key in wanted] for column in cells().values()):
         for part in (keys[i : i + 16] for i in range(0, len(keys), 16)):  # a call has a time limit
             by_rank = pool.run(try_out, part)
             seen |= {key: list(outcomes) for key, outcomes in zip(part, zip(*by_rank, strict=True), strict=True)}
@@ -746,6 +764,22 @@ def document(found: dict[Key, str]) -> str:
     return "\n".join([HEAD, BY_STYLE, by_style, BY_BACKEND, by_backend, BY_RANK, alone])
 
 
+def entries(document: str) -> dict[Key, str]:
+    """What a document says of cells: nothing where they work, otherwise the refusal; without the rows it leaves out."""
+    found: dict[Key, str] = {}
+    for table in document.split("\n## ")[1:]:
+        notes = {f"refused ({number})": text for number, text in re.findall(r"^(\d+)\. `(.*)`$", table, re.MULTILINE)}
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        (_, *columns), _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+        section = ON_ONE_RANK
+        for name, *texts in rows:
+            section = name.strip("*") if name.startswith("**") else section
+            for column, text in zip(columns, texts, strict=True):
+                if column in COLUMNS and text not in ("", "–"):
+                    found[section, name, column] = "" if text == "yes" else notes[text]
+    return found
+
+
 def _is_one_refusal(found: dict[Key, str], row: tuple[str, str]) -> bool:
     """Whether what runs a feature does not matter, since all refuse it alike."""
     texts = {found[*row, column.name] for column in BACKENDS if (*row, column.name) in found}
@@ -796,7 +830,7 @@ def _kernel_on_cuda(feature: Feature, dtype: torch.dtype) -> str:
 def write() -> None:
     """Try everything out and print the document."""
     pool = RankPool(RANKS, timeout=300)
-    print(document(verdicts(try_all(pool))), end="")
+    print(document(verdicts(try_all(pool, [key for keys in cells().values() for key in keys]))), end="")
     pool.close()
 
 

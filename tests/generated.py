@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import get_code
-from torch.distributed._functional_collectives import all_reduce
+from torch.distributed._functional_collectives import all_reduce  # noqa: TID251  (one that is not attention's)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Inner, fake_world
+from tests.cases import Inner, fake_world, told
 from wallfacer_dt import WallFacerParallel, context_mesh
 
 SHORT = {
@@ -36,7 +36,7 @@ SHORT = {
 def styled(mesh: DeviceMesh, heads: tuple[int, int] = (4, 2), **options: Any) -> Callable[[Tensor], Tensor]:
     """A function of x (1, 64, 128) round attention with that many heads, and for keys and values: 4 of 16 and 2."""
     n, g = heads
-    inner = parallelize_module(Inner(), mesh, WallFacerParallel(check=False, **options))
+    inner = parallelize_module(Inner(), mesh, WallFacerParallel(check=False, **told(mesh, **options)))
 
     def model(x: Tensor) -> Tensor:
         q, k, v = (x * 2).unflatten(-1, (n + 2 * g, -1)).split((n, g, g), 2)
@@ -47,7 +47,7 @@ def styled(mesh: DeviceMesh, heads: tuple[int, int] = (4, 2), **options: Any) ->
 
 def packed(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     """The same of packed documents, which come with the call."""
-    inner = parallelize_module(Inner(), mesh, WallFacerParallel(is_causal=True, check=False))
+    inner = parallelize_module(Inner(), mesh, WallFacerParallel(**told(mesh, is_causal=True, check=False)))
     ids = torch.arange(64 * mesh.size()) // 50
 
     def model(x: Tensor) -> Tensor:

@@ -89,11 +89,16 @@ def attention(**options: Any) -> ParallelStyle:
 
 
 def attention_fused() -> ParallelStyle:
-    return w.METPAttentionParallel(qkv="qkv", output="o", head_dim=H, attention=inner(), check=False)
+    return w.METPAttentionParallel(qkv="qkv", output="o", head_dim=H, attention=inner_beside_tp(), check=False)
 
 
 def inner(**options: Any) -> ParallelStyle:
-    return w.WallFacerParallel(**({"is_causal": True} | options))
+    order = w.TokenOrder("contiguous", mesh_of(2, 2)) if dist.is_initialized() and dist.get_world_size() == 4 else None
+    return w.WallFacerParallel(**({"is_causal": True, "order": order} | options))
+
+
+def inner_beside_tp() -> ParallelStyle:
+    return inner(order=w.TokenOrder("contiguous", with_tp()["cp_ring"]))
 
 
 def apply(module: nn.Module, style: ParallelStyle, mesh: Any = None) -> nn.Module:
@@ -105,9 +110,17 @@ def x(*shape: int, **options: Any) -> Tensor:
     return torch.zeros(*(shape or (1, 2, D)), **options)
 
 
-def feed_forward(given: Any, module: nn.Module | None = None) -> None:
+def feed_forward(given: Any, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
     applied = apply(FeedForward() if module is None else module, metp(check=False))
-    called(applied, given)
+    called(applied, given, *args, **kwargs)
+
+
+def with_options(*args: Any, **kwargs: Any) -> None:
+    feed_forward(x(), WithOptions(), *args, **kwargs)
+
+
+def attend_with_options(*args: Any, style: ParallelStyle | None = None, **kwargs: Any) -> None:
+    called(apply(AttentionWithOptions(), attention(check=False) if style is None else style), x(), *args, **kwargs)
 
 
 def attend(given: Any, *args: Any, style: ParallelStyle | None = None, **kwargs: Any) -> None:
@@ -122,6 +135,56 @@ def called(module: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 def on_rank(rank: int, there: Callable[[], None], elsewhere: Callable[[], None]) -> None:
     (there if dist.get_rank() == rank else elsewhere)()
+
+
+def sent(module: nn.Module, style: ParallelStyle, rank: int = 0) -> nn.Module:
+    """A style applied with the parameters of a rank, which are sent."""
+    return parallelize_module(module, mesh_of(2, 2), style, src_data_rank=rank)
+
+
+def without_bias(module: nn.Module, name: str = "down") -> nn.Module:
+    module.get_submodule(name).register_parameter("bias", None)
+    return module
+
+
+def shared_on_one_rank() -> None:
+    one, two = FeedForward(), FeedForward()
+    if dist.get_rank() == 1:
+        two.up.weight = one.up.weight
+    apply(one, metp(check=False))
+    sent(two, metp(check=False))
+
+
+def in_double(module: nn.Module, name: str) -> nn.Module:
+    module.get_submodule(name).double()
+    return module
+
+
+def frozen(module: nn.Module, *names: str) -> nn.Module:
+    """All parameters frozen, or the named."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(bool(names) and name not in names)
+    return module
+
+
+def wanting(rank: int, module: nn.Module, style: ParallelStyle, on: Any = None) -> None:
+    """Forward and backward of a module of which one rank alone wants the gradient of x."""
+    y = apply(module, style, on)(x(requires_grad=dist.get_rank() == rank))
+    if y.requires_grad:
+        y.sum().backward()
+
+
+def frozen_bias(rank: int, module: nn.Module, style: ParallelStyle, name: str, on: Any = None) -> None:
+    if dist.get_rank() == rank:
+        frozen(module, name)
+    apply(module, style, on)(x()).sum().backward()
+
+
+def without_gradients(rank: int) -> None:
+    with torch.set_grad_enabled(dist.get_rank() != rank):
+        y = apply(FeedForward(), metp(check=False))(x())
+    if y.requires_grad:
+        y.sum().backward()
 
 
 def swapped() -> Any:
@@ -146,6 +209,23 @@ class Tied(FeedForward):
     def __init__(self) -> None:
         super().__init__()
         self.gate.weight = self.up.weight
+
+
+class WithOptions(FeedForward):
+    """A feed-forward whose calls may say more; ``factor`` is what a call without scale gets."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, keep: Tensor | None = None) -> Tensor:
+        y = super().forward(x) * scale * self.factor
+        return y if keep is None else y * keep
+
+
+class AttentionWithOptions(Attention):
+    def forward(self, x: Tensor, turn: Any = None, mask: Any = None, *, scale: float = 1.0, **more: Any) -> Tensor:
+        return super().forward(x) * scale
 
 
 class Dropping(FeedForward):
@@ -173,6 +253,12 @@ def flattened_before() -> None:
 
 def beside_tp(given: Tensor) -> None:
     called(apply(FeedForward(), metp(check=False), with_tp()), given)
+
+
+def in_a_graph(given: Tensor, layout: Any = None, **options: Any) -> None:
+    torch._dynamo.reset()
+    module = apply(FeedForward(), metp(check=False, input_layouts=layout), with_tp())
+    called(torch.compile(module, fullgraph=True, backend="aot_eager", **options), given)
 
 
 REFUSALS: dict[str, Callable[[], object]] = {
@@ -210,7 +296,9 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "heads that are none": lambda: apply(Attention(), attention(head_dim=3)),
     "key heads that do not divide": lambda: apply(Attention(kv_heads=3), attention()),
     "key heads that are others": lambda: apply(Attention(), attention(kv_heads=2)),
-    "heads that tp does not divide": lambda: apply(Attention(), attention(check=False), with_tp()),
+    "heads that tp does not divide": lambda: apply(
+        Attention(), attention(check=False, attention=inner_beside_tp()), with_tp()
+    ),
     "a fused projection with tp": lambda: apply(Fused(), attention_fused(), with_tp()),
     "ulysses": lambda: apply(Attention(), attention(), mesh_of(1, 2, ulysses=2)),
     "another causality": lambda: apply(Attention(), attention(attention=w.WallFacerParallel())),
@@ -249,18 +337,114 @@ REFUSALS: dict[str, Callable[[], object]] = {
         x(), (x(8, H), x(8, H)), style=attention(check=False, rotary="half")
     ),
     "angles in another form": lambda: attend(
-        x(), (x(2, H // 2), x(2, H // 2)), style=attention(check=False, rotary="half")
+        x(), (x(2, H // 2), x(2, H // 2)), style=attention(
+            check=False, rotary="half", example=lambda n: (((x(n, H), x(n, H)),), {})
+        ),
+    ),
+    "angles of another head dim": lambda: attend(
+        x(), (x(2, 3), x(2, 3)), style=attention(check=False, rotary="half")
+    ),
+    "angles of whole numbers": lambda: attend(
+        x(), (x(2, H, dtype=torch.int64), x(2, H)), style=attention(check=False, rotary="half")
+    ),
+    "angles on another device": lambda: attend(
+        x(), (x(2, H, device="meta"), x(2, H)), style=attention(check=False, rotary="half")
+    ),
+    "angles that are DTensors": lambda: attend(
+        x(), (DTensor.from_local(x(2, H), mesh_of(2, 2), [Shard(0)] * 2, run_check=False),) * 2,
+        style=attention(check=False, rotary="half"),
+    ),
+    "a rotation that gives no pair": lambda: attend(
+        x(), x(2, H), style=attention(
+            check=False, rotary="half", rotation=lambda module, args, kwargs: args[0].cos(),
+            example=lambda n: ((x(n, H),), {}),
+        ),
     ),
     "angles that want a gradient": lambda: attend(
         x(), (x(2, H, requires_grad=True), x(2, H)), style=attention(check=False, rotary="half")
     ),
-    "an argument beside those of the example": lambda: attend(
-        x(), (x(2, H), x(2, H)), mask=x(1, 1, 2, 8), style=attention(
+    "an argument beside those of the example": lambda: attend_with_options(
+        (x(2, H), x(2, H)), mask=x(1, 1, 2, 8), style=attention(
             check=False, rotary="half", rotation=lambda module, args, kwargs: args[0],
             example=lambda n: (((x(n, H), x(n, H)),), {}),
         ),
     ),
+    "an argument of the example that no rotation reads": lambda: attend_with_options(
+        (x(2, H), x(2, H)), mask=x(1, 1, 2, 8), style=attention(
+            check=False, rotary="half", rotation=lambda module, args, kwargs: args[0],
+            example=lambda n: (((x(n, H), x(n, H)), x(1, 1, n, n)), {}),
+        ),
+    ),
+    "another number than the example's": lambda: attend_with_options(
+        scale=3.0, style=attention(check=False, example=lambda n: ((), {"scale": 2.0}))
+    ),
+    "a default that is not the example's": lambda: attend_with_options(
+        style=attention(check=False, example=lambda n: ((), {"scale": 2.0}))
+    ),
+    "a number for attention": lambda: attend_with_options(scale=0.5),
+    "a switch for attention": lambda: attend_with_options(None, False),
+    "an unknown keyword of attention": lambda: attend(x(), mask=None),
+    "an unknown keyword that attention takes": lambda: attend_with_options(use_cache=True),
+    "too many arguments of attention": lambda: attend(x(), None, None),
+    "no x for attention": lambda: called(apply(Attention(), attention(check=False))),
+    "a number for a feed-forward": lambda: with_options(scale=2.0),
+    "a number by position": lambda: with_options(2.0),
+    "a switch for a number": lambda: with_options(True),
+    "a tensor for a feed-forward": lambda: with_options(keep=x(1, 2, 1)),
+    "an unknown keyword of a feed-forward": lambda: with_options(keeps=None),
+    "too many arguments of a feed-forward": lambda: with_options(1.0, None),
+    "x twice": lambda: with_options(x=x()),
+    "one argument twice": lambda: with_options(1.0, scale=1.0),
+    "no x": lambda: called(apply(FeedForward(), metp(check=False))),
+    "defaults that do something": lambda: apply(WithOptions(0.5), metp()),
+    "one rank's number": lambda: on_rank(2, lambda: with_options(scale=2.0), lambda: with_options()),
+    "one rank without x": lambda: on_rank(
+        2, lambda: called(apply(FeedForward(), metp(check=False))), lambda: feed_forward(x())
+    ),
+    "one rank's bias": lambda: on_rank(
+        1, lambda: sent(without_bias(FeedForward()), metp(check=False)),
+        lambda: sent(FeedForward(), metp(check=False)),
+    ),
+    "one rank's bias of attention": lambda: on_rank(
+        1, lambda: sent(without_bias(Attention(), "o"), attention(check=False)),
+        lambda: sent(Attention(), attention(check=False)),
+    ),
+    "one rank's sizes": lambda: sent(FeedForward(8 + dist.get_rank() // 3), metp(check=False)),
+    "one rank's heads": lambda: sent(Attention(kv_heads=1 + dist.get_rank() // 3), attention(check=False)),
+    "one rank's precision": lambda: on_rank(
+        3, lambda: sent(FeedForward().double(), metp(check=False)), lambda: sent(FeedForward(), metp(check=False))
+    ),
+    "one rank on the meta device": lambda: on_rank(
+        3, lambda: sent(FeedForward().to("meta"), metp(check=False)), lambda: sent(FeedForward(), metp(check=False))
+    ),
+    "one rank's weight of another module": lambda: shared_on_one_rank(),
+    "one rank's source": lambda: sent(FeedForward(), metp(check=False), dist.get_rank() // 3),
+    "one rank's layout": lambda: sent(
+        FeedForward(), metp(check=False, input_layouts=Shard(1) if dist.get_rank() else None)
+    ),
+    "one rank's style": lambda: on_rank(
+        3, lambda: sent(Attention(), attention(check=False)), lambda: sent(FeedForward(), metp(check=False))
+    ),
+    "a part in double": lambda: called(in_double(apply(FeedForward(), metp(check=False)), "gate"), x()),
+    "one rank's part in double": lambda: on_rank(
+        2, lambda: called(in_double(apply(FeedForward(), metp(check=False)), "down"), x()), lambda: feed_forward(x())
+    ),
+    "a gradient of x on one rank": lambda: wanting(1, frozen(FeedForward()), metp(check=False)),
+    "a gradient of x on one rank of attention": lambda: wanting(1, frozen(Attention()), attention(check=False)),
+    "a gradient of x on one rank of tp": lambda: wanting(1, FeedForward(), metp(check=False), with_tp()),
+    "a frozen bias on one rank": lambda: frozen_bias(1, FeedForward(), metp(check=False), "down.bias"),
+    "a frozen bias on one rank of attention": lambda: frozen_bias(1, Attention(), attention(check=False), "o.bias"),
+    "a frozen bias on one rank of tp": lambda: frozen_bias(
+        1, FeedForward(), metp(check=False), "down.bias", with_tp()
+    ),
+    "no gradients on one rank": lambda: without_gradients(2),
+    "shapes that differ along one tp": lambda: beside_tp(x(1, 2 + (dist.get_rank() == 1), D)),
     "shapes that differ along tp": lambda: beside_tp(x(1, 2 + dist.get_rank() % 2, D)),
+    "shapes that differ along tp, gathered in a graph": lambda: in_a_graph(x(1, 2 + dist.get_rank() % 2, D), Shard(1)),
+    "shapes that differ along tp, in a graph": lambda: in_a_graph(x(1, 2 + dist.get_rank() % 2, D)),
+    "shapes that differ along one tp, in a graph": lambda: in_a_graph(x(1, 2 + (dist.get_rank() == 1), D)),
+    "one rank's model dim beside tp, in a graph": lambda: in_a_graph(x(1, 2, D - (dist.get_rank() == 0)), Shard(1)),
+    "one rank's model dim, a symbol": lambda: in_a_graph(x(1, 2, D - (dist.get_rank() == 0)), dynamic=True),
     "a mesh that is flattened later": lambda: flattened_later(),
     "a mesh that is flattened": lambda: flattened_before(),
     "a tangent": lambda: tangent(),
@@ -278,7 +462,6 @@ REFUSALS: dict[str, Callable[[], object]] = {
 
 def outcome(name: str) -> tuple[str, str, list[str]]:
     """Exception type, message and communication of a refusal, on this rank."""
-    w.release_order(mesh_of(2, 2))
     with Communication() as communication:
         try:
             REFUSALS[name]()

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases import Inner
-from wallfacer_dt import METPParallel, WallFacerParallel
+from wallfacer_dt import METPParallel, TokenOrder, WallFacerParallel
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
@@ -156,7 +156,7 @@ def stack_of(candidate: Candidate, model: ModelShape, sequence: SequenceShape, m
     plan: dict[str, ParallelStyle] = {
         "layers.*.inner": WallFacerParallel(
             is_causal=sequence.is_causal,
-            order=candidate.order,
+            order=TokenOrder(candidate.order, mesh),
             rotate=candidate.rotate,
             rotate_forward=candidate.rotate_forward,
             check=False,

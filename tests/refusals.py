@@ -1,5 +1,6 @@
 """What ranks run to show that bad input is refused, on every rank and before anything is sent."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -48,10 +49,22 @@ def x(batch: int = 1, heads: int = 2, length: int = 4, head_dim: int = 8, **kwar
     return torch.zeros(batch, heads, length, head_dim, **kwargs)
 
 
-def attend(q: Any = None, k: Any = None, v: Any = None, on: Any = None, **options: Any) -> Tensor:
+def attend(q: Any = None, k: Any = None, v: Any = None, on: Any = None, order: str = "", **options: Any) -> Tensor:
+    """Under a mask in contiguous order, unless another is named."""
     q = x() if q is None else q
     k = x() if k is None else k
-    return w.context_parallel_attention(q, k, k if v is None else v, mesh() if on is None else on, **options)
+    on = mesh() if on is None else on
+    if order or MASKS & options.keys():
+        options["order"] = w.TokenOrder(order or "contiguous", on)
+    return w.context_parallel_attention(q, k, k if v is None else v, on, **options)
+
+
+MASKS = {"is_causal", "window_size", "prefix_length", "mask_mod", "document_ids", "cu_seqlens"}
+
+
+def unordered(order: Any = None, **options: Any) -> Tensor:
+    """With what is no token order."""
+    return w.context_parallel_attention(x(), x(), x(), mesh(), order=order, **options)
 
 
 class Inner(nn.Module):
@@ -79,6 +92,11 @@ class WithMask(Inner):
         return q
 
 
+class AskedForGroups(Inner):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool = True) -> Tensor:
+        return q
+
+
 class CausalByDefault(Inner):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True) -> Tensor:
         return q
@@ -94,22 +112,24 @@ class ScaleByDefault(Inner):
         return q
 
 
-def sharded_in_another_order() -> None:
-    w.shard_sequence(torch.arange(8), mesh(), dim=0, order="head_tail")
-    # Another mesh of the same ranks: a loader and a model may each make their own.
-    attend(on=w.context_mesh("cpu", 2, 2), is_causal=True)
+def of_another_turn(name: str = "head_tail") -> w.TokenOrder:
+    """An order of a mesh of the same ranks, on which they come in another turn."""
+    return w.TokenOrder(name, w.context_mesh("cpu", 2, 2, placement="ring_in_node"))
 
 
-def positions_in_another_order() -> None:
-    fresh = mesh()
-    w.sequence_positions(8, fresh, order="head_tail")
-    styled(style=unchecked(is_causal=True), on=fresh["cp_ring", "cp_team"])
+def of_other_ranks() -> Tensor:
+    """Of one of two meshes that these ranks make up."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp_ring"))
+    return unordered(w.TokenOrder("contiguous", pairs["cp_ring"]), is_causal=True)
 
 
-def dataset_in_another_order() -> None:
-    fresh = mesh()
-    styled(style=unchecked(is_causal=True), on=fresh)
-    w.SequenceDataset(torch.arange(99), 8, fresh, order="head_tail")
+def another_turn_on_one_rank() -> w.TokenOrder:
+    orders = [w.TokenOrder("head_tail", mesh()), of_another_turn()]
+    return orders[dist.get_rank() == 1]
+
+
+def another_name_on_one_rank() -> w.TokenOrder:
+    return w.TokenOrder("head_tail" if dist.get_rank() == 1 else "contiguous", mesh())
 
 
 def styled_twice() -> None:
@@ -124,6 +144,27 @@ class Holding(Inner):
         for name, thing in held.items():
             setattr(self, name, thing)
 
+    def sees(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i - j <= self.reach
+
+    @classmethod
+    def sees_all(cls, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i == i
+
+
+class WithSlots:
+    __slots__ = ("reach",)
+
+
+def mask_of(holder: Any) -> Callable[..., Tensor]:
+    return lambda b, h, i, j: i - j <= holder.reach
+
+
+def importing(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    from tests import cases
+
+    return i >= j + cases.TAGS[0]
+
 
 def with_a_mask_buffer() -> nn.Module:
     module = Inner()
@@ -136,6 +177,15 @@ def forward_mode() -> Tensor:
         return attend(forward_ad.make_dual(x(), x()))
 
 
+def without_gradients() -> Tensor:
+    with torch.set_grad_enabled(dist.get_rank() != 1):
+        return called_with_gradients().sum().backward()
+
+
+def called_with_gradients() -> Tensor:
+    return styled()(*(x(requires_grad=True) for _ in range(3)))
+
+
 def ring_of_a_team() -> Tensor:
     return attend(on=mesh()["cp_ring"])
 
@@ -144,13 +194,6 @@ def of_another_version() -> Tensor:
     """Ranks whose packages differ would follow different schedules."""
     with mock.patch("wallfacer_dt.attention.CODE", "old" if dist.get_rank() == 1 else "new"):
         return attend()
-
-
-def bound_on_one_rank() -> Tensor:
-    on = mesh()
-    if dist.get_rank() == 1:
-        w.sequence_positions(16, on, order="head_tail")
-    return attend(on=on, is_causal=True)
 
 
 def seen_before() -> Tensor:
@@ -186,6 +229,22 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "unknown rotation": lambda: attend(rotate="k"),
     "unknown rotation forward": lambda: attend(rotate_forward="k"),
     "unknown order": lambda: attend(order="zigzag"),
+    "a name for an order": lambda: unordered("head_tail", is_causal=True),
+    "a name for an order in a style": lambda: unchecked(order="head_tail"),
+    "a name for an order to the loader": lambda: w.shard_sequence(x(), "head_tail", dim=2),
+    "a mesh for an order": lambda: w.sequence_positions(8, mesh()),
+    "a mesh for an order of a stream": lambda: w.SequenceDataset(torch.arange(99), 8, mesh()),
+    "a mask without an order": lambda: unordered(is_causal=True),
+    "documents without an order": lambda: unordered(cu_seqlens=torch.tensor([0, 16])),
+    "a style's mask without an order": lambda: styled(style=unchecked(window_size=(4, 4))),
+    "a call's mask without an order": lambda: called(mask_mod=lambda b, h, i, j: i >= j),
+    "an order of another turn": lambda: unordered(of_another_turn(), is_causal=True),
+    "an order of another turn without a mask": lambda: unordered(of_another_turn()),
+    "an order of another turn in a style": lambda: styled(style=unchecked(order=of_another_turn())),
+    "an order of another turn, tried by document": lambda: w.check_equivalence(
+        Inner(), unchecked(order=of_another_turn("document_head_tail")), mesh()
+    ),
+    "an order of other ranks": of_other_ranks,
     "unknown kernel": lambda: attend(kernel="fast"),
     "is_causal that is no bool": lambda: attend(is_causal=1),
     "scale that is no number": lambda: attend(scale="big"),
@@ -202,6 +261,21 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "a prefix with a window": lambda: attend(is_causal=True, prefix_length=4, window_size=(4, 0)),
     "a mask_mod beside another mask": lambda: attend(is_causal=True, mask_mod=lambda b, h, i, j: i >= j),
     "a mask_mod that is none": lambda: attend(mask_mod=torch.ones(16, 16)),
+    "a mask_mod that answers with floats": lambda: attend(mask_mod=lambda b, h, i, j: (i >= j).float()),
+    "a mask_mod that answers with numbers": lambda: attend(mask_mod=lambda b, h, i, j: (i - j).clamp(0, 1)),
+    "a mask_mod that answers once for all": lambda: attend(mask_mod=lambda b, h, i, j: True),
+    "a mask_mod that is a method": lambda: attend(mask_mod=Holding(reach=3).sees),
+    "a mask_mod that is a method of a class": lambda: attend(mask_mod=Holding.sees_all),
+    "a mask_mod that is a module": lambda: attend(mask_mod=Holding(reach=3)),
+    "a mask_mod of an object": lambda: attend(mask_mod=mask_of(Holding(reach=3))),
+    "a mask_mod of an object with slots": lambda: attend(mask_mod=mask_of(WithSlots())),
+    "a mask_mod of a part of an object": lambda: attend(mask_mod=functools.partial(Inner().forward, 3)),
+    "a mask_mod of an object in a list": lambda: attend(mask_mod=mask_of(({1: WithSlots()},))),
+    "a mask_mod of a long list": lambda: attend(mask_mod=mask_of(list(range(10_000)))),
+    "a mask_mod that imports": lambda: attend(mask_mod=importing),
+    "a style with a mask_mod of an object": lambda: styled(
+        style=unchecked(mask_mod=mask_of(WithSlots()), order=w.TokenOrder("contiguous", mesh()))
+    ),
     "replicated tokens under a mask": lambda: attend(is_causal=True, replicated=2),
     "replicated tokens alone": lambda: attend(replicated=4),
     "replicated tokens in DTensors": lambda: attend(
@@ -223,9 +297,11 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "documents with a prefix": lambda: attend(is_causal=True, prefix_length=2, cu_seqlens=torch.tensor([0, 16])),
     "documents with a mask_mod": lambda: attend(mask_mod=lambda b, h, i, j: i >= j, cu_seqlens=torch.tensor([0, 16])),
     "dealt out by document without documents": lambda: attend(order="document_head_tail"),
-    "sharded by document without documents": lambda: w.shard_sequence(x(), mesh(), dim=2, order="document_head_tail"),
+    "sharded by document without documents": lambda: w.shard_sequence(
+        x(), w.TokenOrder("document_head_tail", mesh()), dim=2
+    ),
     "a stream dealt out by document": lambda: w.SequenceDataset(
-        torch.arange(99), 8, mesh(), order="document_head_tail"
+        torch.arange(99), 8, w.TokenOrder("document_head_tail", mesh())
     ),
     "sinks for other heads": lambda: attend(sinks=torch.zeros(3)),
     "sinks that are integers": lambda: attend(sinks=torch.zeros(2, dtype=torch.int64)),
@@ -257,20 +333,19 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "a DTensor replicated in the team": lambda: attend(
         *[DTensor.from_local(x(), mesh(), [Shard(2), Replicate()], run_check=False)] * 2
     ),
-    "sharded in another order": sharded_in_another_order,
-    "positions in another order": positions_in_another_order,
-    "dataset in another order": dataset_in_another_order,
-    "an empty sequence": lambda: w.shard_sequence(x(length=0), mesh(), dim=2, order="contiguous"),
-    "a length that is no int": lambda: w.sequence_positions(8.0, mesh(), order="contiguous"),
-    "dim that is no int": lambda: w.shard_sequence(x(), mesh(), dim=0.5, order="contiguous"),
+    "an empty sequence": lambda: w.shard_sequence(x(length=0), w.TokenOrder("contiguous", mesh()), dim=2),
+    "a length that is no int": lambda: w.sequence_positions(8.0, w.TokenOrder("contiguous", mesh())),
+    "dim that is no int": lambda: w.shard_sequence(x(), w.TokenOrder("contiguous", mesh()), dim=0.5),
     "sharding a DTensor": lambda: w.shard_sequence(
-        DTensor.from_local(x(), mesh(), [Replicate(), Replicate()], run_check=False), mesh(), dim=2, order="contiguous"
+        DTensor.from_local(x(), mesh(), [Replicate(), Replicate()], run_check=False),
+        w.TokenOrder("contiguous", mesh()),
+        dim=2,
     ),
-    "dim out of range": lambda: w.shard_sequence(x(), mesh(), dim=4, order="contiguous"),
+    "dim out of range": lambda: w.shard_sequence(x(), w.TokenOrder("contiguous", mesh()), dim=4),
     "unsharding something that needs a gradient": lambda: w.unshard_sequence(
-        x(requires_grad=True), mesh(), dim=2, order="contiguous"
+        x(requires_grad=True), w.TokenOrder("contiguous", mesh()), dim=2
     ),
-    "too short a stream": lambda: w.SequenceDataset(torch.arange(8), 8, mesh(), order="contiguous"),
+    "too short a stream": lambda: w.SequenceDataset(torch.arange(8), 8, w.TokenOrder("contiguous", mesh())),
     "ring style on a team": lambda: styled(style=w.RingParallel(check=False)),
     "unknown layout": lambda: w.RingParallel(layout="BHLD"),
     "wallfacer style on one axis": lambda: styled(on=init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))),
@@ -304,6 +379,10 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "called with grouped heads switched off": lambda: styled()(
         x(heads=4).transpose(1, 2), x().transpose(1, 2), x().transpose(1, 2), enable_gqa=False
     ),
+    "called with grouped heads switched off by position": lambda: styled(AskedForGroups())(
+        x(heads=4).transpose(1, 2), x().transpose(1, 2), x().transpose(1, 2), False
+    ),
+    "called with one option twice": lambda: called(None, WithMask(), torch.zeros(4, 4), attn_mask=None),
     "called with too many arguments": lambda: called(None, None, None, 0.0),
 }
 
@@ -328,7 +407,7 @@ DISAGREEMENTS: dict[str, Callable[[], Any]] = {
     "an empty shard on one rank": lambda: attend(*[x(length=4 * (dist.get_rank() != 3))] * 2),
     "an integer on one rank": lambda: attend(*[x(dtype=torch.int64 if dist.get_rank() == 1 else None)] * 2),
     "shards to unshard of different length": lambda: w.unshard_sequence(
-        x(length=3 + (dist.get_rank() == 3)), mesh(), dim=2, order="contiguous"
+        x(length=3 + (dist.get_rank() == 3)), w.TokenOrder("contiguous", mesh()), dim=2
     ),
     "another length on one rank, each seen before": seen_before,
     "another scale on one rank": lambda: attend(scale=0.1 + 0.1 * (dist.get_rank() == 1)),
@@ -337,9 +416,23 @@ DISAGREEMENTS: dict[str, Callable[[], Any]] = {
     "another dtype on one rank": lambda: attend(
         *[x(dtype=torch.float32 if dist.get_rank() else torch.float64, head_dim=24)] * 2
     ),
+    "a gradient on one rank": lambda: attend(x(requires_grad=dist.get_rank() == 1)).sum().backward(),
+    "a gradient of sinks on one rank": lambda: (
+        attend(sinks=torch.zeros(2, requires_grad=dist.get_rank() == 1)).sum().backward()
+    ),
+    "no gradients on one rank": without_gradients,
     "a mask on one rank": lambda: called(attn_mask=torch.ones(4, 4) if dist.get_rank() == 2 else None),
     "a learned scale on one rank": lambda: called(scale=torch.tensor(0.5) if dist.get_rank() == 2 else None),
-    "another order on one rank": bound_on_one_rank,
+    "another order on one rank": lambda: unordered(another_name_on_one_rank(), is_causal=True),
+    "another order on one rank in a style": lambda: styled(style=unchecked(order=another_name_on_one_rank())),
+    "another turn on one rank": lambda: unordered(another_turn_on_one_rank(), is_causal=True),
+    "another turn on one rank in a style": lambda: styled(style=unchecked(order=another_turn_on_one_rank())),
+    "no order on one rank": lambda: unordered(
+        None if dist.get_rank() == 2 else w.TokenOrder("contiguous", mesh()), is_causal=True
+    ),
+    "shards to unshard in another order on one rank": lambda: w.unshard_sequence(
+        x(), another_name_on_one_rank(), dim=2
+    ),
     "another seed on one rank": lambda: w.SequenceSampler(range(9), mesh(), seed=dist.get_rank()),
 }
 REFUSALS |= DISAGREEMENTS

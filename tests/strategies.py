@@ -2,11 +2,17 @@
 
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from tests.cases import BLOCK_MASKS, MASK_MODS, Case
 
 PLACEMENTS = ["team_in_node", "ring_in_node", "ulysses_in_node"]
+
+
+def examples(number: int) -> settings:
+    """How many examples of a property `make test` tries: 100 where nothing is said. Others try more in proportion."""
+    return settings(max_examples=-(-number * settings.default.max_examples // 100))
 
 
 def meshes(size: int) -> list[tuple[int, int]]:

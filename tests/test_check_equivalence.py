@@ -1,6 +1,7 @@
 """Modules that compute something else than the style are found out, with the cause, on all ranks; honest ones pass."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -13,15 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tests.cases import Inner, fake_world, mesh_of
-from wallfacer_dt import shard_sequence
+from tests.cases import Inner, fake_world, mesh_of, told
+from tests.pairwise import tiers
+from wallfacer_dt import TokenOrder, shard_sequence
 from wallfacer_dt.attention import AttentionOptions
 from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
 from wallfacer_dt.equivalence.sizes import heads_to_try, shortened
 from wallfacer_dt.layout import BY_DOCUMENT
-from wallfacer_dt.mesh import bind_order, context_mesh, release_order
+from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
-from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing import RankPool, worst_error
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
@@ -82,7 +84,11 @@ class Causal(nn.Module):
             k, v = v, k
         if self.secret == "raises":
             raise RuntimeError("not on this machine")
+        if self.secret == "nan gradient":
+            q = q + 0 * (0 * q).sqrt()
         out = written_out(q, k, v, mask, **options)
+        if self.secret == "nan":
+            out = out.index_fill(2, torch.tensor(self.value), torch.nan)
         if self.secret == "dropout":
             out = F.dropout(out, self.value, self.training)
         if self.secret == "flattened":
@@ -137,6 +143,10 @@ SECRETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "heads": (lambda: Causal("heads"), {}, "query head 1 attends to key and value head 1 in the module, to 0 under"),
     "v": (lambda: Causal("v", 1.5), {}, "probabilities are 1.5 times the style's: are v or the output multiplied"),
     "detached": (lambda: Causal("detached"), {}, "outputs agree, but not the gradient of k"),
+    "nan": (lambda: Causal("nan", 3), {},
+            "of 73728 numbers in the module are not finite, the first is nan at (0, 0, 3, 0)"),
+    "nan gradient": (lambda: Causal("nan gradient"), {},
+                     "the gradient of q: 73728 of 73728 numbers in the module are not finite, the first is nan"),
     "swapped": (lambda: Causal("swapped"), {}, "takes q, k, v in another order: given (q, v, k) it agrees"),
     "by document": (lambda: Causal("window", 25), {"order": BY_DOCUMENT}, "the module has a sliding window of 25"),
     "without gradient": (
@@ -154,8 +164,9 @@ SECRETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 
 def secret(name: str, dtype: torch.dtype | None = None) -> tuple[str, str]:
     module, options, _ = SECRETS[name]
-    style = WallFacerParallel(**{"is_causal": True, "order": "head_tail"} | options)
-    return refusal(module(), style, mesh_of(2, 1), dtype=dtype)
+    mesh = mesh_of(2, 1)
+    style = WallFacerParallel(**told(mesh, **{"is_causal": True, "order": "head_tail"} | options))
+    return refusal(module(), style, mesh, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -338,7 +349,7 @@ def honest(names: list[str], style: str, mesh: Callable[[], DeviceMesh] | tuple[
         module, options, check = HONEST[name]
         if options.get("mask_mod") == "BlockMask":
             options = options | {"mask_mod": mask_of(320)}
-        found[name] = refusal(module, STYLES[style](**options), on, **check)[1]
+        found[name] = refusal(module, STYLES[style](**told(on, **options)), on, **check)[1]
     return found
 
 
@@ -355,35 +366,42 @@ def ulysses_mesh() -> DeviceMesh:
     return context_mesh("cpu", ulysses=dist.get_world_size())
 
 
+ON_MESHES = [
+    ("ring", (4, 1)), ("ring", one_axis), ("wallfacer", (2, 2)), ("ulysses", one_axis), ("ulysses", ulysses_mesh)
+]  # fmt: skip
+HONEST_ON_MESHES = [
+    "BLNH", "SDPA, full", "torchtitan's", "uneven", "very short", "replicated", "window", "uneven window",
+    "fewer tokens than ranks", "one token", "fewer keys than ranks", "uneven and replicated", "by document",
+    "by document, uneven", "by document, with documents",
+]  # fmt: skip
+
+
+def name_on_meshes(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value[0]} {getattr(value[1], '__name__', value[1])}"
+
+
 @pytest.mark.parametrize(
-    ("style", "mesh"),
-    [("ring", (4, 1)), ("ring", one_axis), ("wallfacer", (2, 2)), ("ulysses", one_axis), ("ulysses", ulysses_mesh)],
+    ("honest_one", "on"), tiers(product(HONEST_ON_MESHES, ON_MESHES), strength=1), ids=name_on_meshes
 )
-def test_every_style_on_its_meshes(ranks: Ranks, style: str, mesh: Any) -> None:
-    names = [
-        "BLNH", "SDPA, full", "torchtitan's", "uneven", "very short", "replicated", "window", "uneven window",
-        "fewer tokens than ranks", "one token", "fewer keys than ranks", "uneven and replicated", "by document",
-        "by document, uneven", "by document, with documents",
-    ]  # fmt: skip
-    for found in ranks(4).run(honest, names, style, mesh):
-        assert found == dict.fromkeys(names, "")
+def test_every_style_on_its_meshes(ranks: Ranks, honest_one: str, on: tuple[str, Any]) -> None:
+    assert ranks(4).run(honest, [honest_one], *on) == [{honest_one: ""}] * 4
 
 
 def by_document(style: str, mesh: Callable[[], DeviceMesh] | tuple[int, int]) -> float:
     """How far a checked style is from its module where tokens are dealt out by document."""
     on = mesh_of(*mesh) if isinstance(mesh, tuple) else mesh()
-    release_order(on)
     documents = torch.arange(61) // 27
     q, k, v = torch.randn(3, 1, 4, 61, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = Telling()(q, k, v, causal=True, document_ids=documents)
 
     def shard(x: Tensor) -> Tensor:
-        return shard_sequence(x, on, dim=2, order=BY_DOCUMENT, document_ids=documents)
+        return shard_sequence(x, order, dim=2, document_ids=documents)
 
-    options = {"is_causal": True, "layout": "BNLH", "order": BY_DOCUMENT, "length": 61}
+    order = TokenOrder(BY_DOCUMENT, on)
+    options = {"is_causal": True, "layout": "BNLH", "order": order, "length": 61}
     module = parallelize_module(Telling(), on, STYLES[style](**options))
     out = module(*(shard(x) for x in (q, k, v)), causal=True, document_ids=documents)
-    return float((out - shard(expected)).abs().max())
+    return worst_error([(out, shard(expected))])
 
 
 @pytest.mark.parametrize(
@@ -422,12 +440,6 @@ def test_what_is_tried_is_short_and_of_its_kind() -> None:
     assert shorter(mask_mod=mask_of(316)) == (316, 316, 316, None)
 
 
-@pytest.mark.parametrize("order", ["contiguous", "head_tail", BY_DOCUMENT])
-def test_documents_are_not_needed_to_try_a_style(order: str) -> None:
-    tried, _ = shortened(AttentionOptions(is_causal=True, order=order), None, 4)
-    assert tried.order == ("head_tail" if order == BY_DOCUMENT else order)
-
-
 def test_heads_that_are_tried() -> None:
     def tried(ulysses: int, mask: Any = None, asked: tuple[int, int] | None = None) -> list[tuple[int, int]]:
         return list(heads_to_try(asked, AttentionOptions(mask_mod=mask), ulysses))
@@ -443,7 +455,8 @@ def one_rank_alone(name: str) -> tuple[str, str]:
     module: nn.Module = Causal(name, 25, without=0)
     if name == "parameter" and dist.get_rank() == 1:
         module.weight = nn.Parameter(torch.ones(1))
-    return refusal(module, WallFacerParallel(is_causal=True), mesh_of(2, 1))
+    mesh = mesh_of(2, 1)
+    return refusal(module, WallFacerParallel(**told(mesh, is_causal=True)), mesh)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +472,72 @@ def test_what_one_rank_finds_all_raise(ranks: Ranks, name: str, kind: str, text:
     assert other[0] == found[0] == kind
     assert text in found[1]
     assert other[1] == f"on rank 1 of the mesh {found[1]}"
+
+
+class UnderAutocast(nn.Module):
+    """SDPA, which under autocast does something else besides."""
+
+    def __init__(self, secret: str = "") -> None:
+        super().__init__()
+        self.secret = secret
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        secret = self.secret if torch.is_autocast_enabled("cpu") else ""
+        with torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu") and secret != "float32"):
+            scale = 0.5 if secret == "scale" else None
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+        return (out.float() if secret == "upcast" else out).transpose(1, 2)
+
+
+def under_autocast(secret: str, dtype: torch.dtype | None = None) -> list[tuple[str, str]]:
+    """What a check raises, without autocast and under it."""
+    module, mesh = UnderAutocast(secret), mesh_of(2, 1)
+    style = WallFacerParallel(**told(mesh, is_causal=True))
+    found = [refusal(module, style, mesh, dtype=dtype)] if not dtype else []
+    with torch.autocast("cpu", torch.bfloat16):
+        return [*found, refusal(module, style, mesh, dtype=dtype)]
+
+
+AUTOCAST_SECRETS = {
+    "scale": "the same keys are seen, but scores are 2 times the style's: another scale?",
+    "float32": "the module returns torch.float32 for q of torch.float32, a style torch.bfloat16",
+    "upcast": "the module returns torch.float32 for q of torch.float32, a style torch.bfloat16",
+}
+
+
+@pytest.mark.parametrize("secret", AUTOCAST_SECRETS)
+def test_what_differs_under_autocast_alone_is_refused_there(ranks: Ranks, secret: str) -> None:
+    for without, under in ranks(2).run(under_autocast, secret):
+        assert without == ("", "")
+        assert under[0] == "EquivalenceError"
+        assert AUTOCAST_SECRETS[secret] in under[1]
+
+
+def test_sdpa_passes_under_autocast(ranks: Ranks) -> None:
+    assert ranks(2).run(under_autocast, "") == [[("", "")] * 2] * 2
+    for dtype in (torch.bfloat16, torch.float64):
+        assert ranks(2).run(under_autocast, "", dtype) == [[("", "")]] * 2
+
+
+def applied_twice() -> list[str]:
+    """The same style on two modules, the second under autocast."""
+    errors = []
+    mesh = mesh_of(2, 1)
+    style = WallFacerParallel(**told(mesh, is_causal=True))
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            try:
+                parallelize_module(UnderAutocast("scale"), mesh, style)
+            except EquivalenceError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_module_is_tried_again_under_autocast(ranks: Ranks) -> None:
+    for errors in ranks(2).run(applied_twice):
+        assert len(errors) == 1
+        assert "another scale?" in errors[0]
 
 
 class Counting(Causal):
@@ -479,7 +558,7 @@ class Counting(Causal):
 def left_alone() -> dict[str, bool]:
     mesh = mesh_of(2, 1)
     module = Counting(secret="dropout", value=0.5)
-    style = WallFacerParallel(is_causal=True)
+    style = WallFacerParallel(**told(mesh, is_causal=True))
     torch.manual_seed(7)
     state, forward, threads = torch.get_rng_state(), module.forward, torch.get_num_threads()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
@@ -491,36 +570,20 @@ def left_alone() -> dict[str, bool]:
     with torch.no_grad():
         gradients.append(refusal(Causal("detached"), style, mesh)[1])
         modes = (*modes, not torch.is_grad_enabled())
-    bind_order(mesh, "head_tail", "whoever comes first")
-    said = refusal(Causal(), style, mesh)  # in the other order
     return {
         "dropout was found": "dropout" in caught[1],
         "gradients were compared": all("gradient of k" in text for text in gradients),
-        "autocast was off": honest == ("", ""),
+        "an honest one passes under autocast": honest == ("", ""),
         "random state": torch.equal(torch.get_rng_state(), state),
         "modes": all(modes) and device == "meta",
         "module": not module.seen and module.forward == forward and module.training,
         "threads": torch.get_num_threads() == threads and torch.get_default_dtype() is torch.float32,
-        "another order": said == ("", ""),
     }
 
 
 def test_everything_is_left_as_it_was(ranks: Ranks) -> None:
     for found in ranks(2).run(left_alone):
         assert all(found.values()), found
-
-
-def bound_before() -> str:
-    mesh = mesh_of(2, 1)
-    bind_order(mesh, "head_tail", "a loader")
-    refusal(Causal(), WallFacerParallel(), mesh)
-    with pytest.raises(ValueError, match="in order='head_tail'"):
-        bind_order(mesh, "contiguous", "another")
-    return "still bound"
-
-
-def test_a_bound_order_stays_bound(ranks: Ranks) -> None:
-    assert ranks(2).run(bound_before) == ["still bound"] * 2
 
 
 def applied(layers: list[dict[str, Any]], check: bool = True) -> tuple[str, int, int]:
@@ -530,10 +593,9 @@ def applied(layers: list[dict[str, Any]], check: bool = True) -> tuple[str, int,
     model = nn.ModuleList(Counting(**options) for options in layers)
     error = ""
     try:
-        parallelize_module(model, mesh, {"*": RingParallel(is_causal=True, check=check)})
+        parallelize_module(model, mesh, {"*": RingParallel(**told(mesh, is_causal=True, check=check))})
     except EquivalenceError as raised:
         error = str(raised)
-        release_order(mesh)
     replaced = sum("forward" in vars(layer) for layer in model)
     return error, len(Counting.calls), replaced
 

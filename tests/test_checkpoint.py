@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.cases import Inner, mesh_of
+from tests.cases import Inner, mesh_of, told
 from tests.metp_cases import Attention
 from wallfacer_dt import METPAttentionParallel, WallFacerParallel
 from wallfacer_dt.checkpoint import ATTENTION_SAVE_OPS, save_attention
-from wallfacer_dt.testing import RankPool, count_collectives
+from wallfacer_dt.testing import RankPool, count_collectives, worst_error
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
@@ -76,7 +76,9 @@ def gradients(how: str, *, compiled: bool = False, packed: bool = False) -> tupl
     mesh = mesh_of(2, 1, ulysses=2) if packed else mesh_of(2, 2)
     documents = {"document_ids": torch.arange(16) // 6} if packed else {}
     blocks = nn.ModuleList(Block() for _ in range(2))
-    parallelize_module(blocks, mesh, {"*.inner": WallFacerParallel(is_causal=True, order="head_tail", check=False)})
+    parallelize_module(
+        blocks, mesh, {"*.inner": WallFacerParallel(**told(mesh, "head_tail", is_causal=True, check=False))}
+    )
     context = {} if CONTEXTS[how] is None else {"context_fn": CONTEXTS[how]}
 
     def model(x: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ def compare(how: str, compiled: bool, packed: bool = False) -> tuple[float, int,
     """Largest difference to gradients without checkpoints; calls of attention, of its backward, of addmm."""
     expected, _ = gradients("none", packed=packed)
     got, counts = gradients(how, compiled=compiled, packed=packed)
-    error = max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
+    error = worst_error(zip(got, expected, strict=True))
     return error, counts["attention"], counts["attention_backward"], counts["addmm"]
 
 
@@ -147,7 +149,7 @@ def test_collectives_of_the_forward_run_once_a_layer(ranks: Ranks) -> None:
 
 def with_metp(compiled: bool) -> tuple[float, int, int]:
     """Largest difference to gradients without a checkpoint; calls of METP's attention and of its backward."""
-    attention = WallFacerParallel(is_causal=True, order="head_tail", check=False)
+    attention = WallFacerParallel(**told(mesh_of(2, 2), "head_tail", is_causal=True, check=False))
     style = METPAttentionParallel(
         query="query", key="key", value="value", output="output", head_dim=4, attention=attention, check=False
     )
@@ -174,7 +176,7 @@ def with_metp(compiled: bool) -> tuple[float, int, int]:
             with counting:
                 model(x).square().sum().backward()
         found.append([x.grad, *(p.grad.to_local() for p in module.parameters())])
-    error = max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+    error = worst_error(zip(*found, strict=True))
     return error, counting.counts["metp_attention"], counting.counts["metp_attention_backward"]
 
 

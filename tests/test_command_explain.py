@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.cases import fake_world
-from tests.strategies import PLACEMENTS, ulysses_meshes
-from wallfacer_dt import attention_volume, context_mesh, sequence_positions
+from tests.strategies import PLACEMENTS, examples, ulysses_meshes
+from wallfacer_dt import TokenOrder, attention_volume, context_mesh, sequence_positions
 from wallfacer_dt.algorithms import hops
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.explain import Facts, Settings, make_facts
@@ -47,7 +47,7 @@ def asked(draw: st.DrawFn) -> Settings:
     )  # fmt: skip
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(asked())
 def test_every_send_has_its_receive(chosen: Settings) -> None:
     sent, received = Counter(), Counter()
@@ -62,7 +62,7 @@ def test_every_send_has_its_receive(chosen: Settings) -> None:
 
 @example(Settings(ring=4))
 @example(Settings(ring=6, team=2, schedule="published"))
-@settings(max_examples=50)
+@examples(50)
 @given(asked())
 def test_a_block_comes_from_where_it_was(chosen: Settings) -> None:
     """The sender of a hop has the same rows as its block before, or as its own where another way round begins."""
@@ -76,7 +76,7 @@ def test_a_block_comes_from_where_it_was(chosen: Settings) -> None:
                 assert held[t.group, t.block] in (theirs[t.group, t.block - 1], theirs[t.group, 0])
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(asked())
 def test_what_comes_in_is_the_volume(chosen: Settings) -> None:
     """Against closed formulas that are independent of the schedules."""
@@ -95,7 +95,7 @@ def test_what_comes_in_is_the_volume(chosen: Settings) -> None:
 
 @example(Settings(ring=4, team=2, schedule="published"))
 @example(Settings(ring=4, team=2, ulysses=2, schedule="published", backward=True))
-@settings(max_examples=50)
+@examples(50)
 @given(asked())
 def test_every_pair_that_is_seen_is_computed_once(chosen: Settings) -> None:
     """By whose rows a step pairs: with all keys where nothing is masked; counted, under a mask."""
@@ -122,7 +122,7 @@ def test_every_pair_that_is_seen_is_computed_once(chosen: Settings) -> None:
 
 
 @given(asked())
-@settings(max_examples=25)
+@examples(25)
 def test_transfers_are_started_and_then_waited_for(chosen: Settings) -> None:
     for rank in make_facts(chosen).ranks:
         done = [step for step in rank.steps if isinstance(step, Communicate)]
@@ -143,7 +143,7 @@ def test_ranks_and_positions_are_those_of_a_mesh(placement: Placement, ring: int
         with fake_world(chosen.ranks, rank.rank):
             mesh = context_mesh("cpu", ring, team, ulysses=ulysses, placement=placement)
             coordinate = mesh.get_coordinate()
-            positions = sequence_positions(50, mesh, order="head_tail").tolist()
+            positions = sequence_positions(50, TokenOrder("head_tail", mesh)).tolist()
         assert list(coordinate) == ([rank.ulysses_rank] if ulysses > 1 else []) + [rank.ring_rank, rank.team_rank]
         assert [p for span in rank.positions for p in range(*span)] == positions
         assert rank.node == rank.rank // 3
@@ -236,7 +236,7 @@ Steps of rank 2
     )
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(asked(), st.data())
 def test_text_fits_100_columns_without_colours(chosen: Settings, data: st.DataObject) -> None:
     text = printed(make_facts(chosen), data.draw(st.integers(0, chosen.ranks - 1)))
@@ -262,7 +262,7 @@ def listed(thing: object) -> object:
     return [listed(value) for value in thing] if isinstance(thing, tuple | list) else thing
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(asked())
 def test_timeline(chosen: Settings) -> None:
     """Work does not overlap and takes as long as it has pairs; a transfer lasts as long as the work it hides behind."""

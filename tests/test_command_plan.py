@@ -125,16 +125,17 @@ team 4, 2d, rotates kv: needs 3 GiB, a rank has 0 GiB
 and 2 that need as much or more
 
 To use plan 1:
-from wallfacer_dt import METPParallel, WallFacerParallel, context_mesh, shard_sequence
+from wallfacer_dt import METPParallel, TokenOrder, WallFacerParallel, context_mesh, shard_sequence
 mesh = context_mesh("cuda", ring=2, team=2, ulysses=1, placement="team_in_node")
+order = TokenOrder("head_tail", mesh)
 attention = WallFacerParallel(
-    is_causal=True, order="head_tail", schedule="2d", rotate="q", rotate_forward="kv",
+    order=order, is_causal=True, schedule="2d", rotate="q", rotate_forward="kv",
     window_size=(100, 0), length=4098
 )
 styles = {"layers.*.attention.inner_attention": attention}
 styles["layers.*.feed_forward"] = METPParallel(up="w3", down="w2", gate="w1", activation="silu")
 parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel
-tokens = shard_sequence(tokens, mesh, dim=1, order="head_tail")
+tokens = shard_sequence(tokens, order, dim=1)
 # wrap layers: checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())""",
     )
 
@@ -230,10 +231,13 @@ def test_the_code_makes_the_plans_mesh_and_styles(one: Ranked, gated: bool) -> N
         mesh = plan.mesh("cpu")
         assert found["mesh"].mesh_dim_names == mesh.mesh_dim_names
         assert torch.equal(found["mesh"].mesh, mesh.mesh)
-    styles = plan.styles() if gated else plan.styles(gate=None, up="w1")
+        order = plan.order(mesh)
+    assert found["order"] == order
+    styles = plan.styles(order) if gated else plan.styles(order, gate=None, up="w1")
     options = {name: (type(style), vars(style)) for name, style in found["styles"].items()}
     assert options == {name: (type(style), vars(style)) for name, style in styles.items()}
-    assert f'order="{one.candidate.order}")' in applied[1]
+    assert applied[1] == "tokens = shard_sequence(tokens, order, dim=1)"
+    assert order.name == one.candidate.order
     assert ("save_attention" in code) == (one.candidate.checkpoint == "attention")
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
 
 from recipes.train_bytes.model import Block, ByteGPT, ModelConfig, rotations
-from tests.cases import Case, Inner, draw_extras, mesh_of, per_head, prepare
-from wallfacer_dt import RingParallel, WallFacerParallel, release_order, sequence_positions, shard_sequence
-from wallfacer_dt.testing import RankPool
+from tests.cases import Case, Inner, draw_extras, mesh_of, per_head, prepare, told
+from tests.pairwise import tiers
+from wallfacer_dt import RingParallel, TokenOrder, WallFacerParallel, sequence_positions, shard_sequence
+from wallfacer_dt.testing import RankPool, worst_error
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
@@ -53,7 +55,8 @@ def steps(what: str, mesh: DeviceMesh, backend: str, lengths: list[int]) -> list
     torch.manual_seed(0)
     style = RingParallel if mesh.size() == mesh.size(0) else WallFacerParallel
     model = ByteGPT(CONFIG) if what == "model" else WholeBlock()
-    plan = style(is_causal=True, order="head_tail", check=False)
+    order = TokenOrder("head_tail", mesh)
+    plan = style(is_causal=True, order=order, check=False)
     parallelize_module(model, mesh, {"layers.*.attention.inner": plan, "block.attention.inner": plan})
     counting = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counting, fullgraph=True)
@@ -62,8 +65,8 @@ def steps(what: str, mesh: DeviceMesh, backend: str, lengths: list[int]) -> list
         torch.manual_seed(seed)
         tokens = torch.randint(0, 256, (1, length))
         whole = tokens if what == "model" else torch.randn(1, length, CONFIG.dim)
-        mine = shard_sequence(whole, mesh, dim=1, order="head_tail")
-        positions = sequence_positions(length, mesh, order="head_tail")
+        mine = shard_sequence(whole, order, dim=1)
+        positions = sequence_positions(length, order)
         results = []
         for function in (model, compiled):
             model.zero_grad()
@@ -71,8 +74,8 @@ def steps(what: str, mesh: DeviceMesh, backend: str, lengths: list[int]) -> list
             out.square().mean().backward()
             results.append((out.detach(), [p.grad for p in model.parameters()]))
         (expected, gradients), (got, ours) = results
-        worst = max(float((a - b).abs().max()) for a, b in zip(ours, gradients, strict=True))
-        found.append(Step(counting.frame_count, float((got - expected).abs().max()), worst))
+        worst = worst_error(zip(ours, gradients, strict=True))
+        found.append(Step(counting.frame_count, worst_error([(got, expected)]), worst))
     return found
 
 
@@ -81,8 +84,7 @@ def aot_eager(what: str, ring: int, team: int, lengths: list[int]) -> list[Step]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mesh", [(4, 1), (2, 2)])
-@pytest.mark.parametrize("what", ["block", "model"])
+@pytest.mark.parametrize(("what", "mesh"), tiers(product(["block", "model"], [(4, 1), (2, 2)]), strength=1))
 def test_one_graph_equal_to_eager(ranks: Ranks, what: str, mesh: tuple[int, int]) -> None:
     """No graph break (fullgraph), no recompilation, one more graph for a second length and none for a third."""
     for found in ranks(4).run(aot_eager, what, *mesh, [32, 32, 64, 64, 96]):
@@ -96,30 +98,36 @@ class Cached(NamedTuple):
     misses: int
 
 
-def with_cache(folder: str) -> Cached:
-    """A model compiled by Inductor, with torch's caches in a folder that the ranks share.
+def with_cache(folder: str, what: str, lengths: list[int]) -> Cached:
+    """A block or a model compiled by Inductor, with torch's caches in a folder that the ranks share.
 
     On one axis all ranks have one process group, so nothing but their place tells their graphs apart.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     counters.clear()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp_ring",))
-    found = steps("model", mesh, "inductor", [32, 32, 64, 96])
+    found = steps(what, mesh, "inductor", lengths)
     return Cached(found, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
 
 
 @pytest.mark.slow
-def test_inductor_cold_and_warm_on_ranks_that_share_a_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "lengths", "graphs"),
+    [("block", [32, 32], [1, 1]), pytest.param("model", [32, 32, 64, 96], [1, 1, 2, 2], marks=pytest.mark.whole)],
+)
+def test_inductor_cold_and_warm_on_ranks_that_share_a_cache(
+    tmp_path: Path, what: str, lengths: list[int], graphs: list[int]
+) -> None:
     """Ranks bake different constants into their code; with a warm cache each must find its own."""
     for warm in (False, True):
         pool = RankPool(2, timeout=500)
         try:
-            for found in pool.run(with_cache, str(tmp_path)):
-                assert [step.graphs for step in found.steps] == [1, 1, 2, 2]
+            for found in pool.run(with_cache, str(tmp_path), what, lengths):
+                assert [step.graphs for step in found.steps] == graphs
                 assert max(step.output for step in found.steps) < 1e-6
                 assert max(step.gradient for step in found.steps) < 1e-7
-                # Forward and backward of two graphs.
-                assert (found.hits, found.misses) == ((4, 0) if warm else (0, 4))
+                codes = 2 * graphs[-1]  # forward and backward
+                assert (found.hits, found.misses) == ((codes, 0) if warm else (0, codes))
         finally:
             pool.close()
 
@@ -136,7 +144,7 @@ def compiled_error(
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = mesh_of(ring, team)
-    inner = parallelize_module(Inner(), mesh, WallFacerParallel(check=False, **options))
+    inner = parallelize_module(Inner(), mesh, WallFacerParallel(check=False, **told(mesh, **options)))
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return inner(q.sin(), k, v).square()
@@ -147,10 +155,11 @@ def compiled_error(
     for function in (model, torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)):
         out = function(*leaves)
         results.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
-    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))
+    return worst_error(zip(*reversed(results), strict=True), relative_to="largest")
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_inductor_lowers_messages_of_two_dtypes() -> None:
     """In half precision statistics travel as bits among rounded numbers; eager rounds more often than fused kernels."""
     pool = RankPool(2, timeout=500)
@@ -169,8 +178,9 @@ def two_attentions() -> tuple[int, float]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     style = partial(WallFacerParallel, is_causal=True, check=False, layout="BNLH")
-    by_heads = parallelize_module(Inner(), mesh_of(1, 1, ulysses=2), style(window_size=(3, None)))
-    packed = parallelize_module(Inner(), mesh_of(2, 1), style())
+    meshes = mesh_of(1, 1, ulysses=2), mesh_of(2, 1)
+    by_heads = parallelize_module(Inner(), meshes[0], style(**told(meshes[0], window_size=(3, None))))
+    packed = parallelize_module(Inner(), meshes[1], style(**told(meshes[1])))
 
     def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, ids: Tensor) -> list[Tensor]:
         long = torch.cat([q, q[..., :2]], -1)
@@ -186,7 +196,7 @@ def two_attentions() -> tuple[int, float]:
         for function in (model, compiled):
             outs = function(*leaves, ids)
             results.append([*outs, *torch.autograd.grad(sum(out.sum() for out in outs), leaves)])
-        errors += [float((a - b).detach().abs().max() / a.abs().max()) for a, b in zip(*results, strict=True)]
+        errors.append(worst_error(zip(*reversed(results), strict=True), relative_to="largest"))
     return counting.frame_count, max(errors)
 
 
@@ -243,7 +253,7 @@ def feature(case: Case) -> Compiled:
     """A styled module of that case, eager and compiled, on each packing."""
     torch._dynamo.reset()
     _, mesh, leaves, grad_out = prepare(case)
-    options = {name: x for name, x in case.options.items() if name not in ("document_ids", "cu_seqlens")}
+    options = {name: x for name, x in case.options_on(mesh).items() if name not in ("document_ids", "cu_seqlens")}
     inner = parallelize_module(Inner(), mesh, WallFacerParallel(layout="BNLH", check=False, **options))
     names = tuple(draw_extras(case))
 
@@ -259,9 +269,10 @@ def feature(case: Case) -> Compiled:
             out = function(*leaves, **documents)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, grad_out)])
         graphs.append(counting.frame_count)
-        errors.append(max([float((a - b).abs().max()) for a, b in zip(*results, strict=True) if a.numel()], default=0))
+        pairs = [pair for pair in zip(*results, strict=True) if pair[0].numel()]  # a rank may hold no token
+        errors.append(worst_error(pairs) if pairs else 0.0)
         outputs.append(results[1][0])
-    return Compiled(graphs, errors, float((outputs[1] - outputs[0]).abs().sum()))
+    return Compiled(graphs, errors, worst_error([(outputs[1], outputs[0])]) if outputs[0].numel() else 0.0)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -287,6 +298,19 @@ def test_documents_are_an_input_of_the_graph(ranks: Ranks, packed: str, graphs: 
         assert found.moved > 0
 
 
+def by_itself() -> list[float]:
+    """Of a styled module that is compiled with symbols for all numbers, errors at two lengths."""
+    torch._dynamo.reset()
+    inner = parallelize_module(Inner(), mesh_of(2, 1), WallFacerParallel(check=False, layout="BNLH"))
+    compiled = torch.compile(inner, backend="aot_eager", fullgraph=True, dynamic=True)
+    qkv = [[torch.randn(1, heads, length, 8) for heads in (4, 2, 2)] for length in (4, 6)]
+    return [worst_error([(compiled(*each), inner(*each))]) for each in qkv]
+
+
+def test_a_styled_module_is_compiled_by_itself(ranks: Ranks) -> None:
+    assert ranks(2).run(by_itself) == [[0, 0]] * 2
+
+
 ALONE = {
     "length": "q must have tokens of this rank, got (1, 2, 0, 8)",
     "dtype": "must be floating point, got torch.int64",
@@ -299,6 +323,8 @@ ALONE = {
     "cumulative lengths": "cu_seqlens must ascend from 0 to the sequence's length 16, got [ 0,  5, 99]",
     "sinks": "sinks must be a floating point tensor of one logit per query head (2,), got (3,)",
     "shared keys": "k_shared must have shape (B, 1, L, Hs), one head for all, got (1, 2, 4, 8)",
+    "grouped heads": "enable_gqa=False, but q has shape (1, 2, 4, 8) and k (1, 1, 4, 8)",
+    "gradients": "whether q, k, v, k_shared or sinks need a gradient must be the same on every rank of the mesh",
 }
 
 
@@ -309,6 +335,7 @@ def asked(what: str, alone: bool) -> dict[str, Any]:
         return {"document_ids": ids + ids % 2 * alone}
     options = {
         "mask": lambda: {"attn_mask": torch.ones(2, 2)},
+        "grouped heads": lambda: {"enable_gqa": False},
         "scale": lambda: {"scale": float("inf")},
         "block mask": lambda: {"block_mask": create_block_mask(per_head, None, None, 16, 16, device="cpu")},
         "documents": lambda: {"document_ids": ids[:4]},
@@ -322,18 +349,19 @@ def asked(what: str, alone: bool) -> dict[str, Any]:
 def refused(what: str, fullgraph: bool, backend: str, dynamic: bool | None = None) -> str:
     """What this rank says when rank 1 alone calls a compiled module in a way that cannot be."""
     torch._dynamo.reset()
-    inner = parallelize_module(
-        Inner(), mesh_of(2, 2), WallFacerParallel(is_causal=True, order="head_tail", check=False)
-    )
+    mesh = mesh_of(2, 2)
+    style = WallFacerParallel(**told(mesh, "head_tail", is_causal=True, check=False))
+    inner = parallelize_module(Inner(), mesh, style)
     alone = dist.get_rank() == 1
     length = {"length": 0, "another length": 8}.get(what, 4) if alone else 4
     dtype = torch.int64 if what == "dtype" and alone else torch.float32
     x = torch.ones(1, length, 2, 8, dtype=dtype)
     options = asked(what, alone)
-    weight = torch.ones(8, requires_grad=dtype != torch.int64)
+    weight = torch.ones(8, requires_grad=dtype != torch.int64 and not (what == "gradients" and alone))
 
     def model(x: Tensor) -> Tensor:
-        return inner(x * weight.to(x.dtype), x, x, **options) * weight
+        keys = x[:, :, :1] if what == "grouped heads" else x
+        return inner(x * weight.to(x.dtype), keys, keys, **options) * weight
 
     try:
         torch.compile(model, fullgraph=fullgraph, backend=backend, dynamic=dynamic)(x)
@@ -351,6 +379,8 @@ def refused(what: str, fullgraph: bool, backend: str, dynamic: bool | None = Non
         ("mask", False, None),
         ("length", True, True),
         ("another length", True, True),
+        ("mask", True, True),
+        ("grouped heads", True, True),
     ],
 )
 def test_what_one_rank_refuses_in_a_graph_all_refuse(
@@ -360,16 +390,101 @@ def test_what_one_rank_refuses_in_a_graph_all_refuse(
         assert ALONE[what] in said
 
 
+def refused_dtensors(**asked: Any) -> str:
+    """The same of DTensors."""
+    torch._dynamo.reset()
+    mesh = mesh_of(2, 1)
+    inner = parallelize_module(Inner(), mesh, WallFacerParallel(check=False))
+    q = DTensor.from_local(torch.ones(1, 4, 2, 8), mesh, [Shard(1), Shard(1)], run_check=False)
+    try:
+        torch.compile(inner, fullgraph=True, backend="aot_eager")(q, q, q, **(asked if dist.get_rank() == 1 else {}))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"is_causal": True}, "called with is_causal=True, the style was given is_causal=False"),
+        ({"document_ids": torch.zeros(5, dtype=torch.int64)}, "must be told in which order tokens were dealt out"),
+    ],
+)
+def test_what_one_rank_refuses_of_dtensors_in_a_graph_all_refuse(
+    ranks: Ranks, asked: dict[str, Any], text: str
+) -> None:
+    for said in ranks(2).run(partial(refused_dtensors, **asked)):
+        assert text in said
+
+
+def masked(alone: bool, change: str) -> tuple[list[str], list[float]]:
+    """Of a compiled module with a mask: what calls say after its state has changed, on rank 1 alone or on all, after it
+    has changed back, and after a reset; and errors of output and gradients of those that were made.
+    """
+    torch._dynamo.reset()
+    index, mesh, leaves, grad_out = prepare(Case(2, 1, shard=8))
+    tags, reach = torch.arange(16) % 3, 4
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (tags[q] == tags[kv]) | (q - kv < reach)
+
+    def changed(by: int) -> None:
+        nonlocal reach
+        if not alone or index == 1:
+            tags.data[3:] += by * (change == "tensor")
+            reach += by * (change == "int")
+
+    style = WallFacerParallel(layout="BNLH", check=False, **told(mesh, mask_mod=mask))
+    inner = parallelize_module(Inner(), mesh, style)
+    compiled = torch.compile(inner, backend="aot_eager", fullgraph=True)
+    said, errors = [], []
+
+    def call(*, backward_after: int = 0) -> None:
+        try:
+            out, expected = compiled(*leaves), inner(*leaves)
+        except ValueError as error:
+            said.append(str(error))
+            return
+        changed(backward_after)
+        grads, wanted = (torch.autograd.grad(x, leaves, grad_out) for x in (out, expected))
+        changed(-backward_after)
+        said.append("")
+        errors.append(worst_error(zip((out, *grads), (expected, *wanted), strict=True)))
+
+    call()
+    call(backward_after=1)
+    changed(1)
+    call()
+    changed(-1)
+    call()
+    changed(1)
+    torch.compiler.reset()
+    call()
+    return said, errors
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", ["tensor", "int"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_graph_refuses_a_mask_whose_state_has_changed(ranks: Ranks, alone: bool, change: str) -> None:
+    """On all ranks, before anything is sent, although it changed on one alone."""
+    for rank, (said, errors) in enumerate(ranks(2).run(masked, alone, change)):
+        assert said[:2] == ["", ""]
+        assert "mask_mod's state has changed, or mask_mod has gone, since the graph was compiled" in said[2]
+        assert ("rank 1 of the mesh cannot make this call" in said[2]) == (alone and rank == 0)
+        assert said[3] == ""
+        assert ("mask must be the same on every rank" in said[4]) == alone
+        assert errors == [0] * (3 if alone else 4)
+
+
 def dtensors(backend: str) -> tuple[int, float, list[bool]]:
     """A styled module given DTensors of a larger mesh: graphs, largest difference to eager, placements as in eager."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("cp_ring", "cp_team", "tp"))
     context = mesh["cp_ring", "cp_team"]
-    release_order(context)
-
-    inner = parallelize_module(
-        Inner(), context, WallFacerParallel(is_causal=True, order="head_tail", layout="BNLH", check=False)
-    )
+    style = WallFacerParallel(**told(context, "head_tail", is_causal=True, layout="BNLH", check=False))
+    inner = parallelize_module(Inner(), context, style)
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return inner(q.sin(), k, v) * 2
@@ -384,7 +499,7 @@ def dtensors(backend: str) -> tuple[int, float, list[bool]]:
             out = function(*leaves)
             grads = torch.autograd.grad(out.to_local().square().sum(), leaves)
         results.append([out.detach(), *grads])
-    worst = max(float((a.to_local() - b.to_local()).abs().max()) for a, b in zip(*results, strict=True))
+    worst = worst_error((a.to_local(), b.to_local()) for a, b in zip(*results, strict=True))
     return counting.frame_count, worst, [list(x.placements) == placements for x in results[1]]
 
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from tests.cases import fake_world, held
-from tests.strategies import ulysses_meshes
-from wallfacer_dt import SequenceDataset, SequenceSampler, context_mesh, release_order
+from tests.strategies import examples, ulysses_meshes
+from wallfacer_dt import SequenceDataset, SequenceSampler, TokenOrder, context_mesh
 from wallfacer_dt.testing import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -62,7 +62,7 @@ def test_windows_do_not_overlap_and_have_their_last_label(length: int) -> None:
     assert torch.cat([dataset[i][0] for i in range(len(dataset))]).tolist() == stream[: length // 4 * 4]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     length=st.integers(1, 50),
     size=st.integers(1, 12),
@@ -75,7 +75,8 @@ def test_any_length_on_any_mesh(length: int, size: int, order: str, data: st.Dat
     index = data.draw(st.integers(0, size - 1))
     recording = Recording()
     with fake_world(size, index):
-        dataset = SequenceDataset(recording, length, context_mesh("cpu", ring, team, ulysses=ulysses), order=order)
+        mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
+        dataset = SequenceDataset(recording, length, TokenOrder(order, mesh))
     assert len(dataset) == 100 // length
     sample = data.draw(st.integers(0, len(dataset) - 1))
     inputs, labels = dataset[sample]
@@ -87,16 +88,16 @@ def test_any_length_on_any_mesh(length: int, size: int, order: str, data: st.Dat
 
 
 def test_a_stream_has_no_documents() -> None:
-    with pytest.raises(ValueError, match="order='document_head_tail' needs documents, which a stream does not have"):
-        SequenceDataset(STREAM, 8, order="document_head_tail")
+    message = "order='document_head_tail' needs documents, which a stream does not have"
+    with fake_world(4), pytest.raises(ValueError, match=message):
+        SequenceDataset(STREAM, 8, TokenOrder("document_head_tail", context_mesh("cpu", 4)))
 
 
 def read_on_a_rank(order: str, workers: int) -> dict:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     context = mesh["cp_ring", "cp_team"]
-    release_order(context)
     recording = Recording()
-    dataset = SequenceDataset(recording if workers == 0 else STREAM, 8, context, order=order)
+    dataset = SequenceDataset(recording if workers == 0 else STREAM, 8, TokenOrder(order, context))
     sampler = SequenceSampler(dataset, context, data_parallel=mesh["dp"], seed=3)
     loader = DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=workers)
     batches = [(x.tolist(), y.tolist()) for x, y in loader]
@@ -161,6 +162,14 @@ def test_after_a_resumed_epoch_comes_a_whole_one() -> None:
     assert len(list(sampler)) == 8
     sampler.set_epoch(1)
     assert len(list(sampler)) == len(sampler) == 12
+
+
+def test_the_same_epoch_again_is_whole() -> None:
+    """A loader that is asked twice, with no epoch set in between."""
+    sampler = SequenceSampler(SequenceDataset(STREAM, 8), seed=5)
+    sampler.load_state_dict(sampler.state_dict(4))
+    assert [len(list(sampler)) for _ in range(2)] == [8, 12]
+    assert len(sampler) == 12
 
 
 def test_another_epoch_than_the_resumed_one_is_whole() -> None:

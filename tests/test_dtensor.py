@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Case, Inner, draw, draw_extras, fake_world, held, oracle, per_row
+from tests.cases import Case, Inner, draw, draw_extras, fake_world, held, oracle, per_row, told
 from tests.refusals import Communication
-from wallfacer_dt import WallFacerParallel, context_parallel_attention, release_order, sharding
+from wallfacer_dt import WallFacerParallel, context_parallel_attention, sharding
 from wallfacer_dt.calls import Options
-from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing import RankPool, worst_error
 
 AXES = {"U": "cp_ulysses", "R": "cp_ring", "T": "cp_team"}
 PLACEMENTS = {"B": Shard(0), "N": Shard(1), "L": Shard(2), "H": Shard(3), "-": Replicate(), "+": Partial()}
@@ -79,7 +79,6 @@ def attend(layout: Layout, through: str = "function") -> Outcome:
     """Output and gradients against one process, their placements, and what redistribution cost."""
     mesh, case = init_device_mesh("cpu", layout.sizes, mesh_dim_names=layout.names), layout.case
     context: DeviceMesh = mesh[layout.context]
-    release_order(context)
 
     def rows(length: int) -> list[int]:
         """The order in which shards hold tokens."""
@@ -97,7 +96,7 @@ def attend(layout: Layout, through: str = "function") -> Outcome:
         leaf.requires_grad_()
     sent = CommDebugMode()
     # A DTensor knows how long its sequence is.
-    options = {name: value for name, value in case.options.items() if name not in ("length", "kv_length")}
+    options = {name: value for name, value in case.options_on(context).items() if name not in ("length", "kv_length")}
     documents = {name: options.pop(name) for name in ("document_ids", "cu_seqlens") if name in options}
 
     def results(attention: Callable[..., Tensor]) -> dict[str, Tensor]:
@@ -117,12 +116,12 @@ def attend(layout: Layout, through: str = "function") -> Outcome:
         eager, got = got, results(torch.compile(inner, backend="aot_eager", fullgraph=True))
         assert all(torch.equal(x.full_tensor(), got[name].full_tensor()) for name, x in eager.items())
     assert all(isinstance(x, DTensor) for x in got.values())
-    errors = []
+    pairs = {}
     for name, expected in oracle(case).by_name().items():
         picked = order.get("q" if name == "out" else name[1:])
-        errors.append((got[name].full_tensor() - (expected if picked is None else expected[:, :, picked])).abs().max())
+        pairs[name] = got[name].full_tensor(), expected if picked is None else expected[:, :, picked]
     # The operator is opaque to this mode, so what it counts are redistributions.
-    return Outcome(float(max(errors)), [tuple(x.placements) for x in got.values()], sent.get_total_counts())
+    return Outcome(worst_error(pairs), [tuple(x.placements) for x in got.values()], sent.get_total_counts())
 
 
 CONFORMING = [
@@ -331,8 +330,9 @@ def with_extras(what: str) -> None:
         "documents of some rows": lambda: {"document_ids": ids.repeat(2, 1)},
         "a mask by row of a sharded batch": lambda: {"mask_mod": per_row},
     }  # fmt: skip
-    release_order(mesh["cp_ring"])
-    context_parallel_attention(**({"q": q, "k": q, "v": q} | calls[what]()), mesh=mesh["cp_ring"])
+    context_parallel_attention(
+        **({"q": q, "k": q, "v": q} | calls[what]()), **told(mesh["cp_ring"]), mesh=mesh["cp_ring"]
+    )
 
 
 EXTRAS = {
@@ -415,9 +415,10 @@ def test_the_rule_itself_refuses_too() -> None:
         )
         ring, team = (str(mesh.get_group(axis).group_name) for axis in mesh.mesh_dim_names)
         options = Options(
-            place=(2, 2, 0, 0, 1, 0), ulysses="", ring=ring, team=team, context="", context_ranks=(), lengths=(),
-            replicated=0, is_causal=False, window=(-1, -1), prefix=0, mask="", packed="", scale=1.0, softcap=0.0,
-            order="contiguous", schedule="2d", rotate="kv", rotate_forward="kv", kernel="flash", code="",
+            place=(2, 2, 0, 0, 1, 0), ulysses="", ring=ring, team=team, context="", context_ranks=(), mesh="",
+            lengths=(), replicated=0, is_causal=False, window=(-1, -1), prefix=0, mask="", mask_key=0, packed="",
+            scale=1.0, softcap=0.0, order="contiguous", schedule="2d", rotate="kv", rotate_forward="kv",
+            kernel="flash", code="",
         )  # fmt: skip
         torch.ops.wallfacer_dt.attention(good, good, good, None, None, None, *options)
         with pytest.raises((ValueError, RuntimeError), match=r"(?s)v must .*'cp_team'.*Replicate"):

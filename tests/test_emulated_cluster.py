@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -41,7 +42,7 @@ from recipes.benchmarks.cluster.report import case_table, summary, write
 from recipes.benchmarks.cluster.stolen import Ticks, undisturbed
 from recipes.benchmarks.cluster.watcher import environment
 from wallfacer_dt.layout import deal
-from wallfacer_dt.testing import RankPool, attention_oracle
+from wallfacer_dt.testing import RankPool, attention_oracle, worst_error
 
 NODES = Nodes(4, 4)
 CASE = Case(500, 16, 16, False, 4096)
@@ -399,8 +400,7 @@ def _gathered(is_causal: bool) -> float:
     leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
     out = gathered_attention(*leaves, is_causal=is_causal)
     found = (out.detach(), *torch.autograd.grad(out, leaves, grad[:, :, own]))
-    errors = [(x - y[:, :, own]).abs().max() / y.abs().max() for x, y in zip(found, truth, strict=True)]
-    return max(errors).item()
+    return worst_error([(x, y[:, :, own]) for x, y in zip(found, truth, strict=True)], relative_to="largest")
 
 
 @pytest.mark.ranks
@@ -474,6 +474,11 @@ def test_killed_run_leaves_nothing(group: bool) -> None:
     assert left_over() == []
 
 
+def without_a_core() -> None:
+    """Nobody is to look for what it crashed of."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_rank_that_crashes_says_of_which_signal_and_where(tmp_path: Path) -> None:
@@ -481,7 +486,7 @@ def test_rank_that_crashes_says_of_which_signal_and_where(tmp_path: Path) -> Non
     with subprocess.Popen(
         [sys.executable, "-m", "recipes.benchmarks.cluster.ranks", settings],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-        start_new_session=True,
+        start_new_session=True, preexec_fn=without_a_core,
     ) as node:  # fmt: skip
         assert node.stdout is not None
         assert node.stdout.readline() == "null\n"

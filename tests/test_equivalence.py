@@ -2,21 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend
 
-from tests.cases import Case, attend, draw, draw_extras, oracle, prepare, run_uncounted, whole
-from tests.strategies import any_case, cases
-from wallfacer_dt import release_order
-from wallfacer_dt.testing import AttentionResult, RankPool
+from tests.cases import Case, attend, draw, draw_extras, oracle, prepare, rms, run_uncounted, whole
+from tests.pairwise import tiers
+from tests.strategies import any_case, cases, examples
+from wallfacer_dt.testing import AttentionResult, RankPool, worst_error
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
@@ -35,55 +36,63 @@ def paired(got: AttentionResult, expected: AttentionResult) -> Iterator[tuple[st
 
 def assert_close(got: AttentionResult, case: Case, tolerance: float) -> None:
     """Absolute error, for inputs of order one; gradients are sums of products with q and k, so of their order."""
-    order = max(1.0, *(float(x.abs().max()) for x in draw(case)[:2])) if case.inputs == "huge" else 1.0
+    q, k = draw(case)[:2]
+    order = float(torch.stack([q.abs().max(), k.abs().max()]).max().clamp_min(1)) if case.inputs == "huge" else 1.0
     for name, mine, theirs in paired(got, oracle(case)):
-        error = float((mine - theirs).abs().max())
+        error = worst_error({name: (mine, theirs)})
         assert error <= tolerance * order, f"{name}: {error:.3e}"
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-@settings(max_examples=80)
+@examples(80)
 @given(data=st.data())
-def test_float64_is_exact_to_rounding(ranks: Ranks, size: int, data: st.DataObject) -> None:
+def test_float64_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataObject) -> None:
     case = data.draw(cases(range(size, size + 1)))
-    assert_close(on_ranks(ranks, case), case, 1e-10)
+    assert_close(on_ranks(threads, case), case, 1e-10)
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
-def test_any_case_is_exact_to_rounding(ranks: Ranks, size: int, data: st.DataObject) -> None:
+def test_any_case_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataObject) -> None:
+    case = data.draw(any_case(size))
+    assert_close(on_ranks(threads, case), case, 1e-10)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@examples(12)
+@given(data=st.data())
+def test_any_case_on_processes(ranks: Ranks, size: int, data: st.DataObject) -> None:
     case = data.draw(any_case(size))
     assert_close(on_ranks(ranks, case), case, 1e-10)
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
-def test_any_case_in_low_precision_is_as_good_as_one_process(ranks: Ranks, size: int, data: st.DataObject) -> None:
+def test_any_case_in_low_precision_is_as_good_as_one_process(threads: Ranks, size: int, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16"]))
     case = data.draw(any_case(size, shortest=24, longest=48, dtype=dtype, softcap=None, kernel="auto", inputs="normal"))
-    assert_error_ratio(ranks, case, most=4.0)
+    assert_error_ratio(threads, case, most=4.0)
 
 
-def test_sinks_that_take_little_keep_their_gradient(ranks: Ranks) -> None:
+def test_sinks_that_take_little_keep_their_gradient(threads: Ranks) -> None:
     """1 - sigmoid would lose it: among many keys a sink has a millionth of the weight."""
     case = Case(2, 2, shard=16, heads=4, dtype="float32", sinks=True, inputs="faint_sinks")
-    dsinks, expected = on_ranks(ranks, case).dsinks, oracle(case).dsinks
+    dsinks, expected = on_ranks(threads, case).dsinks, oracle(case).dsinks
     assert dsinks is not None
-    torch.testing.assert_close(dsinks, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    assert worst_error([(dsinks, expected)], relative_to="largest") <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("size", range(1, 9))
-@settings(max_examples=15)
+@pytest.mark.parametrize(("size", "dtype"), tiers(product(range(1, 9), ["float32", "bfloat16", "float16"]), strength=1))
+@examples(15)
 @given(data=st.data())
-def test_low_precision_is_as_good_as_one_process(ranks: Ranks, size: int, dtype: str, data: st.DataObject) -> None:
+def test_low_precision_is_as_good_as_one_process(threads: Ranks, size: int, dtype: str, data: st.DataObject) -> None:
     """Error against float64 at most twice that of torch's kernel in the same dtype."""
     # Enough rows for a root mean square to mean something: rounding errors of one row's entries are alike.
     shard = 2 * data.draw(st.integers(12, 24))
     fixed = {"dtype": dtype, "kernel": "auto", "inputs": "normal", "batch": 2, "shard": shard}
-    assert_error_ratio(ranks, data.draw(cases(range(size, size + 1), **fixed)))
+    assert_error_ratio(threads, data.draw(cases(range(size, size + 1), **fixed)))
 
 
 def assert_error_ratio(ranks: Ranks, case: Case, most: float = 2.0) -> None:
@@ -97,12 +106,14 @@ def assert_error_ratio(ranks: Ranks, case: Case, most: float = 2.0) -> None:
     largest_score = 1e4 if case.inputs == "huge" else 2
     for name, got, expected in paired(ours, exact):
         # Where one process is right by luck (a single key, say), one rounding of a typical entry is still allowed.
-        allowed = most * max(rms(ones[name].double() - expected), unit / 4 * largest_score * rms(expected))
+        allowed = most * max(rms(ones[name].double(), expected), unit / 4 * largest_score * rms(expected))
         if name == "dsinks":  # few numbers, which one process may have right by luck
             allowed = max(2 * allowed, most * rms(rounding_of_sinks(case, exact, unit / 4)))
-        if case.inputs == "normal" and rms(expected) < 1e-9:  # no gradient, but for rounding: every row sees one key
-            allowed = 32 * unit
-        assert rms(got - expected) <= allowed, f"{name}: {rms(got - expected):.3e} > {allowed:.3e}"
+        if case.inputs == "normal" and rms(expected) < 1e-9:
+            # No gradient, but for rounding: every row sees one key. A key adds that of all its queries, a random walk.
+            allowed = 4 * unit * max(64, case.total * case.heads // case.kv_heads) ** 0.5
+        error = rms(got, expected)
+        assert error <= allowed, f"{name}: {error:.3e} > {allowed:.3e}"
 
 
 def rounding_of_sinks(case: Case, exact: AttentionResult, unit: float) -> Tensor:
@@ -117,22 +128,19 @@ def rounding_of_sinks(case: Case, exact: AttentionResult, unit: float) -> Tensor
     p = torch.where(norm > 0, 1 - (exact.out * without).sum(-1) / norm, 0)
     products = draw(case)[3].double() * exact.out
     added = -p * products.sum(-1)
-    torch.testing.assert_close(added.sum((0, 2)), exact.dsinks)
+    assert worst_error([(added.sum((0, 2)), exact.dsinks)], relative_to="largest") <= 1e-7
     lse = draw_extras(case)["sinks"].double().unsqueeze(-1) - p.log()
     of_lse = torch.finfo(torch.float32).eps / 4 * (added * lse.abs().clamp_min(1)).nan_to_num(0)
     of_out = unit * p * products.square().sum(-1).sqrt()
     return (case.size * (of_lse.square() + of_out.square()).sum((0, 2))).sqrt()
 
 
-def rms(x: Tensor) -> float:
-    return float(x.double().square().mean().sqrt())
-
-
-@pytest.mark.parametrize("rotate", ["kv", "q"])
-@pytest.mark.parametrize("rotate_forward", ["kv", "q"])
-@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (8, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize(
+    ("mesh", "rotate", "rotate_forward"),
+    tiers(product([(2, 1), (4, 1), (8, 1), (4, 2), (1, 8)], ["kv", "q"], ["kv", "q"])),
+)
 def test_bfloat16_error_does_not_grow_with_the_ring(
-    ranks: Ranks, mesh: tuple[int, int], rotate: str, rotate_forward: str
+    threads: Ranks, mesh: tuple[int, int], rotate: str, rotate_forward: str
 ) -> None:
     ring, team = mesh
     case = Case(
@@ -145,57 +153,64 @@ def test_bfloat16_error_does_not_grow_with_the_ring(
         rotate=rotate,
         rotate_forward=rotate_forward,
     )
-    assert_error_ratio(ranks, replace(case, dtype="bfloat16"), most=1.5)
+    assert_error_ratio(threads, replace(case, dtype="bfloat16"), most=1.5)
 
 
-@pytest.mark.parametrize("inputs", ["huge", "equal", "zero_grad", "tiny_grad"])
-@pytest.mark.parametrize("rotate", ["kv", "q"])
-@pytest.mark.parametrize("rotate_forward", ["kv", "q"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "rotate", "rotate_forward", "inputs"),
+    tiers(
+        product(
+            [(4, 1), (2, 2), (1, 4)],
+            ["float64", "float32"],
+            ["kv", "q"],
+            ["kv", "q"],
+            ["huge", "equal", "zero_grad", "tiny_grad"],
+        )
+    ),
+)
 def test_numbers_that_hurt(
-    ranks: Ranks, mesh: tuple[int, int], dtype: str, rotate: str, rotate_forward: str, inputs: str
+    threads: Ranks, mesh: tuple[int, int], dtype: str, rotate: str, rotate_forward: str, inputs: str
 ) -> None:
     rotations = {"rotate": rotate, "rotate_forward": rotate_forward}
     case = Case(*mesh, dtype=dtype, **rotations, inputs=inputs, is_causal=True, order="head_tail", heads=4)
-    got = on_ranks(ranks, case)
+    got = on_ranks(threads, case)
     assert all(x.isfinite().all() for x in got)
     if dtype == "float64":
         assert_close(got, case, 1e-10)
     else:
         # Tiles of another shape round a score another way, and such a rounding is an error of p: it counts twice.
         twice = inputs == "huge" and rotate != rotate_forward
-        assert_error_ratio(ranks, case, most=2 * 2**0.5 if twice else 2)
+        assert_error_ratio(threads, case, most=2 * 2**0.5 if twice else 2)
     if inputs == "tiny_grad":  # right to relative, not only to absolute precision
         for mine, theirs in zip(got[1:], oracle(case)[1:], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()))
+            assert worst_error([(mine, theirs)], relative_to="largest") <= 1e-5
 
 
 @pytest.mark.parametrize("mesh", [(8, 1), (4, 2), (2, 4), (1, 8)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_one_token_per_rank(ranks: Ranks, mesh: tuple[int, int], is_causal: bool) -> None:
+def test_one_token_per_rank(threads: Ranks, mesh: tuple[int, int], is_causal: bool) -> None:
     case = Case(*mesh, shard=1, is_causal=is_causal)
-    assert_close(on_ranks(ranks, case), case, 1e-10)
+    assert_close(on_ranks(threads, case), case, 1e-10)
 
 
-@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
-@pytest.mark.parametrize("mesh", [{"ring": 4, "team": 1}, {"ring": 2, "team": 2, "ulysses": 2}])
+MESHES = [{"ring": 4, "team": 1}, {"ring": 2, "team": 2, "ulysses": 2}]
+MASKS: list[dict[str, Any]] = [
+    {"is_causal": True, "window_size": (20, 0)},
+    {"window_size": (300, 170)},
+    {"is_causal": True, "documents": ((1, 250, 149, 319),), "window_size": (140, 0)},
+    {"is_causal": True, "prefix_length": 200},
+    {"mask": "coarse"},
+    {"mask": "blind"},
+]
+
+
 @pytest.mark.parametrize(
-    "masks",
-    [
-        {"is_causal": True, "window_size": (20, 0)},
-        {"window_size": (300, 170)},
-        {"is_causal": True, "documents": ((1, 250, 149, 319),), "window_size": (140, 0)},
-        {"is_causal": True, "prefix_length": 200},
-        {"mask": "coarse"},
-        {"mask": "blind"},
-    ],
-    ids=str,
+    ("masks", "mesh", "order"), tiers(product(MASKS, MESHES, ["contiguous", "head_tail"])), ids=str
 )
-def test_longer_sequences(ranks: Ranks, masks: dict[str, Any], mesh: dict[str, int], order: str) -> None:
+def test_longer_sequences(threads: Ranks, masks: dict[str, Any], mesh: dict[str, int], order: str) -> None:
     """Of several blocks of 128, in which masks are cut."""
     case = Case(**mesh, **masks, order=order, length=719)
-    assert_close(on_ranks(ranks, case), case, 1e-10)
+    assert_close(on_ranks(threads, case), case, 1e-10)
 
 
 AXES = {"cp_ulysses": "ulysses", "cp_ring": "ring", "cp_team": "team"}
@@ -204,7 +219,6 @@ AXES = {"cp_ulysses": "ulysses", "cp_ring": "ring", "cp_team": "team"}
 def run_on(axes: tuple[str, ...], shape: tuple[int, ...], case: Case) -> tuple[int, list[np.ndarray]]:
     index, _, leaves, grad_out = prepare(case)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    release_order(mesh)
     return index, attend(case, mesh, leaves, grad_out)
 
 

@@ -1,19 +1,23 @@
 """Ulysses: who computes which heads, and that tokens exchanged for heads come back as they were."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain, pairwise
-from threading import Barrier, Thread
-from unittest.mock import patch
+from typing import Any
 
+import pytest
 import torch
-from hypothesis import given, settings
+import torch.distributed as dist
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import held
-from wallfacer_dt.algorithms import heads as module
+from tests.strategies import examples
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, split_heads
 from wallfacer_dt.layout import ORDERS, deal
+from wallfacer_dt.testing import RankPool, worst_error
 
 
 @st.composite
@@ -23,7 +27,7 @@ def counts(draw: st.DrawFn) -> tuple[int, int, int]:
     return kv_heads * share, kv_heads, draw(st.integers(1, min(16, kv_heads * share)))
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(counts(), st.booleans())
 def test_every_head_is_computed_once_and_evenly(chosen: tuple[int, int, int], hidden: bool) -> None:
     heads, kv_heads, ulysses = chosen
@@ -71,101 +75,91 @@ def test_groups_of_a_kind_are_what_a_tensor_has() -> None:
     assert Heads((0, 0), (0, 0)).of("shared") == (0, 0)
 
 
-class Wire:
-    """An all-to-all between threads, each of which is a rank named by its group's name."""
+@dataclass(frozen=True)
+class Exchange:
+    """What a group of ranks exchanges: every ``inner``-th rank of a mesh of ``axes``, from the ``me``-th on."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = Barrier(size, timeout=30)
-        self.sent: dict[int, list[Tensor]] = {}
-        self.received = dict.fromkeys(range(size), 0)
+    groups: tuple[tuple[Heads, ...], ...]
+    order: str
+    axes: tuple[int, int, int]
+    me: int
+    dims: dict[str, tuple[int, int, int]]
+    kinds: tuple[str, ...]
 
-    def all_to_all(self, buffer: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-        rank = int(group)
-        self.sent[rank] = list(buffer.split(sent))
-        self.barrier.wait()
-        parts = [self.sent[other][rank] for other in range(self.size)]
-        self.barrier.wait()
-        assert [part.numel() for part in parts] == received, "what is sent is not what is expected"
-        assert sent[rank] == received[rank] == 0, "sent to oneself"
-        self.received[rank] += sum(part.nbytes for part in parts)
-        return torch.cat(parts)
+    @property
+    def rows(self) -> dict[str, list[list[int]]]:
+        """By kind and rank of the group, the positions that it holds."""
+        ulysses, inner, _ = self.axes
+        places = [self.me + inner * u for u in range(ulysses)]
+        return {kind: [held(u, self.axes, self.order, self.dims[kind][1]) for u in places] for kind in self.dims}
 
-    def run(self, function: Callable[[int], None]) -> None:
-        errors: list[BaseException] = []
-
-        def guarded(rank: int) -> None:
-            try:
-                function(rank)
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [Thread(target=guarded, args=(rank,)) for rank in range(self.size)]
-        with patch.object(module, "all_to_all", self.all_to_all), patch.object(module, "wait", lambda x: x):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if errors:
-            raise errors[0]
+    def tensor(self, i: int) -> Tensor:
+        """The whole one; two of a kind differ, also in dtype, since they share a message."""
+        generator = torch.Generator().manual_seed(1 + i)
+        whole = torch.randint(0, 100, (2, *self.dims[self.kinds[i]]), generator=generator).double()
+        return whole if i != 1 else (whole + 0.5).float()
 
 
-@settings(max_examples=60)
+class Exchanged(TorchDispatchMode):
+    """Bytes that this rank receives in all-to-alls, of which it sends itself nothing."""
+
+    received = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            buffer, received, sent, _ = args
+            assert sent[dist.get_rank()] == received[dist.get_rank()] == 0, "sent to oneself"
+            self.received += sum(received) * buffer.itemsize
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged(case: Exchange) -> int:
+    """There and back on this rank; the bytes received."""
+    rank, rows, groups = dist.get_rank(), case.rows, case.groups
+    shards = {kind: deal(case.dims[kind][1], case.axes, case.order)[case.me :: case.axes[1]] for kind in case.dims}
+    exchange = HeadExchange(str(dist.group.WORLD.group_name), rank, groups, shards["q"], shards["kv"])
+    weight = 10.0**rank
+
+    def compute(number: int, given: tuple[Tensor, ...]) -> list[Tensor]:
+        mine = groups[rank][number]
+        for i, (kind, x) in enumerate(zip(case.kinds, given, strict=True)):
+            whole = case.tensor(i)
+            assert x.dtype == whole.dtype
+            assert x.equal(whole[:, slice(*mine.of(kind))][:, :, sorted(chain.from_iterable(rows[kind]))])
+        return [given[0] * 2, *(x * weight for x in given[2:])]
+
+    tensors = [case.tensor(i)[:, :, rows[kind][rank]] for i, kind in enumerate(case.kinds)]
+    with Exchanged() as counted:
+        out, *sums = exchange.run(tensors, case.kinds, compute, ["q", *case.kinds[2:]])
+    assert out.equal(tensors[0] * 2)
+    for kind, x, total in zip(case.kinds[2:], tensors[2:], sums, strict=True):
+        weights = torch.zeros(case.dims[kind][0], dtype=torch.float64)
+        for u, of_rank in enumerate(groups):
+            for group in of_rank:
+                weights[slice(*group.of(kind))] += 10.0**u
+        assert total.equal(x * weights[:, None, None])
+    return counted.received
+
+
+@pytest.mark.ranks
+@examples(60)
 @given(
     chosen=counts().filter(lambda chosen: 2 <= chosen[2] <= 5), hidden=st.booleans(), order=st.sampled_from(ORDERS[:2]),
     q_length=st.integers(1, 20), k_length=st.integers(1, 20), inner=st.integers(1, 3), has_shared=st.booleans(),
     data=st.data(),
 )  # fmt: skip
 def test_round_trip(
-    chosen: tuple[int, int, int], hidden: bool, order: str, q_length: int, k_length: int, inner: int, has_shared: bool,
-    data: st.DataObject,
+    threads: Callable[[int], RankPool], chosen: tuple[int, int, int], hidden: bool, order: str, q_length: int,
+    k_length: int, inner: int, has_shared: bool, data: st.DataObject,
 ) -> None:  # fmt: skip
     """Each rank is given its heads with all tokens in order; results come home, those of several ranks as their sum."""
     heads, kv_heads, ulysses = chosen
-    axes, me = (ulysses, inner, 1), data.draw(st.integers(0, inner - 1))
-    generator = torch.Generator().manual_seed(heads + 100 * q_length)
     dims = {"q": (heads, q_length, 3), "kv": (kv_heads, k_length, 2), "shared": (1, k_length, 5)}
-    wholes = {
-        kind: torch.randint(0, 100, (2, n, length, dim), generator=generator).double()
-        for kind, (n, length, dim) in dims.items()
-    }
-    kinds = ["q", "q", "kv", "shared"] if has_shared else ["q", "q", "kv"]
     groups = split_heads(heads, kv_heads, ulysses, hidden=hidden)
-    shards = {kind: deal(dims[kind][1], axes, order)[me::inner] for kind in dims}
-    rows = {kind: [held(me + inner * u, axes, order, dims[kind][1]) for u in range(ulysses)] for kind in dims}
-    together = {kind: sorted(chain.from_iterable(rows[kind])) for kind in dims}
-    wire = Wire(ulysses)
-
-    def tensor(i: int, kind: str) -> Tensor:
-        # Two of a kind differ, also in dtype, since they share a message.
-        return wholes[kind] if i != 1 else (wholes[kind] + 0.5).float()
-
-    def on_rank(rank: int) -> None:
-        exchange = HeadExchange(str(rank), rank, groups, shards["q"], shards["kv"])
-        weight = 10.0**rank
-
-        def compute(number: int, given: tuple[Tensor, ...]) -> list[Tensor]:
-            mine = groups[rank][number]
-            for i, (kind, x) in enumerate(zip(kinds, given, strict=True)):
-                whole = tensor(i, kind)
-                assert x.dtype == whole.dtype
-                assert x.equal(whole[:, slice(*mine.of(kind))][:, :, together[kind]])
-            return [given[0] * 2, *(x * weight for x in given[2:])]
-
-        tensors = [tensor(i, kind)[:, :, rows[kind][rank]] for i, kind in enumerate(kinds)]
-        out, *sums = exchange.run(tensors, kinds, compute, ["q", *kinds[2:]])
-        assert out.equal(tensors[0] * 2)
-        for kind, x, total in zip(kinds[2:], tensors[2:], sums, strict=True):
-            weights = torch.zeros(dims[kind][0], dtype=torch.float64)
-            for u in range(ulysses):
-                for group in groups[u]:
-                    weights[slice(*group.of(kind))] += 10.0**u
-            assert total.equal(x * weights[:, None, None])
-
-    wire.run(on_rank)
-    for rank in range(ulysses):
-        assert wire.received[rank] == received_bytes(groups, rank, rows, has_shared=has_shared)
+    kinds = ("q", "q", "kv", "shared") if has_shared else ("q", "q", "kv")
+    case = Exchange(groups, order, (ulysses, inner, 1), data.draw(st.integers(0, inner - 1)), dims, kinds)
+    for rank, received in enumerate(threads(ulysses).run(exchanged, case)):
+        assert received == received_bytes(groups, rank, case.rows, has_shared=has_shared)
 
 
 def received_bytes(groups: tuple[tuple[Heads, ...], ...], me: int, rows: dict, *, has_shared: bool) -> int:
@@ -181,3 +175,22 @@ def received_bytes(groups: tuple[tuple[Heads, ...], ...], me: int, rows: dict, *
             else:
                 total += len(rows["q"][me]) * n * 3 * 8 + len(rows["kv"][me]) * keys * 8
     return 2 * total
+
+
+def summed_in_half() -> float:
+    """Of a key head that all ranks compute, the sum of 256 and ones, which bfloat16 would not add."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shards = deal(2 * size, (size, 1, 1), "contiguous")
+    heads = split_heads(size, 1, size, hidden=False)
+    exchange = HeadExchange(str(dist.group.WORLD.group_name), rank, heads, shards, shards)
+
+    def compute(number: int, given: tuple[Tensor, ...]) -> list[Tensor]:
+        return [torch.full_like(given[0], 1 if rank else 256)]
+
+    (total,) = exchange.run([torch.ones(1, 1, 2, 4, dtype=torch.bfloat16)], ["kv"], compute, ["kv"])
+    assert total.shape == (1, 1, 2, 4)
+    return worst_error([(total.double(), torch.full(total.shape, 255.0 + size, dtype=torch.float64))])
+
+
+def test_gradients_of_a_key_head_are_summed_in_single_precision(threads: Callable[[int], RankPool]) -> None:
+    assert threads(4).run(summed_in_half) == [0] * 4

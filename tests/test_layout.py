@@ -4,14 +4,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tests.cases import fake_world, head_tail_turns, held
-from tests.strategies import ulysses_meshes
+from tests.strategies import examples, ulysses_meshes
 from wallfacer_dt.layout import (
     ORDERS,
     Span,
@@ -37,7 +37,7 @@ def positions(spans: tuple[Span, ...]) -> list[int]:
     return [p for span in spans for p in range(*span)]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(length=st.integers(1, 200), mesh=axes(), order=st.sampled_from(ORDERS[:2]))
 def test_every_position_is_held_once(length: int, mesh: tuple[int, int, int], order: str) -> None:
     shards, sizes = deal(length, mesh, order), shard_sizes(length, mesh)
@@ -47,7 +47,7 @@ def test_every_position_is_held_once(length: int, mesh: tuple[int, int, int], or
     assert all(span.length > 0 for spans in shards for span in spans)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(length=st.integers(1, 100), mesh=axes(largest=12), dim=st.integers(0, 1))
 def test_shards_are_as_long_as_those_of_a_dtensor(length: int, mesh: tuple[int, int, int], dim: int) -> None:
     shape = torch.Size((length, 3) if dim == 0 else (3, length))
@@ -100,7 +100,7 @@ def documents(draw: st.DrawFn) -> tuple[int, ...]:
     return (0, *sorted(draw(st.sets(st.integers(1, length), max_size=6)) - {length}), length)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(bounds=documents(), mesh=axes())
 def test_documents_are_dealt_out_once_and_evenly(bounds: tuple[int, ...], mesh: tuple[int, int, int]) -> None:
     shards = deal_documents(bounds, mesh)

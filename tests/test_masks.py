@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cases import Case, draw, prepare, rows_of, run_uncounted, whole
-from tests.strategies import any_case, mask_options
+from tests.cases import Case, draw, prepare, rows_of, run_uncounted, told, whole
+from tests.strategies import any_case, examples, mask_options
 from tests.test_equivalence import assert_close
 from wallfacer_dt import context_parallel_attention
 from wallfacer_dt.algorithms import blocks, masks
 from wallfacer_dt.layout import Span
-from wallfacer_dt.testing import RankPool, attention_oracle
+from wallfacer_dt.testing import RankPool, attention_oracle, worst_error
 from wallfacer_dt.testing.oracle import visibility
 
 pytestmark = pytest.mark.ranks
@@ -110,50 +110,50 @@ def check(ranks: Callable[[int], RankPool], case: Case) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 6, 8])
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
-def test_any_case_in_small_blocks(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
-    check(ranks, data.draw(any_case(size)))
+def test_any_case_in_small_blocks(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
+    check(threads, data.draw(any_case(size)))
+
+
+@examples(10)
+@given(data=st.data())
+def test_any_case_on_processes(ranks: Callable[[int], RankPool], data: st.DataObject) -> None:
+    check(ranks, data.draw(any_case(4)))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", NAMED)
-def test_named(ranks: Callable[[int], RankPool], mesh: str, name: str) -> None:
+def test_named(threads: Callable[[int], RankPool], mesh: str, name: str) -> None:
     case = Case(**MESHES[mesh])
     case = replace(case, **({"shard": 32 // case.size} | NAMED[name]))
-    check(ranks, case)
+    check(threads, case)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("schedule", ["2d", "published"])
 @pytest.mark.parametrize("name", [name for name in NAMED if "uneven" in name or "tokens" in name])
-def test_both_schedules_and_kernels(ranks: Callable[[int], RankPool], name: str, schedule: str, kernel: str) -> None:
+def test_both_schedules_and_kernels(threads: Callable[[int], RankPool], name: str, schedule: str, kernel: str) -> None:
     case = replace(Case(4, 2, shard=4, schedule=schedule, kernel=kernel), **NAMED[name])
-    check(ranks, case)
-
-
-class Packed:
-    """A mask that looks at what its owner holds now, and is asked about one batch after the other."""
-
-    def __init__(self) -> None:
-        self.documents = torch.arange(16) // 4
-
-    def mask(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return self.documents[q] == self.documents[kv]
+    check(threads, case)
 
 
 def two_batches_before_a_backward() -> list[float]:
     """Errors of dq, where the mask has moved on to another batch between forward and backward."""
-    case, packed, errors = Case(2, 1, shard=8), Packed(), []
+    case, errors = Case(2, 1, shard=8), []
     index, mesh, (q, k, v), grad_out = prepare(case)
-    outs, expected = [], []
-    for documents in (torch.arange(16) // 4, torch.arange(16) // 9):
-        packed.documents = documents
-        outs.append(context_parallel_attention(q, k, v, mesh, mask_mod=packed.mask))
-        expected.append(attention_oracle(*draw(case), mask_mod=packed.mask))
+    outs, expected, documents = [], [], torch.arange(16)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return documents[q] == documents[kv]
+
+    for packed in (torch.arange(16) // 4, torch.arange(16) // 9):
+        documents = packed
+        outs.append(context_parallel_attention(q, k, v, mesh, **told(mesh, mask_mod=mask)))
+        expected.append(attention_oracle(*draw(case), mask_mod=mask))
     for out, want in zip(outs, expected, strict=True):
         (dq,) = torch.autograd.grad(out, q, grad_out)
-        errors.append(float((dq - want.dq[:, :, rows_of(case, index, case.total)]).abs().max()))
+        errors.append(worst_error([(dq, want.dq[:, :, rows_of(case, index, case.total)])]))
     return errors
 
 

@@ -7,18 +7,30 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.cases import fake_world
+from tests.strategies import examples
 from wallfacer_dt import mesh as mesh_module
 from wallfacer_dt.mesh import PLACEMENTS, context_groups, context_mesh, placed_ranks, split_context_axis
 
 SIZES = st.integers(1, 3)
 
 
-@settings(max_examples=30)
+def test_neighbouring_ranks_are_where_the_placement_says() -> None:
+    expected = {
+        "team_in_node": [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]],
+        "ring_in_node": [[[0, 3], [1, 4], [2, 5]], [[6, 9], [7, 10], [8, 11]]],
+        "ulysses_in_node": [[[0, 2], [4, 6], [8, 10]], [[1, 3], [5, 7], [9, 11]]],
+    }
+    assert set(expected) == set(PLACEMENTS)
+    for placement, ranks in expected.items():
+        assert placed_ranks(3, 2, ulysses=2, placement=placement).tolist() == ranks
+
+
+@examples(30)
 @given(
     sizes=st.tuples(SIZES, SIZES, SIZES), outer=SIZES, inner=SIZES, where=st.sampled_from(PLACEMENTS), data=st.data()
 )
@@ -53,14 +65,15 @@ def test_meshes_that_compare_equal_have_their_own_groups() -> None:
         assert names[1] == (team, ring, "")
 
 
-def test_a_mesh_is_asked_anew_in_a_new_world() -> None:
-    with mock.patch.object(mesh_module, "_find_groups", side_effect=[1, 2, 3]):
+def test_a_mesh_is_asked_once_and_refused_in_a_new_world() -> None:
+    """Whose groups may be called like its own."""
+    with mock.patch.object(mesh_module, "_find_groups", side_effect=[1, 2]):
         with fake_world(4):
             mesh = context_mesh("cpu", 2, 2)
             other = context_mesh("cpu", 4)
             assert [context_groups(mesh), context_groups(mesh), context_groups(other)] == [1, 1, 2]
-        with fake_world(4):
-            assert context_groups(mesh) == 3
+        with fake_world(4), pytest.raises(ValueError, match="is of a process group that has been destroyed since"):
+            context_groups(mesh)
 
 
 def test_nothing_is_kept_of_a_mesh_that_is_gone() -> None:

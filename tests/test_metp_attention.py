@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import Case
-from tests.metp_cases import AttentionBlock, assert_exact, assert_mean, assert_ratio, expected, run, whole
-from tests.strategies import mask_options, meshes
+from tests.metp_cases import AttentionBlock, assert_exact, assert_mean, assert_ratio, check, expected, run, whole
+from tests.strategies import examples, mask_options, meshes
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -65,21 +65,24 @@ def cases(draw: st.DrawFn, ring: int, team: int, *, paired: bool, ring_alone: bo
     return Case(**(options | masks))
 
 
-def check(ranks: Ranks, block: AttentionBlock) -> None:
-    assert_exact(whole(block, ranks(block.case.size).run(run, block)), expected(block))
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data())
-def test_float64_is_exact_to_rounding(ranks: Ranks, size: int, data: st.DataObject) -> None:
-    check(ranks, data.draw(blocks(size)))
+def test_float64_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataObject) -> None:
+    check(threads, data.draw(blocks(size)))
 
 
 @pytest.mark.parametrize("size", [5, 6, 7, 8])
-@settings(max_examples=8)
+@examples(8)
 @given(data=st.data())
-def test_float64_on_many_ranks(ranks: Ranks, size: int, data: st.DataObject) -> None:
+def test_float64_on_many_ranks(threads: Ranks, size: int, data: st.DataObject) -> None:
+    check(threads, data.draw(blocks(size)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@examples(8)
+@given(data=st.data())
+def test_float64_on_processes(ranks: Ranks, size: int, data: st.DataObject) -> None:
     check(ranks, data.draw(blocks(size)))
 
 
@@ -87,10 +90,10 @@ def test_float64_on_many_ranks(ranks: Ranks, size: int, data: st.DataObject) -> 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (6, 3), (5, 5), (8, 4), (12, 6)], ids=str)
 @pytest.mark.parametrize("axes", [(4, 1), (2, 2)])
 def test_heads_that_ranks_do_not_divide(
-    ranks: Ranks, axes: tuple[int, int], heads: tuple[int, int], fused: bool
+    threads: Ranks, axes: tuple[int, int], heads: tuple[int, int], fused: bool
 ) -> None:
     case = Case(*axes, length=11, heads=heads[0], kv_heads=heads[1], head_dim=3, is_causal=True, order="head_tail")
-    check(ranks, AttentionBlock(case, biases=tuple(FUSED if fused else SEPARATE), fused=fused))
+    check(threads, AttentionBlock(case, biases=tuple(FUSED if fused else SEPARATE), fused=fused))
 
 
 MASKS = {

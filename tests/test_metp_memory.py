@@ -32,9 +32,10 @@ from recipes.benchmarks.memory.measure import measure, plain
 from recipes.benchmarks.memory.run import Case, fake_world, on_fake_ranks
 from wallfacer_dt.collectives import all_gather, wait
 from wallfacer_dt.planning.alive import Alive
-from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing import RankPool, worst_error
 
 RANKS = (2, 4)
+NUMBER = 8  # bytes of a call's number, which its backward is told
 LAYERS = st.builds(
     lambda b, s, head_dim, n, p: Layer(b, s * p, head_dim * n, n, p),
     *(st.integers(1, 8), st.integers(1, 10**5), st.integers(1, 256), st.integers(1, 128), st.integers(1, 128)),
@@ -164,7 +165,7 @@ def test_after_the_forward_only_what_the_backward_needs(ranks: int, dtype: str) 
         tokens = layer.batch * layer.tokens // ranks
         assert overhead(kind, "metp", layer).kept == tokens * layer.hidden * (2 if lse else 1)
         seen = on_fake_ranks(case)
-        assert seen.kept == size * overhead(kind, "metp", layer).kept + lse * tokens * layer.heads
+        assert seen.kept == size * overhead(kind, "metp", layer).kept + lse * tokens * layer.heads + NUMBER
         matrices = 8 if kind == "feed-forward" else 4
         assert seen.weights == size * matrices * layer.hidden**2 // ranks
 
@@ -178,7 +179,7 @@ def test_peak_of_the_feed_forward(ranks: int) -> None:
         formula = size * overhead("feed-forward", "metp", layer).peak
         narrow = 0 if dtype == "float32" else size * layer.activation
         named = 4 * layer.activation + 2 * seen.weights + narrow
-        assert formula < seen.peak <= formula + named
+        assert formula < seen.peak <= formula + named + NUMBER
 
 
 @pytest.mark.parametrize("tokens", [32, 2048])
@@ -201,7 +202,7 @@ def test_peak_of_attention(ranks: int, tokens: int) -> None:
         always = size * 2 * layer.activation + 4 * layer.activation + ranks * statistics
         attending = always + 3 * size * group + 4 * size * group + merged + 2 * seen.weights
         sending = always + 3 * seen.weights
-        assert formula < seen.peak <= max(attending, sending)
+        assert formula < seen.peak <= max(attending, sending) + NUMBER
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -247,7 +248,7 @@ def test_real_ranks_hold_what_fake_ones_do(ranks: Callable[[int], RankPool], kin
             for name in ("kept", "peak", "step_peak"):
                 assert getattr(fake, name) <= getattr(seen, name) <= getattr(fake, name) + late
     for contender in ("tp", "fsdp"):
-        torch.testing.assert_close(results["metp"], results[contender], rtol=1e-4, atol=1e-5)
+        assert worst_error([(results["metp"], results[contender])]) <= 1e-5
 
 
 def on_rank(case: Case) -> tuple[list, object]:

@@ -15,6 +15,8 @@ from torchtitan.models.common.linear import Linear as TitanLinear
 from tests.cases import fake_world
 from tests.metp_refusals import Attention, attention, inner
 from wallfacer_dt import EquivalenceError, METPAttentionParallel, METPParallel, context_mesh
+from wallfacer_dt.metp.proof import compare
+from wallfacer_dt.testing import worst_error
 
 
 class FeedForward(nn.Module):
@@ -47,7 +49,7 @@ def test_a_copy_has_weights_of_its_own() -> None:
             other.up.bias.to_local().zero_()
         x = torch.randn(2, 3, 6)
         assert not torch.equal(module(x), other(x))
-        torch.testing.assert_close(other(x), other.down.bias.to_local().expand(2, 3, 6))
+        assert worst_error([(other(x), other.down.bias.to_local().expand(2, 3, 6))]) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -57,7 +59,7 @@ def test_modules_of_any_dtype_are_tried(dtype: torch.dtype) -> None:
         x = torch.randn(1, 3, 6, dtype=dtype)
         expected = module(x)
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(applied(module, metp())(x), expected, rtol=2 * eps, atol=2 * eps)
+        assert worst_error([(applied(module, metp())(x), expected)]) <= 2 * eps
 
 
 def test_modules_on_the_meta_device_are_tried_and_stay_there() -> None:
@@ -83,6 +85,24 @@ def test_a_module_in_training_is_left_as_it_was() -> None:
             assert torch.equal(x.to_local() if isinstance(x, DTensor) else x, before[name])
 
 
+class Torn(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (0 * x).sqrt()  # 0, with a gradient that is none
+
+
+def test_a_gradient_that_is_no_number_is_refused() -> None:
+    with fake_world(1, 0), pytest.raises(EquivalenceError, match=r"the gradient of x: .* in the module are not finite"):
+        applied(Torn(), metp())
+
+
+def test_what_is_no_number_on_both_sides_is_refused() -> None:
+    """Though a formula may be no better."""
+    module, inputs = nn.Linear(2, 2), {"": torch.tensor([[[0.0, -1.0]]], dtype=torch.float64)}
+    module.forward = torch.log
+    with pytest.raises(EquivalenceError, match=r"the output: 2 of 2 .* the first is -inf at \(0, 0, 0\)"):
+        compare(module, "METPParallel", inputs, [((), {})], lambda x, args, kwargs: x[""].log())
+
+
 def test_torchtitans_feed_forward() -> None:
     linear = TitanLinear.Config
     config = TitanFeedForward.Config(
@@ -96,7 +116,7 @@ def test_torchtitans_feed_forward() -> None:
         x = torch.randn(1, 3, 6)
         expected = module(x)
         style = METPParallel(up="w3", gate="w1", down="w2", activation="silu")
-        torch.testing.assert_close(applied(module, style)(x), expected)
+        assert worst_error([(applied(module, style)(x), expected)]) <= 1e-6
 
 
 class Positioned(Attention):
@@ -127,7 +147,7 @@ def test_positions_are_found_as_the_caller_says() -> None:
         module = Positioned()
         x, positions = torch.randn(2, 5, 6), torch.tensor([7, 1, 2, 3, 11])
         expected = module(x, positions)
-        torch.testing.assert_close(applied(module, style)(x, positions, mask=None), expected)
+        assert worst_error([(applied(module, style)(x, positions, mask=None), expected)]) <= 1e-6
 
 
 def test_a_copy_of_attention_has_weights_of_its_own() -> None:
@@ -137,7 +157,7 @@ def test_a_copy_of_attention_has_weights_of_its_own() -> None:
         with torch.no_grad():
             other.o.weight.to_local().zero_()
         x = torch.randn(1, 3, 6)
-        torch.testing.assert_close(other(x), other.o.bias.to_local().expand(1, 3, 6))
+        assert worst_error([(other(x), other.o.bias.to_local().expand(1, 3, 6))]) <= 1e-6
 
 
 def test_autocast() -> None:
@@ -149,9 +169,58 @@ def test_autocast() -> None:
             expected = module(x)
             got = applied(module, metp())(x)
         assert got.dtype == expected.dtype == torch.bfloat16
-        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+        assert worst_error([(got, expected)]) <= 2e-2
         got.float().sum().backward()
         assert module.up.weight.grad.dtype == torch.float32
+
+
+def both_ways(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of x and of the parameters in float32."""
+    x = x.detach().requires_grad_()
+    y = module(x)
+    grads = torch.autograd.grad(y, [x, *module.parameters()], torch.linspace(-1, 1, y.numel()).view_as(y).to(y))
+    return [y.detach(), *((g.to_local() if isinstance(g, DTensor) else g).float() for g in grads)]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("what", ["feed-forward", "attention"])
+def test_autocast_is_the_same_as_casting_before(what: str, kernel: str) -> None:
+    """To the bit: what METP accumulates, autocast leaves alone."""
+    style = metp() if what == "feed-forward" else attention(attention=inner(kernel=kernel))
+    module = FeedForward(buffer=False) if what == "feed-forward" else Attention()
+    low = copy.deepcopy(module).bfloat16()
+    with fake_world(1, 0):
+        x = torch.randn(2, 3, 6)
+        expected = both_ways(applied(low, style), x.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            found = both_ways(applied(module, style), x)
+        assert found[0].dtype == torch.bfloat16
+        assert worst_error(list(zip(found, expected, strict=True))) == 0
+
+
+class InFloat32(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class ScaledUnderAutocast(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (0.5 if torch.is_autocast_enabled("cpu") else 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "style", "text"),
+    [
+        (InFloat32, metp(), "the output is torch.float32 in the module, torch.bfloat16 under METP"),
+        (ScaledUnderAutocast, attention(), "under autocast: the output differs"),
+    ],
+)
+def test_what_differs_under_autocast_alone_is_refused_there(module: Any, style: ParallelStyle, text: str) -> None:
+    with fake_world(1, 0):
+        applied(module(), style)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(EquivalenceError, match=text):
+            applied(module(), style)
 
 
 def test_x_by_its_name() -> None:
@@ -190,7 +259,7 @@ def test_a_module_that_names_its_sizes_is_tried_as_it_is() -> None:
     with fake_world(1, 0):
         module, x = Rigid(), torch.randn(2, 3, 6)
         expected = module(x)
-        torch.testing.assert_close(applied(module, attention())(x), expected)
+        assert worst_error([(applied(module, attention())(x), expected)]) <= 1e-6
         with pytest.raises(EquivalenceError, match="is not what METPAttentionParallel computes"):
             applied(Rigid(), attention(attention=inner(is_causal=False)))
 

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.strategies import meshes
+from tests.strategies import examples, meshes
 from wallfacer_dt import (
     METPAttentionParallel,
     METPParallel,
@@ -19,7 +19,6 @@ from wallfacer_dt import (
     context_mesh,
     feed_forward_volume,
     metp_attention_volume,
-    release_order,
 )
 from wallfacer_dt.testing import RankPool, count_collectives
 
@@ -98,7 +97,6 @@ def count(layer: Layer) -> tuple[int, list[tuple[int, int]], list[tuple[int, int
             module(x).sum().backward()
         counted.append((traffic.forward.received_bytes, traffic.backward.received_bytes))
     formula = [(one.bytes, two.bytes) for one, two in (of_feed_forward(layer), of_attention(layer, index))]
-    release_order(mesh)
     return index, counted, formula
 
 
@@ -121,10 +119,10 @@ def of_attention(layer: Layer, index: int):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-@settings(max_examples=12)
+@examples(12)
 @given(data=st.data())
-def test_counted_on_real_ranks(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
-    for _, counted, formula in ranks(size).run(count, data.draw(layers(size))):
+def test_counted_on_ranks(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
+    for _, counted, formula in threads(size).run(count, data.draw(layers(size))):
         assert counted == formula
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tests.cases import MASK_MODS, Case, draw, draw_extras, held, oracle, shard_sizes
-from wallfacer_dt.testing import AttentionResult, attention_oracle
+from wallfacer_dt.testing import AttentionResult, attention_oracle, worst_error
 from wallfacer_dt.testing.oracle import visibility
 
 LENGTH = 7
@@ -95,7 +95,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", RULES)
 def test_output_is_that_of_loops(name: str, variant: str) -> None:
     case = VARIANTS[variant]
-    np.testing.assert_allclose(ask(case, RULES[name]).out.numpy(), by_hand(case, RULES[name]), rtol=0, atol=1e-14)
+    assert worst_error([(ask(case, RULES[name]).out.numpy(), by_hand(case, RULES[name]))]) <= 1e-14
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -103,7 +103,7 @@ def test_keys_of_another_length(is_causal: bool) -> None:
     """Only the oracle takes a mask there: positions count from the first of either."""
     case = replace(PLAIN, kv_length=11)
     rule = Rule({"is_causal": is_causal}, lambda b, h, i, j: not is_causal or j <= i)
-    np.testing.assert_allclose(ask(case, rule).out.numpy(), by_hand(case, rule), rtol=0, atol=1e-14)
+    assert worst_error([(ask(case, rule).out.numpy(), by_hand(case, rule))]) <= 1e-14
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -174,7 +174,7 @@ def test_in_low_precision(name: str, variant: str, dtype: str) -> None:
     unit = torch.finfo(getattr(torch, dtype)).eps
     for want, got in zip(exact.by_name().values(), rounded.by_name().values(), strict=True):
         assert got.dtype == getattr(torch, dtype)
-        torch.testing.assert_close(got.double(), want, rtol=0, atol=10 * unit * float(want.abs().max()))
+        assert worst_error([(got.double(), want)], relative_to="largest") <= 10 * unit
 
 
 def test_unpacks_as_the_four_that_every_call_has() -> None:

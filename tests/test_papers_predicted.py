@@ -88,6 +88,7 @@ def test_figures_9_and_10_have_the_papers_sizes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_the_tables() -> None:
     """The paper's numbers stand where its text has them, and nowhere else."""
     tables = [figure7.table(), scaling_figures.table(weak=False), scaling_figures.table(weak=True)]

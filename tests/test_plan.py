@@ -8,10 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import fake_world
+from tests.strategies import examples
 from tests.test_plan_bytes import planned
 from wallfacer_dt import METPParallel, WallFacerParallel
 from wallfacer_dt.planning import (
@@ -93,7 +94,7 @@ def test_copying_is_neither_hidden_nor_computing() -> None:
     assert (line.seconds, line.compute, line.exposed) == (12, 10, 2)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(planned(12), st.sampled_from(["intra", "inter"]), st.floats(1, 100))
 def test_bounds_of_every_plan(drawn, level: str, factor: float) -> None:
     """No faster than computing, or than any link's work; no slower than one after the other, or than on worse links."""
@@ -109,7 +110,7 @@ def test_bounds_of_every_plan(drawn, level: str, factor: float) -> None:
         assert improved.seconds <= line.seconds * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(planned(12))
 def test_what_a_timeline_moves_is_what_is_received(drawn) -> None:
     """On one node, where ranks have equal shards and heads: its transfers bring the bytes that are predicted."""
@@ -288,20 +289,20 @@ def test_a_plan_makes_its_mesh_and_styles() -> None:
     with fake_world(8):
         mesh = made.mesh("cpu")
         sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        it = made.chosen
+        it, order = made.chosen, made.order(mesh)
         assert (sizes["cp_ring"], sizes["cp_team"], sizes.get("cp_ulysses", 1)) == (it.ring, it.team, it.ulysses)
     metp = replace(made, ranked=(replace(made.ranked[0], candidate=replace(it, feed_forward="metp")),))
-    styles = metp.styles()
+    styles = metp.styles(order)
     style = styles["layers.*.attention.inner_attention"]
     assert isinstance(style, WallFacerParallel)
     assert style.options.is_causal
     told = style.options
-    assert (told.order, told.schedule) == ("head_tail", it.schedule)
+    assert (told.order, order.name, told.schedule) == (order, "head_tail", it.schedule)
     assert (told.rotate, told.rotate_forward) == (it.rotate, it.rotate_forward)
     assert style.options.length is None
     assert isinstance(styles["layers.*.feed_forward"], METPParallel)
     uneven = replace(made, sequence=replace(made.sequence, length=4099))
-    assert next(iter(uneven.styles().values())).options.length == 4099
+    assert next(iter(uneven.styles(order).values())).options.length == 4099
 
 
 def test_only_what_the_package_has_and_the_cluster_can_take() -> None:

@@ -8,12 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cases import fake_world, mesh_of, shard_sizes
-from wallfacer_dt import context_mesh, context_parallel_attention
+from tests.strategies import examples
+from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning.candidates import attentions, node_of
 from wallfacer_dt.planning.predict import attention_cost
@@ -34,8 +35,8 @@ def run(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *, fak
     with FakeTensorMode() if fake else nullcontext(), count_collectives(mesh) as traffic:
         q, k, v = (torch.ones(shape, dtype=sequence.dtype, requires_grad=True) for shape in shapes)
         out = context_parallel_attention(
-            q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=it.order,
-            schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
+            q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, length=sequence.length,
+            order=TokenOrder(it.order, mesh), schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward,
         )  # fmt: skip
         out.backward(torch.ones_like(out))
     return traffic
@@ -79,7 +80,7 @@ def planned(draw: st.DrawFn, largest: int) -> tuple[Candidate, ModelShape, Seque
     return draw(st.sampled_from(candidates)), model, sequence, per_node
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(planned(32), st.data())
 def test_predicted_is_counted_on_fake_ranks(
     drawn: tuple[Candidate, ModelShape, SequenceShape, int], data: st.DataObject
@@ -96,12 +97,12 @@ def test_predicted_is_counted_on_fake_ranks(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [4, 8])
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
-def test_predicted_is_counted_on_real_ranks(ranks, size: int, data: st.DataObject) -> None:
+def test_predicted_is_counted_on_real_ranks(threads, size: int, data: st.DataObject) -> None:
     """All ranks and nodes of a plan: the most that one receives is what the plan says."""
     candidate, model, sequence, per_node = data.draw(planned(size).filter(lambda drawn: drawn[0].size == size))
-    pool: RankPool = ranks(size)
+    pool: RankPool = threads(size)
     counted = pool.run(run, candidate, model, sequence)
     cost = attention_cost(candidate, model, sequence, Cluster(size, per_node, LINK, LINK))
     for way, rank_bytes, node_bytes in zip(("forward", "backward"), cost.rank_bytes, cost.node_bytes, strict=True):
@@ -113,7 +114,7 @@ def test_predicted_is_counted_on_real_ranks(ranks, size: int, data: st.DataObjec
         assert max(nodes.values()) == node_bytes
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(planned(24))
 def test_ranks_that_are_alike_are_counted_once(drawn: tuple[Candidate, ModelShape, SequenceShape, int]) -> None:
     """Of equal shards a part of the ranks stands for all: as if each had been asked."""

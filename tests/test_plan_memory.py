@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cases import fake_world, shard_sizes
 from tests.plan_cases import Followed, Tracked, stack_of
-from wallfacer_dt import context_mesh, context_parallel_attention
+from tests.strategies import examples
+from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.planning.candidates import CHECKPOINTS, FEED_FORWARDS, Candidate, attentions
 from wallfacer_dt.planning.cluster import Cluster, Link
 from wallfacer_dt.planning.dry_run import Peaks
@@ -35,7 +36,7 @@ def measured(call: Call, measure: Callable[..., Tracked | Followed] = Tracked, l
             with seen.phase():
                 out = context_parallel_attention(
                     q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size,
-                    length=sequence.length, order=candidate.order, schedule=candidate.schedule,
+                    length=sequence.length, order=TokenOrder(candidate.order, mesh), schedule=candidate.schedule,
                     rotate=candidate.rotate, rotate_forward=candidate.rotate_forward,
                 )  # fmt: skip
             kept, forward = seen.now, seen.peak
@@ -77,7 +78,7 @@ def calls(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8), **fixed:
 TOLERANCE = 0.02
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(calls(), st.sampled_from(["BNLH", "BLNH"]))
 def test_attention(call: Call, layout: str) -> None:
     """At any rank: what is kept to the byte, both peaks within 2% (10% is what is asked for)."""
@@ -108,7 +109,7 @@ def check(call: Call, layout: str) -> None:
     assert said.backward == pytest.approx(seen.backward, rel=TOLERANCE)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(calls((2, 3, 4, 5, 6, 8)))
 def test_few_ranks_stand_for_all(call: Call) -> None:
     """What is said of some of them is within a tenth of the most; of shards that are even, without a window."""
@@ -121,7 +122,7 @@ def test_few_ranks_stand_for_all(call: Call) -> None:
         assert most / 1.1 <= getattr(said, name) <= 1.1 * most, f"{name} {most}"
 
 
-@settings(max_examples=3)
+@examples(3)
 @given(calls((2, 4)))
 def test_both_ways_to_measure_agree(call: Call) -> None:
     """``MemTracker`` and the mode that METP's memory was measured with."""

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from wallfacer_dt import WallFacerParallel, context_mesh, release_order, shard_sequence, unshard_sequence
+from tests.cases import fake_world
+from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, shard_sequence, unshard_sequence
 from wallfacer_dt.plans import llama3_plan
+from wallfacer_dt.testing import worst_error
 
 
 class InnerAttention(nn.Module):
@@ -44,20 +46,20 @@ def llama(layers: int) -> nn.Module:
     return model
 
 
-def difference_by_layer(order: str, options: dict[str, str]) -> list[float]:
+def difference_by_layer(name: str, options: dict[str, str]) -> list[float]:
     """How far each layer's attention on two ranks of a ring is from that of one process."""
     mesh = context_mesh("cpu", 2)
-    release_order(mesh)
+    order = TokenOrder(name, mesh)
     model = llama(2)
     parallelize_module(model, mesh, llama3_plan(order=order, **options))
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     qkv = draw(2, 8, 4, 16), draw(2, 8, 2, 16), draw(2, 8, 2, 16)
     expected = InnerAttention()(*qkv, enable_gqa=True)
-    shards = [shard_sequence(x, mesh, dim=1, order=order) for x in qkv]
+    shards = [shard_sequence(x, order, dim=1) for x in qkv]
     differences = []
     for block in model.layers.values():
         out = block.attention.inner_attention(*shards, attention_masks=None, scale=None, enable_gqa=True)
-        differences.append(float((unshard_sequence(out, mesh, dim=1, order=order) - expected).abs().max()))
+        differences.append(worst_error([(unshard_sequence(out, order, dim=1), expected)]))
     return differences
 
 
@@ -71,17 +73,19 @@ def test_every_layer_has_the_style(ranks, order: str, options: dict[str, str]) -
 
 
 def test_options_arrive() -> None:
-    (style,) = llama3_plan(
-        order="head_tail", schedule="published", rotate="q", rotate_forward="kv", kernel="reference"
-    ).values()
+    with fake_world(4):
+        order = TokenOrder("head_tail", context_mesh("cpu", 2, 2))
+        (style,) = llama3_plan(
+            order=order, schedule="published", rotate="q", rotate_forward="kv", kernel="reference"
+        ).values()
     assert isinstance(style, WallFacerParallel)
     told = style.options
     got = told.is_causal, told.order, told.schedule, told.rotate, told.rotate_forward, told.kernel, style.layout
-    assert got == (True, "head_tail", "published", "q", "kv", "reference", "BLNH")
+    assert got == (True, order, "published", "q", "kv", "reference", "BLNH")
 
 
 def test_there_is_no_default_order() -> None:
     with pytest.raises(TypeError, match="order"):
         llama3_plan()
-    with pytest.raises(ValueError, match="zigzag"):
-        llama3_plan(order="zigzag")
+    with pytest.raises(TypeError, match="order must be a TokenOrder, got 'head_tail'"):
+        llama3_plan(order="head_tail")

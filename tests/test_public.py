@@ -59,22 +59,24 @@ Profile
     cluster, measured=()
 RingParallel
     *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
-    length=None, kv_length=None, replicated=0, order='contiguous', rotate='auto', rotate_forward='auto',
+    length=None, kv_length=None, replicated=0, order=None, rotate='auto', rotate_forward='auto',
     kernel='auto', layout='BLNH', check=True
 SequenceDataset
-    tokens, length, mesh=None, *, order='contiguous'
+    tokens, length, order=None
 SequenceSampler
     dataset, mesh=None, *, data_parallel=None, shuffle=True, seed=0
 SequenceShape
     length, batch=1, is_causal=False, window_size=None, dtype=torch.bfloat16
+TokenOrder
+    name, mesh
 UlyssesParallel
     *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
-    length=None, kv_length=None, replicated=0, order='contiguous', kernel='auto', layout='BLNH', check=True
+    length=None, kv_length=None, replicated=0, order=None, kernel='auto', layout='BLNH', check=True
 Volume
     payload, statistics, bytes
 WallFacerParallel
     *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
-    length=None, kv_length=None, replicated=0, order='contiguous', schedule='2d', rotate='auto',
+    length=None, kv_length=None, replicated=0, order=None, schedule='2d', rotate='auto',
     rotate_forward='auto', kernel='auto', layout='BLNH', check=True
 attention_volume
     ring, team, *, ulysses=1, batch, length, kv_length=None, heads, kv_heads, head_dim, value_dim=None,
@@ -87,7 +89,7 @@ context_mesh
 context_parallel_attention
     q, k, v, mesh, *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, document_ids=None,
     cu_seqlens=None, sinks=None, k_shared=None, scale=None, softcap=None, length=None, kv_length=None,
-    replicated=0, order='contiguous', schedule='2d', rotate='auto', rotate_forward='auto', kernel='auto'
+    replicated=0, order=None, schedule='2d', rotate='auto', rotate_forward='auto', kernel='auto'
 feed_forward_volume
     axes, *, model_dim, hidden, dtype, gated=False, biases=0, out_dim=None
 metp_attention_volume
@@ -98,16 +100,14 @@ plan
 profile
     model, sequence, device_type, *, ranks_per_node=None, memory=None, top=4, iterations=3, turns=None,
     build=None, cluster=None, path=None
-release_order
-    mesh
 sequence_positions
-    length, mesh, *, order, document_ids=None, cu_seqlens=None
+    length, order, *, document_ids=None, cu_seqlens=None
 shard_sequence
-    x, mesh, *, dim, order, document_ids=None, cu_seqlens=None
+    x, order, *, dim, document_ids=None, cu_seqlens=None
 split_context_axis
     mesh, ring=1, team=1, *, ulysses=1, placement='team_in_node'
 unshard_sequence
-    x, mesh, *, dim, order, document_ids=None, cu_seqlens=None
+    x, order, *, dim, document_ids=None, cu_seqlens=None
 checkpoint.save_attention
     policy=None
 plans.llama3_plan
@@ -119,13 +119,32 @@ def test_every_public_name_is_documented() -> None:
     assert all(getattr(wallfacer_dt, name).__doc__ for name in wallfacer_dt.__all__)
 
 
+def printed(code: str) -> str:
+    """What a new process prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.strip()
+
+
 def test_importing_does_not_start_anything() -> None:
     """No process group, no compiler, none of the recipes' packages."""
+    heavy = (
+        "rich", "typer", "matplotlib", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.onnx",
+        "triton", "hypothesis", "pytest",
+    )  # fmt: skip
     code = (
         "import sys, wallfacer_dt, torch.distributed as d;"
         "assert not d.is_initialized();"
-        "print([m for m in ('rich', 'typer', 'matplotlib', 'torch._inductor.compile_fx', 'hypothesis', 'pytest')"
-        " if m in sys.modules])"
+        f"print([m for m in {heavy} if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed(code) == "[]"
+
+
+def test_importing_is_light() -> None:
+    """What is imported beside the package is what ParallelStyle and BlockMask are in (sympy comes with the former)."""
+    code = (
+        "import sys, torch.distributed.tensor.parallel, torch.nn.attention.flex_attention;"
+        "before = set(sys.modules);"
+        "import wallfacer_dt;"
+        "print(*(m for m in set(sys.modules) - before if not m.startswith('wallfacer_dt')))"
+    )
+    assert len(printed(code).split()) <= 10

@@ -2,14 +2,19 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from recipes.train_bytes.__main__ import main
 from recipes.train_bytes.compare import compare
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.ranks import make_meshes
@@ -17,14 +22,30 @@ from recipes.train_bytes.record import Run, Traffic, run_name
 from recipes.train_bytes.settings import Placement, RecipeError, Settings, check_settings
 from tests.cases import fake_world
 from wallfacer_dt import context_mesh
+from wallfacer_dt.testing import RankPool, worst_error
+
+Ranks = Callable[[int], RankPool]
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--sequence", "256", "--dim", "32", "--layers", "1", "--batch", "1", "--steps", "20"]
 
 
 def recipe(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """In processes of its own."""
     command = [sys.executable, *launcher, "-m", "recipes.train_bytes", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=ROOT, check=False)
+
+
+def recipe_on_rank(arguments: list[str]) -> int:
+    """The command line on a rank of a pool, which has a process group; returns the exit status."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    with (
+        mock.patch.dict(os.environ, place),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        return main(arguments)
 
 
 @pytest.mark.parametrize("command", ["train", "demo"])
@@ -42,14 +63,16 @@ def recipe(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Comple
         (["--nonsense"], "--nonsense"),
     ],
 )
-def test_bad_input_gets_one_line(tmp_path: Path, command: str, arguments: list[str], message: str) -> None:
+def test_bad_input_gets_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, arguments: list[str], message: str
+) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("bytes")
     paths = {name: str(tmp_path / name) for name in ("empty", "short")}
-    done = recipe(command, *(a.format(**paths) for a in arguments), "--out", str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert main([command, *(a.format(**paths) for a in arguments), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1, said
 
 
 @pytest.mark.parametrize(
@@ -213,6 +236,13 @@ def test_small_differences_pass() -> None:
     assert comparison.largest_grad_norm_difference == pytest.approx(0.5)
 
 
+def test_a_norm_that_is_none_is_infinitely_wrong() -> None:
+    """Wherever it stands: neither of the steps, nor of the runs, need it be the first."""
+    for runs in ((run(), run(grad_norms=(1.0, math.nan, 1.0))), (run(grad_norms=(1.0, math.nan, 1.0)), run())):
+        assert compare(runs).largest_grad_norm_difference == math.inf
+        assert compare(runs).failures == ("a gradient norm at step 2 is not finite",)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_is_tied_or_not(tied: bool) -> None:
     model = ByteGPT(ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, tied=tied))
@@ -220,6 +250,39 @@ def test_the_head_is_tied_or_not(tied: bool) -> None:
     assert model(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)).shape == (1, 5, 256)
 
 
+def check_demo(folder: Path, shown: str) -> None:
+    """What a demo of 20 steps has said and written."""
+    assert "RIGHT" in shown
+    written = json.loads((folder / "run.json").read_text())
+    meshes = [(r["ulysses"], r["ring"], r["team"]) for r in written["runs"]]
+    assert meshes == [(1, 2, 2), (1, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
+    options = [(r["options"]["ffn"], r["options"]["attention"]) for r in written["runs"]]
+    assert options == [("plain", "plain")] * 4 + [("metp", "metp")]
+    assert {len(r["losses"]) for r in written["runs"]} == {20}
+    assert written["comparison"]["largest_loss_difference"] < 1e-4
+    assert written["runs"][0]["losses"][-1] < written["runs"][0]["losses"][0]
+    assert (folder / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("head", ["--untied", pytest.param("--tied", marks=pytest.mark.whole)])
+def test_the_demo_compares_runs(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    """Each on a pool's ranks, where the demo would start processes."""
+
+    def start(command: list[str]) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] in (["-m", "recipes.train_bytes.launch"], ["-m", "recipes.train_bytes"])
+        size = int(command[3]) if command[2].endswith("launch") else 1
+        return subprocess.CompletedProcess(command, max(ranks(size).run(recipe_on_rank, ["train", *command[4:]])))
+
+    monkeypatch.setattr("recipes.train_bytes.demo._start", start)
+    monkeypatch.setattr("recipes.train_bytes.demo._finish", lambda process, _: process.returncode)
+    assert main(["demo", *SMALL, head, "--text", __file__, "--out", str(tmp_path)]) == 0
+    check_demo(tmp_path, capsys.readouterr().out)
+
+
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("head", ["--tied", "--untied"])
@@ -228,22 +291,12 @@ def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
     text.write_bytes(Path(__file__).read_bytes())
     done = recipe("demo", *SMALL, head, "--text", str(text), "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "RIGHT" in done.stdout
-    written = json.loads((tmp_path / "run.json").read_text())
-    meshes = [(r["ulysses"], r["ring"], r["team"]) for r in written["runs"]]
-    assert meshes == [(1, 2, 2), (1, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
-    options = [(r["options"]["ffn"], r["options"]["attention"]) for r in written["runs"]]
-    assert options == [("plain", "plain")] * 4 + [("metp", "metp")]
-    assert {len(r["losses"]) for r in written["runs"]} == {20}
-    assert written["comparison"]["largest_loss_difference"] < 1e-4
-    assert written["runs"][0]["losses"][-1] < written["runs"][0]["losses"][0]
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    check_demo(tmp_path, done.stdout)
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("ranks", "sizes"),
+    ("size", "options"),
     [
         (8, ["--ring", "4", "--team", "2"]),
         (8, ["--ulysses", "2", "--ring", "2", "--team", "2", "--placement", "ulysses_in_node"]),
@@ -255,19 +308,33 @@ def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
         (4, ["--ulysses", "2", "--data-parallel", "2", "--batch", "1", "--ffn", "metp"]),
     ],
 )
-def test_the_long_form_is_the_run_of_one_process(tmp_path: Path, ranks: int, sizes: list[str]) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    common = [*SMALL, "--steps", "3", "--batch", "2"]
-    done = recipe(*common, *sizes, "--out", str(tmp_path), launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    same = sizes[sizes.index("--sequence") :] if "--sequence" in sizes else []
-    if "--tied" in sizes:
+def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path, size: int, options: list[str]) -> None:
+    same = options[options.index("--sequence") :] if "--sequence" in options else []
+    if "--tied" in options:
         same = ["--tied"]
-    done = recipe(*common, *same, "--out", str(tmp_path / "alone"))
+    common = [*SMALL, "--steps", "3", "--batch", "2", "--text", __file__]
+    assert ranks(1).run(recipe_on_rank, [*common, *same, "--out", str(tmp_path / "alone")]) == [0]
+    assert ranks(size).run(recipe_on_rank, [*common, *options, "--out", str(tmp_path)]) == [0] * size
+    check_alike(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_long_form_is_the_run_of_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    """With torch's launcher."""
+    common = [*SMALL, "--steps", "3", "--text", __file__]
+    assert ranks(1).run(recipe_on_rank, [*common, "--out", str(tmp_path / "alone")]) == [0]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = recipe(*common, "--team", "2", "--ffn", "metp", "--out", str(tmp_path), launcher=launcher)
     assert done.returncode == 0, done.stderr
-    record, alone = (json.loads((path / "run.json").read_text())["run"] for path in (tmp_path, tmp_path / "alone"))
-    assert record["losses"] == pytest.approx(alone["losses"], abs=1e-6)
-    assert record["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)
+    check_alike(tmp_path)
+
+
+def check_alike(folder: Path) -> None:
+    """The run in a folder is that in its folder "alone", and received what the formula says."""
+    record, alone = (json.loads((path / "run.json").read_text())["run"] for path in (folder, folder / "alone"))
+    assert worst_error([(record["losses"], alone["losses"])]) <= 1e-6
+    assert worst_error([(record["grad_norms"], alone["grad_norms"])], relative_to="each") <= 1e-5
     for direction in ("forward", "backward"):
         assert record[direction]["received"] == record[direction]["formula"]
         assert set(record[direction]["calls"]) == {record[direction]["expected_calls"]}

@@ -4,13 +4,14 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.benchmarks.scaling import report, simulate
 from recipes.benchmarks.scaling.bound import least_of_teams, least_received
 from recipes.benchmarks.scaling.cases import BEST, FAST, LARGEST_RING, NAMES, RING, SLOW, Case, considered, names_of
 from recipes.benchmarks.scaling.predictions import predicted
+from tests.strategies import examples
 from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost
@@ -20,7 +21,7 @@ SMALL = Case(16, 8, 2, weak=True)
 HEADS = st.sampled_from([(1, 1), (4, 4), (8, 2), (8, 1), (3, 3), (16, 4), (16, 1)])
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(HEADS, st.sampled_from([(2, 1), (4, 2), (8, 4), (16, 4), (12, 6)]), st.booleans())
 def test_nothing_is_below_the_bound(heads: tuple[int, int], size: tuple[int, int], is_causal: bool) -> None:
     """Whatever the package can do, into a rank and into a node."""
@@ -34,7 +35,7 @@ def test_nothing_is_below_the_bound(heads: tuple[int, int], size: tuple[int, int
                 assert nbytes >= least_received(model, sequence, parts, backward=backward)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 4), st.integers(1, 2), st.sampled_from([2, 3, 4, 6]), st.booleans())
 def test_the_bound_is_the_least_of_rows_and_columns(shared: int, keys: int, parts: int, is_causal: bool) -> None:
     """Every number of rows and columns tried; they are whole, which costs at most one of each more."""

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import Case, held
-from tests.strategies import mask_options, meshes, ulysses_meshes
+from tests.strategies import examples, mask_options, meshes, ulysses_meshes
 from tests.test_tiles import add_covered, planned, seen
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
@@ -275,9 +275,21 @@ def is_same_step(theirs: Any, mine: Move | Carry) -> bool:
     return type(theirs) is type(mine) and theirs.block == mine.block
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(drawn())
 def test_what_is_sent_is_expected_and_every_pair_is_computed_once(chosen: Drawn) -> None:
+    assert_complete(chosen)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("ring", "team"), [(r, c) for c in range(2, 7) for r in range(c, 36 // c + 1, c)])
+def test_published_on_every_mesh(ring: int, team: int, backward: bool) -> None:
+    """Its ways differ only where a ring has three blocks or more, from 12 ranks on: seldom drawn."""
+    case = Case(ring, team, shard=SHARD, is_causal=True, order="head_tail", schedule="published")
+    assert_complete(Drawn(case, "kv" if backward else "q", backward))
+
+
+def assert_complete(chosen: Drawn) -> None:
     """Follow whose rows each block holds, and where each step's results go, through the transfers."""
     simulation = Simulation(chosen)
     simulation.run()
@@ -299,7 +311,7 @@ def test_ranks_that_exchange_heads_have_one_schedule(chosen: Drawn) -> None:
     assert chosen.schedules() == chosen.schedules(chosen.case.ulysses - 1)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(drawn())
 def test_what_is_put_together_is_in_the_order_of_the_tiles(chosen: Drawn) -> None:
     """The slices by which the executor assembles a team's rows, against the positions that tiles count by."""
@@ -328,7 +340,7 @@ def distances(schedules: dict[int, Schedule], team: int) -> list[int]:
     return [come[block] for block in sorted(come)][1:]
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(drawn(largest=24).filter(lambda chosen: not (chosen.published and chosen.case.team > 1)))
 def test_hops_are_those_that_somebody_needs(chosen: Drawn) -> None:
     case, mask = chosen.case, planned(chosen.case)
@@ -396,7 +408,7 @@ def test_a_window_is_a_halo(mesh: tuple[int, int, int], stationary: str, backwar
             assert [(hop.to - i // team) % ring for hop in hops] == ([1] * (ring - 1) if all_needed else expected)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     ring=st.integers(1, 9), team=st.integers(1, 4), shard=st.integers(1, 9), left=st.integers(0, 90),
     ulysses=st.integers(1, 2),
@@ -427,7 +439,7 @@ def balanced(draw: st.DrawFn) -> Drawn:
     return Drawn(case, stationary, backward)
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(st.one_of(drawn(), balanced()))
 def test_transfers_are_waited_for_once_and_hide_behind_work(chosen: Drawn) -> None:
     case = chosen.case

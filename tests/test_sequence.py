@@ -5,17 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.cases import Case, fake_world, held, index_of, mesh_of
-from tests.strategies import PLACEMENTS, ulysses_meshes
+from tests.cases import Case, held, index_of, mesh_of
+from tests.strategies import PLACEMENTS, examples, ulysses_meshes
 from wallfacer_dt import (
+    TokenOrder,
     context_mesh,
-    context_parallel_attention,
-    release_order,
     sequence_positions,
     shard_sequence,
     unshard_sequence,
@@ -32,14 +31,14 @@ def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, bool
     mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
     whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
     rows = torch.tensor(held(index_of(case), case.axes, case.order, shape[dim]), dtype=torch.int64)
-    shard = shard_sequence(whole, mesh, dim=dim, order=case.order)
+    shard = shard_sequence(whole, TokenOrder(case.order, mesh), dim=dim)
     leaf = whole.clone().requires_grad_()
-    shard_sequence(leaf, mesh, dim=dim, order=case.order).sum().backward()
+    shard_sequence(leaf, TokenOrder(case.order, mesh), dim=dim).sum().backward()
     touched = torch.zeros_like(whole).index_fill(dim, rows, 1.0)
     return (
         shard.equal(whole.index_select(dim, rows)) and shard.is_contiguous(),
-        unshard_sequence(shard, mesh, dim=dim, order=case.order).equal(whole),
-        sequence_positions(shape[dim], mesh, order=case.order).equal(rows),
+        unshard_sequence(shard, TokenOrder(case.order, mesh), dim=dim).equal(whole),
+        sequence_positions(shape[dim], TokenOrder(case.order, mesh)).equal(rows),
         leaf.grad is not None and leaf.grad.equal(touched),
     )
 
@@ -49,16 +48,16 @@ def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, bool
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)])
 @pytest.mark.parametrize(("shape", "dim"), [((2, 24), 1), ((24,), 0), ((2, 3, 24, 5), -2)])
 def test_round_trip(
-    ranks: Ranks, mesh: tuple[int, int], placement: str, order: str, shape: tuple[int, ...], dim: int
+    threads: Ranks, mesh: tuple[int, int], placement: str, order: str, shape: tuple[int, ...], dim: int
 ) -> None:
     case = Case(*mesh, placement=placement, order=order)
-    assert all(all(checks) for checks in ranks(case.size).run(round_trip, case, shape, dim))
+    assert all(all(checks) for checks in threads(case.size).run(round_trip, case, shape, dim))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 8])
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
-def test_round_trip_of_any_length(ranks: Ranks, size: int, data: st.DataObject) -> None:
+def test_round_trip_of_any_length(threads: Ranks, size: int, data: st.DataObject) -> None:
     """On meshes of three axes, too, and with fewer tokens than ranks."""
     ring, team, ulysses = data.draw(st.sampled_from(ulysses_meshes(size)))
     order, placement = data.draw(st.sampled_from(["contiguous", "head_tail"])), data.draw(st.sampled_from(PLACEMENTS))
@@ -67,7 +66,7 @@ def test_round_trip_of_any_length(ranks: Ranks, size: int, data: st.DataObject) 
     dim = data.draw(st.integers(0, len(shape)))
     shape.insert(dim, data.draw(st.integers(1, 5 * size)))
     dim -= data.draw(st.sampled_from([0, len(shape)]))
-    assert all(all(checks) for checks in ranks(size).run(round_trip, case, tuple(shape), dim))
+    assert all(all(checks) for checks in threads(size).run(round_trip, case, tuple(shape), dim))
 
 
 def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[list[list[int]], bool, bool]:
@@ -80,22 +79,22 @@ def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[li
         documents = {"cu_seqlens": torch.cat([torch.tensor([0]), ends, torch.tensor([length])])}
     whole = torch.arange(length).expand(batch, -1)
     stacked = torch.stack([whole + 100 * row for row in range(batch)])[torch.arange(batch), torch.arange(batch)]
-    options = {"dim": 1, "order": "document_head_tail"} | documents
-    shard = shard_sequence(stacked, mesh, **options)
-    positions = sequence_positions(length, mesh, order="document_head_tail", **documents)
+    options = {"dim": 1, "order": TokenOrder("document_head_tail", mesh)} | documents
+    shard = shard_sequence(stacked, **options)
+    positions = sequence_positions(length, TokenOrder("document_head_tail", mesh), **documents)
     positions = positions if positions.ndim == 2 else positions.expand(batch, -1)
     offset = 100 * torch.arange(batch)[:, None]
     return (
         (shard - offset).tolist(),
         shard.equal(positions + offset),
-        unshard_sequence(shard, mesh, **options).equal(stacked),
+        unshard_sequence(shard, **options).equal(stacked),
     )
 
 
 @pytest.mark.parametrize("size", [1, 4, 6])
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
-def test_round_trip_by_document(ranks: Ranks, size: int, data: st.DataObject) -> None:
+def test_round_trip_by_document(threads: Ranks, size: int, data: st.DataObject) -> None:
     """Each row by its own documents: on each rank as many tokens of every document as may be."""
     ring, team, ulysses = data.draw(st.sampled_from(ulysses_meshes(size)))
     case = Case(ring, team, ulysses=ulysses, placement=data.draw(st.sampled_from(PLACEMENTS)))
@@ -104,7 +103,7 @@ def test_round_trip_by_document(ranks: Ranks, size: int, data: st.DataObject) ->
     use_cumulative = data.draw(st.booleans())
     begins = begins[:1] * batch if use_cumulative else begins
     ids = torch.tensor([[sum(b <= p for b in row) for p in range(length)] for row in begins])
-    answers = ranks(size).run(by_document, case, ids, use_cumulative)
+    answers = threads(size).run(by_document, case, ids, use_cumulative)
     assert all(checks == [True, True] for _, *checks in answers)
     for row in range(batch):
         assert sorted(p for held_by_row, *_ in answers for p in held_by_row[row]) == list(range(length))
@@ -117,11 +116,11 @@ def as_a_dtensor(case: Case, length: int) -> tuple[bool, bool]:
     """Whether a contiguous shard is the local tensor of a DTensor, and the whole its full tensor."""
     mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
     whole = torch.arange(3 * length).view(length, 3)
-    shard = shard_sequence(whole, mesh, dim=0, order="contiguous")
+    shard = shard_sequence(whole, TokenOrder("contiguous", mesh), dim=0)
     split = [Shard(0)] * mesh.ndim
     made = DTensor.from_local(shard, mesh, split, run_check=False, shape=whole.shape, stride=whole.stride())
     dealt = distribute_tensor(whole, mesh, split).to_local()
-    return dealt.equal(shard), made.full_tensor().equal(unshard_sequence(shard, mesh, dim=0, order="contiguous"))
+    return dealt.equal(shard), made.full_tensor().equal(unshard_sequence(shard, TokenOrder("contiguous", mesh), dim=0))
 
 
 @pytest.mark.parametrize("length", [1, 3, 8, 9, 21, 31, 32])
@@ -135,7 +134,7 @@ def of_wrong_sizes() -> str:
     mesh = mesh_of(2, 1)
     x = torch.zeros(2 + 2 * dist.get_rank())
     try:
-        unshard_sequence(x, mesh, dim=0, order="contiguous")
+        unshard_sequence(x, TokenOrder("contiguous", mesh), dim=0)
     except ValueError as error:
         return str(error)
     return ""
@@ -154,8 +153,7 @@ def meshes_of_every_kind() -> list[tuple[str, tuple[int, ...]]]:
     kinds = [one, large["cp_ring", "cp_team"], context_mesh("cpu", 2, 2, placement="ring_in_node")]
     found = []
     for mesh in kinds:
-        release_order(mesh)
-        found.append((str(mesh.mesh_dim_names), tuple(sequence_positions(8, mesh, order="head_tail").tolist())))
+        found.append((str(mesh.mesh_dim_names), tuple(sequence_positions(8, TokenOrder("head_tail", mesh)).tolist())))
     return found
 
 
@@ -165,73 +163,6 @@ def test_meshes_of_every_kind(ranks: Ranks) -> None:
     assert [a[1][1] for a in answers] == [(0, 1, 6, 7), (2, 3, 4, 5)] * 2
     # Neighbouring ranks in the ring: ranks 0, 1 are (0, 0), (1, 0).
     assert [a[2][1] for a in answers] == [(0, 7), (2, 5), (1, 6), (3, 4)]
-
-
-def dealt_in_other_turns() -> list[str]:
-    """What is said of each of some meshes of the same four ranks, with tokens of the first."""
-    messages = []
-    with fake_world(4):
-        ring, *others = (
-            context_mesh("cpu", 4),
-            context_mesh("cpu", 2, ulysses=2),
-            context_mesh("cpu", 2, 2, placement="ring_in_node"),
-            context_mesh("cpu", 2, ulysses=2, placement="ulysses_in_node"),
-            context_mesh("cpu", ulysses=4),
-            context_mesh("cpu", 2, 2),
-        )
-        for order in ("head_tail", "contiguous"):
-            release_order(ring)
-            shard_sequence(torch.zeros(16), ring, dim=0, order=order)
-            for mesh in others:
-                try:
-                    sequence_positions(16, mesh, order=order)
-                    messages.append("")
-                except ValueError as error:
-                    messages.append(str(error))
-    return messages
-
-
-def test_meshes_that_deal_in_other_turns_are_refused() -> None:
-    """Though it is the same order on the same ranks: rank 1's tokens are others."""
-    found = dealt_in_other_turns()
-    assert [bool(message) for message in found] == [True, True, False, False, False, False, True, True, False, False]
-    assert (
-        "deals tokens out to ranks 0, 2, 1, 3 in turn, but they were sharded on a mesh of the same ranks that deals to "
-        "0, 1, 2, 3"
-    ) in found[0]
-
-
-def bound_to_one_order() -> list[str]:
-    large = init_device_mesh("cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
-    release_order(large["cp_ring", "cp_team"])
-    sequence_positions(8, large["cp_ring", "cp_team"], order="head_tail")
-    messages = []
-    # Slices, and a mesh made apart: a loader and a model may each make their own.
-    for mesh in (large["cp_ring", "cp_team"], large["cp_ring"], context_mesh("cpu", dist.get_world_size())):
-        try:
-            shard_sequence(torch.zeros(8), mesh, dim=0, order="contiguous")
-        except ValueError as error:
-            messages.append(str(error))
-    release_order(mesh)
-    shard_sequence(torch.zeros(8), mesh, dim=0, order="contiguous")
-    return messages
-
-
-def test_the_ranks_of_a_mesh_have_one_token_order(ranks: Ranks) -> None:
-    for messages in ranks(2).run(bound_to_one_order):
-        assert len(messages) == 3
-
-
-def a_refused_call_binds_nothing() -> None:
-    mesh = mesh_of(2, 1)
-    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8)
-    with pytest.raises(ValueError, match="must agree in length"):
-        context_parallel_attention(q, k, k, mesh, is_causal=True)
-    context_parallel_attention(q, q, q, mesh, is_causal=True, order="head_tail")
-
-
-def test_a_refused_call_binds_nothing(ranks: Ranks) -> None:
-    ranks(2).run(a_refused_call_binds_nothing)
 
 
 def timeouts() -> list[float]:
@@ -244,7 +175,7 @@ def timeouts() -> list[float]:
 
 def test_the_groups_of_a_mesh_wait_as_long_as_the_world(ranks: Ranks) -> None:
     for found in ranks(4).run(timeouts):
-        assert found == [60.0] * len(found)
+        assert found == [ranks(4).timeout] * len(found)
 
 
 def test_every_position_is_held_once() -> None:

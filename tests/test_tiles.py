@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import BLOCK_MASKS, MASK_MODS, Case, held, shard_sizes
-from tests.strategies import mask_options, meshes, ulysses_meshes
+from tests.strategies import examples, mask_options, meshes, ulysses_meshes
 from wallfacer_dt.algorithms.blocks import blocks_of
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
@@ -103,7 +103,7 @@ def positions(some: list[list[Span]]) -> list[np.ndarray]:
     return [np.concatenate([np.arange(*span) for span in spans]) for spans in some]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(case=masked(), data=st.data())
 def test_tiles_cover_the_visible_pairs_once(case: Case, data: st.DataObject) -> None:
     queries, keys = (data.draw(stored(case)) for _ in range(2))
@@ -122,7 +122,7 @@ def test_tiles_cover_the_visible_pairs_once(case: Case, data: st.DataObject) -> 
     assert np.array_equal(count, visible & asked)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(case=masked(), data=st.data())
 def test_split_loses_and_repeats_nothing(case: Case, data: st.DataObject) -> None:
     queries, keys = (data.draw(stored(case)) for _ in range(2))
@@ -137,7 +137,7 @@ def test_split_loses_and_repeats_nothing(case: Case, data: st.DataObject) -> Non
     areas = [sum(tile.area for tile in part) for part in parts]
     # The lighter part takes the next tile, and the smallest come last.
     if len(tiles) > 1:
-        assert abs(areas[0] - areas[1]) <= max(tile.area for tile in tiles)
+        assert abs(areas[0] - areas[1]) <= max(tile.area for tile in tiles)  # no comparison: of pairs of tokens
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -147,7 +147,7 @@ def test_split_halves_a_single_tile(is_causal: bool) -> None:
     assert areas == ([16, 20] if is_causal else [32, 32])
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     rows=st.integers(1, 9), columns=st.integers(1, 9),
     low=st.none() | st.integers(-9, 9), high=st.none() | st.integers(-9, 9),
@@ -157,7 +157,7 @@ def test_area_of_any_band(rows: int, columns: int, low: int | None, high: int | 
     assert tile.area == area_of(tile).sum()
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(case=masked().filter(lambda case: not case.mask), data=st.data())
 def test_reach_is_all_that_is_seen_and_no_more(case: Case, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, case.total - 1))
@@ -225,7 +225,9 @@ def causal_area(rows: list[int]) -> int:
     return sum(row + 1 for row in rows)
 
 
-@pytest.mark.parametrize("size", range(1, 65))
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=() if size <= 24 or size == 64 else pytest.mark.whole) for size in range(1, 65)]
+)
 def test_head_tail_is_the_same_work_on_every_rank(size: int) -> None:
     length = 4 * size
     for mesh in meshes(size):
@@ -250,7 +252,7 @@ def test_head_tail_is_the_same_work_under_ulysses(size: int) -> None:
             assert work.pop() * inner == causal_area(range(length))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(size=st.integers(1, 32), length=st.integers(1, 300), data=st.data())
 def test_head_tail_of_any_length_is_nearly_the_same_work(size: int, length: int, data: st.DataObject) -> None:
     """At most N (s + u) / 2 pairs on any rank, s being the most tokens that one attends: on equal shards N s / 2."""
@@ -298,7 +300,7 @@ def test_documents_of_random_lengths(mesh: tuple[int, ...], order: str, largest:
         assert np.mean(ratios) >= 1.1, "it is balanced now: say so"
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(size=st.integers(1, 12), length=st.integers(1, 200), is_causal=st.booleans(), data=st.data())
 def test_documents_dealt_out_by_document_are_nearly_the_same_work(
     size: int, length: int, is_causal: bool, data: st.DataObject
@@ -326,7 +328,7 @@ def test_a_window_is_nearly_the_same_work(order: str, window: int, most: float) 
     assert heaviest((8, 1), 1024, order, Mask(left=window, right=0)) <= most
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(size=st.integers(1, 64), data=st.data())
 def test_off_the_diagonal_a_step_is_at_most_two_kernel_calls(size: int, data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from(meshes(size)))

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import Case, draw, held, index_of, mesh_of, whole
-from tests.strategies import any_case, cases
+from tests.strategies import any_case, cases, examples
 from wallfacer_dt import context_parallel_attention
 from wallfacer_dt.testing import RankPool
 from wallfacer_dt.testing.oracle import visibility
@@ -29,20 +29,20 @@ def outputs_before_and_after(case: Case, changed: int) -> list[tuple[int, list[n
         if alter and changed in kv_rows:
             k[:, :, kv_rows.index(changed)] += 1
             v[:, :, kv_rows.index(changed)] -= 1
-        out = context_parallel_attention(q, k, v, mesh, **case.options)
+        out = context_parallel_attention(q, k, v, mesh, **case.options_on(mesh))
         answers.append((index, [out.numpy()]))
     return answers
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_exactly_the_outputs_that_may_see_a_token_change(
-    ranks: Callable[[int], RankPool], size: int, data: st.DataObject
+    threads: Callable[[int], RankPool], size: int, data: st.DataObject
 ) -> None:
     case = data.draw(cases(range(size, size + 1), inputs="normal"))
     changed = data.draw(st.integers(0, case.shard * size - 1))
-    answers = ranks(size).run(outputs_before_and_after, case, changed)
+    answers = threads(size).run(outputs_before_and_after, case, changed)
     before, after = (whole(case, [answer[i] for answer in answers]).out for i in range(2))
     different = (before != after).any(-1).any(1).any(0)
     positions = torch.arange(len(different))
@@ -50,14 +50,14 @@ def test_exactly_the_outputs_that_may_see_a_token_change(
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 8])
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
-def test_of_any_mask_too(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
+def test_of_any_mask_too(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
     """In each row of the batch and head by itself."""
     fixed = {"inputs": "normal", "sinks": False, "shared_dim": 0, "replicated": 0, "softcap": None, "kernel": "auto"}
     case = data.draw(any_case(size, **fixed))
     changed = data.draw(st.integers(0, case.kv_total - 1))
-    answers = ranks(size).run(outputs_before_and_after, case, changed)
+    answers = threads(size).run(outputs_before_and_after, case, changed)
     before, after = (whole(case, [answer[i] for answer in answers]).out for i in range(2))
     different = (before != after).any(-1)
     seen = visibility(case.batch, case.heads, case.total, case.kv_total, **case.masks)[..., changed]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cases import Case, fake_world, held, run, shard_sizes
-from tests.strategies import any_case, cases, meshes, ulysses_meshes
+from tests.strategies import any_case, cases, examples, meshes, ulysses_meshes
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
 
@@ -69,20 +69,28 @@ ANY = st.sampled_from(["float64", "float32", "bfloat16"])
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", range(1, 9))
-@settings(max_examples=12)
+@examples(12)
 @given(data=st.data())
-def test_counted_on_real_ranks(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
-    assert_counted(ranks, data.draw(cases(range(size, size + 1), dtype=data.draw(ANY))))
+def test_counted_on_threads(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
+    assert_counted(threads, data.draw(cases(range(size, size + 1), dtype=data.draw(ANY))))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", range(2, 9))
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
-def test_any_case_counted_on_real_ranks(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
+def test_any_case_counted_on_threads(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
     """With Ulysses, heads and lengths that do not divide, other head dims, cross attention, windows, documents."""
     case = data.draw(any_case(size, dtype=data.draw(ANY), kernel="auto", inputs="normal", softcap=None, replicated=0))
-    assert_counted(ranks, case)
+    assert_counted(threads, case)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [3, 4])
+@examples(10)
+@given(data=st.data())
+def test_any_case_counted_on_processes(ranks: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
+    assert_counted(ranks, data.draw(any_case(size, replicated=0)))
 
 
 def assert_counted(ranks: Callable[[int], RankPool], case: Case) -> None:
@@ -99,7 +107,7 @@ def count_on_fake_ranks(case: Case, rank: int, *, backward: bool = True) -> Traf
         q_shape = (case.batch, case.heads, sizes[0], case.head_dim + case.shared_dim)
         k_shape = (case.batch, case.kv_heads, sizes[1], case.head_dim)
         v_shape = (*k_shape[:3], case.value_dim or case.head_dim)
-        options = case.options
+        options = case.options_on(mesh)
         dtype = getattr(torch, case.dtype)
         with FakeTensorMode(), count_collectives(mesh) as traffic:
             q, k, v = (torch.empty(s, dtype=dtype, requires_grad=True) for s in (q_shape, k_shape, v_shape))
@@ -142,7 +150,7 @@ def many_ranks(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
     dtype = data.draw(ANY)
@@ -151,7 +159,7 @@ def test_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_any_case_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
     case = data.draw(many_ranks())
@@ -165,7 +173,7 @@ def assert_counted_on_fake_ranks(case: Case, rank: int) -> None:
     assert traffic.forward.calls == traffic.backward.calls == 1
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     ring=st.integers(1, 12), team=st.integers(1, 4), ulysses=st.integers(1, 3), shard=st.integers(1, 6),
     left=st.integers(0, 80),

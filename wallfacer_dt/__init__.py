@@ -11,8 +11,9 @@ from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.blockwise import BlockwiseFeedForward
 from wallfacer_dt.data import SequenceDataset, SequenceSampler
 from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
-from wallfacer_dt.mesh import context_mesh, release_order, split_context_axis
+from wallfacer_dt.mesh import context_mesh, split_context_axis
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
+from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning import (
     Cluster,
     Kernels,
@@ -43,6 +44,7 @@ __all__ = [
     "SequenceDataset",
     "SequenceSampler",
     "SequenceShape",
+    "TokenOrder",
     "UlyssesParallel",
     "Volume",
     "WallFacerParallel",
@@ -54,7 +56,6 @@ __all__ = [
     "metp_attention_volume",
     "plan",
     "profile",
-    "release_order",
     "sequence_positions",
     "shard_sequence",
     "split_context_axis",

@@ -1,6 +1,7 @@
 """Context-parallel attention on shards: its options, what a mesh makes of them, and the call of the operator."""
 
 import math
+import pickle
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
@@ -12,17 +13,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt import sharding
+from wallfacer_dt.agreement import agree, lasting, named, refusing_together
 from wallfacer_dt.algorithms import MaskMod, check_rotate, check_schedule, mask_key, mask_name, resolve_rotations
-from wallfacer_dt.calls import Options
-from wallfacer_dt.collectives import agree
+from wallfacer_dt.autocast import as_computed
+from wallfacer_dt.calls import Options, groups_here, needs_gradient
+from wallfacer_dt.compiler import untraced
 from wallfacer_dt.kernels import check_kernel
-from wallfacer_dt.layout import check_length, check_order
-from wallfacer_dt.mesh import Coordinate, bind_order, context_groups, whole_context_group
+from wallfacer_dt.layout import check_length
+from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
 from wallfacer_dt.ops import CODE
-from wallfacer_dt.refusal import NO_EXTRAS, Expected, Extras, check_call, refusing_together
+from wallfacer_dt.order import TokenOrder, check_order_fits, check_order_is_told, check_token_order
+from wallfacer_dt.refusal import NO_EXTRAS, Expected, Extras, check_call
 
 
-@torch.compiler.disable(reason="it looks process groups up; in a compiled model use a style")
+@untraced("it looks process groups up; in a compiled model use a style")
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -42,7 +46,7 @@ def context_parallel_attention(
     length: int | None = None,
     kv_length: int | None = None,
     replicated: int = 0,
-    order: str = "contiguous",
+    order: TokenOrder | None = None,
     schedule: str = "2d",
     rotate: str = "auto",
     rotate_forward: str = "auto",
@@ -82,8 +86,8 @@ def context_parallel_attention(
         replicated: the first T rows of q, k, v and of the output are tokens before the sequence that every rank holds
             (the text in joint attention); without any mask. Gradients of the output's rows are summed over ranks, those
             of the inputs' rows are a rank's part of a sum.
-        order: in which order tokens were dealt out, see :func:`wallfacer_dt.shard_sequence`; ``"head_tail"`` balances
-            causal attention. Attention under a mask binds the mesh to it.
+        order: in which tokens were dealt out: what :func:`wallfacer_dt.shard_sequence` or the loader was given. Under
+            a mask, and within documents, there is no default on several ranks.
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3 (team must divide ring).
         rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for what has the
             smaller payload without a mask (see :func:`wallfacer_dt.attention_volume`).
@@ -92,8 +96,9 @@ def context_parallel_attention(
             a kernel cannot do is refused.
 
     Returns:
-        The output (B, N, L, Hv), in q's dtype: this rank's, or for DTensors one with q's placements (q, k and v are
-        redistributed where a placement allows it, k and v to q's). 0 for a query that sees no key.
+        The output (B, N, L, Hv), in q's dtype or, as ``scaled_dot_product_attention`` has it, autocast's: this rank's,
+        or for DTensors one with q's placements (q, k and v are redistributed where a placement allows it, k and v to
+        q's). 0 for a query that sees no key.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -101,19 +106,26 @@ def context_parallel_attention(
             every rank before any tensor is sent.
         NotImplementedError: forward-mode differentiation.
     """
-    groups = context_groups(mesh)
     extras = Extras(document_ids, cu_seqlens, sinks, k_shared)
-    with refusing_together(groups.names, mesh.device_type):
+    with refusing_together(name_of(mesh)):
         options = AttentionOptions(
             is_causal, window_size, prefix_length, mask_mod, scale, softcap, length, kv_length, replicated, order,
             schedule, rotate, rotate_forward, kernel,
         )  # fmt: skip
         attention = ContextAttention.on(mesh, options)
+        q, k, v, extras = under_autocast(q, k, v, extras)
         check_call(q, k, v, extras, attention.expected)
-        if options.has_mask or document_ids is not None or cu_seqlens is not None:
-            bind_order(mesh, order, "attention under a mask")
         resolved = attention.resolve(q, k, v, extras)
     return attention.run(q, k, v, extras, resolved)
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Extras]:
+    """A call's tensors as ``scaled_dot_product_attention`` would take them; ``k_shared`` as k.
+
+    Sinks stay as they are: no rounding of theirs would save anything, and what they are folded into is float32.
+    """
+    q, k, v, k_shared = as_computed(q, k, v, extras.k_shared)
+    return q, k, v, extras._replace(k_shared=k_shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +141,7 @@ class AttentionOptions:
     length: int | None = None
     kv_length: int | None = None
     replicated: int = 0
-    order: str = "contiguous"
+    order: TokenOrder | None = None
     schedule: str = "2d"
     rotate: str = "auto"
     rotate_forward: str = "auto"
@@ -137,7 +149,8 @@ class AttentionOptions:
 
     def check(self) -> None:
         """Refuse (TypeError, ValueError) options that mean nothing, or do not go together."""
-        check_order(self.order)
+        if self.order is not None:
+            check_token_order(self.order)
         check_kernel(self.kernel)
         check_schedule(self.schedule, 1, 1)
         check_rotate(self.rotate, self.rotate_forward, self.schedule)
@@ -181,6 +194,11 @@ class AttentionOptions:
         return self.is_causal or self.mask_mod is not None or self.window != (-1, -1)
 
     @property
+    def order_name(self) -> str:
+        """Of the token order; empty where there is none, which only attention without a mask can do without."""
+        return "" if self.order is None else self.order.name
+
+    @property
     def window(self) -> tuple[int, int]:
         """How far back and ahead a query sees, -1 for any distance."""
         left, right = self.window_size or (None, None)
@@ -192,6 +210,7 @@ class ContextAttention:
     """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors.
 
     Attributes:
+        mesh: its name, by which ranks compare their calls.
         place: this rank's coordinate.
         device_type: of the mesh.
         ulysses: name of the process group of axis ``cp_ulysses``, or empty.
@@ -203,6 +222,7 @@ class ContextAttention:
         mask_key: of the options' mask_mod, 0 for none.
     """
 
+    mesh: str
     place: Coordinate
     device_type: str
     ulysses: str
@@ -231,14 +251,18 @@ class ContextAttention:
         place = groups.coordinate
         options.check()
         check_schedule(options.schedule, place.ring, place.team)
+        if options.order is not None:
+            check_order_fits(options.order, mesh)
+        elif options.has_mask:
+            check_order_is_told(None, place.size)
         context, context_ranks = "", ()
         if options.schedule == "published" and place.team > 1:
             # Making a group is done together, so no rank may have refused before.
-            agree((("schedule", "published"),), *groups.names, every_call=mesh.device_type == "cpu")
+            agree("attention", [("schedule", "published")], name_of(mesh))
             context, context_ranks = whole_context_group(mesh)
         return cls(
-            place, mesh.device_type, groups.ulysses, groups.ring, groups.team, context, context_ranks, options,
-            mask_key(options.mask_mod),
+            name_of(mesh), place, mesh.device_type, groups.ulysses, groups.ring, groups.team, context, context_ranks,
+            options, mask_key(options.mask_mod),
         )  # fmt: skip
 
     @property
@@ -246,17 +270,42 @@ class ContextAttention:
         """What a call's tensors are checked against."""
         options = self.options
         return Expected(
-            self.ulysses, self.ring, self.team, self.device_type, self.place.axes, self.place.index, self._lengths,
-            options.replicated, options.has_mask, options.mask_mod is not None,
+            self.mesh, self.ulysses, self.ring, self.team, self.device_type, self.place.axes, self.place.index,
+            self._lengths, options.replicated, options.has_mask, options.mask_mod is not None,
             options.mask_mod is None and not options.prefix_length and not options.replicated
             and options.kv_length in (None, options.length),
-            options.order, options.softcap or 0.0, options.kernel,
+            options.order_name, options.softcap or 0.0, options.kernel,
         )  # fmt: skip
+
+    def _check_lasts(self, what: str) -> None:
+        """Refuse (ValueError) what has no meaning in another process."""
+        if self.context:
+            raise ValueError(
+                f"schedule='published' has a process group of its own, which {what} would not find: use schedule='2d'"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextAttention":
+        """Nothing of it changes."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What finds the mesh again, in this world or where meshes have been made as in it."""
+        self._check_lasts("a pickled module")
+        try:
+            pickle.dumps(self.options.mask_mod)
+        except Exception as error:  # whatever a mask holds
+            raise TypeError(
+                f"a styled module is pickled with its mask_mod, which cannot be: {error}; save the module's "
+                "state_dict() and apply the style to a new one, or use a function of a module"
+            ) from error
+        groups = self.ulysses, self.ring, self.team
+        return _unpickled, (lasting(self.mesh), self.place, self.device_type, groups, self.options)
 
     def with_mask(self, mask_mod: MaskMod | BlockMask) -> "ContextAttention":
         """The same attention under an arbitrary mask, which a call brings with it."""
         options = replace(self.options, mask_mod=mask_mod)
         options.check()
+        check_order_is_told(options.order, self.place.size)
         return replace(self, options=options, mask_key=mask_key(mask_mod))
 
     def __call__(
@@ -275,7 +324,7 @@ class ContextAttention:
         documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
         if documents is not None:
             documents = sharding.replicate(documents if documents.ndim == 2 else documents.unsqueeze(0), q)
-        out, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *options)
+        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *options)
         return out
 
     @property
@@ -285,6 +334,12 @@ class ContextAttention:
 
     def _options(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, documents: str, scale: float | None) -> Options:
         options, place = self.options, self.place
+        if torch.compiler.is_exporting():
+            self._check_lasts("an exported program")
+            if self.mask_key:
+                raise ValueError(
+                    "mask_mod's answers do not go into an exported program: use is_causal, window_size or document_ids"
+                )
         scale = options.scale if scale is None else scale
         # A compiler may take any size for a symbol, which int() leaves it; heads and their size are the model's.
         heads, kv_heads, head_dim, value_dim = map(index, (q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]))
@@ -292,8 +347,8 @@ class ContextAttention:
         if isinstance(q, DTensor) and (q.shape[2] % place.size or k.shape[2] % place.size):
             lengths = (index(q.shape[2]), index(k.shape[2]))
         forward, backward = resolve_rotations(
-            options.rotate, options.rotate_forward, options.schedule, place.ring, place.team,
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype, ulysses=place.ulysses,
+            options.rotate, options.rotate_forward, options.schedule, index(place.ring), index(place.team),
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype, ulysses=index(place.ulysses),
             value_dim=value_dim, shared_dim=0 if extras.k_shared is None else int(extras.k_shared.shape[-1]),
             lengths=self._ratio(q, k, lengths),
         )  # fmt: skip
@@ -304,21 +359,25 @@ class ContextAttention:
             self.team,
             self.context,
             self.context_ranks,
+            lasting(self.mesh) if torch.compiler.is_exporting() else self.mesh,
             lengths,
             options.replicated,
             options.is_causal,
             options.window,
             options.prefix_length,
             self._mask_name(q, k, lengths),
+            # Eager code has just asked.
+            self.mask_key if torch.compiler.is_compiling() else 0,
             documents,
             1 / math.sqrt(head_dim) if scale is None else float(scale),
             float(options.softcap or 0.0),
-            options.order,
+            options.order_name or "contiguous",
             options.schedule,
             backward,
             forward,
             options.kernel,
             CODE,
+            needs_gradient(q, k, v, extras.k_shared, extras.sinks),
         )
 
     def _ratio(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[int, int]:
@@ -343,6 +402,17 @@ class ContextAttention:
         )  # fmt: skip
 
 
+def _unpickled(
+    mesh: str, place: Coordinate, device_type: str, groups: tuple[str, str, str], options: AttentionOptions
+) -> ContextAttention:
+    """What was pickled, or a refusal (ValueError) where there is no such mesh."""
+    try:
+        here = groups_here(mesh, place, groups)
+    except ValueError as error:
+        raise ValueError(f"{error}; or load the module's state_dict() into one that has been styled here") from error
+    return ContextAttention(named(mesh).name, place, device_type, *here, "", (), options, mask_key(options.mask_mod))
+
+
 def _check_window(window: Any, is_causal: bool) -> None:
     if window is None:
         return
@@ -363,4 +433,5 @@ def check_scale(scale: float | None, name: str = "scale") -> None:
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"{name} must be a float or None, got {scale!r}")
     if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"{name} must be finite and above 0, got {scale}")
+        # A compiler may take it for a symbol, which has no text.
+        raise ValueError(f"{name} must be finite and above 0, got {float(scale)}")

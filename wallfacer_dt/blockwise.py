@@ -6,7 +6,6 @@ METP bounds it to one rank's hidden units and shares the weights as well.
 
 import warnings
 from collections.abc import Callable
-from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
+from wallfacer_dt.bound import BoundForward
+from wallfacer_dt.comparison import IncomparableError, worst_error
 from wallfacer_dt.equivalence import EquivalenceError, in_mode
 
 
@@ -46,7 +47,7 @@ class BlockwiseFeedForward(ParallelStyle):
         if "forward" in vars(module):
             raise ValueError(f"BlockwiseFeedForward: the module {type(module).__name__} already has a style")
         # Bound, so that a copy of the module uses its own weights.
-        module.forward = MethodType(self._forward(), module)
+        module.forward = BoundForward(self._forward(), module, type(self).__name__).forward
         return module
 
     def _forward(self) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -76,6 +77,9 @@ def _check_by_token(module: nn.Module) -> None:
             whole, parts = module(x), torch.cat([module(part) for part in x.split(1, -2)], -2)
     except Exception as error:  # whatever a module may raise
         raise EquivalenceError(f"{name} could not be tried on four tokens: {error}; or give check=False") from error
-    size = float(whole.abs().max())
-    if whole.shape != parts.shape or not float((whole - parts).abs().max()) <= 2e-2 * max(size, 1e-6):
+    try:
+        error = worst_error({"the output in chunks": (parts, whole)}, relative_to="largest")
+    except IncomparableError as why:
+        raise EquivalenceError(f"{name} does not map every token by itself, as far as can be told: {why}") from None
+    if error > 2e-2:
         raise EquivalenceError(f"{name} does not map every token by itself: in chunks it gives another output")

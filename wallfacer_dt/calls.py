@@ -1,12 +1,13 @@
 """One call of attention on one rank: what is compared before anything is sent, and what runs."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from wallfacer_dt.agreement import is_lasting, named, refusing_together
 from wallfacer_dt.algorithms import (
     Arithmetic,
     Backward,
@@ -23,19 +24,20 @@ from wallfacer_dt.algorithms import (
     Sequences,
     Side,
     Tile,
+    check_mask,
     execute,
     known_blocks,
     make_schedule,
     split_heads,
 )
-from wallfacer_dt.collectives import agree
+from wallfacer_dt.collectives import group_rank
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.kernels import select_kernel, sinks_gradient, with_sinks
 from wallfacer_dt.layout import Span
-from wallfacer_dt.mesh import Coordinate, bind_order_of
+from wallfacer_dt.mesh import Coordinate
 
 _COMPARED = (
-    "lengths", "replicated", "is_causal", "window", "prefix", "mask", "scale", "softcap", "order",
+    "replicated", "is_causal", "window", "prefix", "mask", "scale", "softcap", "order",
     "schedule", "rotate", "rotate_forward", "kernel", "code",
 )  # fmt: skip
 
@@ -50,12 +52,15 @@ class Options(NamedTuple):
         team: name of the team's process group, or empty.
         context: name of the ring's and team's common process group, or empty where the schedule does not use it.
         context_ranks: for every inner index its rank in ``context``.
+        mesh: its name, by which ranks compare their calls; empty for none.
         lengths: of the whole sequence, queries and keys; empty where shards are equal.
         replicated: tokens before the shards that every rank holds.
         is_causal: mask keys that come later than the query.
         window: how far back and ahead a query sees, -1 for any distance.
         prefix: keys before this position are seen by all queries.
-        mask: name of an arbitrary mask, or empty.
+        mask: name of an arbitrary mask's answers, or empty.
+        mask_key: in a compiled graph the mask's number in this process, by which it is asked whether it still gives
+            them; otherwise 0.
         packed: what the tensor ``documents`` is: ``"ids"``, ``"cu_seqlens"``, or empty for none.
         scale: of the scores.
         softcap: of the scores, 0 for none.
@@ -65,6 +70,7 @@ class Options(NamedTuple):
         rotate_forward: the same for the forward.
         kernel: of the blocks.
         code: :data:`wallfacer_dt.ops.CODE`.
+        gradients: whether some of the tensors need one, so that there will be a backward; see :func:`needs_gradient`.
     """
 
     place: Sequence[int]
@@ -73,12 +79,14 @@ class Options(NamedTuple):
     team: str
     context: str
     context_ranks: Sequence[int]
+    mesh: str
     lengths: Sequence[int]
     replicated: int
     is_causal: bool
     window: Sequence[int]
     prefix: int
     mask: str
+    mask_key: int
     packed: str
     scale: float
     softcap: float
@@ -88,6 +96,12 @@ class Options(NamedTuple):
     rotate_forward: str
     kernel: str
     code: str
+    gradients: bool = False
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a call of these tensors will have a backward, which all ranks then make together."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def make_call(
@@ -96,10 +110,7 @@ def make_call(
     k: Tensor,
     v: Tensor,
     k_shared: Tensor | None,
-    sinks: Tensor | None,
     documents: Tensor | None,
-    *,
-    compare: bool,
 ) -> "Call":
     """Make a call from an operator's arguments.
 
@@ -109,34 +120,21 @@ def make_call(
         k: keys (B, Nkv, L, H).
         v: values (B, Nkv, L, Hv).
         k_shared: the end of every head's key (B, 1, L, Hs), or None.
-        sinks: for every head a logit without a value (N,), or None.
         documents: what ``options.packed`` says, or None.
-        compare: with the other ranks' calls, all of which must do so.
 
     Returns:
         The call.
 
     Raises:
-        ValueError: on every rank: calls differ, or one cannot be made.
+        ValueError: it cannot be made.
     """
     place = Coordinate(*options.place)
-    groups = Groups(place, options.ulysses, options.ring, options.team, options.context, tuple(options.context_ranks))
-    q_length, k_length = options.lengths or (
-        (q.shape[2] - options.replicated) * place.size,
-        (k.shape[2] - options.replicated) * place.size,
-    )
-    mask, error = None, ""
-    try:
-        mask = _mask(options, documents, q_length)
-        if documents is not None and compare:
-            # A compiled graph is made before anyone knows the order of the documents' tokens.
-            bind_order_of(options.ulysses, options.ring, options.team, options.order, "attention within documents")
-    except ValueError as refused:
-        error = str(refused)
-    if compare:
-        _compare(options, q, k, v, k_shared, sinks, documents, error)
-    if mask is None:
-        raise ValueError(error)
+    names = (options.ulysses, options.ring, options.team)
+    if is_lasting(options.mesh):
+        names = groups_here(options.mesh, place, names)
+    groups = Groups(place, *names, options.context, tuple(options.context_ranks))
+    q_length, k_length = _lengths(options, q, k)
+    mask = _mask(options, documents, q_length)
     hidden = place.ulysses > 1 and k_shared is None
     heads = split_heads(q.shape[1], k.shape[1], place.ulysses, hidden=hidden)
     sequences = Sequences(q_length, k_length, options.order, mask, options.replicated)
@@ -147,6 +145,95 @@ def make_call(
     scores = Scores(kernel, options.scale, options.softcap)
     published = options.schedule == "published"
     return Call(groups, sequences, scores, heads, published, options.rotate, options.rotate_forward)
+
+
+def agreed_call(
+    what: str,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_shared: Tensor | None,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    *,
+    mesh: str | None = None,
+    further: Mapping[str, Hashable] | None = None,
+) -> tuple["Call", Tensor]:
+    """Make a call and compare it with the other ranks' calls, all of which must do so.
+
+    Args:
+        what: the kind of call.
+        options: as for :func:`make_call`, as is all that follows.
+        q: (B, N, L, H).
+        k: (B, Nkv, L, H).
+        v: (B, Nkv, L, Hv).
+        k_shared: (B, 1, L, Hs) or None.
+        sinks: for every head a logit without a value (N,), or None.
+        documents: what ``options.packed`` says, or None.
+        mesh: name of the mesh on which it is compared, the attention's own by default.
+        further: by name, what else must be the same.
+
+    Returns:
+        The call, and its number on the mesh.
+
+    Raises:
+        ValueError: on every rank: calls differ, or one cannot be made.
+    """
+    mesh = options.mesh if mesh is None else mesh
+    with refusing_together(mesh):
+        if options.mask_key:
+            check_mask(options.mask_key, options.mask, q.shape[0], q.shape[1], *_lengths(options, q, k), q.device.type)
+        call = make_call(options, q, k, v, k_shared, documents)
+    signature = {**(further or {}), **_signature(options, q, k, v, k_shared, sinks), "the documents": digest(documents)}
+    values = [str(value) for value in signature.values()]
+    # An operator, since code may be generated from this.
+    return call, torch.ops.wallfacer_dt.agree(q, what, list(signature), values, mesh, None)
+
+
+def groups_here(mesh: str, place: Coordinate, groups: tuple[str, str, str]) -> tuple[str, str, str]:
+    """The process groups of a mesh for what was exported or pickled, perhaps in another world.
+
+    Args:
+        mesh: its lasting name.
+        place: of the rank there.
+        groups: names there of the process groups of axes ulysses, ring and team, or empty.
+
+    Returns:
+        Their names here.
+
+    Raises:
+        ValueError: there is no such mesh, or this is another rank of it.
+    """
+    names = iter(named(mesh).groups)
+    ulysses, ring, team = (next(names) if name else "" for name in groups)
+    ranks = ((ulysses, place.ulysses_rank), (ring, place.ring_rank), (team, place.team_rank))
+    if any(name and group_rank(name) != rank for name, rank in ranks):
+        raise ValueError(
+            f"this was exported or pickled by the rank with index {place.index} on a mesh {mesh}, which this one is "
+            "not; every rank loads its own"
+        )
+    return ulysses, ring, team
+
+
+def agree_on_backward(what: str, x: Tensor, mesh: str, number: Tensor) -> None:
+    """Compare that ranks are at the backward of the same call.
+
+    Args:
+        what: the kind of the forward call.
+        x: a tensor of the call.
+        mesh: its name.
+        number: of the forward call ().
+    """
+    torch.ops.wallfacer_dt.agree(x, f"the backward of {what}", [], [], mesh, number)
+
+
+def _lengths(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Queries and keys in the whole sequence."""
+    if options.lengths:
+        return options.lengths[0], options.lengths[1]
+    ranks = Coordinate(*options.place).size
+    return (q.shape[2] - options.replicated) * ranks, (k.shape[2] - options.replicated) * ranks
 
 
 def _mask(options: Options, documents: Tensor | None, length: int) -> Mask:
@@ -160,21 +247,19 @@ def _mask(options: Options, documents: Tensor | None, length: int) -> Mask:
     )
 
 
-def _compare(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_shared: Tensor | None,
-    sinks: Tensor | None,
-    documents: Tensor | None,
-    error: str,
-) -> None:
+def _signature(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, sinks: Tensor | None
+) -> dict[str, Hashable]:
+    """What must be the same on all ranks; what follows from other things comes after them."""
+
     def shape(x: Tensor | None) -> Hashable:
         # Shards of a sequence whose length is given need not be equal.
         return x if x is None else (*x.shape[:2], "L" if options.lengths else x.shape[2], x.shape[3])
 
-    signature: dict[str, Hashable] = {
+    place = Coordinate(*options.place)
+    return {
+        "cp_ulysses x cp_ring x cp_team": place.axes,
+        "length": tuple(options.lengths) or "not given",
         "the shape of q": shape(q),
         "the shape of k": shape(k),
         "the head dim of v": v.shape[-1],
@@ -183,15 +268,8 @@ def _compare(
         "the dtype of q": q.dtype,
         **{name: getattr(options, name) for name in _COMPARED},
         "what says where documents are": options.packed or "nothing",
+        "whether q, k, v, k_shared or sinks need a gradient": options.gradients,
     }
-    groups = (options.team, options.ring, options.ulysses)
-    if documents is None and not error:
-        # An operator, since code may be generated from this.
-        torch.ops.wallfacer_dt.agree(q, list(signature), [str(value) for value in signature.values()], *groups)
-        return
-    signature["the documents"] = digest(documents)
-    pairs = tuple((name, str(value)) for name, value in signature.items())
-    agree(pairs, *groups, every_call=q.device.type == "cpu", error=error)
 
 
 @dataclass(frozen=True, slots=True)

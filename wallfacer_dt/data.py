@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
-from wallfacer_dt.collectives import agree
-from wallfacer_dt.layout import BY_DOCUMENT, Span, check_length, check_order, deal
-from wallfacer_dt.mesh import RING_AXIS, bind_order, context_groups
+from wallfacer_dt.agreement import agree, refusing_together
+from wallfacer_dt.layout import BY_DOCUMENT, Span, check_length, deal
+from wallfacer_dt.mesh import RING_AXIS, context_groups, name_of
+from wallfacer_dt.order import TokenOrder, check_token_order
 
 
 class TokenStream(Protocol):
@@ -39,36 +40,31 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
     Args:
         tokens: the stream; only slices are read, so a memory map never comes into memory whole.
         length: tokens in a sequence, N.
-        mesh: context mesh, or None on one process: then samples are whole.
-        order: token order, which the mesh is bound to.
+        order: in which they are dealt out, and to which ranks; None on one process: then samples are whole.
 
     Raises:
-        ValueError: the stream has no whole window, or N does not divide.
+        TypeError: order is no token order.
+        ValueError: the stream has no whole window, or the order asks for documents.
     """
 
     def __init__(
         self,
         tokens: TokenStream,
         length: int,
-        mesh: DeviceMesh | None = None,
-        *,
-        order: str = "contiguous",
+        order: TokenOrder | None = None,
     ) -> None:
-        check_order(order)
-        if order == BY_DOCUMENT:
-            raise ValueError(f"order={order!r} needs documents, which a stream does not have")
         check_length(length)
         held = (Span(0, length),)
-        if mesh is not None:
-            place = context_groups(mesh, any_axis=RING_AXIS).coordinate
-            held = deal(length, place.axes, order)[place.index]
+        if order is not None:
+            place = check_token_order(order).groups.coordinate
+            if order.name == BY_DOCUMENT:
+                raise ValueError(f"order={order.name!r} needs documents, which a stream does not have")
+            held = deal(length, order.axes, order.name)[place.index]
         if len(tokens) <= length:
             raise ValueError(
                 f"a sequence of {length} tokens and their labels needs {length + 1} tokens, "
                 f"the stream has {len(tokens)}"
             )
-        if mesh is not None:
-            bind_order(mesh, order, "SequenceDataset")
         self.tokens, self.length = tokens, length
         self.spans: Sequence[Span] = held
 
@@ -103,12 +99,14 @@ class SequenceSampler(DistributedSampler[int]):
     Args:
         dataset: with a length.
         mesh: context mesh whose ranks compare, at once, that they would take the same samples.
-        data_parallel: the data-parallel axis, a mesh of one axis, or None without data parallelism.
+        data_parallel: the data-parallel axis, a mesh of one axis, or None without data parallelism; its ranks compare
+            that they would take different samples of the same epoch.
         shuffle: a new permutation every epoch, see ``set_epoch``.
         seed: of the permutations; the same on every rank.
 
     Raises:
-        ValueError: ranks of the context mesh would read different samples, or there are fewer samples than groups.
+        ValueError: ranks of the context mesh would read different samples, those of data_parallel would not deal out
+            the same ones, or there are fewer samples than groups.
     """
 
     def __init__(
@@ -120,20 +118,24 @@ class SequenceSampler(DistributedSampler[int]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        groups = 1 if data_parallel is None else data_parallel.size()
-        group = 0 if data_parallel is None else data_parallel.get_local_rank()
-        samples = len(dataset)  # type: ignore[arg-type]
-        if samples < groups:
-            raise ValueError(f"{groups} data-parallel groups need as many samples, the dataset has {samples}")
-        context = None if mesh is None else context_groups(mesh, any_axis=RING_AXIS)
-        self._names = () if context is None else context.names
-        signature = (
-            ("number of samples", samples),
-            ("seed", seed),
-            ("shuffle", shuffle),
-            ("data-parallel group", group),
-        )
-        agree(signature, *self._names, every_call=False)
+        self._mesh = "" if mesh is None else name_of(mesh)
+        self._data_parallel = "" if data_parallel is None else name_of(data_parallel)
+        with refusing_together(self._data_parallel), refusing_together(self._mesh):
+            if mesh is not None:
+                context_groups(mesh, any_axis=RING_AXIS)
+            groups = 1 if data_parallel is None else data_parallel.size()
+            group = 0 if data_parallel is None else data_parallel.get_local_rank()
+            samples = len(dataset)  # type: ignore[arg-type]
+            if samples < groups:
+                raise ValueError(f"{groups} data-parallel groups need as many samples, the dataset has {samples}")
+            signature = {
+                "number of samples": samples,
+                "seed": seed,
+                "shuffle": shuffle,
+                "data-parallel groups": groups,
+            }
+            agree("SequenceSampler", (signature | {"data-parallel group": group}).items(), self._mesh)
+            agree("SequenceSampler", signature.items(), self._data_parallel)
         super().__init__(dataset, num_replicas=groups, rank=group, shuffle=shuffle, seed=seed, drop_last=True)
         self._skip = 0
 
@@ -176,12 +178,15 @@ class SequenceSampler(DistributedSampler[int]):
 
         Raises:
             ValueError: the state is of another dataset length, seed, shuffling or number of data-parallel groups,
-                under which "the next sample" would be a different one; or ranks of the context mesh disagree.
+                under which "the next sample" would be a different one; or ranks disagree.
         """
-        for name, mine in self._identity().items():
-            if state[name] != mine:
-                raise ValueError(f"the saved sampler had {name}={state[name]!r}, this one has {mine!r}")
-        agree((("epoch", state["epoch"]), ("consumed samples", state["consumed"])), *self._names, every_call=False)
+        with refusing_together(self._data_parallel), refusing_together(self._mesh):
+            for name, mine in self._identity().items():
+                if state[name] != mine:
+                    raise ValueError(f"the saved sampler had {name}={state[name]!r}, this one has {mine!r}")
+            signature = {"epoch": state["epoch"], "consumed samples": state["consumed"]}
+            for mesh in (self._mesh, self._data_parallel):
+                agree("SequenceSampler.load_state_dict", signature.items(), mesh)
         self.set_epoch(state["epoch"])
         self._skip = state["consumed"]
 

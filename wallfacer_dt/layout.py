@@ -18,8 +18,6 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
-from wallfacer_dt.mesh import dealing_turns
-
 Order = Literal["contiguous", "head_tail", "document_head_tail"]
 BY_DOCUMENT = "document_head_tail"
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -54,6 +52,26 @@ def check_order(order: str) -> None:
     """Refuse (ValueError) an order that is not one of ORDERS."""
     if order not in ORDERS:
         raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
+
+
+def dealing_turns(axes: tuple[int, ...], order: str) -> list[int]:
+    """Sequence indices as tokens are dealt out to them: in a row, but ranks that exchange heads one after the other.
+
+    What these put together is then one head and one tail, as few tiles as without them.
+
+    >>> dealing_turns((2, 3, 1), "head_tail"), dealing_turns((2, 3, 1), "contiguous")
+    ([0, 3, 1, 4, 2, 5], [0, 1, 2, 3, 4, 5])
+
+    Args:
+        axes: of a mesh; of three the first is ``cp_ulysses``.
+        order: in which the tokens are dealt out; contiguous ones as DTensor's ``Shard`` does it.
+
+    Returns:
+        The indices.
+    """
+    size = math.prod(axes)
+    ulysses = axes[0] if len(axes) == 3 and order != "contiguous" else 1
+    return [first + rank * (size // ulysses) for first in range(size // ulysses) for rank in range(ulysses)]
 
 
 def check_length(length: int, what: str = "sequence length") -> None:

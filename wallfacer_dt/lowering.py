@@ -21,16 +21,17 @@ anyway, and operators that stay opaque (``agree``, or attention of any length) a
 Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0 and 2.14.1.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _BARRIERS = (
@@ -43,31 +44,15 @@ _BARRIERS = (
 )
 
 
-def is_compiling() -> bool:
-    """Whether a graph is being traced for a compiler; true in an operator's fake implementation as well."""
-    # torch.compiler.is_compiling is False there on torch 2.11.
-    return TracingContext.try_get() is not None
-
-
-def register_all(
-    bodies: Mapping[OpOverload, Callable[..., Any]], is_static: Callable[[Sequence[Any]], bool] = lambda _: True
+def lower(
+    op: OpOverload,
+    body: Callable[..., Any] | None = None,
+    is_static: Callable[[Sequence[Any]], bool] = lambda _: True,
 ) -> None:
-    """While a compiler traces, :func:`register` operators; otherwise there is no reason to import Inductor.
+    """Have Inductor lower ``op`` as its body, or without one as one call that keeps its order among all collectives.
 
-    Args:
-        bodies: what each does.
-        is_static: of them all.
-    """
-    if not is_compiling():
-        return
-    register_opaque(torch.ops.wallfacer_dt.agree.default)
-    for op, body in bodies.items():
-        register(op, body, is_static)
-
-
-@cache
-def register(op: OpOverload, body: Callable[..., Any], is_static: Callable[[Sequence[Any]], bool]) -> None:
-    """Lower ``op`` as its body, once; imports Inductor, so call it when something is being compiled.
+    Inductor is told when the operator is first traced into a graph after it was imported, and nobody imports it for
+    that: a graph that it generates code for has been traced, unless the code is found in a cache.
 
     A graph whose shapes are symbols keeps the opaque operator, since a schedule is made for one length, and so does a
     call whose schedule depends on data: right, and it overlaps as in eager mode, but nothing is fused into it.
@@ -77,31 +62,31 @@ def register(op: OpOverload, body: Callable[..., Any], is_static: Callable[[Sequ
         body: what it does on this rank, in traceable operations.
         is_static: from a call's arguments, whether its body can be traced: not where it depends on data.
     """
-    from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import V
 
-    def lower(*args: Any) -> Any:
+    def lowered(*args: Any) -> Any:
+        if body is None:
+            return _opaque(op, args)
+        from torch._inductor.virtualized import V
+
         node = V.graph.current_node
         examples = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
         if any(_is_symbolic(example) for example in examples) or not is_static(examples):
             return _opaque(op, args)
         return _run(_trace(body, examples, V.fake_mode), _realized(args, examples))
 
-    register_lowering(op, type_promotion_kind=None)(lower)
+    @cache
+    def tell(inductor: ModuleType) -> None:
+        inductor.register_lowering(op, type_promotion_kind=None)(lowered)
 
+    def traced(
+        mode: ProxyTorchDispatchMode, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        inductor = sys.modules.get("torch._inductor.lowering")
+        if inductor is not None:
+            tell(inductor)
+        return mode.__torch_dispatch__(func, types, args, kwargs)
 
-@cache
-def register_opaque(op: OpOverload) -> None:
-    """Lower an operator that communicates as one call, once, which keeps its order among all collectives of a graph.
-
-    See Note [One order on all ranks].
-
-    Args:
-        op: a functional operator.
-    """
-    from torch._inductor.lowering import register_lowering
-
-    register_lowering(op, type_promotion_kind=None)(lambda *args: _opaque(op, args))
+    torch.library.register_torch_dispatch(op, ProxyTorchDispatchMode, traced)
 
 
 def _opaque(op: OpOverload, args: Sequence[Any]) -> Any:

@@ -2,11 +2,9 @@
 
 P = ulysses * ring * team ranks share a sequence. Over axis ``cp_ulysses`` tokens are exchanged for heads; axis
 ``cp_ring`` is the one keys and values (or queries) travel along hop by hop, ``cp_team`` the one they are gathered
-over. A mesh also carries the name of the order in which tokens are dealt out on it; what the order means is in
-``layout``.
+over.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# Private; run on torch 2.11.0, 2.13.0 and 2.14.1. What is read off a mesh or a group must not be seen by tracing modes
-# (fake tensors, say).
-from torch.utils._python_dispatch import _disable_current_modes as outside_modes
+from wallfacer_dt.agreement import agree, name_mesh, outside_modes, refusing_together, world_timeout
 
 ULYSSES_AXIS = "cp_ulysses"
 RING_AXIS = "cp_ring"
@@ -105,6 +101,7 @@ class _Known(Generic[_T]):
 
     def of(self, mesh: DeviceMesh, how: str, find: Callable[[], _T]) -> _T:
         """What ``find`` found out about the mesh in one of several ways, now or before."""
+        _check_world(mesh)
         known, key = self._worlds.setdefault(_world(), {}), (id(mesh), how)
         if key not in known or known[key][0]() is not mesh:
             known[key] = weakref.ref(mesh, lambda _: known.pop(key, None)), find()
@@ -119,6 +116,44 @@ class _Known(Generic[_T]):
 
 _groups_of: _Known[ContextGroups] = _Known()
 _members_of: _Known[tuple[int, ...]] = _Known()
+_names_of: _Known[str] = _Known()
+_seen_in: dict[int, tuple[weakref.ref[DeviceMesh], weakref.ref[dist.ProcessGroup]]] = {}
+
+
+def _check_world(mesh: DeviceMesh) -> None:
+    """Refuse (ValueError) a mesh that has been used in another world: names of process groups are given again."""
+    key, world = id(mesh), _world()
+    if key not in _seen_in or _seen_in[key][0]() is not mesh:
+        _seen_in[key] = weakref.ref(mesh, lambda _: _seen_in.pop(key, None)), weakref.ref(world)
+    elif _seen_in[key][1]() is not world:
+        raise ValueError(f"{mesh} is of a process group that has been destroyed since; make a new mesh")
+
+
+def name_of(mesh: DeviceMesh) -> str:
+    """The name under which the ranks of a mesh compare their calls on it, all of which ask; empty for other ranks.
+
+    Args:
+        mesh: any mesh.
+
+    Returns:
+        The name.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: its process groups have been destroyed.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    return _names_of.of(mesh, "", lambda: _name(mesh))
+
+
+def _name(mesh: DeviceMesh) -> str:
+    if mesh.get_coordinate() is None:
+        return ""
+    axes = mesh.mesh_dim_names or range(mesh.ndim)
+    sizes = " x ".join(f"{axis} {size}" for axis, size in zip(axes, mesh.shape, strict=True))
+    groups = [str(group.group_name) for group in mesh.get_all_groups()]
+    return name_mesh(f"{mesh.device_type} mesh {sizes}", mesh_ranks(mesh), groups)
 
 
 def context_mesh(
@@ -145,16 +180,15 @@ def context_mesh(
         TypeError: a size is not an int.
         ValueError: a size is below 1, their product is not the number of ranks, or the placement is unknown.
     """
-    _check_axes(ring, team, ulysses, placement)
     if not dist.is_initialized():
         dist.init_process_group()
     world = dist.get_world_size()
-    if ulysses * ring * team != world:
-        raise ValueError(
-            f"ulysses * ring * team must be the number of ranks, got {ulysses} * {ring} * {team} = "
-            f"{ulysses * ring * team} on {world} ranks; for a part of the ranks slice a larger mesh: "
-            f"mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
-        )
+    everyone = name_mesh("world", range(world), ())
+    with refusing_together(everyone):
+        _check_context_axes(ring, team, ulysses, placement, world)
+        told = {"device_type": device_type, "ring": ring, "team": team, "ulysses": ulysses, "placement": placement}
+        # Groups of other ranks would wait for each other, for torch's own half an hour.
+        agree("context_mesh", told.items(), everyone)
     layout = placed_ranks(ring, team, ulysses=ulysses, placement=placement)
     names = CONTEXT_AXES
     if ulysses == 1:
@@ -162,6 +196,16 @@ def context_mesh(
     mesh = DeviceMesh(device_type, layout, mesh_dim_names=names)
     inherit_timeout(mesh)
     return mesh
+
+
+def _check_context_axes(ring: int, team: int, ulysses: int, placement: str, world: int) -> None:
+    _check_axes(ring, team, ulysses, placement)
+    if ulysses * ring * team != world:
+        raise ValueError(
+            f"ulysses * ring * team must be the number of ranks, got {ulysses} * {ring} * {team} = "
+            f"{ulysses * ring * team} on {world} ranks; for a part of the ranks slice a larger mesh: "
+            f"mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
+        )
 
 
 def _check_axes(ring: int, team: int, ulysses: int, placement: str) -> None:
@@ -197,13 +241,16 @@ def split_context_axis(
         TypeError: the mesh is none, or a size is not an int.
         ValueError: it has several axes, sizes do not multiply to its size, or the placement is unknown.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    _check_axes(ring, team, ulysses, placement)
-    if mesh.ndim != 1 or ulysses * ring * team != mesh.size():
-        raise ValueError(
-            f"mesh must have one axis of ulysses * ring * team = {ulysses * ring * team} ranks, got {tuple(mesh.shape)}"
-        )
+    name = name_of(mesh)
+    with refusing_together(name):
+        _check_axes(ring, team, ulysses, placement)
+        if mesh.ndim != 1 or ulysses * ring * team != mesh.size():
+            raise ValueError(
+                f"mesh must have one axis of ulysses * ring * team = {ulysses * ring * team} ranks, got "
+                f"{tuple(mesh.shape)}"
+            )
+        told = {"ring": ring, "team": team, "ulysses": ulysses, "placement": placement}
+        agree("split_context_axis", told.items(), name)
     with outside_modes():
         layout = torch.tensor(_rows_like(mesh))[:, placed_ranks(ring, team, ulysses=ulysses, placement=placement)]
     # As `context_mesh` makes it: without an axis of one rank for Ulysses.
@@ -253,7 +300,6 @@ def _find_groups(mesh: DeviceMesh, any_axis: str) -> ContextGroups:
     size = dict(zip(names, mesh.shape, strict=True))
     rank = dict(zip(names, place, strict=True))
     group = dict(zip(names, (str(group.group_name) for group in mesh.get_all_groups()), strict=True))
-    _turns_of.setdefault(_world(), {})[tuple(group.get(axis, "") for axis in CONTEXT_AXES)] = _turns(mesh)
     coordinate = Coordinate(
         size.get(RING_AXIS, 1), size.get(TEAM_AXIS, 1), rank.get(RING_AXIS, 0), rank.get(TEAM_AXIS, 0),
         size.get(ULYSSES_AXIS, 1), rank.get(ULYSSES_AXIS, 0),
@@ -276,7 +322,7 @@ def whole_context_group(mesh: DeviceMesh, axes: tuple[str, ...] = CONTEXT_AXES[1
     """
     with outside_modes():
         inner = mesh if mesh.mesh_dim_names == axes or mesh.ndim == 1 else mesh[axes]
-        ranks = _ranks(inner)
+        ranks = mesh_ranks(inner)
         if inner.ndim == 1:
             group = inner.get_group()
         else:
@@ -295,124 +341,17 @@ _whole_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...]
 )
 
 
-# Note [One token order per mesh]
-# A shard does not show in which order its tokens were dealt out, and causal attention told another order than
-# the loader used is silently wrong. So the ranks that share a sequence have one token order: whoever names it first
-# (the loader's side, a style, or causal attention) binds it, and whoever names another is refused, on whichever mesh
-# of the same ranks; as is whoever names the same on a mesh that deals to the ranks in another turn. Kept per world, so
-# that a new process group starts afresh.
-_Turns = tuple[tuple[int, ...], tuple[int, int]]  # a mesh's ranks, and the sizes of cp_ulysses and of the rest
-_turns_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Turns]] = weakref.WeakKeyDictionary()
-_bound_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[frozenset[int], tuple[str, tuple[int, ...]]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def dealing_turns(axes: tuple[int, ...], order: str) -> list[int]:
-    """Sequence indices as tokens are dealt out to them: in a row, but ranks that exchange heads one after the other.
-
-    What these put together is then one head and one tail, as few tiles as without them.
-
-    >>> dealing_turns((2, 3, 1), "head_tail"), dealing_turns((2, 3, 1), "contiguous")
-    ([0, 3, 1, 4, 2, 5], [0, 1, 2, 3, 4, 5])
-
-    Args:
-        axes: of a mesh; of three the first is ``cp_ulysses``.
-        order: in which the tokens are dealt out; contiguous ones as DTensor's ``Shard`` does it.
-
-    Returns:
-        The indices.
-    """
-    size = math.prod(axes)
-    ulysses = axes[0] if len(axes) == 3 and order != "contiguous" else 1
-    return [first + rank * (size // ulysses) for first in range(size // ulysses) for rank in range(ulysses)]
-
-
-def bind_order(mesh: DeviceMesh, order: str, who: str) -> None:
-    """Bind the mesh's ranks to a token order, or refuse (ValueError) a second one.
-
-    See Note [One token order per mesh].
-    """
-    _bind(_turns(mesh), order, who)
-
-
-def _bind(turns: _Turns, order: str, who: str) -> None:
-    ranks, sizes = turns
-    dealt = tuple(ranks[index] for index in dealing_turns((*sizes, 1), order))
-    bound, bound_dealt = _orders().setdefault(frozenset(ranks), (order, dealt))
-    if bound != order:
-        raise ValueError(
-            f"{who} was given order={order!r}, but on this mesh tokens were sharded in order={bound!r}; its ranks "
-            f"have one token order: pass order={bound!r}, or release_order(mesh) once no such tokens are left"
-        )
-    if bound_dealt != dealt:
-        raise ValueError(
-            f"{who} was given a mesh on which order={order!r} deals tokens out to ranks {_some(dealt)} in turn, but "
-            f"they were sharded on a mesh of the same ranks that deals to {_some(bound_dealt)}; use one mesh for both, "
-            "or release_order(mesh) once no such tokens are left"
-        )
-
-
-def _some(ranks: tuple[int, ...], most: int = 16) -> str:
-    return ", ".join(map(str, ranks[:most])) + (", ..." if len(ranks) > most else "")
-
-
-def bind_order_of(ulysses: str, ring: str, team: str, order: str, who: str) -> None:
-    """The same for the mesh of which these are the process groups, which :func:`context_groups` has seen."""
-    _bind(_turns_of[_world()][ulysses, ring, team], order, who)
-
-
-def release_order(mesh: DeviceMesh) -> None:
-    """Let the ranks of a mesh be given tokens in another order than so far.
-
-    Call it on all of them, when no tensor in the old order is left that causal attention could be given.
-
-    Args:
-        mesh: the context mesh, or any mesh of the same ranks.
-    """
-    _orders().pop(frozenset(_ranks(mesh)), None)
-
-
-@contextmanager
-def any_order(mesh: DeviceMesh) -> Iterator[None]:
-    """Within it the ranks of a mesh are bound to no token order; afterwards to the one that they were bound to before.
-
-    Args:
-        mesh: the context mesh.
-
-    Yields:
-        Nothing.
-    """
-    orders, ranks = _orders(), frozenset(_ranks(mesh))
-    bound = orders.pop(ranks, None)
-    try:
-        yield
-    finally:
-        orders.pop(ranks, None)
-        if bound is not None:
-            orders[ranks] = bound
-
-
-def _orders() -> dict[frozenset[int], tuple[str, tuple[int, ...]]]:
-    return _bound_orders.setdefault(_world(), {})
-
-
 def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "a mesh has been made, so there is a world"
     return world
 
 
-def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The mesh's ranks, its last axis innermost."""
     # A mesh holds its ranks in a tensor.
     with outside_modes():
         return _members_of.of(mesh, "", lambda: tuple(mesh.mesh.flatten().tolist()))
-
-
-def _turns(mesh: DeviceMesh) -> _Turns:
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    ulysses = sizes.get(ULYSSES_AXIS, 1)
-    return _ranks(mesh), (ulysses, mesh.size() // ulysses)
 
 
 def _context_names(mesh: DeviceMesh, any_axis: str) -> tuple[str, ...]:
@@ -469,9 +408,9 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
 
 
 def _inherit_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
-    options = getattr(_world()._get_backend(device), "options", None)
-    if options is not None:  # a fake process group has none
-        group._get_backend(device)._set_default_timeout(options._timeout)
+    timeout = world_timeout(device)
+    if timeout is not None:
+        group._get_backend(device)._set_default_timeout(timeout)
 
 
 def _rows_like(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -510,12 +449,12 @@ def temporary_groups(mesh: DeviceMesh) -> Iterator[None]:
 def is_flattened(mesh: DeviceMesh) -> bool:
     """Whether several axes of this mesh have also been made one, by ``_flatten``."""
     others = getattr(_root(mesh), "_flatten_mapping", {}).values()
-    return mesh.ndim > 1 and any(set(_ranks(other)) <= set(_ranks(mesh)) for other in others)
+    return mesh.ndim > 1 and any(set(mesh_ranks(other)) <= set(mesh_ranks(mesh)) for other in others)
 
 
 def is_in_rank_order(mesh: DeviceMesh) -> bool:
     """Whether ranks ascend along the mesh, its last axis innermost."""
-    return list(_ranks(mesh)) == sorted(_ranks(mesh))
+    return list(mesh_ranks(mesh)) == sorted(mesh_ranks(mesh))
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh:

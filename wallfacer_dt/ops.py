@@ -19,14 +19,17 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering, sharding
+from wallfacer_dt.agreement import fake_number, settling
 from wallfacer_dt.algorithms import known_blocks
-from wallfacer_dt.calls import Options, make_call
+from wallfacer_dt.autocast import outside_autocast
+from wallfacer_dt.calls import Options, agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.transforms import differentiable, not_differentiable
 
 SCHEMA = (
-    "int[] place, str ulysses, str ring, str team, str context, int[] context_ranks, int[] lengths, int replicated, "
-    "bool is_causal, int[] window, int prefix, str mask, str packed, float scale, float softcap, str order, "
-    "str schedule, str rotate, str rotate_forward, str kernel, str code"
+    "int[] place, str ulysses, str ring, str team, str context, int[] context_ranks, str mesh, int[] lengths, "
+    "int replicated, bool is_causal, int[] window, int prefix, str mask, int mask_key, str packed, float scale, "
+    "float softcap, str order, str schedule, str rotate, str rotate_forward, str kernel, str code, bool gradients"
 )
 
 
@@ -44,6 +47,7 @@ CODE = _digest_of_sources()
 """Digest of the package's sources; see Note [What a compiled graph bakes in]."""
 
 
+@outside_autocast
 def attention_body(
     q: Tensor,
     k: Tensor,
@@ -52,7 +56,7 @@ def attention_body(
     sinks: Tensor | None,
     documents: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::attention`` does on one rank.
 
     Args:
@@ -65,16 +69,18 @@ def attention_body(
         *rest: the fields of :class:`Options`.
 
     Returns:
-        out (B, N, L, Hv) in q's dtype and memory layout, lse (B, N, L) in the accumulation dtype, contiguous.
+        out (B, N, L, Hv) in q's dtype and memory layout; lse (B, N, L) in the accumulation dtype, contiguous; the
+        call's number on its mesh (), int64, on the CPU.
 
     Raises:
-        ValueError: on every rank, before any tensor is sent: ranks disagree in shapes, dtype or options.
+        ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
     """
-    call = make_call(Options(*rest), q, k, v, k_shared, sinks, documents, compare=True)
+    call, number = agreed_call("attention", Options(*rest), q, k, v, k_shared, sinks, documents)
     out, lse = call.forward(q, _present(k, v, k_shared), sinks)
-    return _laid_out(out, _like(q, v.shape[-1])), lse.contiguous()
+    return _laid_out(out, _like(q, v.shape[-1])), lse.contiguous(), number
 
 
+@outside_autocast
 def attention_backward_body(
     grad_out: Tensor,
     q: Tensor,
@@ -85,6 +91,7 @@ def attention_backward_body(
     documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    number: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::attention_backward`` does on one rank.
@@ -99,13 +106,19 @@ def attention_backward_body(
         documents: as the forward was given it.
         out: the forward's output.
         lse: the forward's log-sum-exp.
+        number: of the forward's call.
         *rest: the fields of :class:`Options`.
 
     Returns:
         dq, dk, dv and the gradients of k_shared and sinks, each in its input's dtype and memory layout; that of an
         absent input is empty.
+
+    Raises:
+        ValueError: on every rank: ranks are at the backwards of different calls.
     """
-    call = make_call(Options(*rest), q, k, v, k_shared, sinks, documents, compare=False)
+    options = Options(*rest)
+    agree_on_backward("attention", q, options.mesh, number)
+    call = make_call(options, q, k, v, k_shared, documents)
     grads, dsinks = call.backward(grad_out, out, lse, q, _present(k, v, k_shared), sinks)
     laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, _present(q, k, v, k_shared), strict=True)]
     dq, dk, dv, dk_shared = (*laid_out, q.new_empty(0))[:4]
@@ -135,20 +148,20 @@ def _laid_out(result: Tensor, like: Tensor) -> Tensor:
 
 attention = torch.library.custom_op(
     "wallfacer_dt::attention",
-    attention_body,
+    settling(attention_body),
     mutates_args=(),
     schema=(
         f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {SCHEMA}) "
-        "-> (Tensor, Tensor)"
+        "-> (Tensor, Tensor, Tensor)"
     ),
 )
 attention_backward = torch.library.custom_op(
     "wallfacer_dt::attention_backward",
-    attention_backward_body,
+    settling(attention_backward_body),
     mutates_args=(),
     schema=(
         "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
-        f"Tensor out, Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"Tensor out, Tensor lse, Tensor number, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 
@@ -159,10 +172,9 @@ BODIES = {
 
 
 @attention.register_fake
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lowering.register_all(BODIES, _is_static)
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    return _like(q, v.shape[-1]), lse
+    return _like(q, v.shape[-1]), lse, fake_number()
 
 
 def _is_static(args: Sequence[Any]) -> bool:
@@ -178,22 +190,24 @@ def _attention_backward_fake(
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, k_shared, sinks))
 
 
-def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.options = (*inputs[:_TENSORS], inputs[_TENSORS:])
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output[:2])
+    # Not saved with them: a checkpoint that computes them again would put a number in its place that is new.
+    ctx.number = output[2]
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # A mask's answers must not go before the backward has come.
     mask = Options(*ctx.options).mask
     ctx.answers = known_blocks(mask) if mask else None
 
 
-def _autograd(ctx, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
+def _autograd(ctx, grad_out: Tensor | None, grad_lse: None, grad_number: None) -> tuple[Tensor | None, ...]:
     nothing = (None,) * len(ctx.options)
     if grad_out is None:
         return (*[None] * _TENSORS, *nothing)
     saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
-    grads = torch.ops.wallfacer_dt.attention_backward(grad_out, *saved, *ctx.options)
+    grads = torch.ops.wallfacer_dt.attention_backward(grad_out, *saved, ctx.number, *ctx.options)
     placed = [
         None if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
         for name, grad, x in zip(_INPUTS, grads, saved, strict=False)
@@ -204,11 +218,18 @@ def _autograd(ctx, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor | No
 _INPUTS = ("q", "k", "v", "k_shared", "sinks", "documents")
 _TENSORS = len(_INPUTS)
 
-attention.register_autograd(_autograd, setup_context=_setup_context)
+differentiable(torch.ops.wallfacer_dt.attention.default, _autograd, _setup_context)
+not_differentiable(
+    torch.ops.wallfacer_dt.attention_backward.default, "context-parallel attention has no second derivative"
+)
 
-sharding.register(torch.ops.wallfacer_dt.attention.default, inputs=_INPUTS, outputs=("out", "lse"))
+lowering.lower(torch.ops.wallfacer_dt.agree.default)
+for _op, _body in BODIES.items():
+    lowering.lower(_op, _body, _is_static)
+
+sharding.register(torch.ops.wallfacer_dt.attention.default, inputs=_INPUTS, outputs=("out", "lse", "number"))
 sharding.register(
     torch.ops.wallfacer_dt.attention_backward.default,
-    inputs=("grad_out", *_INPUTS, "out", "lse"),
+    inputs=("grad_out", *_INPUTS, "out", "lse", "number"),
     outputs=("grad_q", "grad_k", "grad_v", "grad_k_shared", "grad_sinks"),
 )

@@ -2,12 +2,13 @@
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.styles import WallFacerParallel
 
 
 def llama3_plan(
     *,
-    order: str,
+    order: TokenOrder,
     schedule: str = "2d",
     rotate: str = "auto",
     rotate_forward: str = "auto",
@@ -18,15 +19,12 @@ def llama3_plan(
 
     Apply it before the model's own tensor parallelism, activation checkpointing, compilation and FSDP. A mesh with a
     team of one makes it Ring Attention. The model's inner attention must be ``ScaledDotProductAttention``; masks of the
-    others are refused when they arrive. There is no default order: torchtitan's load balancer ``"headtail"`` deals
-    tokens out in ``"head_tail"``, its ``None`` in ``"contiguous"``; with Ulysses the mesh must deal to
-    the same ranks in turn, see :func:`wallfacer_dt.split_context_axis`.
-
-    >>> list(llama3_plan(order="head_tail"))
-    ['layers.*.attention.inner_attention']
+    others are refused when they arrive. Torchtitan's load balancer ``"headtail"`` deals tokens out in ``"head_tail"``,
+    its ``None`` in ``"contiguous"``; with Ulysses the mesh must deal to the same ranks in turn, see
+    :func:`wallfacer_dt.split_context_axis`.
 
     Args:
-        order: in which order the loader deals out tokens, ``"contiguous"`` or ``"head_tail"``.
+        order: in which the loader deals out tokens.
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
         rotate_forward: the same for the forward.

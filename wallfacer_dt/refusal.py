@@ -1,14 +1,7 @@
-"""What tensors attention accepts; and refusing together, so that no rank waits for one that has refused.
-
-Note [Refusing together]
-A rank that cannot make a call meets the others where they compare their calls before anything is sent (``agree``),
-tells them, and all of them raise. While a compiler traces, ranks cannot meet: one may run, from a cache, while another
-still traces. So there a refusal becomes an operator of the graph, which meets the others, and raises, when it runs.
-"""
+"""What tensors attention accepts; and refusals in a graph, see Note [Refusing together] in ``agreement``."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,10 +10,13 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 
 from wallfacer_dt import lowering, sharding
-from wallfacer_dt.collectives import agree
+from wallfacer_dt.agreement import refusing_together
+from wallfacer_dt.compiler import sizes
 from wallfacer_dt.documents import check_documents
 from wallfacer_dt.kernels import select_kernel
 from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
+from wallfacer_dt.order import check_order_is_told
+from wallfacer_dt.transforms import check_transforms
 
 
 class Extras(NamedTuple):
@@ -46,6 +42,7 @@ class Expected(NamedTuple):
     """What a call's tensors are checked against.
 
     Attributes:
+        mesh: its name, by which ranks compare their calls.
         ulysses: name of the process group of axis ``cp_ulysses``, or empty.
         ring: name of the ring's process group, or empty.
         team: name of the team's process group, or empty.
@@ -57,11 +54,12 @@ class Expected(NamedTuple):
         square: whether there is a mask for which queries and keys are the same tokens.
         masked: whether there is a mask_mod.
         documents: whether documents go with the other masks.
-        order: token order.
+        order: name of the token order; empty where there is none.
         softcap: of the scores.
         kernel: of the blocks.
     """
 
+    mesh: str
     ulysses: str
     ring: str
     team: str
@@ -77,63 +75,47 @@ class Expected(NamedTuple):
     softcap: float
     kernel: str
 
-    @property
-    def groups(self) -> tuple[str, str, str]:
-        """The groups' names, innermost first."""
-        return self.team, self.ring, self.ulysses
-
-
-@contextmanager
-def refusing_together(groups: tuple[str, ...], device_type: str) -> Iterator[None]:
-    """Have all ranks refuse when one does; see Note [Refusing together].
-
-    Args:
-        groups: names of the process groups of the mesh's axes, innermost first.
-        device_type: of the mesh.
-
-    Yields:
-        Nothing.
-    """
-    try:
-        yield
-    except Exception as error:  # a mask_mod may raise anything
-        if not hasattr(error, "met"):  # or else all ranks have it already
-            _tell(str(error) or repr(error), groups, device_type)
-        raise
-
 
 def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, extras: Extras, error: str, expected: Expected) -> Tensor:
-    """Put a refusal of plain tensors into the graph that is being traced; see Note [Refusing together].
+    """Put a refusal into the graph that is being traced; see Note [Refusing together].
 
     Args:
         q: as the call was given it.
         k: as the call was given it.
         v: as the call was given it.
         extras: as the call was given them.
-        error: why; empty where the tensors themselves are refused, which then say so when the operator runs.
+        error: why; empty where plain tensors themselves are refused, which then say so when the operator runs.
         expected: what they were checked against.
 
     Returns:
         Something of q's shape, in the graph.
     """
+    if isinstance(q, DTensor):
+        return refuse_in_graph(q, q.shape[-1], error, expected.mesh)
     given = (x.detach() if isinstance(x, Tensor) else None for x in extras)
     return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), *given, error, *expected)
 
 
-def refuse_in_graph(x: Tensor, out_dim: int, error: str, groups: tuple[str, ...], device_type: str) -> Tensor:
+def refuse_in_graph(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
     """Put the refusal of a block into the graph that is being traced; see Note [Refusing together].
 
     Args:
         x: as the block was given it.
         out_dim: of what the block would give.
         error: why.
-        groups: names of its process groups.
-        device_type: of the mesh.
+        mesh: name of its mesh.
 
     Returns:
         Something of the result's shape, in the graph.
     """
-    return torch.ops.wallfacer_dt.refuse_block(x.detach(), out_dim, error, groups, device_type)
+    if isinstance(x, DTensor):
+        return _like(x, refuse_in_graph(x.to_local(), out_dim, error, mesh))
+    return torch.ops.wallfacer_dt.refuse_block(x.detach(), out_dim, error, mesh)
+
+
+def _like(x: DTensor, local: Tensor) -> DTensor:
+    """A shard as a DTensor placed as x; of a refusal no more is needed."""
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, expected: Expected) -> None:
@@ -159,20 +141,25 @@ def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> Non
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if isinstance(x, DTensor) != isinstance(q, DTensor):
             raise TypeError(f"q, k and v must all be DTensors or all plain tensors, but q and {name} differ")
-        if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"
-            )
+        if not torch.compiler.is_compiling():
+            check_transforms(name, x)
+            if unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"
+                )
         # A rank may hold no token of a short sequence.
         if x.ndim != 4 or 0 in (*x.shape[:2], *x.shape[3:]):
-            raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {tuple(x.shape)}")
+            raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {sizes(x)}")
 
 
 def _check_together(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, expected: Expected) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if k_shared is not None:
-        shapes += f", k_shared {tuple(k_shared.shape)}"
     others = [k, v] if k_shared is None else [k, v, k_shared]
+
+    def shapes() -> str:
+        return ", ".join(
+            f"{name} {sizes(x)}" for name, x in zip(("q", "k", "v", "k_shared"), [q, *others], strict=False)
+        )
+
     if any(x.dtype != q.dtype for x in others):
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them")
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -182,20 +169,20 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, ex
     if q.device.type != expected.device_type:
         raise ValueError(f"q, k and v must be on the mesh's device type {expected.device_type!r}, got {q.device}")
     if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k and v must agree in all but the head dim (B, N, L, H), got {shapes}")
+        raise ValueError(f"k and v must agree in all but the head dim (B, N, L, H), got {shapes()}")
     if k_shared is not None and (k_shared.shape[0], *k_shared.shape[1:3]) != (k.shape[0], 1, k.shape[2]):
-        raise ValueError(f"k_shared must have shape (B, 1, L, Hs), one head for all, got {tuple(k_shared.shape)}")
+        raise ValueError(f"k_shared must have shape (B, 1, L, Hs), one head for all, got {sizes(k_shared)}")
     head_dim = k.shape[3] + (0 if k_shared is None else k_shared.shape[3])
     if q.shape[0] != k.shape[0] or q.shape[3] != head_dim:
         raise ValueError(
-            f"q and k must agree in batch and head dim (B, N, L, H), to which k_shared belongs, got {shapes}"
+            f"q and k must agree in batch and head dim (B, N, L, H), to which k_shared belongs, got {shapes()}"
         )
     if expected.square and q.shape[2] != k.shape[2]:
-        raise ValueError(f"under a mask q, k and v must agree in length, got {shapes}; cross attention has no mask")
+        raise ValueError(f"under a mask q, k and v must agree in length, got {shapes()}; cross attention has no mask")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"query heads must be a multiple of key and value heads, got {shapes}")
+        raise ValueError(f"query heads must be a multiple of key and value heads, got {shapes()}")
     if q.shape[1] < expected.axes[0]:
-        raise ValueError(f"cp_ulysses of {expected.axes[0]} splits query heads, of which there are only {q.shape[1]}")
+        raise ValueError(f"cp_ulysses of {expected.axes[0]} splits query heads, of which there are only {sizes(q)[1]}")
 
 
 def _check_lengths(q: Tensor, k: Tensor, expected: Expected) -> None:
@@ -204,8 +191,8 @@ def _check_lengths(q: Tensor, k: Tensor, expected: Expected) -> None:
             raise ValueError("replicated tokens and a shard are no DTensor: pass local tensors, q.to_local()")
         if expected.lengths and tuple(expected.lengths) != (q.shape[2], k.shape[2]):
             raise ValueError(
-                f"DTensors know their length: leave length={expected.lengths[0]} out, got q {tuple(q.shape)} and k "
-                f"{tuple(k.shape)} (B, N, L, H)"
+                f"DTensors know their length: leave length={expected.lengths[0]} out, got q {sizes(q)} and k "
+                f"{sizes(k)} (B, N, L, H)"
             )
         return
     lengths = expected.lengths or (None, None)
@@ -215,15 +202,15 @@ def _check_lengths(q: Tensor, k: Tensor, expected: Expected) -> None:
             if own < 1:
                 replicated = f" after {expected.replicated} replicated ones" if expected.replicated else ""
                 raise ValueError(
-                    f"{name} must have tokens of this rank{replicated}, got {tuple(x.shape)} (B, N, L, H); of a "
+                    f"{name} must have tokens of this rank{replicated}, got {sizes(x)} (B, N, L, H); of a "
                     "sequence that does not divide pass the length"
                 )
             continue
         holds = shard_sizes(length, tuple(expected.axes), expected.order)[expected.index]
         if own != holds:
             raise ValueError(
-                f"of {length} tokens this rank holds {holds} (order={expected.order!r}), got {name} {tuple(x.shape)} "
-                f"(B, N, L, H) with {expected.replicated} replicated; deal them out with shard_sequence"
+                f"of {length} tokens this rank holds {holds} in {expected.order or 'contiguous'} order, got {name} "
+                f"{sizes(x)} (B, N, L, H) with {expected.replicated} replicated; deal them out by shard_sequence"
             )
 
 
@@ -236,6 +223,7 @@ def _check_documents(q: Tensor, k: Tensor, extras: Extras, expected: Expected) -
         return
     if len(given) > 1:
         raise ValueError("documents are given twice: pass document_ids or cu_seqlens")
+    check_order_is_told(expected.order, math.prod(expected.axes))
     if not expected.documents or q.shape[2] != k.shape[2]:
         raise ValueError("documents go with causal and window masks, not with a prefix, mask_mod, replicated tokens "
                          "or keys of another length")  # fmt: skip
@@ -262,16 +250,9 @@ def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
         raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
     if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
         raise ValueError(
-            f"sinks must be a floating point tensor of one logit per query head ({q.shape[1]},), got "
-            f"{tuple(sinks.shape)} {sinks.dtype}"
+            f"sinks must be a floating point tensor of one logit per query head ({sizes(q)[1]},), got "
+            f"{sizes(sinks)} {sinks.dtype}"
         )
-
-
-# A compiler that has broken a graph off may want to trace this, too.
-@torch.compiler.disable
-def _tell(error: str, groups: tuple[str, ...], device_type: str) -> None:
-    with suppress(ValueError):  # one's own error says more than the comparison
-        agree((), *groups, every_call=device_type == "cpu", error=error)
 
 
 @torch.library.custom_op(
@@ -279,7 +260,7 @@ def _tell(error: str, groups: tuple[str, ...], device_type: str) -> None:
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? cu_seqlens, Tensor? sinks, Tensor? k_shared, "
-        "str error, str ulysses, str ring, str team, str device_type, int[] axes, int index, int[] lengths, "
+        "str error, str mesh, str ulysses, str ring, str team, str device_type, int[] axes, int index, int[] lengths, "
         "int replicated, bool square, bool masked, bool documents, str order, float softcap, str kernel) -> Tensor"
     ),
 )
@@ -295,7 +276,7 @@ def _refuse(
     *rest: object,
 ) -> Tensor:
     expected = Expected(*rest)  # pyrefly: ignore[bad-argument-type]
-    with refusing_together(expected.groups, expected.device_type):
+    with refusing_together(expected.mesh):
         if error:
             raise ValueError(error)
         check_call(q, k, v, Extras(document_ids, cu_seqlens, sinks, k_shared), expected)
@@ -304,23 +285,23 @@ def _refuse(
 
 @_refuse.register_fake
 def _refuse_fake(q: Tensor, *rest: object) -> Tensor:
-    if lowering.is_compiling():
-        lowering.register_opaque(torch.ops.wallfacer_dt.refuse.default)
     return torch.empty_like(q)
 
 
 @torch.library.custom_op(
     "wallfacer_dt::refuse_block",
     mutates_args=(),
-    schema="(Tensor x, int out_dim, str error, str[] groups, str device_type) -> Tensor",
+    schema="(Tensor x, int out_dim, str error, str mesh) -> Tensor",
 )
-def _refuse_block(x: Tensor, out_dim: int, error: str, groups: Sequence[str], device_type: str) -> Tensor:
-    with refusing_together(tuple(groups), device_type):
+def _refuse_block(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
+    with refusing_together(mesh):
         raise ValueError(error)
 
 
 @_refuse_block.register_fake
-def _refuse_block_fake(x: Tensor, out_dim: int, error: str, groups: Sequence[str], device_type: str) -> Tensor:
-    if lowering.is_compiling():
-        lowering.register_opaque(torch.ops.wallfacer_dt.refuse_block.default)
+def _refuse_block_fake(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_dim))
+
+
+lowering.lower(torch.ops.wallfacer_dt.refuse.default)
+lowering.lower(torch.ops.wallfacer_dt.refuse_block.default)

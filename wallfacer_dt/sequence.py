@@ -1,4 +1,4 @@
-"""The loader's side: deal a sequence out to the ranks of a context mesh, and put it together again."""
+"""The loader's side: deal a sequence out to the ranks of a token order, and put it together again."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -6,34 +6,33 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt.collectives import agree, all_gather, group_size, wait
-from wallfacer_dt.documents import boundaries, check_documents
+from wallfacer_dt.agreement import agree, refusing_together
+from wallfacer_dt.calls import groups_here
+from wallfacer_dt.collectives import all_gather, group_size, wait
+from wallfacer_dt.documents import boundaries, check_documents, digest
 from wallfacer_dt.layout import (
     BY_DOCUMENT,
     Shards,
     Spans,
     check_length,
-    check_order,
     deal,
     deal_documents,
     in_order,
     length_of,
     shard_sizes,
 )
-from wallfacer_dt.mesh import RING_AXIS, ContextGroups, bind_order, context_groups
+from wallfacer_dt.order import TokenOrder, check_token_order
 
 Row = TypeVar("Row")
 
 
 def shard_sequence(
     x: Tensor,
-    mesh: DeviceMesh,
+    order: TokenOrder,
     *,
     dim: int,
-    order: str,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
@@ -41,9 +40,8 @@ def shard_sequence(
 
     Args:
         x: tensor with N positions along ``dim`` (tokens, labels, embeddings, ...).
-        mesh: context mesh, or any mesh of one axis.
+        order: in which they are dealt out, and to which ranks.
         dim: the sequence dim.
-        order: ``"contiguous"``, ``"head_tail"`` or ``"document_head_tail"``; binds the mesh to it.
         document_ids: for ``document_head_tail``, (N,) or (B, N) with the batch as dim 0 of x, int, on the CPU.
         cu_seqlens: instead of them, cumulative lengths (documents + 1,), int, on the CPU.
 
@@ -52,22 +50,21 @@ def shard_sequence(
         DTensor's ``Shard`` would give it (by document: one more or less), which may be none.
 
     Raises:
-        ValueError: the sequence is empty, the documents are missing or none, or the mesh is bound to another order.
+        TypeError: x is no plain tensor, or order no token order.
+        ValueError: the sequence is empty, or the documents are missing or none.
     """
-    place = context_groups(mesh, any_axis=RING_AXIS).coordinate
+    place = check_token_order(order).groups.coordinate
     dim = _checked_dim(x, dim)
     check_length(x.shape[dim])
     rows = _rows(x, dim, order, document_ids, cu_seqlens)
-    bind_order(mesh, order, "shard_sequence")
-    return _by_row(x, dim, [_dealt(x.shape[dim], place.axes, order, row)[place.index] for row in rows], _taken)
+    return _by_row(x, dim, [_dealt(x.shape[dim], order, row)[place.index] for row in rows], _taken)
 
 
 def unshard_sequence(
     x: Tensor,
-    mesh: DeviceMesh,
+    order: TokenOrder,
     *,
     dim: int,
-    order: str,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
@@ -79,9 +76,8 @@ def unshard_sequence(
 
     Args:
         x: this rank's shard.
-        mesh: context mesh, or any mesh of one axis.
+        order: the one in which the sequence was dealt out.
         dim: the sequence dim.
-        order: the order in which the sequence was dealt out.
         document_ids: as :func:`shard_sequence` was given them.
         cu_seqlens: likewise.
 
@@ -89,41 +85,52 @@ def unshard_sequence(
         A contiguous tensor with N positions along ``dim``.
 
     Raises:
-        ValueError: the shards cannot be of this order, one needs a gradient, or the mesh is bound to another order.
+        TypeError: x is no plain tensor, or order no token order.
+        ValueError: the shards cannot be of this order, one needs a gradient, or ranks disagree.
         IndexError: ``dim`` is out of range.
     """
-    groups = context_groups(mesh, any_axis=RING_AXIS)
-    place = groups.coordinate
-    dim = _checked_dim(x, dim)
-    check_order(order)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "unshard_sequence has no gradient: call it under torch.no_grad() or on x.detach(), "
-            "and compute the loss on the shards"
-        )
-    bind_order(mesh, order, "unshard_sequence")
-    other_dims = tuple(n for d, n in enumerate(x.shape) if d != dim)
-    signature = (("the shape of x, dim aside", other_dims), ("the dtype of x", x.dtype), ("dim", dim))
-    agree(signature, *groups.names, every_call=x.device.type == "cpu")
+    check_token_order(order)
+    with refusing_together(order.mesh_name):
+        # Of a pickled order the groups may be called otherwise here.
+        groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names[::-1])
+        dim = _checked_dim(x, dim)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "unshard_sequence has no gradient: call it under torch.no_grad() or on x.detach(), "
+                "and compute the loss on the shards"
+            )
+        if x.device.type != order.device_type:
+            raise ValueError(f"x must be on the mesh's device type {order.device_type!r}, got {x.device}")
+        documents, kind = _given(order, document_ids, cu_seqlens)
+        if documents is not None:
+            check_documents(documents, kind, x.shape[0], None)
+        signature = {
+            "dim": dim,
+            "order": order,
+            "the shape of x, dim aside": tuple(n for d, n in enumerate(x.shape) if d != dim),
+            "the dtype of x": x.dtype,
+            "what says where documents are": kind or "nothing",
+            "the documents": digest(documents),
+        }
+        agree("unshard_sequence", signature.items(), order.mesh_name)
     sizes = _gathered(torch.tensor([x.shape[dim]], device=x.device), groups).tolist()
     length, slot = sum(sizes), max(sizes)
-    if tuple(sizes) != shard_sizes(length, place.axes, order):
+    if tuple(sizes) != shard_sizes(length, order.axes, order.name):
         raise ValueError(
             f"shards of {sizes} positions are none of shard_sequence's, which for {length} positions in "
-            f"order={order!r} are {list(shard_sizes(length, place.axes, order))}"
+            f"order={order.name!r} are {list(shard_sizes(length, order.axes, order.name))}"
         )
     padded = torch.cat([x, x.new_zeros((*x.shape[:dim], slot - x.shape[dim], *x.shape[dim + 1 :]))], dim)
-    shards = _gathered(padded.contiguous().view(-1), groups).view(place.size, *padded.shape).unbind(0)
+    shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
     stored = torch.cat([shard.narrow(dim, 0, n) for shard, n in zip(shards, sizes, strict=True)], dim)
     rows = _rows(stored, dim, order, document_ids, cu_seqlens)
-    return _by_row(stored, dim, [_dealt(length, place.axes, order, row) for row in rows], _put_back)
+    return _by_row(stored, dim, [_dealt(length, order, row) for row in rows], _put_back)
 
 
 def sequence_positions(
     length: int,
-    mesh: DeviceMesh,
+    order: TokenOrder,
     *,
-    order: str,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
@@ -131,37 +138,33 @@ def sequence_positions(
 
     Args:
         length: N, of the whole sequence.
-        mesh: context mesh, or any mesh of one axis.
-        order: as in :func:`shard_sequence`; binds the mesh to it.
+        order: in which it is dealt out, and to which ranks.
         document_ids: as :func:`shard_sequence` was given them.
         cu_seqlens: likewise.
 
     Returns:
-        int64 tensor of this rank's shape, (N / P,) where that divides, on the mesh's device type. (B, N / P) for
-        ``document_ids`` (B, N) in ``document_head_tail``.
+        int64 tensor of this rank's shape, (N / P,) where that divides, on the device type of the order's mesh.
+        (B, N / P) for ``document_ids`` (B, N) in ``document_head_tail``.
 
     Raises:
-        ValueError: the length is below 1, the documents are missing or none, or the mesh is bound to another order.
+        TypeError: the length is no int, or order no token order.
+        ValueError: the length is below 1, or the documents are missing or none.
     """
     check_length(length)
-    whole = torch.arange(length, device=mesh.device_type)
+    whole = torch.arange(length, device=check_token_order(order).device_type)
     dim = 0
-    if order == BY_DOCUMENT and document_ids is not None and document_ids.ndim == 2:
+    if order.name == BY_DOCUMENT and document_ids is not None and document_ids.ndim == 2:
         whole, dim = whole.expand(document_ids.shape[0], -1), 1
-    return shard_sequence(whole, mesh, dim=dim, order=order, document_ids=document_ids, cu_seqlens=cu_seqlens)
+    return shard_sequence(whole, order, dim=dim, document_ids=document_ids, cu_seqlens=cu_seqlens)
 
 
 def _rows(
-    x: Tensor, dim: int, order: str, document_ids: Tensor | None, cu_seqlens: Tensor | None
+    x: Tensor, dim: int, order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[tuple[int, ...], ...]:
     """Where documents begin, by row of the batch, or one for all; empty where the order does not ask."""
-    check_order(order)
-    given = [(x, kind) for x, kind in ((document_ids, "ids"), (cu_seqlens, "cu_seqlens")) if x is not None]
-    if order != BY_DOCUMENT:
+    documents, kind = _given(order, document_ids, cu_seqlens)
+    if documents is None:
         return ((),)
-    if len(given) != 1:
-        raise ValueError(f"order={order!r} needs document_ids or cu_seqlens, got {len(given)} of them")
-    ((documents, kind),) = given
     check_documents(documents, kind, x.shape[0], x.shape[dim])
     rows = boundaries(documents, kind, x.shape[dim])
     if len(rows) > 1 and dim == 0:
@@ -169,8 +172,18 @@ def _rows(
     return rows
 
 
-def _dealt(length: int, axes: tuple[int, ...], order: str, bounds: tuple[int, ...]) -> Shards:
-    return deal_documents(bounds, axes) if bounds else deal(length, axes, order)
+def _given(order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, str]:
+    """The documents, and what they are; nothing where the order does not ask."""
+    if order.name != BY_DOCUMENT:
+        return None, ""
+    given = [(x, kind) for x, kind in ((document_ids, "ids"), (cu_seqlens, "cu_seqlens")) if x is not None]
+    if len(given) != 1:
+        raise ValueError(f"order={order.name!r} needs document_ids or cu_seqlens, got {len(given)} of them")
+    return given[0]
+
+
+def _dealt(length: int, order: TokenOrder, bounds: tuple[int, ...]) -> Shards:
+    return deal_documents(bounds, order.axes) if bounds else deal(length, order.axes, order.name)
 
 
 def _by_row(x: Tensor, dim: int, rows: Sequence[Row], function: Callable[[Tensor, int, Row], Tensor]) -> Tensor:
@@ -191,9 +204,9 @@ def _put_back(stored: Tensor, dim: int, shards: Shards) -> Tensor:
     )
 
 
-def _gathered(flat: Tensor, groups: ContextGroups) -> Tensor:
-    """All ranks' flat tensors, by sequence index."""
-    for name in filter(None, groups.names):
+def _gathered(flat: Tensor, groups: tuple[str, str, str]) -> Tensor:
+    """All ranks' flat tensors, by sequence index, from the groups of axes ulysses, ring and team."""
+    for name in filter(None, reversed(groups)):
         if group_size(name) > 1:
             flat = wait(all_gather(flat, name))
     return flat

@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
 
+from wallfacer_dt.compiler import constant
 from wallfacer_dt.mesh import CONTEXT_AXES
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
@@ -114,7 +115,11 @@ def placements_for(
 
 def replicate(x: Tensor, like: Tensor) -> Tensor:
     """A plain tensor that all ranks have alike as a DTensor on another's mesh, where that is one, on its own device."""
-    return _replicated(x, like) if isinstance(like, DTensor) else x
+    if not isinstance(like, DTensor):
+        return x
+    if torch.compiler.is_compiling():
+        _show_as_one()
+    return _replicated(x, like)
 
 
 def placed_like(grad: Tensor, tensor: Tensor, *, sums: bool = False) -> Tensor:
@@ -143,8 +148,8 @@ def register(op: OpOverload, *, inputs: Sequence[str], outputs: Sequence[str]) -
         op: the operator.
         inputs: names of the tensor arguments, q, k and v among them; others may be absent in a call. ``k_shared`` is
             sharded as they are but has one head for all, ``sinks`` are by heads, ``documents`` are rows of the batch
-            about the whole sequence.
-        outputs: names of the outputs; all but ``grad_k_shared`` and ``grad_sinks`` are sharded as q is.
+            about the whole sequence, ``number`` is that of the call.
+        outputs: names of the outputs; all but ``number``, ``grad_k_shared`` and ``grad_sinks`` are sharded as q is.
     """
 
     def strategy(schema: OpSchema) -> OpStrategy:
@@ -164,6 +169,7 @@ def register(op: OpOverload, *, inputs: Sequence[str], outputs: Sequence[str]) -
             # Every head has its part in the gradient of what heads share.
             "grad_k_shared": tuple(Partial() if _is_shard(p, HEADS) else p for p in placements),
             "documents": tuple(p if _is_shard(p, BATCH) else Replicate() for p in placements),
+            "number": (Replicate(),) * len(placements),
             "sinks": by_heads,
             "grad_sinks": tuple(
                 Partial() if _is_shard(p, BATCH, SEQUENCE) else own for p, own in zip(placements, by_heads, strict=True)
@@ -192,8 +198,10 @@ def _replicated(x: Tensor, like: DTensor) -> DTensor:
     return DTensor(x, spec, requires_grad=False)
 
 
-# A compiler is shown this as one operation: it could look neither at a mesh nor at a DTensor's constructor.
-torch.compiler.allow_in_graph(_replicated)
+@constant
+def _show_as_one() -> None:
+    """Show a compiler the replication as one operation: it could look neither at a mesh nor at the constructor."""
+    torch.compiler.allow_in_graph(_replicated)
 
 
 def _of(x: DTensor) -> Sharded:

@@ -6,10 +6,12 @@ module was called with, or has as a default, is what the style was told, or is h
 shared keys, a mask), or is refused by name; what stands in its code is found by ``check_equivalence``.
 """
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,17 +21,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.attention import AttentionOptions, ContextAttention, check_scale
+from wallfacer_dt.agreement import agree, refusing_together
+from wallfacer_dt.attention import AttentionOptions, ContextAttention, check_scale, under_autocast
+from wallfacer_dt.compiler import sizes
 from wallfacer_dt.equivalence import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, check_once
-from wallfacer_dt.mesh import Coordinate, bind_order
-from wallfacer_dt.refusal import Extras, check_call, refused_in_graph, refusing_together
+from wallfacer_dt.mesh import Coordinate, name_of
+from wallfacer_dt.order import TokenOrder
+from wallfacer_dt.refusal import Extras, check_call, refused_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | BlockMask
 Window = tuple[int | None, int | None]
-
-_MARK = "_wallfacer_dt_attention"
 
 _MASKS = ("attention_masks", "block_mask", "mask_mod")
 # Names of a call's tensors, and what attention calls them.
@@ -84,22 +87,28 @@ class _ContextParallel(ParallelStyle, ABC):
 
     def attention_on(self, mesh: DeviceMesh, options: AttentionOptions) -> ContextAttention:
         """Attention on a mesh with these options instead of the style's own; all ranks call it together."""
-        attention = ContextAttention.on(mesh, options, any_axis=self._any_axis)
-        self._check_place(attention.place)
+        name, who = name_of(mesh), type(self).__name__
+        with refusing_together(name):
+            attention = ContextAttention.on(mesh, options, any_axis=self._any_axis)
+            self._check_place(attention.place)
+            agree(f"attention of {who}", [("order", options.order)], name)
         return attention
 
     def forward_of(self, module: nn.Module, attention: ContextAttention) -> Callable[..., Tensor]:
         """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are."""
-        return self._forward(attention, *self._read_module(module))
+        return _Forward(attention, self, module, *self._read_module(module)).forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attention = self.attention_on(device_mesh, self.options)
-        if self.check:
-            check_once(module, self, device_mesh, self._passed)
-        bind = partial(bind_order, device_mesh, self.options.order)
-        forward = self._forward(attention, *self._read_module(module), bind)
-        if self.options.has_mask:
-            bind(f"{type(self).__name__} with a mask")
+        name, who = name_of(device_mesh), type(self).__name__
+        with refusing_together(name):
+            told = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+            told |= {"mask_mod": self.options.mask_mod is not None, "layout": self.layout, "check": self.check}
+            agree(f"{who} applied", told.items(), name)
+            attention = self.attention_on(device_mesh, self.options)
+            if self.check:
+                check_once(module, self, device_mesh, self._passed)
+            forward = self.forward_of(module, attention)
+            agree(f"{who} applied", [("module", type(module).__name__)], name)
         module.forward = forward
         return module
 
@@ -107,95 +116,48 @@ class _ContextParallel(ParallelStyle, ABC):
         """Refuse a module that is not plain attention.
 
         Returns:
-            The names of its positional options after q, k, v; and its defaults: of the options that a call leaves out,
-            and of attributes that are named like an option.
+            The names of its positional options after q, k, v; and its defaults, of the options that a call leaves out.
         """
         name, kind = type(self).__name__, type(module).__name__
-        if hasattr(module.forward, _MARK):
+        if isinstance(getattr(module.forward, "__self__", None), _Forward):
             raise ValueError(f"{name}: the module {kind} already has a context-parallel style")
-        held = [what for what, _ in (*module.named_parameters(), *module.named_buffers())]
-        held += [what for what, child in module.named_children() if not _does_nothing(child)]
-        if held:
-            raise ValueError(
-                f"{name} replaces an inner attention called as attention(q, k, v), which has no parameters, buffers or "
-                f"submodules; {kind} has {', '.join(held[:3])}: name the module inside it in the plan"
-            )
+        self._check_held(module, [what for what, _ in (*module.named_parameters(), *module.named_buffers())])
         parameters = list(inspect.signature(module.forward).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(positional) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
             raise ValueError(
                 f"{name} replaces a module called as attention(q, k, v), got {kind}{inspect.signature(module.forward)}"
             )
-        attributes = {key: getattr(module, key) for key in _NEUTRAL if hasattr(module, key)}
-        attributes = {key: value for key, value in attributes.items() if value is not None and not _does_nothing(value)}
-        self._read_options(attributes, f"{name}: the module {kind} has")
+        self._read_attributes(module)
         options = positional[3:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         defaults = {p.name: p.default for p in options if p.default is not p.empty and p.default is not None}
-        return [p.name for p in positional[3:]], attributes | defaults
+        return [p.name for p in positional[3:]], defaults
 
-    def _forward(
-        self,
-        attention: ContextAttention,
-        names: list[str],
-        defaults: dict[str, Any],
-        bind: Callable[[str], None] | None = None,
-    ) -> Callable[..., Tensor]:
-        transposed = self.layout == "BLNH"
-        where = f"{type(self).__name__}: attention was called with"
-        expected = attention.expected
+    def _check_held(self, module: nn.Module, tensors: Sequence[str] = ()) -> None:
+        """Refuse (ValueError) a module that holds something: tensors of these names, or submodules."""
+        held = [*tensors, *(what for what, child in module.named_children() if not _does_nothing(child))]
+        if held:
+            raise ValueError(
+                f"{type(self).__name__} replaces an inner attention called as attention(q, k, v), which has no "
+                f"parameters, buffers or submodules; {type(module).__name__} has {', '.join(held[:3])}: name the "
+                "module inside it in the plan"
+            )
 
-        def read(q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
-            if len(args) > len(names):
-                raise ValueError(
-                    f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments"
-                )
-            call = self._read_options(defaults | dict(zip(names, args, strict=False)) | kwargs, where)
-            if kwargs.get("enable_gqa") is False and q.shape[1] != k.shape[1]:
-                raise ValueError(f"enable_gqa=False, but q has shape {tuple(q.shape)} and k {tuple(k.shape)}")
-            check_scale(call.scale)
-            shared = call.extras.k_shared
-            if transposed and shared is not None and shared.ndim == 4:
-                return call._replace(extras=call.extras._replace(k_shared=shared.transpose(1, 2)))
-            return call
+    def _read_attributes(self, module: nn.Module) -> dict[str, Any]:
+        """Attributes that are named like an option, and ask for something; refuse (ValueError) another than told."""
+        # Of a module's missing attributes torch looks up every one in three dicts; a compiler guards what it is asked.
+        names = _NEUTRAL.keys()
+        if not torch.compiler.is_compiling():
+            names = names & {*vars(module), *module._modules, *_options_of(type(module))}
+        found = {key: getattr(module, key) for key in names if hasattr(module, key)}
+        found = {key: value for key, value in found.items() if value is not None and not _does_nothing(value)}
+        if found:
+            self._read_options(found, f"{type(self).__name__}: the module {type(module).__name__} has")
+        return found
 
-        def eager(q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-            with refusing_together(expected.groups, expected.device_type):
-                scale, extras, mask = read(q, k, args, kwargs)
-                masked = attention if mask is None else attention.with_mask(mask)
-                check_call(q, k, v, extras, masked.expected)
-                if bind and (
-                    masked is not attention or extras.document_ids is not None or extras.cu_seqlens is not None
-                ):
-                    bind("attention under a mask")
-                options = masked.resolve(q, k, v, extras, scale)
-            return masked.run(q, k, v, extras, options)
-
-        def traced(q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-            # DTensors say the same on all ranks, which therefore refuse alike.
-            plain = all(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in (q, k, v))
-            try:
-                scale, extras, _ = read(q, k, args, kwargs)
-            except (TypeError, ValueError) as error:
-                if plain:
-                    return refused_in_graph(q, k, v, Extras(), str(error), expected)
-                raise
-            try:
-                check_call(q, k, v, extras, expected)
-            except (TypeError, ValueError, NotImplementedError):
-                if plain:
-                    return refused_in_graph(q, k, v, extras, "", expected)
-                raise
-            return attention(q, k, v, extras, scale)
-
-        def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if transposed:
-                q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
-            attend = traced if torch.compiler.is_compiling() else eager
-            out = attend(q, k, v, args, kwargs)
-            return out.transpose(1, 2) if transposed and out.ndim == 4 else out
-
-        setattr(forward, _MARK, attention)
-        return forward
+    def __getstate__(self) -> dict[str, Any]:
+        """What has passed, it has on meshes of this process."""
+        return vars(self) | {"_passed": set()}
 
     def _read_options(self, options: dict[str, Any], where: str) -> _Call:
         """Take what attention implements, and refuse (ValueError) what this style was not told."""
@@ -260,6 +222,86 @@ class _ContextParallel(ParallelStyle, ABC):
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What a styled module does when it is called: plain data, so that it is pickled with the module.
+
+    Attributes:
+        attention: on the mesh.
+        style: its style.
+        module: the module, whose attributes may change.
+        names: of its positional options after q, k, v.
+        defaults: of its options.
+    """
+
+    attention: ContextAttention
+    style: _ContextParallel
+    module: nn.Module
+    names: list[str]
+    defaults: dict[str, Any]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
+        """That of the module's copy, which is on the same mesh."""
+        return replace(self, module=copy.deepcopy(self.module, memo))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention on this rank's shards, laid out as the style was told."""
+        transposed = self.style.layout == "BLNH"
+        if transposed:
+            q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
+        attend = self._traced if torch.compiler.is_compiling() else self._eager
+        out = attend(q, k, v, args, kwargs)
+        return out.transpose(1, 2) if transposed and out.ndim == 4 else out
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        attention = self.attention
+        with refusing_together(attention.mesh):
+            scale, extras, mask = self._read(q, k, args, kwargs)
+            masked = attention if mask is None else attention.with_mask(mask)
+            q, k, v, extras = under_autocast(q, k, v, extras)
+            check_call(q, k, v, extras, masked.expected)
+            options = masked.resolve(q, k, v, extras, scale)
+        return masked.run(q, k, v, extras, options)
+
+    def _traced(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        attention, expected = self.attention, self.attention.expected
+        # A graph may hold what refuses tensors of one kind; and every rank exports by itself.
+        kinds = {isinstance(x, DTensor) if isinstance(x, Tensor) else None for x in (q, k, v)}
+        in_graph = kinds in ({False}, {True}) and not torch.compiler.is_exporting()
+        try:
+            scale, extras, _ = self._read(q, k, args, kwargs)
+        except (TypeError, ValueError) as error:
+            if in_graph:
+                return refused_in_graph(q, k, v, Extras(), str(error), expected)
+            raise
+        q, k, v, extras = under_autocast(q, k, v, extras)
+        try:
+            check_call(q, k, v, extras, expected)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            if in_graph:
+                return refused_in_graph(q, k, v, extras, str(error) if isinstance(q, DTensor) else "", expected)
+            raise
+        return attention(q, k, v, extras, scale)
+
+    def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
+        if len(args) > len(self.names):
+            raise ValueError(f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments")
+        where = f"{type(self.style).__name__}: attention was called with"
+        told = dict(zip(self.names, args, strict=False))
+        if twice := [name for name in kwargs if name in told]:
+            raise TypeError(f"attention got multiple values for argument {twice[0]!r}")
+        told |= kwargs
+        self.style._check_held(self.module)
+        call = self.style._read_options(self.style._read_attributes(self.module) | self.defaults | told, where)
+        if told.get("enable_gqa") is False and q.shape[1] != k.shape[1]:
+            raise ValueError(f"enable_gqa=False, but q has shape {sizes(q)} and k {sizes(k)}")
+        check_scale(call.scale)
+        shared = call.extras.k_shared
+        if self.style.layout == "BLNH" and shared is not None and shared.ndim == 4:
+            return call._replace(extras=call.extras._replace(k_shared=shared.transpose(1, 2)))
+        return call
+
+
 class RingParallel(_ContextParallel):
     """Ring Attention (Liu et al.) for an inner attention module; WallFacer with teams of one.
 
@@ -274,8 +316,8 @@ class RingParallel(_ContextParallel):
         length: of the sequence, where its shards are not of equal length.
         kv_length: of the keys, as ``length``.
         replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
-        order: in which order the loader dealt out tokens, ``"contiguous"``, ``"head_tail"`` or
-            ``"document_head_tail"``, which needs documents at every call.
+        order: in which tokens were dealt out: the loader's :class:`TokenOrder`. Under a mask, and within documents,
+            there is no default on several ranks.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
         rotate_forward: the same for the forward.
         kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
@@ -299,7 +341,7 @@ class RingParallel(_ContextParallel):
         length: int | None = None,
         kv_length: int | None = None,
         replicated: int = 0,
-        order: str = "contiguous",
+        order: TokenOrder | None = None,
         rotate: str = "auto",
         rotate_forward: str = "auto",
         kernel: str = "auto",
@@ -336,8 +378,8 @@ class WallFacerParallel(_ContextParallel):
         length: of the sequence, where its shards are not of equal length.
         kv_length: of the keys, as ``length``.
         replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
-        order: in which order the loader dealt out tokens, ``"contiguous"``, ``"head_tail"`` or
-            ``"document_head_tail"``, which needs documents at every call.
+        order: in which tokens were dealt out: the loader's :class:`TokenOrder`. Under a mask, and within documents,
+            there is no default on several ranks.
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
         rotate_forward: the same for the forward.
@@ -360,7 +402,7 @@ class WallFacerParallel(_ContextParallel):
         length: int | None = None,
         kv_length: int | None = None,
         replicated: int = 0,
-        order: str = "contiguous",
+        order: TokenOrder | None = None,
         schedule: str = "2d",
         rotate: str = "auto",
         rotate_forward: str = "auto",
@@ -393,8 +435,8 @@ class UlyssesParallel(_ContextParallel):
         length: of the sequence, where its shards are not of equal length.
         kv_length: of the keys, as ``length``.
         replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
-        order: in which order the loader dealt out tokens, ``"contiguous"``, ``"head_tail"`` or
-            ``"document_head_tail"``, which needs documents at every call.
+        order: in which tokens were dealt out: the loader's :class:`TokenOrder`. Under a mask, and within documents,
+            there is no default on several ranks.
         kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
@@ -416,7 +458,7 @@ class UlyssesParallel(_ContextParallel):
         length: int | None = None,
         kv_length: int | None = None,
         replicated: int = 0,
-        order: str = "contiguous",
+        order: TokenOrder | None = None,
         kernel: str = "auto",
         layout: str = "BLNH",
         check: bool = True,
@@ -456,6 +498,12 @@ def _mask_mod_of(mask: MaskMod) -> Any:
     return mask.mask_mod if isinstance(mask, BlockMask) else mask
 
 
+@cache
+def _options_of(kind: type) -> frozenset[str]:
+    """What a class has that is named like an option."""
+    return frozenset(key for key in _NEUTRAL if hasattr(kind, key))
+
+
 def _does_nothing(thing: Any) -> bool:
     return isinstance(thing, nn.Identity) or (isinstance(thing, nn.Dropout) and thing.p == 0)
 
@@ -467,7 +515,7 @@ def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
 
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of shape {sizes(value)}"
     if isinstance(value, BlockMask):
         return f"a BlockMask of shape {tuple(value.shape)}"
     text = repr(value)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from wallfacer_dt import attention_volume, context_mesh, context_parallel_attention
+from wallfacer_dt import TokenOrder, attention_volume, context_mesh, context_parallel_attention
 
 Seconds = tuple[float, float]
 
@@ -48,17 +48,17 @@ def contenders(
 
     yield Contender("one process, all cores", plain, "-", whole=True)
     size = dist.get_world_size()
-    order = "head_tail" if is_causal else "contiguous"
     shape = {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     for ulysses, ring, team in meshes(size, heads):
         ways = [("2d", *rotations) for rotations in product(("kv", "q"), repeat=2)]
         ways += [("published", "q", "kv")] * (team > 1 and ring % team == 0)
         mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
+        order = TokenOrder("head_tail" if is_causal else "contiguous", mesh)
         for schedule, rotate, rotate_forward in ways if ring * team > 1 else [("2d", "auto", "auto")]:
             way = {"schedule": schedule, "rotate": rotate, "rotate_forward": rotate_forward}
             volume = attention_volume(ring, team, ulysses=ulysses, dtype=torch.float32, **way, **shape)
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, mesh=mesh, way: dict[str, str] = way) -> Tensor:
+            def attend(q: Tensor, k: Tensor, v: Tensor, mesh=mesh, order=order, way: dict[str, Any] = way) -> Tensor:
                 return context_parallel_attention(q, k, v, mesh, is_causal=is_causal, order=order, **way)
 
             name = f"ring {ring} x team {team}, {schedule}, rotates {rotate_forward}, backward {rotate}"

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.benchmarks.attention import commit
 from recipes.train_bytes.model import Block, ModelConfig, rotations
-from wallfacer_dt import WallFacerParallel, context_mesh, sequence_positions
+from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, sequence_positions
 
 Step = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
 
@@ -97,9 +97,10 @@ def main(
     torch.manual_seed(0)
     config = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads)
     block = Block(config)
-    parallelize_module(block, mesh, {"attention.inner": WallFacerParallel(is_causal=True, order="head_tail")})
+    order = TokenOrder("head_tail", mesh)
+    parallelize_module(block, mesh, {"attention.inner": WallFacerParallel(is_causal=True, order=order)})
     x = torch.randn(1, length // size, dim, requires_grad=True)
-    turn = rotations(sequence_positions(length, mesh, order="head_tail"), config.head_dim, config.rope_base)
+    turn = rotations(sequence_positions(length, order), config.head_dim, config.rope_base)
     contenders = [
         Contender("eager", block),
         Contender("compiled", torch.compile(block, fullgraph=True)),

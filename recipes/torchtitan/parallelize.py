@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import fit_fsdp_to_gloo
-from wallfacer_dt import sequence_positions
+from wallfacer_dt import TokenOrder, sequence_positions
 from wallfacer_dt.mesh import split_context_axis
 from wallfacer_dt.plans import llama3_plan
 
@@ -86,9 +86,10 @@ def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: Cont
     sizes = context_sizes(parallelism)
     balancer = parallelism.context_parallel_load_balancer
     mesh = context_mesh_of(cp, sizes, balancer)
-    check_token_order(cp, mesh, length, balancer)
+    order = TokenOrder(ORDERS[balancer], mesh)
+    check_token_order(cp, order, length, balancer)
     plan = llama3_plan(
-        order=ORDERS[balancer],
+        order=order,
         schedule=parallelism.context_parallel_schedule,
         rotate=parallelism.context_parallel_rotate,
         rotate_forward=parallelism.context_parallel_rotate_forward,
@@ -96,7 +97,7 @@ def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: Cont
     )
     parallelize_module(model, mesh, plan)
     ulysses, ring, team = sizes
-    logger.info(f"Applied context parallelism: ulysses {ulysses} x ring {ring} x team {team}, order {ORDERS[balancer]}")
+    logger.info(f"Applied context parallelism: ulysses {ulysses} x ring {ring} x team {team}, order {order.name}")
 
 
 def context_mesh_of(cp: DeviceMesh, sizes: tuple[int, int, int], balancer: str | None) -> DeviceMesh:
@@ -109,7 +110,7 @@ def context_mesh_of(cp: DeviceMesh, sizes: tuple[int, int, int], balancer: str |
     return split_context_axis(cp, ring, team, ulysses=ulysses, placement=placement)
 
 
-def check_token_order(cp: DeviceMesh, mesh: DeviceMesh, length: int, balancer: str | None) -> None:
+def check_token_order(cp: DeviceMesh, order: TokenOrder, length: int, balancer: str | None) -> None:
     """Refuse, on every rank if on one, tokens dealt out by torchtitan in another order than attention is told.
 
     A wrong order shows in no shape and raises nowhere, it only trains something else. So torchtitan deals the positions
@@ -117,20 +118,20 @@ def check_token_order(cp: DeviceMesh, mesh: DeviceMesh, length: int, balancer: s
 
     Args:
         cp: torchtitan's mesh of one axis.
-        mesh: the context mesh of the same ranks.
+        order: what attention is told.
         length: tokens of a sequence.
         balancer: torchtitan's load balancer.
 
     Raises:
-        ValueError: a rank's positions are others than in this package's order, or the mesh is bound to another order.
+        ValueError: a rank's positions are others than in this package's order.
     """
     everything = torch.arange(length, device=cp.device_type).unsqueeze(0)
     (dealt,), _ = cp_shard(cp, (everything,), None, balancer)
-    expected = sequence_positions(length, mesh, order=ORDERS[balancer]).unsqueeze(0)
+    expected = sequence_positions(length, order).unsqueeze(0)
     same = torch.tensor(int(torch.equal(dealt, expected)), device=cp.device_type)
     dist.all_reduce(same, dist.ReduceOp.MIN, cp.get_group())
     if not same:
         raise ValueError(
-            f"torchtitan's load balancer {balancer} deals tokens out in another order than {ORDERS[balancer]!r} of "
+            f"torchtitan's load balancer {balancer} deals tokens out in another order than {order.name!r} of "
             "this package: attention would be wrong"
         )

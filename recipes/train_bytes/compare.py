@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from typing import Literal
 
 from recipes.train_bytes.record import Run
+from wallfacer_dt.testing import IncomparableError, worst_error
 
 TOLERANCE = 1e-4
 
@@ -56,11 +59,12 @@ def compare(runs: Sequence[Run], *, tolerance: float = TOLERANCE) -> Comparison:
     losses = _by_step(runs, lambda run: run.losses)
     norms = _by_step(runs, lambda run: run.grad_norms)
     differences = tuple(map(_spread, losses))
+    norm_differences = tuple(_spread(step, relative_to="each") for step in norms)
     return Comparison(
         loss_differences=differences,
-        grad_norm_differences=tuple(_spread(step) / (min(map(abs, step)) or 1.0) for step in norms),
+        grad_norm_differences=norm_differences,
         tolerance=tolerance,
-        failures=(*_loss_failures(differences, tolerance), *_byte_failures(runs)),
+        failures=(*_loss_failures(differences, tolerance), *_norm_failures(norm_differences), *_byte_failures(runs)),
     )
 
 
@@ -68,9 +72,13 @@ def _by_step(runs: Sequence[Run], values: Callable[[Run], tuple[float, ...]]) ->
     return list(zip(*map(values, runs), strict=True))
 
 
-def _spread(values: tuple[float, ...]) -> float:
-    # Not a number would win no comparison, and so pass every one.
-    return max(values) - min(values) if all(map(math.isfinite, values)) else math.inf
+def _spread(values: tuple[float, ...], relative_to: Literal["nothing", "each"] = "nothing") -> float:
+    """The largest difference between any two; infinite if one is not finite."""
+    found, expected = zip(*permutations(values, 2), strict=True)
+    try:
+        return worst_error([(found, expected)], relative_to=relative_to)
+    except IncomparableError:
+        return math.inf
 
 
 def _loss_failures(differences: Sequence[float], tolerance: float) -> list[str]:
@@ -78,6 +86,12 @@ def _loss_failures(differences: Sequence[float], tolerance: float) -> list[str]:
     if differences[worst] <= tolerance:
         return []
     return [f"losses differ by {differences[worst]:.2e} at step {worst + 1}; at most {tolerance:.0e} is right"]
+
+
+def _norm_failures(differences: Sequence[float]) -> list[str]:
+    """A norm has no tolerance of its own, since it is rounded in the runs' dtype; but it is a number."""
+    steps = [step for step, difference in enumerate(differences, 1) if difference == math.inf]
+    return [f"a gradient norm at step {steps[0]} is not finite"] if steps else []
 
 
 def _byte_failures(runs: Sequence[Run]) -> list[str]:

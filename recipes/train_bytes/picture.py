@@ -87,7 +87,8 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], styles: dict[str, Style],
     for run in runs:
         if run is reference:
             continue
-        apart = [abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)]
+        pairs = zip(run.losses, reference.losses, strict=True)
+        apart = [abs(a - b) for a, b in pairs]  # no comparison: drawn, and where it is not finite a gap
         # A logarithmic axis has no zero; a gap says it.
         shown = [value or math.nan for value in apart]
         _plot(axes, run, shown, {**styles[run.name], "lw": 1.4, "marker": "o", "ms": 4})

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes.train_bytes.record import cores
 from recipes.train_bytes.settings import Launch, RecipeError, Settings, context_sizes
 from recipes.train_bytes.text import Text
-from wallfacer_dt import context_mesh
+from wallfacer_dt import TokenOrder, context_mesh
 from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
 
 TIMEOUT = timedelta(seconds=120)
@@ -30,6 +30,7 @@ class Ranks:
         ulysses, ring, team: the sizes of the mesh that shares one sequence.
         dtype: precision of the layers.
         context: that mesh, or None where no sequence is shared.
+        order: in which tokens are dealt out on it.
         data_parallel: the 1-D axis of groups with different sequences, or None where there is but
             one group.
     """
@@ -41,6 +42,7 @@ class Ranks:
     team: int
     dtype: torch.dtype
     context: DeviceMesh | None = None
+    order: TokenOrder | None = None
     data_parallel: DeviceMesh | None = None
 
 
@@ -68,6 +70,7 @@ def join_ranks(settings: Settings, launch: Launch) -> Ranks:
     else:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     context, data_parallel = make_meshes(settings, device.type, sizes)
+    shared = math.prod(sizes) > 1
     return Ranks(
         launch=launch,
         device=device,
@@ -75,7 +78,8 @@ def join_ranks(settings: Settings, launch: Launch) -> Ranks:
         ring=ring,
         team=team,
         dtype=dtype,
-        context=context if math.prod(sizes) > 1 else None,
+        context=context if shared else None,
+        order=TokenOrder(settings.order, context) if shared else None,
         data_parallel=data_parallel,
     )
 

@@ -96,7 +96,7 @@ def _config(settings: Settings) -> ModelConfig:
 def _plan(settings: Settings, ranks: Ranks) -> dict[str, ParallelStyle]:
     inner = WallFacerParallel(
         is_causal=True,
-        order=settings.order,
+        order=ranks.order,
         schedule=settings.schedule,
         rotate=settings.rotate,
         rotate_forward=settings.rotate_forward,
@@ -124,7 +124,7 @@ def _plan(settings: Settings, ranks: Ranks) -> dict[str, ParallelStyle]:
 
 def batches(settings: Settings, ranks: Ranks, text: Text) -> Iterator[Batch]:
     """This rank's (inputs_BL, labels_BL), int64 on its device, without end."""
-    dataset = SequenceDataset(text.bytes_S, settings.sequence, ranks.context, order=settings.order)
+    dataset = SequenceDataset(text.bytes_S, settings.sequence, ranks.order)
     sampler = SequenceSampler(dataset, ranks.context, data_parallel=ranks.data_parallel, seed=settings.seed)
     loader = DataLoader(dataset, batch_size=settings.batch, sampler=sampler, drop_last=True)
     for epoch in itertools.count():
@@ -304,9 +304,9 @@ def _gather_traffic(settings: Settings, counted: Received, formula: int) -> Traf
 
 
 def _positions(settings: Settings, ranks: Ranks) -> Tensor:
-    if ranks.context is None:
+    if ranks.order is None:
         return torch.arange(settings.sequence, device=ranks.device)
-    positions_L = sequence_positions(settings.sequence, ranks.context, order=settings.order)
+    positions_L = sequence_positions(settings.sequence, ranks.order)
     return positions_L.to(ranks.device)
 
 

@@ -1,7 +1,7 @@
 """Context-parallel attention: schedules as data, one loop that executes them, and the volumes they move."""
 
 from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
-from wallfacer_dt.algorithms.blocks import MaskMod, known_blocks, mask_key, mask_name
+from wallfacer_dt.algorithms.blocks import MaskMod, check_mask, known_blocks, mask_key, mask_name
 from wallfacer_dt.algorithms.execute import Arithmetic, Groups, execute
 from wallfacer_dt.algorithms.feed_forward import (
     ACTIVATIONS,
@@ -65,6 +65,7 @@ __all__ = [
     "add_product_",
     "attention_flows",
     "attention_volume",
+    "check_mask",
     "check_rotate",
     "check_schedule",
     "execute",

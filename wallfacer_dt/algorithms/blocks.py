@@ -1,7 +1,8 @@
 """An arbitrary mask as a table of blocks: which blocks of queries and keys are empty, full, or partly visible.
 
-A ``mask_mod`` in flex_attention's sense is a function of (batch, head, query position, key position). It is asked once
-about every pair of a sequence; what it answered about partial blocks is kept, a bit each.
+A ``mask_mod`` in flex_attention's sense is a function of (batch, head, query position, key position). It is asked
+about every pair of a sequence, anew when what it depends on has changed; what it answered about partial blocks is kept,
+a bit each.
 
 Note [Masks by name]
 An operator takes no functions, so it takes the mask's name: the digest of its answers. Whoever has the name (another
@@ -10,14 +11,12 @@ process that was never given them is refused.
 """
 
 import hashlib
-import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
-from types import ModuleType
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from wallfacer_dt.algorithms.captured import fingerprint
+from wallfacer_dt.compiler import constant
 from wallfacer_dt.layout import Span
 from wallfacer_dt.mesh import outside_modes
 
@@ -81,15 +82,24 @@ class Blocks:
 _keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _count = itertools.count(1)
-# Answers live as long as their mask, or whoever needs them for a backward.
-_answers: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Blocks, tuple[tuple[int, int], ...]]]] = (
-    weakref.WeakKeyDictionary()
-)
+# Answers by shape, of the states that a mask was in last. They live as long as it, or as who needs them for a backward.
+_answers: weakref.WeakKeyDictionary[Any, dict[Hashable, dict[Any, Blocks]]] = weakref.WeakKeyDictionary()
+_STATES, _SHAPES = 4, 32
 _known: weakref.WeakValueDictionary[str, Blocks] = weakref.WeakValueDictionary()
 
 
 def mask_key(mask: Any) -> int:
-    """A number for a mask_mod or BlockMask, by identity; 0 for None."""
+    """A number for a mask_mod or BlockMask, by identity; 0 for None.
+
+    Args:
+        mask: the mask.
+
+    Returns:
+        The number, the same for as long as the mask lives.
+
+    Raises:
+        TypeError: it cannot be hashed, is a classmethod, or depends on what cannot be seen.
+    """
     if mask is None:
         return 0
     try:
@@ -97,16 +107,21 @@ def mask_key(mask: Any) -> int:
     except TypeError:
         raise TypeError(f"mask_mod must be hashable, got a {type(mask).__name__}; wrap it in a function") from None
     if mask not in _keys:
+        fingerprint(mask)
+        if isinstance(mask, MethodType):
+            raise TypeError(
+                "mask_mod is a method of a class, made anew at every access: pass a function or staticmethod"
+            )
         _keys[mask] = next(_count)
         _masks[_keys[mask]] = mask
     return _keys[mask]
 
 
-@torch.compiler.assume_constant_result
+@constant
 def mask_name(
     key: int, batch: int, heads: int, q_length: int, k_length: int, device_type: str, *, by_row: bool, by_head: bool
 ) -> str:
-    """The name under which operators know a mask's answers; asks it about all pairs the first time.
+    """The name under which operators know a mask's answers; asks it about all pairs if it has not been in this state.
 
     Args:
         key: the mask's, see :func:`mask_key`.
@@ -122,7 +137,8 @@ def mask_name(
         The name.
 
     Raises:
-        ValueError: the mask depends on what it may not depend on, or on a tensor that was changed in place since.
+        ValueError: the mask depends on what it may not depend on.
+        TypeError: it depends on what cannot be seen, or answers no booleans.
     """
     blocks = _blocks_of(_masks[key], batch, heads, q_length, k_length, torch.device(device_type))
     for may, does, what in ((by_row, blocks.rows > 1, "batch"), (by_head, blocks.by_head, "head")):
@@ -134,51 +150,40 @@ def mask_name(
     return blocks.name
 
 
-def _blocks_of(mask: Any, batch: int, heads: int, q_length: int, k_length: int, device: torch.device) -> Blocks:
-    shape = batch, heads, q_length, k_length, device
-    known, versions = _answers.setdefault(mask, {}), _versions(mask)
-    if shape in known and known[shape][1] != versions:
+def check_mask(key: int, name: str, batch: int, heads: int, q_length: int, k_length: int, device_type: str) -> None:
+    """Refuse (ValueError) a mask that no longer gives the answers of that name, which a compiled graph holds.
+
+    Args:
+        key: the mask's.
+        name: what :func:`mask_name` said when the graph was compiled.
+        batch: rows of the batch that this rank has.
+        heads: query heads that this rank has.
+        q_length: queries in the whole sequence.
+        k_length: keys in the whole sequence.
+        device_type: where to ask it.
+    """
+    mask = _masks.get(key)
+    if mask is None or _blocks_of(mask, batch, heads, q_length, k_length, torch.device(device_type)).name != name:
         raise ValueError(
-            "a tensor that mask_mod depends on was changed in place after it had been asked: make a new mask_mod, or "
-            "BlockMask, for other tokens"
+            "mask_mod's state has changed, or mask_mod has gone, since the graph was compiled, of which masks are "
+            "constants: compile again after torch.compiler.reset(), or say it with document_ids, which are an input"
         )
+
+
+def _blocks_of(mask: Any, batch: int, heads: int, q_length: int, k_length: int, device: torch.device) -> Blocks:
+    shape, state = (batch, heads, q_length, k_length, device), fingerprint(mask)
+    states = _answers.setdefault(mask, {})
+    known = states[state] = states.pop(state, {})  # the latest comes last
+    if len(states) > _STATES:
+        states.pop(next(iter(states)), None)
     if shape not in known:
         with outside_modes(), torch.no_grad():
             function = _by_table(mask, (q_length, k_length), device) if isinstance(mask, BlockMask) else mask
             blocks = blocks_of(function, *shape)
-            known[shape] = _known.setdefault(blocks.name, blocks), versions
-    return known[shape][0]
-
-
-def _versions(mask: Any) -> tuple[tuple[int, int], ...]:
-    """What a mask's tensors are and how often each was changed in place, as far as a mask shows them."""
-    seen: dict[int, Any] = {}
-    pending = [(mask, 0)]
-    while pending:
-        thing, depth = pending.pop()
-        if id(thing) not in seen and depth < 6:
-            seen[id(thing)] = thing
-            pending += [(part, depth + 1) for part in _parts(thing)]
-    tensors = [x for x in seen.values() if isinstance(x, Tensor)]
-    return tuple((id(x), 0 if x.is_inference() else x._version) for x in tensors)
-
-
-def _parts(thing: Any) -> Iterable[Any]:
-    """What a function has captured, and what containers and other objects hold."""
-    if isinstance(thing, Tensor | type | ModuleType | str | bytes | int | float | torch.nn.Module):
-        return ()
-    if inspect.isfunction(thing):
-        captured = inspect.getclosurevars(thing)
-        return [*captured.nonlocals.values(), *captured.globals.values(), *(thing.__defaults__ or ())]
-    if isinstance(thing, partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, Mapping):
-        return list(thing.values())
-    if isinstance(thing, list | tuple | set | frozenset):
-        return list(thing)
-    if inspect.ismethod(thing):
-        return [thing.__self__, thing.__func__]
-    return list(getattr(thing, "__dict__", {}).values())
+            known[shape] = _known.setdefault(blocks.name, blocks)
+        if len(known) > _SHAPES:
+            known.pop(next(iter(known)))
+    return known[shape]
 
 
 def _by_table(mask: BlockMask, lengths: tuple[int, int], device: torch.device) -> MaskMod:
@@ -290,8 +295,11 @@ def _ask(function: MaskMod, batch: range, heads: range, q: Span, k: Span, device
         torch.arange(r.start, r.stop, device=device).view([-1 if dim == place else 1 for dim in range(4)])
         for place, r in enumerate(ranges)
     ]
-    answers = function(*grids).to(device=device, dtype=torch.bool)
-    return answers.expand(torch.broadcast_shapes(answers.shape, (1, 1, q.length, k.length)))
+    answers = function(*grids)
+    if not isinstance(answers, Tensor) or answers.dtype != torch.bool:
+        what = f"a tensor of {answers.dtype}" if isinstance(answers, Tensor) else f"a {type(answers).__name__}"
+        raise TypeError(f"mask_mod must return a boolean tensor, as comparisons do, got {what}")
+    return answers.to(device).expand(torch.broadcast_shapes(answers.shape, (1, 1, q.length, k.length)))
 
 
 def _kinds(answers: Tensor) -> np.ndarray:

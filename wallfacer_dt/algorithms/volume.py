@@ -42,6 +42,7 @@ import torch
 from wallfacer_dt.algorithms.flows import Flow, Flows, Held, Shape
 from wallfacer_dt.algorithms.routes import PublishedRoute
 from wallfacer_dt.algorithms.steps import CONTEXT
+from wallfacer_dt.compiler import constant
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import Coordinate
 
@@ -248,7 +249,7 @@ def check_rotate(rotate: str, rotate_forward: str, schedule: str) -> None:
 
 
 # A compiler need not look into it, and warns of the caches that it would find there.
-@torch.compiler.assume_constant_result
+@constant
 def resolve_rotations(
     rotate: str,
     rotate_forward: str,

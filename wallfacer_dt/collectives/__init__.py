@@ -5,13 +5,12 @@ be read only after :func:`wait`; a wait that takes longer than its process group
 """
 
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, broadcast, exchange, permute, wait
-from wallfacer_dt.collectives.groups import absent_group, agree, group_rank, group_ranks, group_size
+from wallfacer_dt.collectives.groups import absent_group, group_rank, group_ranks, group_size
 from wallfacer_dt.collectives.message import Field, fields_of, flattened, pack, unpack
 
 __all__ = [
     "Field",
     "absent_group",
-    "agree",
     "all_gather",
     "all_to_all",
     "broadcast",

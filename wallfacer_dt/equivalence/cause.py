@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wallfacer_dt.comparison import IncomparableError, comparable
 from wallfacer_dt.equivalence.compare import Row, difference, probabilities, tolerance
 from wallfacer_dt.equivalence.style import EquivalenceError
 from wallfacer_dt.equivalence.tensors import Results
@@ -15,11 +16,16 @@ from wallfacer_dt.equivalence.trial import Reference, Trial, forward_of_copy, ru
 # Fainter probabilities may be lost in a narrow dtype.
 _FAINTEST = 1e-6
 
+_TENSORS = {"out": "the output"} | {f"d{x}": f"the gradient of {x}" for x in "qkv"}
+
 
 def compare(trial: Trial, reference: Reference, styled: Results) -> None:
     """Refuse (EquivalenceError) results of the module and the style that differ."""
-    rtol = tolerance(reference.sizes.dtype, trial.mesh.device_type)
-    found = _first_difference(reference, styled, rtol)
+    rtol = tolerance(reference.sizes.computed, trial.mesh.device_type)
+    try:
+        found = _first_difference(reference, styled, rtol)
+    except IncomparableError as why:
+        raise EquivalenceError(f"{trial.names}: {why}") from None
     if found:
         cause = _other_call(trial, reference, styled, rtol)
         raise EquivalenceError(f"{trial.names}: {cause or found}")
@@ -27,15 +33,21 @@ def compare(trial: Trial, reference: Reference, styled: Results) -> None:
 
 def _first_difference(reference: Reference, styled: Results, rtol: float) -> str:
     expected = reference.results
+    if expected.seen is not None and styled.seen is not None:
+        comparable("what queries see", expected.seen, styled.seen)
     rows = probabilities(reference.inputs.queries, expected.seen, styled.seen, reference.sizes)
-    if found := _other_heads(rows) or _other_keys(rows):
-        return found
-    if found := difference(expected.out, styled.out, rtol):
-        return f"output at {found}; {_hint(rows, rtol)}"
-    for name, what in (("dq", "q"), ("dk", "k"), ("dv", "v")):
+    found = {}
+    for name, what in _TENSORS.items():  # all of them first: of what is not finite nothing else can be said
         ours, theirs = getattr(expected, name), getattr(styled, name)
-        if ours is not None and theirs is not None and (found := difference(ours, theirs, rtol)):
-            return f"outputs agree, but not the gradient of {what} at {found}; does the module detach something?"
+        if ours is not None and theirs is not None:
+            found[name] = difference(what, ours, theirs, rtol)
+    if seen := _other_heads(rows) or _other_keys(rows):
+        return seen
+    if found["out"]:
+        return f"output at {found['out']}; {_hint(rows, rtol)}"
+    for name, where in found.items():
+        if where:
+            return f"outputs agree, but not {_TENSORS[name]} at {where}; does the module detach something?"
     return ""
 
 
@@ -139,7 +151,7 @@ def _fit(ours: Tensor, theirs: Tensor) -> _Fit:
     y, x = (ours[both] / theirs[both]).log(), theirs[both].log()
     centred = x - x.mean()
     slope = (centred * y).sum() / centred.square().sum()
-    rest = (y - y.mean() - slope * centred).square().mean().sqrt()
+    rest = (y - y.mean() - slope * centred).square().mean().sqrt()  # no comparison: how straight a line is
     return _Fit(float(slope), float(ours.sum() / theirs.sum()), float(rest), float(y.abs().max()))
 
 
@@ -155,6 +167,6 @@ def _other_call(trial: Trial, reference: Reference, styled: Results, rtol: float
     for words, (called_in, given) in calls.items():
         with suppress(Exception):  # most modules cannot be called so
             out = run(forward, given, called_in, reference.kwargs, backward=False).out
-            if not difference(out, styled.out, 3 * rtol):
+            if not difference("the output", out, styled.out, 3 * rtol):
                 return words
     return ""

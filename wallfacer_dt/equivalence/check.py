@@ -2,18 +2,21 @@
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.equivalence.cause import compare
 from wallfacer_dt.equivalence.ranks import exchange, is_pretended, run_together
 from wallfacer_dt.equivalence.sizes import Sizes, heads_to_try, shortened
 from wallfacer_dt.equivalence.style import AttentionStyle
 from wallfacer_dt.equivalence.trial import Trial
-from wallfacer_dt.layout import check_length
+from wallfacer_dt.layout import BY_DOCUMENT, check_length
+from wallfacer_dt.order import TokenOrder
 
 
 def check_equivalence(
@@ -32,11 +35,13 @@ def check_equivalence(
     Every rank runs the module on a whole random sequence and the style on its shard; all ranks of the mesh call it
     together, before the style is applied. Both are called with ``kwargs`` and with what the module's signature names
     of the style's options (``is_causal``, ``scale``, ``window_size``, ``sliding_window``, ``softcap``, ``enable_gqa``,
-    masks). The module, the random state and the mesh's token order are left as they are. Nothing is compared under
-    fake tensors and on fake process groups. A module whose output needs no gradient is compared in its output alone.
+    masks), under autocast where the caller is under it. The module and the random state are left as they are. Nothing
+    is compared under fake tensors and on fake process groups. A module whose output needs no gradient is compared in
+    its output alone.
 
     Differences are relative to the largest entry of each channel: 1e-3 in float32 (2e-2 off the CPU, where matrix
-    products may be rounded to TF32), 1e-5 in float64, 8e-2 in half precision, where a module may round scores.
+    products may be rounded to TF32), 1e-5 in float64, 8e-2 in half precision, where a module may round scores. Under
+    autocast the dtype that it casts to counts, in which the output must be.
 
     Args:
         module: the inner attention as the model has it, in the mode (``train()`` or ``eval()``) it will be used in.
@@ -48,7 +53,7 @@ def check_equivalence(
         heads: heads of q and of k and v; by default 4 and 2 or, where the module refuses that, 4 and 4 (more on more
             than 4 ranks of Ulysses).
         head_dim: H of v, and of k without ``k_shared``.
-        dtype: of q, k and v; by default float32 on the CPU and bfloat16 elsewhere.
+        dtype: of q, k and v; by default float32 on the CPU and under autocast, and bfloat16 elsewhere.
         kwargs: what the model calls the module with besides q, k, v; ``k_shared`` (1, 1, length, Hs), like all else,
             of the whole sequence.
 
@@ -65,12 +70,18 @@ def check_equivalence(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     options, lengths = shortened(style.options, length, mesh.size())
+    if options.order_name == BY_DOCUMENT:
+        style.attention_on(mesh, options)  # which may refuse it
+        # It would need documents. What a query sees is the same in every order.
+        options = replace(options, order=TokenOrder("head_tail", mesh))
     attention = style.attention_on(mesh, options)
     if is_pretended(mesh):
         return
-    dtype = dtype or (torch.float32 if mesh.device_type == "cpu" else torch.bfloat16)
+    cast_to = computed_dtype(torch.float32, mesh.device_type)
+    dtype = dtype or (torch.float32 if mesh.device_type == "cpu" or cast_to != torch.float32 else torch.bfloat16)
+    computed = computed_dtype(dtype, mesh.device_type)
     heads_tried = heads_to_try(heads, options, attention.place.ulysses)
-    sizes = [Sizes(*lengths, *some, head_dim, dtype) for some in heads_tried]
+    sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
     trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
     with _set_apart(mesh):
         reference = run_together(mesh, trial.run_module)
@@ -79,7 +90,7 @@ def check_equivalence(
 
 
 def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passed: set[Hashable]) -> None:
-    """:func:`check_equivalence`, but for a module that is like one that has passed on this mesh.
+    """:func:`check_equivalence`, but for a module that is like one that has passed on this mesh under this autocast.
 
     Args:
         module: as for :func:`check_equivalence`.
@@ -90,13 +101,14 @@ def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passe
     if is_pretended(mesh):
         return
     likeness = _likeness(module)
-    known = likeness is not None and (mesh, likeness) in passed
+    this = (mesh, likeness, computed_dtype(torch.float32, mesh.device_type))
+    known = likeness is not None and this in passed
     # Ranks that differ in what they know would wait for each other.
     if all(exchange(known, mesh).values()):
         return
     check_equivalence(module, style, mesh)
     if likeness is not None:
-        passed.add((mesh, likeness))
+        passed.add(this)
 
 
 def _likeness(module: nn.Module) -> Hashable | None:
@@ -122,12 +134,11 @@ def _frozen(value: Any) -> Any:
 
 @contextmanager
 def _set_apart(mesh: DeviceMesh) -> Iterator[None]:
-    """Gradients on, autocast off, tensors on the mesh's device; and afterwards the random state as before."""
+    """Gradients on, tensors on the mesh's device; and afterwards the random state as before."""
     kind = mesh.device_type
     devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind))
         stack.enter_context(torch.inference_mode(False))  # which under no_grad, too, turns gradients on
-        stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.device(kind))
         yield

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wallfacer_dt.comparison import comparable
 from wallfacer_dt.equivalence.sizes import Sizes
 from wallfacer_dt.equivalence.tensors import head_of
 
@@ -44,11 +45,14 @@ def probabilities(queries: tuple[int, ...], ours: Tensor | None, theirs: Tensor 
     return sorted(rows, key=lambda row: row.query)
 
 
-def difference(ours: Tensor, theirs: Tensor, rtol: float) -> str:
-    """In words, by position the first entry of (B, N, L, H) that differs; empty if none does."""
+def difference(
+    name: str, ours: Tensor, theirs: Tensor, rtol: float, who: tuple[str, str] = ("in the module", "under the style")
+) -> str:
+    """In words, by position the first entry of (B, N, L, H) that differs; empty if none does. All must be finite."""
+    ours, theirs = comparable(name, ours, theirs, who)
     size = torch.maximum(ours.abs(), theirs.abs()).amax((0, 1, 2))
     size = size.clamp_min(size.median()).clamp_min(_SMALLEST)
-    relative = ((ours - theirs).abs() / size).nan_to_num(torch.inf)
+    relative = (ours - theirs).abs() / size  # no comparison: of what is comparable, by channel
     wrong = relative > rtol
     if not wrong.any():
         return ""
@@ -56,8 +60,8 @@ def difference(ours: Tensor, theirs: Tensor, rtol: float) -> str:
     batch, head, channel = wrong[:, :, position].nonzero()[0].tolist()
     there = (batch, head, position, channel)
     return (
-        f"batch {batch}, head {head}, position {position}: {float(ours[there]):.3g} in the module, "
-        f"{float(theirs[there]):.3g} under the style (largest relative difference {float(relative.max()):.1g})"
+        f"batch {batch}, head {head}, position {position}: {float(ours[there]):.3g} {who[0]}, "
+        f"{float(theirs[there]):.3g} {who[1]} (largest relative difference {float(relative.max()):.1g})"
     )
 
 

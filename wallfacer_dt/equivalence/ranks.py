@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from wallfacer_dt.agreement import hear_all
 from wallfacer_dt.equivalence.style import EquivalenceError
+from wallfacer_dt.mesh import name_of
 
 
 def run_together(mesh: DeviceMesh, function: Callable[..., Any], *args: Any) -> Any:
@@ -42,12 +44,7 @@ def run_together(mesh: DeviceMesh, function: Callable[..., Any], *args: Any) -> 
 
 def exchange(mine: Any, mesh: DeviceMesh) -> dict[int, Any]:
     """What every rank of the mesh has, by rank."""
-    everyone = {dist.get_rank(): mine}
-    for group in mesh.get_all_groups():
-        heard: list[Any] = [None] * group.size()
-        dist.all_gather_object(heard, everyone, group=group)
-        everyone = {rank: theirs for part in heard for rank, theirs in part.items()}
-    return everyone
+    return hear_all("check_equivalence", mine, name_of(mesh))
 
 
 def is_pretended(mesh: DeviceMesh) -> bool:

@@ -7,14 +7,23 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.attention import AttentionOptions
-from wallfacer_dt.layout import BY_DOCUMENT
 
 # Windows of 1024 tokens and less are seen in sequences of this length; of what a style is told, up to the longest.
 _LENGTH, _LONGEST = 1152, 4352
 
 
 class Sizes(NamedTuple):
-    """Of the tensors that are tried; keys are as many as queries but in cross attention."""
+    """Of the tensors that are tried; keys are as many as queries but in cross attention.
+
+    Attributes:
+        length: queries.
+        kv_length: keys.
+        heads: of the queries.
+        kv_heads: of the keys.
+        head_dim: H.
+        dtype: in which they are given.
+        computed: in which, under the caller's autocast, they are computed.
+    """
 
     length: int
     kv_length: int
@@ -22,6 +31,7 @@ class Sizes(NamedTuple):
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    computed: torch.dtype
 
 
 def shortened(told: AttentionOptions, length: int | None, size: int) -> tuple[AttentionOptions, tuple[int, int]]:
@@ -33,10 +43,8 @@ def shortened(told: AttentionOptions, length: int | None, size: int) -> tuple[At
     if told.kv_length not in (None, told.length):
         kv_tried = _short(told.kv_length, told, size)
     even = told.length is None and tried % (2 * size) == 0
-    # Tokens dealt out by document need documents. What a query sees is the same in every order.
-    order = "head_tail" if told.order == BY_DOCUMENT else told.order
     kv_stated = None if told.kv_length is None else kv_tried
-    return replace(told, length=None if even else tried, kv_length=kv_stated, order=order), (tried, kv_tried)
+    return replace(told, length=None if even else tried, kv_length=kv_stated), (tried, kv_tried)
 
 
 def _short(length: int | None, told: AttentionOptions, size: int) -> int:

@@ -68,7 +68,7 @@ def draw(told: AttentionOptions, sizes: Sizes, device_type: str, shared: Tensor 
 
     q, k = normal(sizes.heads, length, key_dim), normal(sizes.kv_heads, kv_length, sizes.head_dim)
     v, grad_out = normal(sizes.kv_heads, kv_length, sizes.head_dim), normal(sizes.heads, length, sizes.head_dim)
-    _spread_scores_(q, k, told.scale or key_dim**-0.5, sizes.dtype)
+    _spread_scores_(q, k, told.scale or key_dim**-0.5, sizes.computed)
     queries = _spread(length, sizes.head_dim)
     probe = torch.zeros_like(grad_out)
     for channel, query in enumerate(queries):

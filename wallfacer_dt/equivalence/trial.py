@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from wallfacer_dt.attention import ContextAttention
+from wallfacer_dt.autocast import computed_dtype
+from wallfacer_dt.comparison import IncomparableError
 from wallfacer_dt.equivalence.compare import difference, tolerance
 from wallfacer_dt.equivalence.ranks import exchange
 from wallfacer_dt.equivalence.sizes import Sizes
@@ -114,7 +116,12 @@ class Trial:
         inputs = draw(self.attention.options, sizes, self.mesh.device_type, kwargs.get("k_shared"))
         results = run(forward, inputs, layout, kwargs)
         again = run(forward, inputs, layout, kwargs, backward=False)
-        if difference(results.out, again.out, tolerance(sizes.dtype, "cpu")):
+        who = "in the module", "in its second call"
+        try:
+            changes = difference("the output", results.out, again.out, tolerance(sizes.computed, "cpu"), who)
+        except IncomparableError as why:
+            raise EquivalenceError(f"{self.names}: {why}") from None
+        if changes:
             raise EquivalenceError(
                 f"{self.names}: called again with the same tensors it gives another output; is there dropout? "
                 "Context-parallel attention has none"
@@ -126,7 +133,7 @@ class Trial:
         place, options = self.attention.place, self.attention.options
         rows = []
         for length in (sizes.length, sizes.kv_length):
-            spans = deal(length, place.axes, options.order)[place.index]
+            spans = deal(length, place.axes, options.order_name or "contiguous")[place.index]
             held = [torch.arange(options.replicated), *(options.replicated + torch.arange(*span) for span in spans)]
             rows.append(torch.cat(held).to(self.mesh.device_type))
         return rows[0], rows[1]
@@ -164,7 +171,7 @@ def run(
         What came out.
 
     Raises:
-        EquivalenceError: the forward gives no tensor, or one of another shape.
+        EquivalenceError: the forward gives no tensor, or one of another shape or dtype.
     """
     leaves = [laid_out(x, layout).detach().requires_grad_(backward) for x in inputs[:3]]
     grad_out, probe = laid_out(inputs.grad_out, layout), laid_out(inputs.probe, layout)
@@ -176,10 +183,13 @@ def run(
             f"the module returns shape {tuple(out.shape)} for q {tuple(leaves[0].shape)}, a style of "
             f"layout={layout!r} returns {tuple(grad_out.shape)}"
         )
+    computed = computed_dtype(leaves[0].dtype, leaves[0].device.type)
+    if out.dtype != computed:
+        raise EquivalenceError(f"the module returns {out.dtype} for q of {leaves[0].dtype}, a style {computed}")
     if not (backward and out.requires_grad):
         return Results(_gathered(out, layout))
-    grads = torch.autograd.grad(out, leaves, grad_out, retain_graph=True, allow_unused=True)
-    seen = torch.autograd.grad(out, leaves[2], probe, allow_unused=True)
+    grads = torch.autograd.grad(out, leaves, grad_out.to(computed), retain_graph=True, allow_unused=True)
+    seen = torch.autograd.grad(out, leaves[2], probe.to(computed), allow_unused=True)
     found = zip((*leaves, leaves[2]), (*grads, *seen), strict=True)
     filled = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in found)
     return Results(*(_gathered(x, layout) for x in (out, *filled)))

@@ -3,7 +3,8 @@
 
 Traps of both: a last dim whose stride is not 1 is read as if it were, log-sum-exps come with odd strides, gradients
 need not be contiguous, v must have q's head dim (so the smaller is padded). On CPU an empty block kills the process,
-and a row that sees no key has lse 0. CUDA's flash attention wants head dims in multiples of 8, gives such a row lse
+and a row that sees no key has lse 0. So has a row whose scores are all NaN, where no mask is given and keys are fewer
+than a vector has lanes. CUDA's flash attention wants head dims in multiples of 8, gives a row that sees no key lse
 +inf, and reads a negative bound of a window as none.
 """
 
@@ -18,6 +19,9 @@ from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
 
 _aten = torch.ops.aten
+
+_LANES = 16
+"""As many numbers as the longest vector of a CPU holds."""
 
 
 def _cpu_forward(
@@ -35,9 +39,13 @@ def _cpu_forward(
     )
     # Fake tensors of torch 2.11 have another dtype here than real ones.
     lse = lse.to(accumulation_dtype(q.dtype))
+    out = _cropped(out, v)
     if visible is not None:
         lse = lse.masked_fill(visible.any(-1).logical_not(), -torch.inf)
-    return _cropped(out, v), lse
+    elif k.shape[2] < _LANES:
+        lost = _nan_rows(q, k, is_causal)
+        out, lse = out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
+    return out, lse
 
 
 def _cpu_backward(
@@ -91,6 +99,18 @@ def _cpu_visible(band: Band, mask: Tensor | None, q: Tensor, k: Tensor) -> tuple
     if band == CAUSAL and mask is None:
         return True, None
     return False, visible_keys(band, mask, q, k)
+
+
+def _nan_rows(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    """Rows (B, N, Lq) with a score that is NaN because a key is, or because q is or is infinite."""
+    of_q = (q @ q.new_zeros(q.shape[-1])).isnan()
+    of_k = k.isnan().any(-1)
+    if is_causal:
+        last = torch.arange(q.shape[2], device=q.device).clamp_max(k.shape[2] - 1)
+        of_k = of_k.cumsum(-1)[..., last].bool()
+    else:
+        of_k = of_k.any(-1, keepdim=True)
+    return of_q | of_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
 def _additive(visible: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:

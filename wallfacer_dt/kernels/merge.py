@@ -7,6 +7,8 @@ lse = logsumexp_i lse_i: the online softmax of Ring Attention (section 3) and of
 import torch
 from torch import Tensor
 
+from wallfacer_dt.kernels.visible import finite
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of partial results: float64 for float64, otherwise float32."""
@@ -27,8 +29,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """The whole result (B, N, L, H), (B, N, L) when a logit more (N,) for every head is in the sum, with no value."""
     sinks = sinks.to(lse.dtype).unsqueeze(-1)
     with_sink = torch.logaddexp(lse, sinks)
-    # Of a row that sees nothing, and has a sink of -inf besides, out is 0 already.
-    weight = torch.where(lse == -torch.inf, 0, torch.exp(lse - with_sink))
+    weight = torch.exp(lse - finite(with_sink))
     return out * weight.unsqueeze(-1), with_sink
 
 
@@ -38,7 +39,7 @@ def sinks_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
     A sink's value is 0, so its score's gradient p (dp - delta) is -p delta.
     """
     scores = sinks.to(lse.dtype).unsqueeze(-1)
-    probability = torch.where(scores == -torch.inf, 0, torch.exp(scores - lse))
+    probability = torch.exp(scores - finite(lse))
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
 
 

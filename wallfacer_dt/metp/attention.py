@@ -6,15 +6,17 @@ attention's output and its lse; q, k and v are computed anew. The inner loop is 
 heads, whatever its mesh, schedule, mask and order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
+from wallfacer_dt.agreement import fake_number, settling
 from wallfacer_dt.algorithms import HeadGroup, Heads, add_product_, head_groups, linear, turned
-from wallfacer_dt.calls import Call, Options, make_call
+from wallfacer_dt.autocast import outside_autocast
+from wallfacer_dt.calls import Call, Options, agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
 from wallfacer_dt.ops import SCHEMA
@@ -32,7 +34,8 @@ class BlockOptions(NamedTuple):
         ranks: for every index along them its rank in the group.
         index: this rank's.
         group: name of their common process group.
-        tp: name of the process group over which outputs are summed, or empty.
+        whole: name of the mesh on which ranks compare their calls, ``tp`` and all.
+        gradients: names of what needs a gradient, or empty; see :func:`wallfacer_dt.metp.modules.needing_gradients`.
     """
 
     heads: int
@@ -43,7 +46,8 @@ class BlockOptions(NamedTuple):
     ranks: Sequence[int]
     index: int
     group: str
-    tp: str
+    whole: str
+    gradients: str = ""
 
     @property
     def holders(self) -> Holders:
@@ -60,7 +64,12 @@ _TENSORS = (
     "Tensor? cos, Tensor? sin, Tensor? documents"
 )
 _COUNT = 11
-_BLOCK = "int heads, int kv_heads, int head_dim, str pairs, int[] axes, int[] ranks, int index, str group, str tp"
+_RESULTS = 3  # that the backward takes
+_NAME = "METP's attention"
+_BLOCK = (
+    "int heads, int kv_heads, int head_dim, str pairs, int[] axes, int[] ranks, int index, str group, str whole, "
+    "str gradients"
+)
 
 
 class _Block(NamedTuple):
@@ -71,10 +80,11 @@ class _Block(NamedTuple):
     angles: tuple[Tensor, Tensor] | None
     block: BlockOptions
     calls: list[tuple[HeadGroup, Call]]
+    number: Tensor
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any], *, compare: bool) -> "_Block":
-        """From an operator's arguments; compares them with the other ranks', all of which must do so."""
+    def of(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any], number: Tensor | None) -> "_Block":
+        """From an operator's arguments, of the backward with the forward's number; compared with the other ranks'."""
         x, q, k, v, out, *biases, cos, sin, documents = tensors
         assert x is not None
         assert q is not None
@@ -82,14 +92,16 @@ class _Block(NamedTuple):
         fields = len(BlockOptions._fields)
         block, attention = BlockOptions(*rest[:fields]), Options(*rest[fields:])
         projections = Projections(Weights(q, k, v, out.t(), *biases), block.holders)
-        if compare:
-            _compare(x, projections.own, block, attention.lengths)
-        calls = []
-        for number, group in enumerate(block.groups(fused=projections.is_fused)):
-            like = shaped(x, block, group.heads)
-            call = make_call(attention, *like, None, None, documents, compare=compare and number == 0)
-            calls.append((group, call))
-        return cls(x, projections, None if cos is None or sin is None else (cos, sin), block, calls)
+        groups = block.groups(fused=projections.is_fused)
+        given = [(*shaped(x, block, group.heads), None) for group in groups]
+        if number is None:
+            further = _signature(x, projections.own, block, attention.lengths)
+            first, number = agreed_call(_NAME, attention, *given[0], None, documents, mesh=block.whole, further=further)
+        else:
+            agree_on_backward(_NAME, x, block.whole, number)
+            first = make_call(attention, *given[0], documents)
+        calls = zip(groups, [first, *(make_call(attention, *tensors, documents) for tensors in given[1:])], strict=True)
+        return cls(x, projections, None if cos is None or sin is None else (cos, sin), block, list(calls), number)
 
     def turns(self) -> Iterator["_Turn"]:
         """The outer loop: every group with its weights, the next one's being on their way.
@@ -157,7 +169,8 @@ class _Turn(NamedTuple):
         return block.turned(q), (block.turned(k), v)
 
 
-def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+@outside_autocast
+def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::metp_attention`` does on one rank (METP, Algorithm 5).
 
     Args:
@@ -166,12 +179,13 @@ def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
             documents, as attention's operator takes them; the fields of :class:`BlockOptions` and of :class:`Options`.
 
     Returns:
-        y (B, L, Do) without the output projection's bias, attention's output (B, N, L, H) and lse (B, N, L).
+        y (B, L, Do) without the output projection's bias, attention's output (B, N, L, H) and lse (B, N, L), and the
+        call's number on its mesh (), int64, on the CPU.
 
     Raises:
-        ValueError: on every rank, before anything is sent: ranks disagree in shapes, dtype or options.
+        ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
     """
-    block = _Block.of(args[:_COUNT], args[_COUNT:], compare=True)
+    block = _Block.of(args[:_COUNT], args[_COUNT:], None)
     x, options = block.x, block.block
     wide = accumulation_dtype(x.dtype)
     y = x.new_zeros((x.shape[0] * x.shape[1], args[4].shape[0]), dtype=wide)
@@ -180,21 +194,22 @@ def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     for turn in block.turns():
         turn.forward(y, attended, sums)
         del turn
-    return y.to(x.dtype).unflatten(0, x.shape[:2]), attended, sums
+    return y.to(x.dtype).unflatten(0, x.shape[:2]), attended, sums, block.number
 
 
+@outside_autocast
 def metp_attention_backward_body(grad_y: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """What ``wallfacer_dt::metp_attention_backward`` does on one rank (METP, Algorithm 6).
 
     Args:
         grad_y: gradient of y (B, L, Do).
-        *args: the forward's tensors, its other two results, and its options.
+        *args: the forward's tensors, its other three results, and its options.
 
     Returns:
         The gradients of x and of this rank's weights and biases, from all ranks' tokens; an absent one's is empty.
     """
-    attended, sums = args[_COUNT : _COUNT + 2]
-    block = _Block.of(args[:_COUNT], args[_COUNT + 2 :], compare=False)
+    attended, sums, number = args[_COUNT : _COUNT + _RESULTS]
+    block = _Block.of(args[:_COUNT], args[_COUNT + _RESULTS :], number)
     x, dy = block.x, grad_y.flatten(0, 1).contiguous()
     dx = torch.zeros_like(block.tokens, dtype=accumulation_dtype(x.dtype))
     reduction = Reduction.of(block.projections)
@@ -223,32 +238,32 @@ def _by_tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _compare(x: Tensor, own: Weights, block: BlockOptions, lengths: Sequence[int]) -> None:
-    signature = {
+def _signature(x: Tensor, own: Weights, block: BlockOptions, lengths: Sequence[int]) -> dict[str, Hashable]:
+    return {
         "the batch and tokens of attention": (x.shape[0], "L" if lengths else x.shape[1]),
         "the model dims of attention": (x.shape[-1], own.q.shape[1], own.out.shape[1]),
-        "which projections and biases there are": [part is not None for part in own],
+        "which projections and biases there are": tuple(part is not None for part in own),
         "the dtypes of x and weights": (x.dtype, *(part.dtype for part in own if part is not None)),
         "heads, kv_heads and head_dim": (block.heads, block.kv_heads, block.head_dim),
         "pairs of rotary positions": block.pairs or "none",
+        "what needs a gradient": block.gradients or "nothing",
         "axes of the weights' mesh": tuple(block.axes),
     }
-    values = [str(value) for value in signature.values()]
-    torch.ops.wallfacer_dt.agree(x, list(signature), values, block.tp, block.group, "")
 
 
 metp_attention = torch.library.custom_op(
     "wallfacer_dt::metp_attention",
-    metp_attention_body,
+    settling(metp_attention_body),
     mutates_args=(),
-    schema=f"({_TENSORS}, {_BLOCK}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_TENSORS}, {_BLOCK}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 metp_attention_backward = torch.library.custom_op(
     "wallfacer_dt::metp_attention_backward",
-    metp_attention_backward_body,
+    settling(metp_attention_backward_body),
     mutates_args=(),
     schema=(
-        f"(Tensor grad_y, {_TENSORS}, Tensor attended, Tensor lse, {_BLOCK}, {SCHEMA}) -> ({', '.join(['Tensor'] * 8)})"
+        f"(Tensor grad_y, {_TENSORS}, Tensor attended, Tensor lse, Tensor number, {_BLOCK}, {SCHEMA}) "
+        f"-> ({', '.join(['Tensor'] * 8)})"
     ),
 )
 
@@ -259,13 +274,12 @@ BODIES = {
 
 
 @metp_attention.register_fake
-def _metp_attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lowering.register_all(BODIES, _is_static)
+def _metp_attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, out = args[0], args[4]
     block = BlockOptions(*args[_COUNT : _COUNT + len(BlockOptions._fields)])
     attended = x.new_empty((x.shape[0], block.heads, x.shape[1], block.head_dim))
     lse = x.new_empty(attended.shape[:-1], dtype=accumulation_dtype(x.dtype))
-    return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse
+    return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse, fake_number()
 
 
 def _is_static(args: Sequence[Any]) -> bool:
@@ -279,8 +293,9 @@ def _metp_attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return x.new_empty(x.shape), *(x.new_empty(0) if w is None else torch.empty_like(w) for w in weights)
 
 
-def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_COUNT], *output[1:])
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:_COUNT], *output[1:3])
+    ctx.number = output[3]  # which a checkpoint must not replace
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_COUNT:]
@@ -291,8 +306,10 @@ def _autograd(ctx, grad_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]
     if grad_y is None:
         return (*[None] * 8, *rest)
     saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
-    grads = torch.ops.wallfacer_dt.metp_attention_backward(grad_y, *saved, *ctx.options)
+    grads = torch.ops.wallfacer_dt.metp_attention_backward(grad_y, *saved, ctx.number, *ctx.options)
     return (*(None if x is None else grad for x, grad in zip(saved, grads, strict=False)), *rest)
 
 
 metp_attention.register_autograd(_autograd, setup_context=_setup_context)
+for _op, _body in BODIES.items():
+    lowering.lower(_op, _body, _is_static)

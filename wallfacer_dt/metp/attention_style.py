@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,11 +11,23 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt.attention import ContextAttention
-from wallfacer_dt.mesh import Coordinate, bind_order
+from wallfacer_dt.autocast import as_computed
+from wallfacer_dt.bound import BoundForward
+from wallfacer_dt.compiler import sizes
+from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.metp.attention import BlockOptions, shaped
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
-from wallfacer_dt.metp.holding import WeightMesh, as_computed, local, watched
-from wallfacer_dt.metp.modules import arguments_of, check_names, check_projections, linear, the_input
+from wallfacer_dt.metp.holding import WeightMesh, local, watched
+from wallfacer_dt.metp.modules import (
+    Attribute,
+    attributes_of,
+    check_attributes,
+    check_names,
+    check_projections,
+    linear,
+    needing_gradients,
+    parts_of,
+)
 from wallfacer_dt.metp.proof import CouldNotRunError, Inputs, compare, small_inputs
 from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
 from wallfacer_dt.refusal import Extras, check_call
@@ -50,8 +60,9 @@ class METPAttentionParallel(ParallelStyle):
         rotary: pairs of elements that positions turn: ``"half"`` (Hugging Face), ``"interleaved"`` (Llama), or None.
         rotation: from the module and the arguments and keywords of a call after x to cos and sin, (L, H / 2) or
             (B, L, H / 2), of this rank's tokens. By default these are a pair of tensors, or a complex one, of the call.
-        example: from a number of tokens to arguments and keywords to try the module with after x; with ``rotation``,
-            what calls may have besides x. By default none, or cos and sin.
+            Either way they may have H for H / 2, with every angle twice.
+        example: from a number of tokens to arguments and keywords to try the module with after x: what calls bring,
+            where cos and sin, or what ``rotation`` finds them in, may have other values. By default none, or both.
         input_layouts: of a plain x on an axis ``tp``: ``Replicate()``, or ``Shard(1)`` under sequence parallelism.
         output_layouts: of the output on an axis ``tp``.
         check: compare the module with the formula first, in this process, on 1152 tokens and small random weights: a
@@ -107,28 +118,28 @@ class METPAttentionParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         who = type(self).__name__
         weights = WeightMesh.of(device_mesh)
-        attention = self.attention.attention_on(weights.context_mesh, self.attention.options)
-        bind = partial(bind_order, weights.context_mesh, self.attention.options.order)
 
-        def read() -> tuple[int, int, Rotary]:
+        def read() -> tuple[ContextAttention, int, int, Rotary]:
+            # First, since beside tp fewer ranks meet in it than hear of a refusal here.
+            attention = self.attention.attention_on(weights.context_mesh, self.attention.options)
             heads, kv_heads = self._heads(module, weights, attention, who)
-            rotary = self._checked(module, heads, kv_heads, who)
-            if self.attention.options.has_mask:
-                bind(f"{who} with a mask")
-            return heads, kv_heads, rotary
+            return attention, heads, kv_heads, self._checked(module, heads, kv_heads, who, weights.mesh.device_type)
 
-        heads, kv_heads, rotary = weights.together(read)
         dims = {f"{name}.{part}": 0 for name in self.projections for part in ("weight", "bias")}
-        nested = weights.shard(
-            module, dims | {f"{self.output}.weight": 1, f"{self.output}.bias": 0}, self.src_data_rank
+        dims |= {f"{self.output}.weight": 1, f"{self.output}.bias": 0}
+        told = {"METP's style": who, "head_dim": self.head_dim, "its projections": (*self.projections, self.output)}
+        attention, heads, kv_heads, rotary = weights.together(
+            read, module, dims, self.layouts, self.src_data_rank, told
         )
+        nested = weights.shard(module, dims, self.src_data_rank)
         block = BlockOptions(
             heads // weights.tp, kv_heads // weights.tp, self.head_dim, self.rotary.pairs or "", weights.context,
-            weights.ranks, weights.index, weights.group, weights.tp_group,
+            weights.ranks, weights.index, weights.group, weights.name,
         )  # fmt: skip
-        boundary, name = Boundary(weights, *self.layouts, nested), arguments_of(module)[0]
+        boundary = Boundary(weights, *self.layouts, nested)
         # Bound, so that a copy of the module uses its own weights.
-        module.forward = MethodType(self._forward(name, boundary, block, attention, rotary, bind), module)
+        forward = self._forward(boundary, block, attention, rotary, attributes_of(module))
+        module.forward = BoundForward(forward, module, who).forward
         return module
 
     def _heads(self, module: nn.Module, weights: WeightMesh, attention: ContextAttention, who: str) -> tuple[int, int]:
@@ -162,39 +173,44 @@ class METPAttentionParallel(ParallelStyle):
 
     def _forward(
         self,
-        name: str,
         boundary: Boundary,
         block: BlockOptions,
         attention: ContextAttention,
         rotary: Rotary,
-        bind: Callable[[str], None],
+        attributes: Sequence[Attribute],
     ) -> Callable[..., Tensor]:
+        names, who = [*self.projections, self.output], type(self).__name__
+
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            x = the_input(name, args, kwargs)
-            args = args[1:]
+            x, args, kwargs = rotary.parameters.split(args, kwargs)
             extras = Extras(kwargs.pop("document_ids", None), kwargs.pop("cu_seqlens", None))
             documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
 
             def check() -> None:
-                boundary.check(x, linear(module, self.projections[0]).weight, sequence=True)
+                if x is None:
+                    raise TypeError(f"called without {rotary.parameters.x}")
+                check_attributes(module, attributes, who)
+                weight = linear(module, self.projections[0]).weight
+                boundary.check(x, weight, parts_of(module, names), sequence=True)
                 if x.ndim != 3:
-                    raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
+                    raise ValueError(f"x must have shape (B, L, D), got {sizes(x)}")
                 inside = (x.to_local() if isinstance(x, DTensor) else x).new_empty(1).expand(boundary.inside_shape(x))
-                rotary.angles(module, args, kwargs, *inside.shape[:2])
+                for angle in rotary.angles(module, args, kwargs, inside):
+                    if angle is not None and angle.device != inside.device:
+                        raise ValueError(f"cos and sin must be on x's device {inside.device}, got {angle.device}")
                 check_call(*shaped(as_computed(inside)[0], block), extras, attention.expected)
-                if documents is not None and not torch.compiler.is_compiling():
-                    bind("attention within documents")
 
             refusal = boundary.refusal(x, linear(module, self.output).out_features, check)
             if refusal is not None:
                 return refusal
             inside, leave = boundary.enter(x)
-            cos, sin = rotary.angles(module, args, kwargs, *inside.shape[:2])
+            cos, sin = rotary.angles(module, args, kwargs, inside)
             rows = documents if documents is None or documents.ndim == 2 else documents.unsqueeze(0)
             tensors = as_computed(inside, *self._shards(module))
             options = attention.resolve(*shaped(tensors[0], block), extras)
-            y, _, _ = torch.ops.wallfacer_dt.metp_attention(*tensors, cos, sin, rows, *block, *options)
-            y = watched(y, module.parameters())
+            told = block._replace(gradients=needing_gradients(x, module, names))
+            y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(*tensors, cos, sin, rows, *told, *options)
+            y = watched(y, module.parameters(), boundary.weights.name)
             return leave(boundary.with_bias(y, linear(module, self.output).bias))
 
         return forward
@@ -211,23 +227,30 @@ class METPAttentionParallel(ParallelStyle):
         absent = [None] * (3 - len(weights))
         return [*weights, *absent, output, *biases, *absent]
 
-    def _checked(self, module: nn.Module, heads: int, kv_heads: int, who: str) -> Rotary:
+    def _checked(self, module: nn.Module, heads: int, kv_heads: int, who: str, device_type: str) -> Rotary:
         """How the module is handed its angles; compared first, on fewer heads than it has or, if it minds, on all."""
         rotary = self.rotary.of(module)
         calls = list(rotary.examples(_TRIED)) if self.example is None else [self.example(_TRIED)]
         if not self.check:
-            return rotary if self.example is None else rotary.as_in(calls[0])
+            return rotary if self.example is None else rotary.as_in(module, calls[0])
         try:
-            agreed = self._compared(module, rotary, calls, (2 * heads // kv_heads, 2), 6, who)
+            agreed = self._compared(module, rotary, calls, (2 * heads // kv_heads, 2), 6, who, device_type)
         except CouldNotRunError:
             dim = linear(module, self.projections[0]).in_features
             if dim > _LARGEST:
                 raise
-            agreed = self._compared(module, rotary, calls, (heads, kv_heads), dim, who)
-        return rotary.as_in(calls[agreed])
+            agreed = self._compared(module, rotary, calls, (heads, kv_heads), dim, who, device_type)
+        return rotary.as_in(module, calls[agreed])
 
     def _compared(
-        self, module: nn.Module, rotary: Rotary, calls: Sequence[Arguments], heads: tuple[int, int], dim: int, who: str
+        self,
+        module: nn.Module,
+        rotary: Rotary,
+        calls: Sequence[Arguments],
+        heads: tuple[int, int],
+        dim: int,
+        who: str,
+        device_type: str,
     ) -> int:
         """In which of the calls the module is what METP computes, with so many query heads and key heads."""
         H = self.head_dim
@@ -237,12 +260,12 @@ class METPAttentionParallel(ParallelStyle):
         told = replace(
             self.attention.options,
             length=None,
-            order="contiguous",
+            order=None,
             rotate="auto",
             rotate_forward="auto",
             schedule="2d",
         )
-        alone = ContextAttention(Coordinate(1, 1, 0, 0), "cpu", "", "", "", "", (), told, 0)
+        alone = ContextAttention("", Coordinate(1, 1, 0, 0), "cpu", "", "", "", "", (), told, 0)
         block = BlockOptions(*heads, H, rotary.pairs or "", (1,), (0,), 0, "", "")
 
         def formula(inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -250,10 +273,13 @@ class METPAttentionParallel(ParallelStyle):
             weights = [inputs[f"{name}.weight"] for name in self.projections]
             biases = [inputs.get(f"{name}.bias") for name in self.projections]
             tensors = self._in_order(weights, inputs[f"{self.output}.weight"], biases)
-            angles = rotary.as_in((args, kwargs)).angles(module, args, kwargs, *x.shape[:2])
+            found = rotary.as_in(module, (args, kwargs)).angles(module, args, kwargs, x)
+            angles = (None if angle is None else angle.to(x.device) for angle in found)
+            x, *tensors = as_computed(x, *tensors)
             options = alone.resolve(*shaped(x, block), Extras())
-            y, _, _ = torch.ops.wallfacer_dt.metp_attention(x, *tensors, *angles, None, *block, *options)
+            y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(x, *tensors, *angles, None, *block, *options)
             bias = inputs.get(f"{self.output}.bias")
-            return y if bias is None else y + bias
+            return y if bias is None else y + bias.to(y.dtype)
 
-        return compare(module, who, small_inputs(module, by_name, (1, _TRIED, dim)), calls, formula)
+        inputs = small_inputs(module, by_name, (1, _TRIED, dim))
+        return compare(module, who, inputs, calls, formula, device_type, "give example=, or check=False")

@@ -4,7 +4,7 @@ Inside are plain tensors. On the axes of the sequence tokens must be sharded. On
 its context rank, and what comes out is a sum still to be made (METP, section 6.2; torch's own styles do the same).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,14 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from wallfacer_dt.collectives import agree
+from wallfacer_dt import lowering
+from wallfacer_dt.agreement import agree, refusing_together, waits_at_once
+from wallfacer_dt.autocast import as_computed, computed_dtype
+from wallfacer_dt.compiler import sizes
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.holding import TENSOR_AXIS, WeightMesh
-from wallfacer_dt.refusal import refuse_in_graph, refusing_together
+from wallfacer_dt.refusal import refuse_in_graph
+from wallfacer_dt.transforms import is_transforming
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,12 @@ class Boundary:
         Returns:
             The tensor, and a function.
         """
+        (x,) = as_computed(x)
+        tp = self.weights.tp_mesh
+        if tp is not None:
+            x = self._compared(x)
         if isinstance(x, DTensor):
             return self._enter_distributed(x)
-        tp = self.weights.tp_mesh
         if tp is None:
             return x, lambda y: y
         whole = DTensor.from_local(x, tp, [self.input_layout], run_check=False)
@@ -57,6 +64,21 @@ class Boundary:
             return summed.redistribute(placements=[self.output_layout]).to_local()
 
         return inside, leave
+
+    def _compared(self, x: Tensor) -> Tensor:
+        """x, once all ranks have come with one that is alike along tp, over which it may be gathered."""
+        told = (
+            str((x.dtype, x.placements) if isinstance(x, DTensor) else x.dtype),
+            self.weights.name,
+            self.weights.tp_name,
+        )
+        if not torch.compiler.is_compiling():
+            _compare_along_tp(x.shape, x.device, *told)
+            return x
+        if not isinstance(x, DTensor):
+            return torch.ops.wallfacer_dt.metp_entered(x, x.shape, *told)
+        local = torch.ops.wallfacer_dt.metp_entered(x.to_local(), x.shape, *told)
+        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
     def _enter_distributed(self, x: DTensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         mesh, placements = x.device_mesh, x.placements
@@ -87,44 +109,52 @@ class Boundary:
         Returns:
             None; while a compiler traces, instead of raising, what refuses when it runs.
         """
-        device_type, groups = self.weights.mesh.device_type, self.weights.groups
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(
+                "METP cannot be exported: its weights are DTensors, its process groups those of this world; save the "
+                "module's state_dict()"
+            )
         if not torch.compiler.is_compiling():
-            with refusing_together(groups, device_type):
+            with refusing_together(self.weights.name):
                 check()
                 if self.nested:
                     self.weights.check_gathered(self.nested)
-                if groups[0]:  # what enters is gathered before the operators compare
-                    agree((("METP", "entered"),), *groups, every_call=device_type == "cpu")
-                    agree((("the shape of x", tuple(x.shape)),), groups[0], every_call=device_type == "cpu")
             return None
         try:
             check()
         except (TypeError, ValueError, NotImplementedError) as error:
-            # DTensors say the same on all ranks, which therefore refuse alike.
-            if isinstance(x, DTensor) or not isinstance(x, Tensor):
+            if not isinstance(x, Tensor):  # of which no graph can be made
                 raise
-            return refuse_in_graph(x, out_dim, str(error), groups, device_type)
+            return refuse_in_graph(x, out_dim, str(error), self.weights.name)
         return None
 
-    def check(self, x: Any, weight: Tensor, *, sequence: bool = False) -> None:
+    def check(self, x: Any, weight: Tensor, parts: Mapping[str, Tensor], *, sequence: bool = False) -> None:
         """Refuse (TypeError, ValueError, NotImplementedError) what cannot enter.
 
         Args:
             x: what is to enter.
             weight: that it is to be multiplied by (rows, D).
+            parts: all weights and biases, by name.
             sequence: tokens are positions of a sequence, dim 1, which no axis may shard but those of the mesh.
         """
         device_type = self.weights.mesh.device_type
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-        if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
-            raise NotImplementedError("METP has no forward-mode derivative, but x has a tangent")
+        if not torch.compiler.is_compiling():
+            if is_transforming():
+                raise NotImplementedError(
+                    "METP is not implemented under transforms of torch.func, which do not know its weights, DTensors: "
+                    "differentiate with torch.autograd.grad"
+                )
+            if unpack_dual(x).tangent is not None:
+                raise NotImplementedError("METP has no forward-mode derivative, but x has a tangent")
         if x.ndim < 2 or x.shape[-1] != weight.shape[1]:
-            raise ValueError(f"x must have shape (..., tokens, {weight.shape[1]}), got {tuple(x.shape)}")
+            raise ValueError(f"x must have shape (..., tokens, {weight.shape[1]}), got {sizes(x)}")
         if x.device.type != device_type:
             raise ValueError(f"x must be on the mesh's device type {device_type!r}, got {x.device}")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(device_type):
-            raise TypeError(f"x and the weights must have one dtype, got {x.dtype} and {weight.dtype}")
+        for name, part in parts.items():
+            if computed_dtype(part.dtype, device_type) != computed_dtype(x.dtype, device_type):
+                raise TypeError(f"x and the weights must have one dtype, got {x.dtype} and {part.dtype} of {name}")
         if isinstance(x, DTensor):
             self._check_placements(x, sequence)
 
@@ -187,3 +217,40 @@ def check_layouts(into: Placement | None, out: Placement | None) -> tuple[Placem
         if not isinstance(layout, Replicate) and type(layout) is not Shard:
             raise ValueError(f"{name} must be Replicate() or a Shard, got {layout!r}")
     return layouts
+
+
+def _compare_along_tp(shape: Sequence[int], device: torch.device, kind: str, name: str, tp_name: str) -> None:
+    """Refuse on every rank an x that is another along tp, before anything is gathered.
+
+    Args:
+        shape: of x, of a DTensor the whole one.
+        device: of x.
+        kind: what else must be the same.
+        name: of the mesh.
+        tp_name: of the mesh of axis tp.
+    """
+    now = waits_at_once(device)
+    agree("METP entered", (), name, at_once=now)
+    with refusing_together(name):
+        agree("METP entered", [("the shape of x", tuple(shape)), ("the kind of x", kind)], tp_name, at_once=now)
+        agree("METP entered alike", (), name, at_once=now)
+
+
+@torch.library.custom_op(
+    "wallfacer_dt::metp_entered",
+    mutates_args=(),
+    schema="(Tensor x, SymInt[] shape, str kind, str name, str tp_name) -> Tensor",
+)
+def _entered(x: Tensor, shape: Sequence[int], kind: str, name: str, tp_name: str) -> Tensor:
+    """x as a graph hands it on, once ranks have compared it."""
+    _compare_along_tp(shape, x.device, kind, name, tp_name)
+    return x.clone()
+
+
+@_entered.register_fake
+def _entered_fake(x: Tensor, *_: Any) -> Tensor:
+    return x.clone()
+
+
+_entered.register_autograd(lambda _, grad: (grad, None, None, None, None))
+lowering.lower(torch.ops.wallfacer_dt.metp_entered.default)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
+from wallfacer_dt.agreement import fake_number, settling
 from wallfacer_dt.algorithms import (
     ACTIVATIONS,
     FeedForward,
@@ -22,6 +23,8 @@ from wallfacer_dt.algorithms import (
     execute,
     make_schedule,
 )
+from wallfacer_dt.autocast import outside_autocast
+from wallfacer_dt.calls import agree_on_backward
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.ops import CODE
 
@@ -35,8 +38,9 @@ class FeedForwardOptions(NamedTuple):
         hidden: units of all ranks together, also of those along ``tp``.
         units: hidden units by rank of the group.
         activation: a name in :data:`ACTIVATIONS`.
-        tp: name of the process group over which outputs are summed, or empty.
+        whole: name of the mesh on which ranks compare their calls, ``tp`` and all.
         code: :data:`wallfacer_dt.ops.CODE`, see Note [What a compiled graph bakes in].
+        gradients: names of what needs a gradient, or empty; see :func:`wallfacer_dt.metp.modules.needing_gradients`.
     """
 
     group: str
@@ -44,14 +48,17 @@ class FeedForwardOptions(NamedTuple):
     hidden: int
     units: tuple[int, ...]
     activation: str
-    tp: str
+    whole: str
     code: str = CODE
+    gradients: str = ""
 
 
+_NAME = "METP's feed-forward"
 _TENSORS = "Tensor x, Tensor up, Tensor? gate, Tensor down, Tensor? up_bias, Tensor? gate_bias"
-_OPTIONS = "str group, int rank, int hidden, int[] units, str activation, str tp, str code"
+_OPTIONS = "str group, int rank, int hidden, int[] units, str activation, str whole, str code, str gradients"
 
 
+@outside_autocast
 def feed_forward_body(
     x: Tensor,
     up: Tensor,
@@ -60,7 +67,7 @@ def feed_forward_body(
     up_bias: Tensor | None,
     gate_bias: Tensor | None,
     *rest: Any,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """What ``wallfacer_dt::feed_forward`` does on one rank (METP, Algorithm 1).
 
     Args:
@@ -76,17 +83,18 @@ def feed_forward_body(
         out (T, Do), without the last projection's bias.
 
     Raises:
-        ValueError: on every rank, before any weight is sent: ranks disagree in shapes, dtype or options.
+        ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
     """
     options = _options(rest)
-    _compare(x, up, gate, down, up_bias, gate_bias, options)
+    number = _compare(x, up, gate, down, up_bias, gate_bias, options)
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForward(ACTIVATIONS[options.activation], units)
     schedule = _schedule(options, x, backward=False)
     (out,), _ = execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand())
-    return out[0, 0].to(x.dtype)
+    return out[0, 0].to(x.dtype), number
 
 
+@outside_autocast
 def feed_forward_backward_body(
     grad_out: Tensor,
     x: Tensor,
@@ -95,6 +103,7 @@ def feed_forward_backward_body(
     down: Tensor,
     up_bias: Tensor | None,
     gate_bias: Tensor | None,
+    number: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     """What ``wallfacer_dt::feed_forward_backward`` does on one rank (METP, Algorithm 2).
@@ -107,12 +116,14 @@ def feed_forward_backward_body(
         down: (Do, F).
         up_bias: (F,) or None.
         gate_bias: (F,) or None.
+        number: of the forward's call.
         *rest: the fields of :class:`FeedForwardOptions`.
 
     Returns:
         The gradients of x and of this rank's weights, from all ranks' tokens; that of an absent one is empty.
     """
     options = _options(rest)
+    agree_on_backward(_NAME, x, options.whole, number)
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForwardBackward(ACTIVATIONS[options.activation], units, grad_out.contiguous())
     schedule = _schedule(options, x, backward=True)
@@ -156,29 +167,32 @@ def _compare(
     up_bias: Tensor | None,
     gate_bias: Tensor | None,
     options: FeedForwardOptions,
-) -> None:
+) -> Tensor:
+    """Of the call its number."""
     signature = {
         "the model dims of a feed-forward": (up.shape[1], down.shape[0]),
         "whether it has a gate and biases": (gate is not None, up_bias is not None, gate_bias is not None),
         "the dtypes of x and weights": (x.dtype, up.dtype, down.dtype),
+        "what needs a gradient": options.gradients or "nothing",
         "the hidden units of a feed-forward": options.hidden,
         "activation": options.activation,
         "code": options.code,
     }
     values = [str(value) for value in signature.values()]
-    torch.ops.wallfacer_dt.agree(x, list(signature), values, options.tp, options.group, "")
-    if options.tp:  # ranks of a ring may have as many as they like
-        torch.ops.wallfacer_dt.agree(x, ["the number of tokens"], [str(x.shape[0])], options.tp, "", "")
+    return torch.ops.wallfacer_dt.agree(x, _NAME, list(signature), values, options.whole, None)
 
 
 feed_forward = torch.library.custom_op(
-    "wallfacer_dt::feed_forward", feed_forward_body, mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> Tensor"
+    "wallfacer_dt::feed_forward",
+    settling(feed_forward_body),
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 feed_forward_backward = torch.library.custom_op(
     "wallfacer_dt::feed_forward_backward",
-    feed_forward_backward_body,
+    settling(feed_forward_backward_body),
     mutates_args=(),
-    schema=f"(Tensor grad_out, {_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_out, {_TENSORS}, Tensor number, {_OPTIONS}) -> ({', '.join(['Tensor'] * 6)})",
 )
 
 BODIES = {
@@ -188,10 +202,9 @@ BODIES = {
 
 
 @feed_forward.register_fake
-def _feed_forward_fake(*args: Any) -> Tensor:
-    lowering.register_all(BODIES)
+def _feed_forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     x, down = args[0], args[3]
-    return x.new_empty((x.shape[0], down.shape[0]))
+    return x.new_empty((x.shape[0], down.shape[0])), fake_number()
 
 
 @feed_forward_backward.register_fake
@@ -200,16 +213,20 @@ def _feed_forward_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return x.new_empty(x.shape), *(x.new_empty(0) if w is None else torch.empty_like(w) for w in weights)
 
 
-def _setup_context(ctx, inputs: tuple, output: Tensor) -> None:  # noqa: ARG001  (its name is torch's)
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:6])
+    ctx.number = output[1]  # which a checkpoint must not replace
+    ctx.mark_non_differentiable(output[1])
     ctx.options = inputs[6:]
 
 
-def _autograd(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd(ctx, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
-    grads = torch.ops.wallfacer_dt.feed_forward_backward(grad_out, *saved, *ctx.options)
+    grads = torch.ops.wallfacer_dt.feed_forward_backward(grad_out, *saved, ctx.number, *ctx.options)
     given = [None if x is None else grad for x, grad in zip(saved, grads, strict=True)]
     return *given, *[None] * len(ctx.options)
 
 
 feed_forward.register_autograd(_autograd, setup_context=_setup_context)
+for _op, _body in BODIES.items():
+    lowering.lower(_op, _body)

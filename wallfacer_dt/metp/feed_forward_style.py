@@ -1,7 +1,6 @@
 """The ParallelStyle of METP for a feed-forward."""
 
-from collections.abc import Callable
-from types import MethodType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +10,23 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt.algorithms import ACTIVATIONS
+from wallfacer_dt.autocast import as_computed
+from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions
-from wallfacer_dt.metp.holding import WeightMesh, as_computed, local, watched
-from wallfacer_dt.metp.modules import arguments_of, check_names, check_projections, linear, the_input
+from wallfacer_dt.metp.holding import WeightMesh, local, watched
+from wallfacer_dt.metp.modules import (
+    Attribute,
+    Parameters,
+    attributes_of,
+    check_attributes,
+    check_names,
+    check_projections,
+    described,
+    linear,
+    needing_gradients,
+    parts_of,
+)
 from wallfacer_dt.metp.proof import Inputs, compare, small_inputs
 
 
@@ -35,6 +47,9 @@ class METPParallel(ParallelStyle):
         output_layouts: of the output on an axis ``tp``.
         check: compare the module with the formula first, in this process, on small random weights; buffers are taken to
             stay as they are.
+
+    The module is called with x and, if with anything else, with the defaults of its forward, with which it has been
+    tried; other values are refused.
 
     Hooks of the projections do not run. A weight that a module without METP has as well is shared with it no more; that
     two modules under METP share one is refused.
@@ -67,24 +82,30 @@ class METPParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         who = type(self).__name__
         weights = WeightMesh.of(device_mesh)
-        units = weights.together(lambda: self._units(module, who))
         dims = {f"{name}.{part}": 0 for name in self._inward for part in ("weight", "bias")}
-        nested = weights.shard(module, dims | {f"{self.down}.weight": 1, f"{self.down}.bias": 0}, self.src_data_rank)
+        dims |= {f"{self.down}.weight": 1, f"{self.down}.bias": 0}
+        told = {"METP's style": who, "activation": self.activation, "its projections": (*self._inward, self.down)}
+
+        def read() -> int:
+            return self._units(module, who, device_mesh.device_type)
+
+        units = weights.together(read, module, dims, self.layouts, self.src_data_rank, told)
+        nested = weights.shard(module, dims, self.src_data_rank)
         held = weights.by_rank(weights.sizes(units))
         options = FeedForwardOptions(
-            weights.group, weights.ranks[weights.index], units, held, self.activation, weights.tp_group
+            weights.group, weights.ranks[weights.index], units, held, self.activation, weights.name
         )
         # Bound, so that a copy of the module uses its own weights.
-        module.forward = MethodType(
-            self._forward(arguments_of(module)[0], Boundary(weights, *self.layouts, nested), options), module
-        )
+        boundary = Boundary(weights, *self.layouts, nested)
+        forward = self._forward(Parameters.of(module), attributes_of(module), boundary, options)
+        module.forward = BoundForward(forward, module, who).forward
         return module
 
     @property
     def _inward(self) -> list[str]:
         return [self.up] if self.gate is None else [self.up, self.gate]
 
-    def _units(self, module: nn.Module, who: str) -> int:
+    def _units(self, module: nn.Module, who: str, device_type: str) -> int:
         """How many hidden units there are, or a refusal (ValueError, EquivalenceError) of the module."""
         check_projections(module, [*self._inward, self.down], who)
         units = [linear(module, name).weight.shape[0] for name in self._inward]
@@ -93,15 +114,25 @@ class METPParallel(ParallelStyle):
             names = ", ".join([*self._inward, self.down])
             raise ValueError(f"{who}: {names} must have as many hidden units, got {units}")
         if self.check:
-            self._check_module(module, who)
+            self._check_module(module, who, device_type)
         return units[0]
 
-    def _forward(self, name: str, boundary: Boundary, options: FeedForwardOptions) -> Callable[..., Tensor]:
+    def _forward(
+        self, parameters: Parameters, attributes: Sequence[Attribute], boundary: Boundary, options: FeedForwardOptions
+    ) -> Callable[..., Tensor]:
+        names, who = [*self._inward, self.down], type(self).__name__
+
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            x = the_input(name, args, kwargs)
+            x, args, kwargs = parameters.split(args, kwargs)
             up, down = linear(module, self.up), linear(module, self.down)
             gate = None if self.gate is None else linear(module, self.gate)
-            refusal = boundary.refusal(x, down.out_features, lambda: boundary.check(x, up.weight))
+
+            def check() -> None:
+                self._check_call(parameters, x, args, kwargs)
+                check_attributes(module, attributes, who)
+                boundary.check(x, up.weight, parts_of(module, names))
+
+            refusal = boundary.refusal(x, down.out_features, check)
             if refusal is not None:
                 return refusal
             inside, leave = boundary.enter(x)
@@ -109,13 +140,25 @@ class METPParallel(ParallelStyle):
                 inside.flatten(0, -2), local(up.weight), None if gate is None else local(gate.weight),
                 local(down.weight), local(up.bias), None if gate is None else local(gate.bias),
             )  # fmt: skip
-            y = torch.ops.wallfacer_dt.feed_forward(*tensors, *options)
-            y = watched(y, module.parameters())
+            told = options._replace(gradients=needing_gradients(x, module, names))
+            y, _ = torch.ops.wallfacer_dt.feed_forward(*tensors, *told)
+            y = watched(y, module.parameters(), boundary.weights.name)
             return leave(boundary.with_bias(y, down.bias).unflatten(0, inside.shape[:-1]))
 
         return forward
 
-    def _check_module(self, module: nn.Module, who: str) -> None:
+    def _check_call(self, parameters: Parameters, x: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse (TypeError, ValueError) arguments after x that are not as they were when the module was tried."""
+        if x is None:
+            raise TypeError(f"called without {parameters.x}")
+        for name, value in parameters.differing(parameters.given(args, kwargs), {}).items():
+            default = f" but {described(name, parameters.defaults[name])}" if name in parameters.defaults else ""
+            raise ValueError(
+                f"a feed-forward under {type(self).__name__} was called with {described(name, value)}; it knows of "
+                f"nothing after {parameters.x}{default}: do outside of the module what {name} asks for"
+            )
+
+    def _check_module(self, module: nn.Module, who: str, device_type: str) -> None:
         units, dim = 10, 6
         shapes = dict.fromkeys(self._inward, (units, dim)) | {self.down: (dim, units)}
         alone = FeedForwardOptions("", 0, units, (units,), self.activation, "")
@@ -123,10 +166,12 @@ class METPParallel(ParallelStyle):
         def formula(inputs: Inputs) -> Tensor:
             x = inputs[""]
             weights = [inputs[f"{self.up}.weight"], inputs.get(f"{self.gate}.weight"), inputs[f"{self.down}.weight"]]
-            biases = [inputs.get(f"{name}.bias") for name in (self.up, self.gate, self.down)]
-            y = torch.ops.wallfacer_dt.feed_forward(x.flatten(0, -2), *weights, *biases[:2], *alone)
+            *biases, last = [inputs.get(f"{name}.bias") for name in (self.up, self.gate, self.down)]
+            tensors = as_computed(x.flatten(0, -2), *weights, *biases)
+            y, _ = torch.ops.wallfacer_dt.feed_forward(*tensors, *alone)
             y = y.unflatten(0, x.shape[:-1])
-            return y if biases[2] is None else y + biases[2]
+            return y if last is None else y + last.to(y.dtype)
 
         inputs = small_inputs(module, shapes, (2, 5, dim))
-        compare(module, who, inputs, [((), {})], lambda inputs, *_: formula(inputs))
+        call = [((), {})]
+        compare(module, who, inputs, call, lambda inputs, *_: formula(inputs), device_type)

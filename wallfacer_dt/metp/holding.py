@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -10,13 +10,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from wallfacer_dt.collectives import agree
+from wallfacer_dt.agreement import agree, refusing_together
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.mesh import CONTEXT_AXES, check_ascending, is_flattened, is_in_rank_order, whole_context_group
-from wallfacer_dt.refusal import refusing_together
+from wallfacer_dt.mesh import (
+    CONTEXT_AXES,
+    check_ascending,
+    is_flattened,
+    is_in_rank_order,
+    name_of,
+    whole_context_group,
+)
 
 Read = TypeVar("Read")
 TENSOR_AXIS = "tp"
@@ -35,7 +41,8 @@ class WeightMesh:
         group: name of the process group of the former together.
         ranks: for every index along them its rank in the group.
         tp_mesh: the axis ``tp`` alone, where there is one.
-        tp_group: name of its process group, or empty.
+        name: of the mesh, by which ranks compare their calls.
+        tp_name: of ``tp`` alone, or empty.
     """
 
     mesh: DeviceMesh
@@ -46,7 +53,8 @@ class WeightMesh:
     group: str
     ranks: tuple[int, ...]
     tp_mesh: DeviceMesh | None
-    tp_group: str
+    name: str
+    tp_name: str
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "WeightMesh":
@@ -71,28 +79,58 @@ class WeightMesh:
         if place is None:
             raise ValueError(f"this rank is not in the mesh {mesh.mesh.tolist()}")
         check_ascending(mesh)
-        name, ranks = whole_context_group(mesh, context)
+        group, ranks = whole_context_group(mesh, context)
         sizes = tuple(mesh.shape[: len(context)])
         index = 0
         for size, position in zip(sizes, place, strict=False):
             index = index * size + position
         if len(names) == len(context):
-            return cls(mesh, sizes, 1, index, 0, name, ranks, None, "")
+            return cls(mesh, sizes, 1, index, 0, group, ranks, None, name_of(mesh), "")
         tp = mesh[TENSOR_AXIS]
-        return cls(mesh, sizes, tp.size(), index, place[-1], name, ranks, tp, str(tp.get_group().group_name))
+        return cls(mesh, sizes, tp.size(), index, place[-1], group, ranks, tp, name_of(mesh), name_of(tp))
 
-    @property
-    def groups(self) -> tuple[str, str]:
-        """Names of both groups, innermost first."""
-        return self.tp_group, self.group
+    def together(
+        self,
+        read: Callable[[], Read],
+        module: nn.Module,
+        dims: Mapping[str, int],
+        layouts: tuple[Placement, Placement],
+        source: int | None,
+        told: Mapping[str, Hashable],
+    ) -> Read:
+        """Refuse on all ranks a module that one refuses, or that is another on one; see Note [Refusing together].
 
-    def together(self, read: Callable[[], Read]) -> Read:
-        """What ``read`` gives, or on all ranks a refusal if one refuses; see Note [Refusing together]."""
-        device_type = self.mesh.device_type
-        with refusing_together(self.groups, device_type):
+        Args:
+            read: refuses a module, or gives what the style needs to know of it.
+            module: of which :meth:`shard` is to send parameters.
+            dims: as for :meth:`shard`.
+            layouts: the style's, of input and output.
+            source: as for :meth:`shard`.
+            told: by name what else the style was told, which ranks must have been alike.
+
+        Returns:
+            What ``read`` gives.
+
+        Raises:
+            ValueError: on every rank: parameters or styles differ between ranks.
+        """
+        with refusing_together(self.name):
             result = read()
-            agree((("METP", "applied"),), *self.groups, every_call=device_type == "cpu")
+            self._check_parameters(module, dims)
+            style = {**told, "input_layouts and output_layouts": layouts, "src_data_rank": source}
+            agree("METP applied", {**style, **_described(module, dims)}.items(), self.name)
         return result
+
+    def _check_parameters(self, module: nn.Module, dims: Mapping[str, int]) -> None:
+        """Refuse (ValueError) parameters that cannot be sharded."""
+        for name in self._nested(module, dims)[:1]:
+            self.check_gathered(name)
+        for name in _present(module, dims):
+            if id(module.get_parameter(name)) in _taken:
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is a weight of another module under METP as well, to which it "
+                    "would be tied no more"
+                )
 
     @property
     def context_mesh(self) -> DeviceMesh:
@@ -109,7 +147,7 @@ class WeightMesh:
         return tuple(by_index[rank] for rank in range(len(sizes)))
 
     def shard(self, module: nn.Module, dims: Mapping[str, int], source: int | None) -> str:
-        """Make the named parameters DTensors, sharded by these dims over all axes of the mesh.
+        """Make the named parameters DTensors, sharded by these dims over all axes; :meth:`together` has seen them.
 
         Args:
             module: the module.
@@ -119,21 +157,12 @@ class WeightMesh:
         Returns:
             The name of a parameter whose shards are nested, if there is one, see :meth:`check_gathered`.
         """
-        present = {name: dim for name, dim in dims.items() if name in dict(module.named_parameters())}
-        nested = [name for name, dim in present.items() if self._is_nested(module.get_parameter(name).shape[dim])]
-        if nested:
-            self.check_gathered(nested[0])
-        for name in present:
-            if id(module.get_parameter(name)) in _taken:
-                raise ValueError(
-                    f"{type(module).__name__}.{name} is a weight of another module under METP as well, to which it "
-                    "would be tied no more"
-                )
-        for name, dim in present.items():
+        nested = self._nested(module, dims)
+        for name in _present(module, dims):
             owner, _, last = name.rpartition(".")
             holder, parameter = module.get_submodule(owner), module.get_parameter(name)
             _taken[id(parameter)] = weakref.ref(parameter, partial(_forget, id(parameter)))
-            placements = [Shard(dim)] * self.mesh.ndim
+            placements = [Shard(dims[name])] * self.mesh.ndim
             whole = distribute_tensor(parameter.detach(), self.mesh, placements, src_data_rank=source)
             holder.register_parameter(last, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         return nested[0] if nested else ""
@@ -146,6 +175,10 @@ class WeightMesh:
                 "exists, with which torch gathers such DTensors wrongly: let the length divide and ranks ascend along "
                 "the mesh (context_mesh's placement), or do not flatten it"
             )
+
+    def _nested(self, module: nn.Module, dims: Mapping[str, int]) -> list[str]:
+        present = _present(module, dims)
+        return [name for name in present if self._is_nested(module.get_parameter(name).shape[dims[name]])]
 
     def _is_nested(self, length: int) -> bool:
         """Whether shards of this length are not those of one axis."""
@@ -170,12 +203,24 @@ def _forget(identity: int, _: weakref.ref[nn.Parameter]) -> None:
     _taken.pop(identity, None)
 
 
+def _present(module: nn.Module, dims: Mapping[str, int]) -> list[str]:
+    """Which of the named parameters there are: a bias may be absent."""
+    present = dict(module.named_parameters())
+    return [name for name in dims if name in present]
+
+
+def _described(module: nn.Module, dims: Mapping[str, int]) -> dict[str, str]:
+    """What ranks must have alike before a module's parameters are sent, by their names."""
+    parameters = {name: module.get_parameter(name) for name in _present(module, dims)}
+    return {name: f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()}
+
+
 def local(parameter: Tensor | None) -> Tensor | None:
     """This rank's shard."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def watched(y: Tensor, parameters: Iterable[Tensor | None]) -> Tensor:
+def watched(y: Tensor, parameters: Iterable[Tensor | None], mesh: str) -> Tensor:
     """A result whose backward refuses (RuntimeError) parameters that have been changed in place meanwhile.
 
     Autograd looks after what an operator saves; of DTensors that is their local tensors, which a change of the DTensor
@@ -186,20 +231,12 @@ def watched(y: Tensor, parameters: Iterable[Tensor | None]) -> Tensor:
     versions = [(parameter, parameter._version) for parameter in parameters if parameter is not None]
 
     def check(_: Tensor) -> None:
-        if any(parameter._version != version for parameter, version in versions):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "weight under METP was changed between forward and backward"
-            )
+        with refusing_together(mesh):
+            if any(parameter._version != version for parameter, version in versions):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    "weight under METP was changed between forward and backward"
+                )
 
     y.register_hook(check)
     return y
-
-
-def as_computed(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in the dtype that autocast asks for, where it is on; otherwise as they are."""
-    kind = next(x.device.type for x in tensors if x is not None)
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)

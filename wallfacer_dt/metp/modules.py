@@ -1,10 +1,13 @@
-"""Reading a module that METP is to take over: its projections, and what else it must not have."""
+"""Reading a module that METP is to take over: its projections, what else it must not have, and how it is called."""
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wallfacer_dt.metp.holding import TENSOR_AXIS
@@ -14,20 +17,132 @@ _DROPOUTS = (
 )  # fmt: skip
 
 
-def arguments_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the forward's positional arguments; the first is x."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
-    return tuple(p.name for p in parameters if p.kind in kinds) or ("x",)
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a module's forward takes, so that METP in its place drops nothing of a call.
+
+    Attributes:
+        x: name of the first.
+        positional: names of those after it that a call may give by position.
+        named: names of those after it that a call may give by name.
+        defaults: by name, of those that a call may leave out.
+        any_positional: whether a call may give more by position.
+        any_named: whether a call may give more by name.
+    """
+
+    x: str
+    positional: tuple[str, ...]
+    named: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    any_positional: bool
+    any_named: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Parameters":
+        """Those of a module that has no style yet."""
+        parameters = inspect.signature(module.forward).parameters.values()
+        kind = inspect.Parameter
+
+        def of_kind(*kinds: Any) -> tuple[str, ...]:
+            return tuple(p.name for p in parameters if p.kind in kinds)
+
+        x, *positional = of_kind(kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) or ("x",)
+        named = tuple(name for name in of_kind(kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY) if name != x)
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        more = bool(of_kind(kind.VAR_POSITIONAL)), bool(of_kind(kind.VAR_KEYWORD))
+        return cls(x, tuple(positional), named, defaults, *more)
+
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """x, None where a call does not give it; what else the call gives by position, and by name."""
+        if args:
+            return args[0], args[1:], dict(kwargs)
+        return kwargs.get(self.x), (), {name: value for name, value in kwargs.items() if name != self.x}
+
+    def names(self, count: int) -> tuple[str, ...]:
+        """Names of so many arguments after x that are given by position."""
+        more = (f"argument {i + 1}" for i in range(len(self.positional), count))
+        return (*self.positional[:count], *more)
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a call gives after x, by name; refuses (TypeError) what the module itself would not take."""
+        if len(args) > len(self.positional) and not self.any_positional:
+            raise TypeError(
+                f"called with {1 + len(args)} positional arguments, of which it takes {1 + len(self.positional)}"
+            )
+        found = dict(zip(self.names(len(args)), args, strict=True))
+        for name, value in kwargs.items():
+            if name in found or name == self.x:
+                raise TypeError(f"called with multiple values for argument {name!r}")
+            if name not in self.named and not self.any_named:
+                raise TypeError(f"called with an unexpected keyword argument {name!r}")
+            found[name] = value
+        missing = [n for n in (*self.positional, *self.named) if n not in found and n not in self.defaults]
+        if missing:
+            raise TypeError(f"called without the required argument {missing[0]!r}")
+        return found
+
+    def differing(self, given: Mapping[str, Any], tried: Mapping[str, Any]) -> dict[str, Any]:
+        """What a call makes other than the call that was tried, by name; None asks for nothing where it is no default.
+
+        Args:
+            given: as the call gives it.
+            tried: as the call that was tried gave it; what it left out had its default.
+
+        Returns:
+            Values that METP must know what to do with, be they a call's or a default.
+        """
+        asked = {name: self.defaults.get(name) for name in tried} | dict(given)
+        return {
+            name: value
+            for name, value in asked.items()
+            if not _is_same(value, tried.get(name, self.defaults.get(name)))
+        }
 
 
-def the_input(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """x, as a call gives it, by position or taken out of the names."""
-    if not args:
-        if name not in kwargs:
-            raise TypeError(f"called without {name}")
-        return kwargs.pop(name)
-    return args[0]
+def _is_same(value: Any, other: Any) -> bool:
+    # Tensors compare elementwise, and True is not what a module may take 1 for.
+    plain = isinstance(value, int | float | str) and isinstance(other, int | float | str)
+    return value is other or (plain and isinstance(value, bool) == isinstance(other, bool) and value == other)
+
+
+def described(name: str, value: Any) -> str:
+    """An argument, for a message."""
+    # A compiler may take a number for a symbol, which has no text.
+    if isinstance(value, float):
+        value = float(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = index(value)
+    if value is None or isinstance(value, int | float | str):
+        return f"{name}={value!r}"
+    return f"{name}, a {type(value).__name__}"
+
+
+Attribute = tuple[str, str, Any]
+"""Name of a submodule, of a number or text in it, and this."""
+
+
+def attributes_of(module: nn.Module) -> tuple[Attribute, ...]:
+    """What a module and its submodules hold that is a number or text, as far as torch does not look after it."""
+    return tuple(
+        (path, name, value)
+        for path, child in module.named_modules()
+        for name, value in vars(child).items()
+        if isinstance(value, int | float | str) and name not in _TORCHS
+    )
+
+
+_TORCHS = vars(nn.Module()).keys()
+
+
+def check_attributes(module: nn.Module, tried: Sequence[Attribute], who: str) -> None:
+    """Refuse (ValueError) a module that holds another number than when it was tried, which METP would not see."""
+    for path, name, value in tried:
+        now = getattr(module.get_submodule(path), name, None)
+        if not _is_same(now, value):
+            raise ValueError(
+                f"{'.'.join(filter(None, (path, name)))} was {value!r} when {who} was applied, and now the module has "
+                f"{described(name, now)}: {who} computes what it did then; apply it to a new module"
+            )
 
 
 def linear(module: nn.Module, name: str) -> nn.Linear:
@@ -35,6 +150,25 @@ def linear(module: nn.Module, name: str) -> nn.Linear:
     projection = module.get_submodule(name)
     assert isinstance(projection, nn.Linear), name
     return projection
+
+
+def needing_gradients(x: Tensor, module: nn.Module, projections: Sequence[str]) -> str:
+    """Names of what needs a gradient, x and parts of projections: who communicates in a backward depends on them."""
+    if not torch.is_grad_enabled():
+        return ""
+    given = {"x": x} | parts_of(module, projections)
+    return ", ".join(name for name, tensor in given.items() if tensor.requires_grad)
+
+
+def parts_of(module: nn.Module, projections: Sequence[str]) -> dict[str, Tensor]:
+    """Weights and biases of projections, as far as there are any, by name."""
+    parts = {}
+    for name in projections:
+        projection = linear(module, name)
+        parts[f"{name}.weight"] = projection.weight
+        if projection.bias is not None:
+            parts[f"{name}.bias"] = projection.bias
+    return parts
 
 
 def check_names(names: Mapping[str, Any]) -> None:

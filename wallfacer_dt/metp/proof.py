@@ -6,23 +6,41 @@ one does is not the module's affair, and is what the package's tests are about.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
+from wallfacer_dt.autocast import is_autocast_on
+from wallfacer_dt.comparison import IncomparableError, comparable, worst_error
 from wallfacer_dt.equivalence import EquivalenceError, in_mode
 
 Inputs = dict[str, Tensor]
 """Parameters by their names in the module, and x by the name ``""``."""
 
 
+Formula = Callable[[Inputs, Sequence[Any], Mapping[str, Any]], Tensor]
+
+
 class CouldNotRunError(EquivalenceError):
     """The module takes none of the calls, whatever it computes."""
 
 
-_TOLERANCE = 1e-4  # relative, in float64: a module may turn or norm in float32
+class _Tolerance(NamedTuple):
+    """By how much results may differ, relative to the largest entry of each, which counts as ``least`` of all at least.
+
+    In float64 a module may turn or norm in float32; float32 is tried under autocast alone, which makes half of it.
+    Some gradients are 0 but for rounding, as that of a bias of keys is.
+    """
+
+    relative: float
+    least: float
+
+
+_TOLERANCES = {torch.float64: _Tolerance(1e-4, 1e-6), torch.float32: _Tolerance(8e-2, 1e-2)}
+_NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 def compare(
@@ -30,9 +48,11 @@ def compare(
     who: str,
     inputs: Inputs,
     calls: Iterable[tuple[Sequence[Any], Mapping[str, Any]]],
-    formula: Callable[[Inputs, Sequence[Any], Mapping[str, Any]], Tensor],
+    formula: Formula,
+    device_type: str = "cpu",
+    remedy: str = "or give check=False",
 ) -> int:
-    """Compare a module's output and gradients with a formula's.
+    """Compare a module's output and gradients with a formula's: in float64, and in float32 where autocast is on.
 
     Args:
         module: of any size, on any device; it is tried in training mode, with its buffers as they are, and stays as it
@@ -41,6 +61,8 @@ def compare(
         inputs: small, float64, on the CPU.
         calls: what the module may be called with after x; one that it takes and in which both agree is enough.
         formula: what METP computes of the same.
+        device_type: whose autocast counts, which is then on in this trial on the CPU.
+        remedy: what to do about a module that could not be run.
 
     Returns:
         The number of the call in which they agree.
@@ -48,31 +70,55 @@ def compare(
     Raises:
         EquivalenceError: they differ, naming the first difference, or the module could not be run.
     """
-    problems, has_run = [], False
+    differences, failures = [], []
+    is_on = is_autocast_on(device_type)
+    autocast = torch.autocast("cpu", torch.get_autocast_dtype(device_type) if is_on else None, enabled=is_on)
     with (
         in_mode(module, training=True),  # dropout must show, whatever mode the module is in
         torch.device("cpu"),
         torch.random.fork_rng([]),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
+        autocast,
     ):
-        for number, (args, kwargs) in enumerate(calls):
+        for number, call in enumerate(calls):
             try:
-                theirs = _results(lambda x, a=args, k=kwargs: _run(module, x, a, k), inputs)
-            except EquivalenceError:
-                raise
-            except Exception as error:  # whatever a module may raise
-                shape = tuple(inputs[""].shape)
-                what = f"could not be run on x {shape} and small weights: {type(error).__name__}: {error}"
-                problems.append(f"{what}; or give check=False")
+                found = (_tried(module, formula, inputs, call, dtype) for dtype in list(_TOLERANCES)[: 1 + is_on])
+                problem = next(filter(None, found), "")
+            except CouldNotRunError as error:
+                failures.append(str(error))
                 continue
-            has_run = True
-            ours = _results(lambda x, a=args, k=kwargs: formula(x, a, k), inputs)
-            if (problem := _difference(ours, theirs)) is None:
+            if not problem:
                 return number
-            problems.append(f"is not what {who} computes: {problem}")
-    raise (EquivalenceError if has_run else CouldNotRunError)(f"{type(module).__name__} {problems[-1]}")
+            differences.append(problem)
+    kind = type(module).__name__
+    if differences:
+        under = " under autocast" if is_on else ""
+        raise EquivalenceError(f"{kind} is not what {who} computes{under}: {differences[0]}")
+    raise CouldNotRunError(f"{kind} {failures[0]}; {remedy}")
+
+
+def _tried(
+    module: nn.Module,
+    formula: Formula,
+    inputs: Inputs,
+    call: tuple[Sequence[Any], Mapping[str, Any]],
+    dtype: torch.dtype,
+) -> str:
+    """How the module differs from the formula in a call, or empty; CouldNotRunError where it does not take the call."""
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    if dtype != torch.float64:
+        call = tree_map_only(Tensor, lambda x: x.to(_NARROWER.get(x.dtype, x.dtype)), call)
+    args, kwargs = call
+    try:
+        theirs = _results(lambda x: _run(module, x, args, kwargs), inputs)
+    except EquivalenceError:
+        raise
+    except Exception as error:  # whatever a module may raise
+        shape = tuple(inputs[""].shape)
+        what = f"could not be run on x {shape} and small weights: {type(error).__name__}: {error}"
+        raise CouldNotRunError(what) from error
+    return _difference(_results(lambda x: formula(x, args, kwargs), inputs), theirs, _TOLERANCES[dtype])
 
 
 def _run(module: nn.Module, inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -98,18 +144,19 @@ def _results(function: Callable[[Inputs], Tensor], inputs: Inputs) -> dict[str, 
     }
 
 
-def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:
-    # Some gradients are 0 but for rounding, as that of a bias of keys is.
-    least = 1e-6 * max(float(x.abs().max()) for x in theirs.values())
-    for name, mine in ours.items():
-        its = theirs[name]
-        if mine.shape != its.shape:
-            return f"{name} has shape {tuple(its.shape)} in the module, {tuple(mine.shape)} under METP"
-        size = max(float(mine.abs().max()), float(its.abs().max()), least)
-        largest = float((mine - its.to(mine.dtype)).abs().nan_to_num(torch.inf).max()) / size
-        if not largest <= _TOLERANCE:
+def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: _Tolerance) -> str:
+    who = "in the module", "under METP"
+    try:
+        pairs = {name: comparable(name, theirs[name], mine, who) for name, mine in ours.items()}
+    except IncomparableError as why:
+        return str(why)
+    least = tolerance.least * torch.stack([its.abs().max() for its, _ in pairs.values()]).max()
+    for name, pair in pairs.items():
+        size = torch.maximum(torch.stack(pair).abs().max(), least)
+        largest = worst_error([pair]) / float(size)
+        if largest > tolerance.relative:
             return f"{name} differs (largest relative difference {largest:.1g})"
-    return None
+    return ""
 
 
 def small_inputs(module: nn.Module, shapes: Mapping[str, tuple[int, int]], x: tuple[int, ...]) -> Inputs:

@@ -1,18 +1,23 @@
 """Rotary positions as models hand them to their attention: where a call's cos and sin are, and what else it brings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from wallfacer_dt.algorithms import PAIRS
-from wallfacer_dt.metp.modules import arguments_of
+from wallfacer_dt.compiler import sizes
+from wallfacer_dt.metp.modules import Parameters, described
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 Rotation = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], tuple[Tensor, Tensor]]
 Form = Literal["complex", "by element", "by pair"]
+
+_NOTHING_NAMED = Parameters("x", (), (), {}, any_positional=False, any_named=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +29,20 @@ class Rotary:
         head_dim: H.
         rotation: what finds cos and sin in a call; None: a pair of tensors, or a complex one, is looked for.
         forms: in which angles may come that are looked for: complex (L, H / 2), or cos and sin, (L, H) or (L, H / 2).
-            A module that turns a part of every head has another of these than one that turns all of it.
-        positional: names of the forward's positional arguments after x.
-        named: names of the arguments that ``rotation`` may find something in; others must be None.
+            A module that turns a part of every head has another of these than one that turns all of it, so once it has
+            been tried only that in which it was.
+        parameters: of the module's forward.
+        found_in: names of the arguments in which ``rotation`` finds something.
+        tried: the other arguments of the call that the module was tried with, by name; it knows of no other values.
     """
 
     pairs: str | None
     head_dim: int
     rotation: Rotation | None
-    forms: tuple[Form, ...] = ("complex", "by element")
-    positional: tuple[str, ...] = ()
-    named: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ("complex", "by element", "by pair")
+    parameters: Parameters = _NOTHING_NAMED
+    found_in: tuple[str, ...] = ()
+    tried: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.pairs is not None and (self.pairs not in PAIRS or self.head_dim % 2):
@@ -46,17 +54,22 @@ class Rotary:
 
     def of(self, module: nn.Module) -> "Rotary":
         """The same, for a module whose arguments have these names."""
-        return replace(self, positional=arguments_of(module)[1:])
+        return replace(self, parameters=Parameters.of(module))
 
-    def as_in(self, call: Arguments) -> "Rotary":
-        """The same, for calls like this one."""
+    def as_in(self, module: nn.Module, call: Arguments) -> "Rotary":
+        """The same, for calls of a module like this one."""
+        given = self.parameters.given(*call)
         if self.rotation is not None:
-            return replace(self, named=tuple(name for name, value in self._given(*call) if _is_something(value)))
-        angles = [value for _, value in self._given(*call) if _as_angles(value) is not None]
-        return replace(self, forms=(self._form(angles[0]),)) if angles else self
+            found_in = tuple(name for name in given if self._is_read(module, call, name))
+            tried = {name: value for name, value in given.items() if name not in found_in}
+            return replace(self, found_in=found_in, tried=tried)
+        angles = [value for value in given.values() if _as_angles(value) is not None]
+        forms = tuple(form for value in angles[:1] if (form := self._form(value)) is not None)
+        tried = {name: value for name, value in given.items() if _as_angles(value) is None}
+        return replace(self, forms=forms or self.forms, tried=tried)
 
     def angles(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int, length: int
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """cos and sin (1 or B, L, H / 2) of a call, or None for both.
 
@@ -64,32 +77,22 @@ class Rotary:
             module: the module called.
             args: what it was called with after x.
             kwargs: by name.
-            batch: B.
-            length: L, tokens of this rank.
+            x: something of this rank's tokens' shape (B, L, D).
 
         Returns:
             The angles.
 
         Raises:
+            TypeError: the module itself takes no such call; or cos and sin are no pair of floating-point tensors.
             ValueError: there are none of this shape, or something else that is not implemented.
             NotImplementedError: they want a gradient.
         """
         found = self._found(module, args, kwargs)
         if found is None:
             return None, None
+        for name, angle in zip(("cos", "sin"), found, strict=True):
+            self._check(name, angle, x)
         cos, sin = (self._by_pair(angle) for angle in found)
-        for angle in (cos, sin):
-            if (
-                angle.ndim != 3
-                or tuple(angle.shape[1:]) != (length, self.head_dim // 2)
-                or len(angle) not in (1, batch)
-            ):
-                raise ValueError(
-                    "cos and sin must be those of this rank's tokens, (L, H / 2) or (B, L, H / 2) with "
-                    f"L = {length} and H = {self.head_dim}, got {tuple(angle.shape)}"
-                )
-            if angle.requires_grad and torch.is_grad_enabled():
-                raise NotImplementedError("METP has no gradient of cos and sin, which require one; detach them")
         return cos, sin
 
     def examples(self, length: int) -> Iterator[Arguments]:
@@ -105,50 +108,89 @@ class Rotary:
         yield (torch.polar(torch.ones_like(angle), angle),), {}
 
     def _found(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-        given = [(name, value) for name, value in self._given(args, kwargs) if _is_something(value)]
+        given = self.parameters.given(args, kwargs)
+        asked = self.parameters.differing(given, self.tried)
         if self.rotation is not None:
-            for name, value in given:
-                if name not in self.named:
-                    raise ValueError(f"attention was called with {name}, a {type(value).__name__}, which example= does "
-                                     "not give it and METP does not implement")  # fmt: skip
-            return self.rotation(module, args, kwargs)
-        for name, value in given:
-            if _as_angles(value) is None:
-                raise ValueError(f"attention was called with {name}, a {type(value).__name__}, which METP does not "
-                                 "implement without rotation=")  # fmt: skip
-        if len(given) != (self.pairs is not None):
+            self._refuse({name: value for name, value in asked.items() if name not in self.found_in})
+            found = _as_angles(self.rotation(module, args, kwargs))
+            if found is None:
+                raise TypeError("rotation= must give cos and sin, a pair of tensors, or a complex one")
+            return found
+        self._refuse({name: value for name, value in asked.items() if _as_angles(value) is None})
+        if self.pairs is not None and not asked:
             raise ValueError(
-                f"attention was called with {len(given)} pairs of cos and sin, METPAttentionParallel was given "
-                f"rotary={self.pairs!r}"
+                f"attention was called without cos and sin, which rotary={self.pairs!r} takes: pass them with the "
+                "call, a pair of tensors or a complex one, or give rotation= and example="
             )
-        if not given:
-            return None
-        value = given[0][1]
-        if self._form(value) not in self.forms:
+        if len(asked) > (self.pairs is not None):
             raise ValueError(
-                f"cos and sin come {self._form(value)} of H = {self.head_dim}, where they were "
-                f"{' or '.join(self.forms)} when the module was tried: pass example= or rotation="
+                f"attention was called with {', '.join(asked)}, by the looks of it cos and sin, of which "
+                f"rotary={self.pairs!r} takes {'one pair' if self.pairs else 'none'}"
             )
-        return _as_angles(value)
+        for value in asked.values():
+            form = self._form(value)
+            if form is not None and form not in self.forms:
+                raise ValueError(
+                    f"cos and sin come {form} of H = {self.head_dim}, where they were {self.forms[0]} when the module "
+                    "was tried: pass example= or rotation="
+                )
+            return _as_angles(value)
+        return None
 
-    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        names = [*self.positional, *(f"argument {i + 1}" for i in range(len(self.positional), len(args)))]
-        return [*zip(names, args, strict=False), *kwargs.items()]
+    def _refuse(self, unknown: Mapping[str, Any]) -> None:
+        """Refuse (ValueError) arguments that are not as they were when the module was tried."""
+        for name, value in unknown.items():
+            usual = self.tried if name in self.tried else self.parameters.defaults
+            was = f" but {described(name, usual[name])}" if name in usual else ""
+            raise ValueError(
+                f"attention was called with {described(name, value)}, where METPAttentionParallel knows of nothing{was}"
+                ": a mask is for its style attention=, cos and sin in another form are for rotation=, and what else "
+                "every call brings is for example="
+            )
 
-    def _form(self, value: Any) -> Form:
+    def _is_read(self, module: nn.Module, call: Arguments, name: str) -> bool:
+        """Whether ``rotation`` makes anything of an argument: then it finds no angles where that is no number."""
+        assert self.rotation is not None
+        args, kwargs = call
+        names = self.parameters.names(len(args))
+        args = tuple(object() if its == name else value for its, value in zip(names, args, strict=True))
+        kwargs = {key: object() if key == name else value for key, value in kwargs.items()}
+        try:
+            return _as_angles(self.rotation(module, args, kwargs)) is None
+        except Exception:  # whatever comes of computing with no number
+            return True
+
+    def _form(self, value: Any) -> Form | None:
+        """In which form angles come; None for none, which their shape is refused for."""
         if isinstance(value, Tensor):
             return "complex"
-        return "by element" if value[0].shape[-1] == self.head_dim else "by pair"
+        by_size: dict[int, Form] = {self.head_dim: "by element", self.head_dim // 2: "by pair"}
+        return by_size.get(value[0].shape[-1] if value[0].ndim else 0)
+
+    def _check(self, name: str, angle: Tensor, x: Tensor) -> None:
+        if not angle.is_floating_point():
+            raise TypeError(f"cos and sin must be floating point, got {name} of {angle.dtype}")
+        if isinstance(angle, DTensor):
+            raise TypeError(
+                f"cos and sin must be plain tensors of this rank's tokens, got a DTensor: {name}.to_local()"
+            )
+        batch, length = x.shape[:2]
+        *leading, tokens, size = (0, *angle.shape) if angle.ndim < 2 else angle.shape
+        is_one_of_both = size in (self.head_dim, self.head_dim // 2)
+        is_for_batch = len(leading) < 2 and all(rows in (1, batch) for rows in leading)
+        if tokens != length or not is_one_of_both or not is_for_batch:
+            raise ValueError(
+                "cos and sin must be those of this rank's tokens, (L, H / 2) or (B, L, H / 2), or H for H / 2, with "
+                f"B = {index(batch)}, L = {index(length)} and H = {self.head_dim}, got {name} {sizes(angle)}"
+            )
+        if angle.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("METP has no gradient of cos and sin, which require one; detach them")
 
     def _by_pair(self, angle: Tensor) -> Tensor:
         """An angle for every pair, which a model may have for every element."""
         if angle.shape[-1] == self.head_dim:
             angle = angle[..., : self.head_dim // 2] if self.pairs == "half" else angle[..., ::2]
         return angle.unsqueeze(0) if angle.ndim == 2 else angle
-
-
-def _is_something(value: Any) -> bool:
-    return value is not None and value is not False
 
 
 def _as_angles(value: Any) -> tuple[Tensor, Tensor] | None:

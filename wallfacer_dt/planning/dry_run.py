@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wallfacer_dt.agreement import fake_number
 from wallfacer_dt.calls import Options
 from wallfacer_dt.collectives import absent_group
 from wallfacer_dt.layout import shard_sizes
@@ -54,10 +55,10 @@ def attention_peaks(
     q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
     options = _options(candidate, sequence, index)
     with _following(q, k, v) as alive:
-        out, lse = attention_body(q, k, v, None, None, None, *options)
+        out, lse, number = attention_body(q, k, v, None, None, None, *options)
         kept, forward = alive.now, alive.peak
         alive.reset()
-        grads = attention_backward_body(torch.empty_like(out), q, k, v, None, None, None, out, lse, *options)
+        grads = attention_backward_body(torch.empty_like(out), q, k, v, None, None, None, out, lse, number, *options)
         backward = alive.peak
         del grads
     return Peaks(kept, forward, backward)
@@ -87,7 +88,9 @@ def feed_forward_peak(candidate: Candidate, model: ModelShape, sequence: Sequenc
     weights = (up, gate, down) if model.gated else (up, down)
     with _following(x, grad_out, *weights) as alive:
         given = alive.now
-        grads = feed_forward_backward_body(grad_out, x, up, gate if model.gated else None, down, None, None, *options)
+        grads = feed_forward_backward_body(
+            grad_out, x, up, gate if model.gated else None, down, None, None, fake_number(), *options
+        )
         del grads
         return alive.peak - given
 
@@ -109,12 +112,14 @@ def _options(candidate: Candidate, sequence: SequenceShape, index: int) -> Optio
         team=absent_group(place.team_rank, place.team),
         context=absent_group(place.inner_index, inner) if is_whole else "",
         context_ranks=tuple(range(inner)) if is_whole else (),
+        mesh="",
         lengths=(sequence.length, sequence.length),
         replicated=0,
         is_causal=sequence.is_causal,
         window=(-1 if left is None else left, -1 if right is None else right),
         prefix=0,
         mask="",
+        mask_key=0,
         packed="",
         scale=1.0,
         softcap=0.0,

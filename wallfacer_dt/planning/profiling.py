@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.mesh import PLACEMENTS, any_order, context_groups, temporary_groups
+from wallfacer_dt.mesh import PLACEMENTS, context_groups, temporary_groups
+from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -332,7 +333,7 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
         The call.
     """
     model, sequence, it = given.model, given.sequence, given.chosen
-    place = context_groups(mesh).coordinate
+    place, order = context_groups(mesh).coordinate, TokenOrder(it.order, mesh)
     rows = shard_sizes(sequence.length, it.axes)[place.index]
 
     def tensor(heads: int) -> Tensor:
@@ -342,12 +343,10 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
     q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
 
     def step() -> None:
-        # These are no tokens of anyone's.
-        with any_order(mesh):
-            out = context_parallel_attention(
-                q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=it.order,
-                schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
-            )  # fmt: skip
-            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        out = context_parallel_attention(
+            q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
+            schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
+        )  # fmt: skip
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     return step

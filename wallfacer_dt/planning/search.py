@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPParallel
+from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -91,11 +92,10 @@ class Plan:
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """Arguments of :class:`wallfacer_dt.WallFacerParallel` that say what was chosen, and for what."""
+        """Arguments of :class:`wallfacer_dt.WallFacerParallel` that say what was chosen; all but the order."""
         it, sequence = self.chosen, self.sequence
         return {
             "is_causal": sequence.is_causal,
-            "order": it.order,
             "schedule": it.schedule,
             "rotate": it.rotate,
             "rotate_forward": it.rotate_forward,
@@ -103,8 +103,20 @@ class Plan:
             "length": sequence.length if sequence.length % it.size else None,
         }
 
+    def order(self, mesh: DeviceMesh) -> TokenOrder:
+        """The chosen token order, to deal sequences out in and for :meth:`styles`.
+
+        Args:
+            mesh: what :meth:`mesh` makes.
+
+        Returns:
+            The order.
+        """
+        return TokenOrder(self.chosen.order, mesh)
+
     def styles(
         self,
+        order: TokenOrder,
         *,
         attention: str = "layers.*.attention.inner_attention",
         feed_forward: str = "layers.*.feed_forward",
@@ -119,9 +131,10 @@ class Plan:
     ) -> dict[str, ParallelStyle]:
         """The chosen plan for ``parallelize_module``; names are by default those of torchtitan's Llama 3.
 
-        Shard sequences in ``plan.chosen.order``; a checkpoint (``plan.chosen.checkpoint``) is the model's to place.
+        A checkpoint (``plan.chosen.checkpoint``) is the model's to place.
 
         Args:
+            order: in which sequences are dealt out: what :meth:`order` makes.
             attention: the inner attention's fully qualified name.
             feed_forward: the feed-forward's, used only where METP was chosen.
             up: its projection to the hidden units; None: ``"w3"`` beside a gate, otherwise ``"w1"``.
@@ -138,7 +151,7 @@ class Plan:
         """
         styles: dict[str, ParallelStyle] = {
             attention: WallFacerParallel(
-                **self.attention_options, scale=scale, kernel=kernel, layout=layout, check=check
+                **self.attention_options, order=order, scale=scale, kernel=kernel, layout=layout, check=check
             )
         }  # fmt: skip
         if self.chosen.feed_forward == "metp":

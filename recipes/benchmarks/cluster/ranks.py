@@ -7,7 +7,6 @@ Commands and answers are lines of JSON. torch is imported once a node, and its r
 
 import faulthandler
 import json
-import math
 import os
 import signal
 import sys
@@ -30,9 +29,10 @@ from recipes.benchmarks.cluster.cases import Case, Nodes
 from recipes.benchmarks.cluster.chosen import choose
 from recipes.benchmarks.cluster.contenders import Contender
 from recipes.benchmarks.cluster.gathered import gathered_attention
-from wallfacer_dt import context_mesh, context_parallel_attention, release_order, sequence_positions
+from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention, sequence_positions
 from wallfacer_dt.mesh import context_groups, temporary_groups
 from wallfacer_dt.planning.probe import Probe
+from wallfacer_dt.testing import worst_error
 
 Answer = dict[str, Any] | None
 Four = tuple[Tensor, ...]
@@ -90,7 +90,6 @@ class Rank:
             for group in mesh.get_all_groups():
                 dist.barrier(group)
             yield mesh
-            release_order(mesh)
             dist.barrier()
 
     def prepare(self, case: Case, contenders: list[Contender]) -> Answer:
@@ -100,7 +99,7 @@ class Rank:
         for contender in contenders:
             if contender.kind != "whole":
                 with self.mesh(contender) as mesh:
-                    self.positions[contender.name] = sequence_positions(case.length, mesh, order=contender.order)
+                    self.positions[contender.name] = sequence_positions(case.length, TokenOrder(contender.order, mesh))
         held = {_place(positions): positions for positions in self.positions.values()}
         generator = torch.Generator().manual_seed(0)
         wholes, shards = [], []
@@ -143,8 +142,9 @@ class Rank:
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
         if mesh is None:
             return lambda q, k, v: gathered_attention(q, k, v, is_causal=is_causal)
+        order = TokenOrder(contender.order, mesh)
         return lambda q, k, v: context_parallel_attention(
-            q, k, v, mesh, is_causal=is_causal, order=contender.order, schedule=contender.schedule,
+            q, k, v, mesh, is_causal=is_causal, order=order, schedule=contender.schedule,
             rotate=contender.rotate, rotate_forward=contender.rotate_forward,
         )  # fmt: skip
 
@@ -154,7 +154,7 @@ class Rank:
             self.reference = self.result
             return {"error": 0.0}
         places = self._gathered(self.positions[contender.name])
-        error = 0.0
+        pairs = []
         for index, shard in enumerate(self.result):
             parts = self._gathered(shard.contiguous())
             if self.is_first:
@@ -162,8 +162,8 @@ class Rank:
                 found = torch.full_like(truth, torch.nan)
                 for positions, part in zip(places, parts, strict=True):
                     found[:, :, positions] = part
-                error = max(error, _relative(found, truth))
-        return {"error": error}
+                pairs.append((found, truth))
+        return {"error": worst_error(pairs, relative_to="largest")} if self.is_first else None
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())] if self.is_first else None
@@ -181,11 +181,6 @@ class Rank:
 def _place(positions: Tensor) -> tuple[int, int, int]:
     """What tells shards of one sequence apart."""
     return int(positions[0]), int(positions[-1]), len(positions)
-
-
-def _relative(found: Tensor, truth: Tensor) -> float:
-    error = ((found - truth).abs().max() / truth.abs().max()).item()
-    return error if math.isfinite(error) else math.inf
 
 
 def _barrier() -> float:

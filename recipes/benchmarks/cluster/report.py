@@ -141,7 +141,7 @@ def _disturbed(cases: Mapping[Case, Measured]) -> str:
 def case_table(case: Case, measured: Measured) -> Table:
     """Every contender of a case, fastest first."""
     rows = []
-    for name, entry in sorted(measured.items(), key=lambda item: item[1].seconds):
+    for name, entry in sorted(measured.items(), key=lambda pair: pair[1].seconds):
         medians = [statistics.median(samples) for samples in (entry.forward, entry.backward)]
         rows.append([
             f"{name} ({entry.contender.what})" if name in (PLANNED, PREDICTED) else name,

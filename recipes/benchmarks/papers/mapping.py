@@ -9,7 +9,7 @@ import numpy as np
 
 from recipes.benchmarks.memory.run import fake_world
 from recipes.benchmarks.memory.tables import Table
-from wallfacer_dt import context_mesh, sequence_positions
+from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.algorithms import Mask, Sequences, make_schedule
 from wallfacer_dt.algorithms.steps import Attend, Move, Schedule, Start
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
@@ -119,7 +119,7 @@ def chunks(order: str, ranks: int = RANKS, team: int = TEAM) -> list[tuple[int, 
     for rank in range(ranks):
         with fake_world(ranks, rank):
             mesh = context_mesh("cpu", ranks // team, team)
-            positions = sequence_positions(length, mesh, order=order).numpy()
+            positions = sequence_positions(length, TokenOrder(order, mesh)).numpy()
         made.append(tuple(int(n) for n in np.unique(positions // CHUNK)))
         assert len(positions) == CHUNK * len(made[-1])
     return made

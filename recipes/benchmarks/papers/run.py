@@ -70,8 +70,8 @@ def received(call: Call) -> Received:
     Returns:
         What rank 1 receives, or rank 0 where there is no other.
     """
-    with _inputs(call) as (mesh, shards), count_collectives(mesh) as traffic:
-        context_parallel_attention(*shards, mesh, schedule=call.schedule)
+    with _inputs(call) as (mesh, (q, k, v)), count_collectives(mesh) as traffic:
+        context_parallel_attention(q, k, v, mesh, schedule=call.schedule)
     seen, calls = traffic.forward.received, traffic.forward.collectives
     # A permutation is an all-to-all of which all parts but one are empty; the team's exchange is a true one.
     hops = [key for key in seen if key[0] == "all_to_all_single" and key[1] != "cp_team"]
@@ -99,8 +99,8 @@ def held(call: Call) -> Held:
     Returns:
         What rank 1 holds, or rank 0 where there is no other.
     """
-    with _inputs(call) as (mesh, shards), _AtFirstBlock(*shards) as alive:
-        out = context_parallel_attention(*shards, mesh, schedule=call.schedule)
+    with _inputs(call) as (mesh, (q, k, v)), _AtFirstBlock(q, k, v) as alive:
+        out = context_parallel_attention(q, k, v, mesh, schedule=call.schedule)
         peak, kept = alive.peak, alive.now
         out.backward(torch.empty_like(out))
         return Held(alive.before, peak, kept, alive.peak)

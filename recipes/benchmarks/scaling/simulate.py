@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recipes.benchmarks.memory.run import fake_world
 from recipes.benchmarks.scaling.cases import PER_NODE, Case
-from wallfacer_dt import context_mesh, context_parallel_attention
+from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import placed_ranks
 from wallfacer_dt.planning import Candidate
@@ -58,8 +58,8 @@ def _run(case: Case, candidate: Candidate, rank: int, *, backward: bool) -> Traf
         with FakeTensorMode(), count_collectives(mesh) as traffic:
             q, k, v = (torch.empty(shape, dtype=sequence.dtype, requires_grad=True) for shape in shapes)
             out = context_parallel_attention(
-                q, k, v, mesh, is_causal=sequence.is_causal, order=it.order, schedule=it.schedule, rotate=it.rotate,
-                rotate_forward=it.rotate_forward, length=sequence.length,
+                q, k, v, mesh, is_causal=sequence.is_causal, order=TokenOrder(it.order, mesh), schedule=it.schedule,
+                rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
             )  # fmt: skip
             if backward:
                 out.backward(torch.empty_like(out))

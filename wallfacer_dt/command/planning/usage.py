@@ -24,11 +24,12 @@ def code_of(plan: Plan) -> str:
     """
     it = plan.chosen
     has_metp = it.feed_forward == "metp"
-    names = ["METPParallel"] * has_metp + ["WallFacerParallel", "context_mesh", "shard_sequence"]
+    names = ["METPParallel"] * has_metp + ["TokenOrder", "WallFacerParallel", "context_mesh", "shard_sequence"]
     lines = [
         f"from wallfacer_dt import {', '.join(names)}",
         f'mesh = context_mesh("cuda", ring={it.ring}, team={it.team}, ulysses={it.ulysses}, '
         f'placement="{it.placement}")',
+        f'order = TokenOrder("{it.order}", mesh)',
         _attention_line(plan),
         f'styles = {{"{_ATTENTION}": attention}}',
     ]
@@ -36,7 +37,7 @@ def code_of(plan: Plan) -> str:
         weights = 'up="w3", down="w2", gate="w1"' if plan.model.gated else 'up="w1", down="w2"'
         lines.append(f'styles["{_FEED_FORWARD}"] = METPParallel({weights}, activation="silu")')
     lines.append("parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel")
-    lines.append(f'tokens = shard_sequence(tokens, mesh, dim=1, order="{it.order}")')
+    lines.append("tokens = shard_sequence(tokens, order, dim=1)")
     if it.checkpoint in _CHECKPOINTS:
         lines.append(f"# {_CHECKPOINTS[it.checkpoint]}")
     return "\n".join(lines)
@@ -44,11 +45,13 @@ def code_of(plan: Plan) -> str:
 
 def _attention_line(plan: Plan) -> str:
     options = {name: value for name, value in plan.attention_options.items() if value not in (None, False)}
-    said = (f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items())
-    arguments = ", ".join(said)
-    line = f"attention = WallFacerParallel({arguments})"
+    said = [f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
+    arguments = ["order=order", *said]
+    line = f"attention = WallFacerParallel({', '.join(arguments)})"
     if len(line) <= _WIDTH:
         return line
     indent = "    "
-    arguments = textwrap.fill(arguments, _WIDTH, initial_indent=indent, subsequent_indent=indent)
-    return f"attention = WallFacerParallel(\n{arguments}\n)"
+    # A line ends between arguments, not within the pair of a window.
+    whole = ", ".join(argument.replace(" ", "\0") for argument in arguments)
+    filled = textwrap.fill(whole, _WIDTH, initial_indent=indent, subsequent_indent=indent).replace("\0", " ")
+    return f"attention = WallFacerParallel(\n{filled}\n)"

@@ -1,0 +1,81 @@
+"""Pools of ranks, started when first needed and kept for a module; hypothesis profiles; options of the tiers.
+
+Profiles: `fast` tries the same examples every time, `whole` five times as many, `random` others at every run. See
+docs/testing.md.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+
+from tests.tally import Tally
+from wallfacer_dt.testing import RankPool
+
+torch.set_num_threads(1)
+# A first example on a size starts its pool, which is no flaw of the property.
+_SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("fast", derandomize=True, max_examples=100, **_SLOW)
+settings.register_profile("whole", derandomize=True, max_examples=500, **_SLOW)
+# What breaks under a mutant need not be made small.
+settings.register_profile("mutants", settings.get_profile("fast"), phases=(Phase.explicit, Phase.generate))
+# Where CI is set, hypothesis has defaults of its own, among them that of the same examples every time.
+settings.register_profile("random", derandomize=False, print_blob=True, max_examples=100, **_SLOW)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole", action="store_true", help="run what is marked `whole` too, with five times the examples"
+    )
+    parser.addoption(
+        "--processes", action="store_true", help="run what runs on threads, and only that, on gloo processes instead"
+    )
+    parser.addini(
+        "budget_minutes", "where the variable CI is set: a run beyond the first is told so, beyond the second fails"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("whole" if config.getoption("whole") else "fast")
+    config.pluginmanager.register(Tally(config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"ranks", "threads"} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("ranks")
+
+    def is_left_out(item: pytest.Item) -> bool:
+        if config.getoption("processes") and "threads" not in getattr(item, "fixturenames", ()):
+            return True
+        return not config.getoption("whole") and item.get_closest_marker("whole") is not None
+
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(size)``: the pool of that many gloo processes, for transport, refusals, timeouts and compilation."""
+    yield from _pools(threads=False)
+
+
+@pytest.fixture(scope="module")
+def threads(request: pytest.FixtureRequest) -> Iterator[Callable[[int], RankPool]]:
+    """``threads(size)``: the pool of that many threads that take turns, for properties of what ranks compute."""
+    yield from _pools(threads=not request.config.getoption("processes"))
+
+
+def _pools(*, threads: bool) -> Iterator[Callable[[int], RankPool]]:
+    """Those of a module are closed with it, for their memory."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools or pools[size].closed:
+            pools[size] = RankPool(size, timeout=120, threads=threads)
+        return pools[size]
+
+    yield pool
+    for started in pools.values():
+        started.close()

@@ -1,0 +1,37 @@
+"""Tiers of a matrix of test parameters: `make test` runs a cover of it, `make test-all` (``--whole``) all of it."""
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+Row = Sequence[Any]
+
+
+def cover(rows: Sequence[Row], strength: int = 2) -> list[int]:
+    """Few of the rows, so that whatever values stand together in a row stand together in one of these.
+
+    Greedy: next is the row with most combinations not yet seen, the first of equals.
+
+    Args:
+        rows: of one length; values are told apart by their repr.
+        strength: how many values are looked at together: 2 for pairs, 1 for every value once; of shorter rows all.
+
+    Returns:
+        Numbers of rows, in the order in which they were chosen.
+    """
+    parts = [{*combinations(enumerate(map(repr, row)), min(strength, len(row)))} for row in rows]
+    missing, chosen = set().union(*parts), list[int]()
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(parts[i] & missing))
+        chosen.append(best)
+        missing -= parts[best]
+    return chosen
+
+
+def tiers(rows: Iterable[Row], strength: int = 2) -> list[Any]:
+    """Parameters for pytest: all rows in their order, those outside of :func:`cover` marked ``whole``."""
+    rows = list(rows)
+    chosen = {*cover(rows, strength)}
+    return [pytest.param(*row, marks=() if i in chosen else pytest.mark.whole) for i, row in enumerate(rows)]

@@ -1,0 +1,122 @@
+"""Ranks that differ find out, all of them, by name: at the call, or on a device before its result is used."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.disagreements import (
+    DIFFERENCES,
+    ODD,
+    Late,
+    documents_of_other_integers,
+    in_a_new_world,
+    one_does_not_come,
+    outcome,
+)
+from wallfacer_dt.agreement.meeting import Meeting
+from wallfacer_dt.testing import RankPool
+
+Ranks = Callable[[int], RankPool]
+pytestmark = pytest.mark.ranks
+
+SAME = "must be the same on every rank of the mesh, got rank 0: "
+BACKWARDS = f"the call that this is the backward of {SAME}"
+MESSAGES = {
+    "is_causal, on a device, each seen before": f"is_causal {SAME}False, rank 1: False, rank 2: True, rank 3: False",
+    "a refusal on a device": "q, k and v must be floating point, got torch.int64; cast them",
+    "scale, in compiled code on a device": f"scale {SAME}0.25, rank 1: 0.25, rank 2: 0.5",
+    "a sampler's seed, each seen before": f"seed {SAME}0, rank 1: 0, rank 2: 1",
+    "a sampler's state, each seen before": f"consumed samples {SAME}2, rank 1: 2, rank 2: 4",
+    "a sampler's state that one rank refuses": "the saved sampler had seed=1, this one has 0",
+    "too few samples on one rank": "1 data-parallel groups need as many samples, the dataset has 0",
+    "unsharding in another order": f"order {SAME}TokenOrder('contiguous', ranks 0, 1, 2, 3 in turn), rank 1: ",
+    "unsharding other documents": f"the documents {SAME}",
+    "unsharding what one rank wants a gradient of": "unshard_sequence has no gradient",
+    "unsharding along a dim that is none on one rank": "dim must be in [-4, 4), got 7",
+    "unsharding what is elsewhere on one rank": "x must be on the mesh's device type 'cpu', got meta",
+    "a sampler's seed along data_parallel": "seed must be the same on every rank of the mesh, got rank ",
+    "a refusal under grad": "scale must be",
+    "a mask that one rank refuses": "mask_mod depends on",
+    "METP's token order beside tp": f"order {SAME}TokenOrder('contiguous', ranks 0, 2 in turn), rank 2: ",
+    "METP's projections": f"its projections {SAME}('up', 'gate', 'down'), rank 1",
+    "METP's x along tp, one rank in eager code": "the shape of x must be the same on every rank",
+    "METP's x along tp, one rank in half precision": "the shape of x must be the same on every rank",
+    "a factor that METP does not see": "factor was 1.0 when METPParallel was applied, and now the module has f",
+    "dropout that comes later": "drop.p was 0.0 when METPParallel was applied, and now the module has p=0.5",
+    "a code of attention that changes": "hidden was '' when METPAttentionParallel was applied, and now the module ",
+    "METP's weight, changed on one rank": "a weight under METP was changed between forward and backward",
+    "unsharding along another dim": f"dim {SAME}1, rank 1: 1, rank 2: 2",
+    "a mesh of another placement": f"mesh {SAME}cpu mesh cp_ring 2 x cp_team 2 of ranks 0, 1, 2, 3, rank 1",
+    "a mesh of other axes": "rank 2: cpu mesh cp_ring 4 x cp_team 1 of ranks 0, 1, 2, 3",
+    "another mesh that is alike": "of its kind), rank 3: ",
+    "a mesh that one rank refuses": "mesh must have axes ('cp_ulysses', 'cp_ring', 'cp_team')",
+    "context_mesh of other sizes": f"ring {SAME}2, rank 1: 2, rank 2: 4",
+    "split_context_axis of other sizes": f"ring {SAME}2, rank 1: 2, rank 2: 4",
+    "a style's window": f"window_size {SAME}",
+    "a style's schedule": f"schedule {SAME}2d, rank 1: 2d, rank 2: published",
+    "another style": f"it {SAME}RingParallel applied, rank 1: RingParallel applied, rank 2: UlyssesParallel applied",
+    "a module that one rank refuses": "name the module inside it in the plan",
+    "a call of another kind": f"it {SAME}attention, rank 1: attention, rank 2: unshard_sequence",
+    "a backward where others are at a forward": f"it {SAME}attention, rank 1: attention, rank 2: the backward of",
+    "schedule": f"schedule {SAME}2d, rank 1: 2d, rank 2: published",
+    "length": f"length {SAME}not given, rank 1: not given, rank 2: (16, 16)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_found_on_every_rank_by_name(ranks: Ranks, name: str) -> None:
+    text = MESSAGES.get(name, BACKWARDS)
+    for kind, message in ranks(4).run(outcome, name):
+        assert kind in ("ValueError", "TypeError", "IndexError", "RuntimeError"), message
+        assert text in message
+        if SAME in text:
+            assert message.startswith("call ")
+
+
+def test_equal_documents_are_equal_whatever_holds_them(ranks: Ranks) -> None:
+    assert ranks(4).run(documents_of_other_integers) == [64.0] * 4
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[RankPool]:
+    """Ranks of a test that leaves them unfit for others."""
+    pool = RankPool(3, timeout=60)
+    yield pool
+    pool.close()
+
+
+def test_who_does_not_come_is_named(own_ranks: RankPool) -> None:
+    late = Late(first=False)
+    said = own_ranks.run(one_does_not_come, late)
+    assert said.pop(ODD) == ""
+    for message in said:
+        assert message == (
+            "call 2 on the cpu mesh cp_ring 3 of ranks 0, 1, 2: rank 2 did not come within "
+            f"0:00:0{late.seconds}, or was lost; this rank came to: attention"
+        )
+
+
+def test_a_first_call_that_not_all_come_to(own_ranks: RankPool) -> None:
+    said = own_ranks.run(one_does_not_come, Late(first=True))
+    assert said.pop(ODD) == ""
+    for message in said:
+        assert message.startswith("not all ranks came to the first call on the cpu mesh cp_ring 3 of ranks 0, 1, 2: ")
+        assert message.endswith("; this rank came to: attention")
+
+
+def test_what_was_made_in_another_world_is_refused(own_ranks: RankPool, tmp_path: Path) -> None:
+    for styled, mesh, order, fresh in own_ranks.run(in_a_new_world, str(tmp_path)):
+        assert "is of a process group that has been destroyed since; make a new mesh, and apply styles on" in styled
+        assert "is of a process group that has been destroyed since; make a new mesh" in mesh
+        assert "is of a process group that has been destroyed since; make a new mesh" in order
+        assert fresh == "nothing"
+
+
+def test_not_everything_is_remembered() -> None:
+    """Every packing of documents is a call like no other."""
+    meeting = Meeting.__new__(Meeting)
+    meeting.seen = {}
+    for likeness in range(5000):
+        meeting.remember(likeness)
+    assert list(meeting.seen) == list(range(5000 - 1024, 5000))

@@ -1,0 +1,30 @@
+"""Ranks compare what they are about to do: every call on a mesh, before anything is sent or while a device works.
+
+The lowest layer: it knows ranks and names of meshes, and nothing of attention.
+"""
+
+from wallfacer_dt.agreement.agree import (
+    agree,
+    fake_number,
+    hear_all,
+    named,
+    refusing_together,
+    settling,
+    waits_at_once,
+)
+from wallfacer_dt.agreement.worlds import is_lasting, lasting, name_mesh, outside_modes, world_timeout
+
+__all__ = [
+    "agree",
+    "fake_number",
+    "hear_all",
+    "is_lasting",
+    "lasting",
+    "name_mesh",
+    "named",
+    "outside_modes",
+    "refusing_together",
+    "settling",
+    "waits_at_once",
+    "world_timeout",
+]

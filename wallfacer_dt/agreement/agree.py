@@ -1,0 +1,310 @@
+"""Ranks compare their calls, and refuse together.
+
+Note [Comparing calls]
+Every call on a mesh posts a record (Note [Records]) before anything is sent. Whether all ranks posted the same is
+found out at once on the CPU, where a call that differs could end the process. Elsewhere at once, too, if no such call
+has been made before or this rank cannot make it; otherwise when the operator has queued its work, or in compiled code
+at the next call: the record travels while the device works. One record of a meeting is open at a time, so all ranks
+find a difference at the same call. They then tell each other all that they know of theirs, and raise the same.
+
+Note [Refusing together]
+A rank that cannot make a call meets the others where they compare it, tells them why, and all of them raise. While a
+compiler traces, ranks cannot meet: one may run, from a cache, while another still traces. So there a refusal becomes an
+operator of the graph, which meets the others, and raises, when it runs.
+"""
+
+import functools
+import hashlib
+import json
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wallfacer_dt.agreement.meeting import Meeting, Pending
+from wallfacer_dt.agreement.worlds import Named, is_lasting, this_world
+from wallfacer_dt.compiler import untraced
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Said(NamedTuple):
+    """What a rank tells of a call: why it cannot make it, or what it is and its arguments by name."""
+
+    error: str
+    what: str
+    pairs: Sequence[tuple[str, str]]
+
+
+class _Open(NamedTuple):
+    """A call that has been posted and not been looked at yet."""
+
+    number: int
+    said: _Said
+    likeness: int
+    pending: Pending
+
+
+def agree(
+    what: str,
+    signature: Iterable[tuple[str, Hashable]],
+    mesh: str,
+    *,
+    forward: int = 0,
+    error: str = "",
+    at_once: bool = True,
+) -> int:
+    """Compare a call with that of all ranks of a mesh, and refuse on all of them if one differs.
+
+    A rank that refuses its own arguments comes here with its error, so that the others do not wait for it.
+
+    Args:
+        what: the kind of call.
+        signature: pairs of a name and a value whose text is the same on every rank.
+        mesh: its name; empty for none, which has nobody to agree with.
+        forward: of a backward the number of the call that it belongs to.
+        error: why this rank cannot make the call at all.
+        at_once: wait for all ranks now. Otherwise only at the first call that is like this one, ``forward`` aside.
+
+    Returns:
+        The call's number on this mesh's ranks, from 1; 0 where there is nobody to agree with.
+
+    Raises:
+        ValueError: on every rank, naming what differs and where, of this call or of the last one; or the mesh is of a
+            world that is gone. With the ranks that have it too as an attribute ``met``.
+        RuntimeError: a rank did not come within the timeout.
+    """
+    found = _find(mesh, what or error)
+    if found is None:
+        return 0
+    text, meeting = found
+    _settle(meeting)
+    pairs = (("mesh", text), *((name, str(value)) for name, value in signature))
+    likeness = _digest((what, pairs))
+    if forward:
+        pairs = (*pairs, (_FORWARD, str(forward)))
+    meeting.number += 1
+    record = _digest((likeness, forward, error))
+    meeting.open = _Open(meeting.number, _Said(error, what, pairs), likeness, meeting.post(record))
+    if at_once or error or likeness not in meeting.seen:
+        _settle(meeting)
+    return meeting.number
+
+
+_FORWARD = "the call that this is the backward of"
+
+
+def settle() -> None:
+    """Look at all that has been posted, as far as that is still to be done; raises as :func:`agree`."""
+    world = this_world()
+    for meeting in () if world is None else world.meetings.values():
+        _settle(meeting)
+
+
+def _settle(meeting: Meeting) -> None:
+    if meeting.open is None:
+        return
+    (number, said, likeness, pending), meeting.open = meeting.open, None
+    try:
+        records = meeting.wait(pending)
+        if len(set(records)) == 1:
+            if not said.error:
+                meeting.remember(likeness)
+            return
+        told = [_Said(*json.loads(text)) for text in meeting.exchange(json.dumps(said).encode())]
+    except RuntimeError as error:
+        mesh = dict(said.pairs).get("mesh")
+        late = RuntimeError(f"call {number} on the {mesh}: {error}; this rank came to: {said.what or said.error}")
+        raise _met(late, meeting.ranks) from error
+    difference = _difference(dict(zip(meeting.ranks, told, strict=True)))
+    raise _met(ValueError(f"call {number} on this mesh: {difference}"), meeting.ranks)
+
+
+def hear_all(what: str, mine: Any, mesh: str) -> dict[int, Any]:
+    """What all ranks of a mesh have, by rank.
+
+    Args:
+        what: the kind of call.
+        mine: anything that can be pickled.
+        mesh: its name.
+
+    Returns:
+        Theirs, one's own among them.
+    """
+    agree(what, (), mesh)
+    found = _find(mesh, what)
+    if found is None:
+        return {dist.get_rank(): mine}
+    meeting = found[1]
+    return dict(zip(meeting.ranks, map(pickle.loads, meeting.exchange(pickle.dumps(mine))), strict=True))
+
+
+@contextmanager
+def refusing_together(mesh: str) -> Iterator[None]:
+    """Have all ranks refuse when one does; see Note [Refusing together].
+
+    Args:
+        mesh: its name.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except Exception as error:  # a mask_mod may raise anything
+        _tell(error, mesh)
+        raise
+
+
+def settling(body: Callable[_P, _R]) -> Callable[_P, _R]:
+    """An operator that compares its call, as it runs outside of compiled code: all is looked at before it returns."""
+
+    @functools.wraps(body)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        result = body(*args, **kwargs)
+        settle()
+        return result
+
+    return run
+
+
+def waits_at_once(device: torch.device) -> bool:
+    """Whether ranks compare a call on tensors of a device before they go on."""
+    return device.type == "cpu"
+
+
+@torch.library.custom_op(
+    "wallfacer_dt::agree",
+    mutates_args=(),
+    schema="(Tensor x, str what, str[] names, str[] values, str mesh, Tensor? forward) -> Tensor",
+)
+def _agree_op(
+    x: Tensor, what: str, names: Sequence[str], values: Sequence[str], mesh: str, forward: Tensor | None
+) -> Tensor:
+    """:func:`agree` as an operator, which generated code can call; the number is a tensor () on the CPU."""
+    number = agree(
+        what,
+        zip(names, values, strict=True),
+        mesh,
+        forward=0 if forward is None else int(forward),
+        at_once=waits_at_once(x.device),
+    )
+    return torch.tensor(number, device="cpu")
+
+
+@_agree_op.register_fake
+def _agree_fake(*args: Any) -> Tensor:  # noqa: ARG001  (nothing depends on them)
+    return fake_number()
+
+
+def fake_number() -> Tensor:
+    """What has the shape of a call's number."""
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+# Its number may be of no use, as that of a backward's is, and it must not be dropped for that.
+torch.fx.node.has_side_effect(torch.ops.wallfacer_dt.agree.default)
+
+
+@untraced("ranks cannot meet while a compiler traces")  # which it may want to where it has broken a graph off
+def _tell(error: Exception, mesh: str) -> None:
+    """Unless all ranks of the mesh have it already."""
+    ranks = _ranks_here(mesh)
+    if not ranks.issubset(getattr(error, "met", ())):
+        with suppress(ValueError, RuntimeError):  # one's own error says more than the comparison
+            agree("", (), mesh, error=str(error) or repr(error))
+        _met(error, ranks)
+
+
+def _ranks_here(mesh: str) -> frozenset[int]:
+    """The ranks of a mesh; none where there is no such mesh in this world."""
+    world = this_world()
+    found = None if world is None else world.find(mesh)
+    return frozenset() if found is None else frozenset(found.ranks)
+
+
+def _find(mesh: str, what: str) -> tuple[str, Meeting] | None:
+    """What the mesh is, and the meeting of its ranks; None where there is nobody to meet."""
+    if not mesh:
+        return None
+    (_, text, ranks, _), world = named(mesh), this_world()
+    assert world is not None, "a mesh has been named in it"
+    if len(ranks) == 1 or dist.get_backend() == "fake":
+        return None
+    try:
+        return text, world.meeting(ranks)
+    except RuntimeError as error:
+        late = RuntimeError(f"not all ranks came to the first call on the {text}: {error}; this rank came to: {what}")
+        raise _met(late, ranks) from error
+
+
+def named(mesh: str) -> Named:
+    """What a name stands for in this world.
+
+    Args:
+        mesh: name of a mesh.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: no such mesh has been named.
+    """
+    world = this_world()
+    found = None if world is None else world.find(mesh)
+    if found is None and is_lasting(mesh):
+        raise ValueError(
+            f"there is no mesh here {mesh}, for which this was exported or pickled; make meshes as they were made "
+            "there, and TokenOrder(name, mesh) of this one, before"
+        )
+    if found is None:
+        raise ValueError(
+            f"the {mesh} is of a process group that has been destroyed since; make a new mesh, and apply styles on it "
+            "to new modules"
+        )
+    return found
+
+
+def _difference(told: dict[int, _Said]) -> str:
+    """What differs, and where."""
+    refusing = {rank: said.error for rank, said in told.items() if said.error}
+    if refusing:
+        rank = min(refusing)
+        return f"rank {rank} of the mesh cannot make this call: {refusing[rank]}"
+    kinds = {rank: said.what for rank, said in told.items()}
+    if len(set(kinds.values())) > 1:
+        return f"it must be the same on every rank of the mesh, got {_listing(kinds)}"
+    by_rank = {rank: dict(said.pairs) for rank, said in told.items()}
+    names = dict.fromkeys(name for pairs in by_rank.values() for name in pairs)
+    # What some ranks have no value for follows from something else that differs.
+    for name in sorted(names, key=lambda name: not all(name in pairs for pairs in by_rank.values())):
+        values = {rank: pairs.get(name, "nothing") for rank, pairs in by_rank.items()}
+        if len(set(values.values())) > 1:
+            return f"{name} must be the same on every rank of the mesh, got {_listing(values)}"
+    # As the projections of a module, told by name, of which a rank takes one for another.
+    return (
+        f"it must be the same on every rank of the mesh, got {_listing({r: ', '.join(p) for r, p in by_rank.items()})}"
+    )
+
+
+def _listing(values: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+
+
+def _digest(what: object) -> int:
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True) or 1
+
+
+_E = TypeVar("_E", bound=Exception)
+
+
+def _met(error: _E, ranks: Iterable[int]) -> _E:
+    """The error, noting that all these ranks have it."""
+    error.met = {*getattr(error, "met", ()), *ranks}  # pyrefly: ignore[missing-attribute]
+    return error

@@ -1,0 +1,123 @@
+"""The ranks that share a mesh, in a process group of their own in which nothing but their calls is compared.
+
+Note [Records]
+A record is one 64-bit number: the digest of what a rank is about to do. All ranks of a meeting post theirs at every
+call, so that the n-th record of each is about its n-th call. Each goes to every other rank directly: one step however
+many ranks there are, and who waits in vain knows for whom. Records are of one size whatever ranks are about to do,
+since gloo ends a process where sizes differ.
+
+The group is made from the world's store under a name of these ranks, and not by ``torch.distributed.new_group``: that
+must be called by all ranks of the world, or names the group after how many groups a rank has been in, which need not be
+the same for all of its members (torch 2.13.0).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# Private; run on torch 2.13.0.
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils._python_dispatch import _disable_current_modes
+
+_NOT_HERE = 0  # no record is
+_KEPT = 1024
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Where no tracing mode (fake tensors, say) and no transform of torch.func sees what is done.
+
+    Yields:
+        Nothing.
+    """
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
+        yield
+
+
+class Pending(NamedTuple):
+    """A record that has been posted: the operation, where the other ranks' arrive, and what is sent."""
+
+    work: Any
+    heard: torch.Tensor
+    sent: torch.Tensor
+
+
+class Meeting:
+    """Ranks that compare their calls. All of them make one together, at their first call.
+
+    Args:
+        ranks: of the world, ascending; this one is among them.
+        timeout: of a wait.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        self.ranks, self.timeout = tuple(ranks), timeout
+        self.number = 0  # of this rank's last call
+        self.open: Any = None  # that call, as long as nobody has looked whether all ranks make the same
+        self.seen: dict[int, None] = {}  # what all ranks have called, oldest first
+        # Not through torch's collectives: what is compared is nobody's traffic, and costs no more than it must.
+        self._group = _group(self.ranks, timeout)
+        # What was posted last. Were a thread of gloo's the last to let go of it, it would need the interpreter, and end
+        # the process where that is ending: "terminate called without an active exception" (torch 2.13.0).
+        self._last: Pending | None = None
+
+    def post(self, record: int) -> Pending:
+        """Start telling all ranks a record, see Note [Records]."""
+        assert record != _NOT_HERE
+        with outside_modes():
+            sent = torch.full((len(self.ranks),), record, dtype=torch.int64, device="cpu")
+            heard = torch.full_like(sent, _NOT_HERE)
+            self._last = Pending(self._group.alltoall_base(heard, sent, [], []), heard, sent)
+            return self._last
+
+    def remember(self, likeness: int) -> None:
+        """Note that all ranks have made a call like this."""
+        self.seen[likeness] = None
+        if len(self.seen) > _KEPT:  # every packing of documents is like no other
+            del self.seen[next(iter(self.seen))]
+
+    def wait(self, pending: Pending) -> list[int]:
+        """All ranks' records.
+
+        Args:
+            pending: posted before.
+
+        Returns:
+            One for each rank.
+
+        Raises:
+            RuntimeError: some did not come within the timeout; says which.
+        """
+        with outside_modes():
+            try:
+                pending.work.wait()
+            except RuntimeError as error:
+                here = pending.heard.tolist()
+                missing = [rank for rank, record in zip(self.ranks, here, strict=True) if record == _NOT_HERE]
+                who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+                raise RuntimeError(f"{who} did not come within {self.timeout}, or was lost") from error
+            return pending.heard.tolist()
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """What every rank says, of any length."""
+        lengths = self.wait(self.post(len(mine) + 1))
+        slot = max(lengths)
+        with outside_modes():
+            sent = torch.frombuffer(bytearray(mine.ljust(slot, b"\0")), dtype=torch.uint8).repeat(len(self.ranks))
+            heard = torch.empty_like(sent)
+            self._last = Pending(self._group.alltoall_base(heard, sent, [], []), heard, sent)
+            self._last.work.wait()
+            rows = heard.view(len(self.ranks), slot).numpy()
+            return [row[: length - 1].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
+    """The process group of a meeting; see Note [Records]."""
+    if dist.get_backend() == "threaded":  # ranks of one process that take turns, which a wait in gloo would not give
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    store = dist.PrefixStore("wallfacer_dt " + " ".join(map(str, ranks)), _get_default_store())
+    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)

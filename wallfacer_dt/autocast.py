@@ -1,0 +1,42 @@
+"""Autocast as ``scaled_dot_product_attention`` follows it, for operators of which torch's autocast knows nothing.
+
+That operator is on autocast's lists of what runs in the lower precision, on the CPU and on CUDA: where autocast is on
+for a tensor's device, a floating-point tensor other than float64 is cast (ATen/autocast_mode.h, is_eligible).
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_autocast_on(device_type: str) -> bool:
+    """Whether autocast is on for tensors of this device type; there is none for some, as for meta."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def computed_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The dtype that a tensor of this dtype is computed in."""
+    if not dtype.is_floating_point or dtype == torch.float64 or not is_autocast_on(device_type):
+        return dtype
+    return torch.get_autocast_dtype(device_type)
+
+
+def as_computed(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors in the dtype that they are computed in; gradients are in their own. What is no tensor stays."""
+    return tuple(x.to(computed_dtype(x.dtype, x.device.type)) if isinstance(x, Tensor) else x for x in tensors)
+
+
+def outside_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator's body, whose own operations autocast leaves alone: it accumulates in a dtype of its choice."""
+
+    @wraps(body)
+    def run(x: Tensor, *rest: Any) -> Any:
+        if not is_autocast_on(x.device.type):
+            return body(x, *rest)
+        with torch.autocast(x.device.type, enabled=False):
+            return body(x, *rest)
+
+    return run

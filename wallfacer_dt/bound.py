@@ -1,0 +1,37 @@
+"""A forward that a style binds to a module, so that a copy of the module uses its own weights."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+
+class BoundForward:
+    """What a styled module does when it is called; its method ``forward`` is to be the module's.
+
+    A method bound to the module itself would be found again in a pickled one by its name, and be the class's: without
+    the style.
+
+    Args:
+        function: takes the module first.
+        module: the module.
+        style: name of the style.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], module: nn.Module, style: str) -> None:
+        self.function, self.module, self.style = function, module, style
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The style's forward of this module."""
+        return self.function(self.module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BoundForward":
+        """That of the module's copy."""
+        return BoundForward(self.function, copy.deepcopy(self.module, memo), self.style)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse (TypeError) to be pickled."""
+        raise TypeError(
+            f"a module under {self.style} cannot be pickled: save its state_dict(), and apply the style to a new module"
+        )
