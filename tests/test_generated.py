@@ -1,318 +1,129 @@
-"""What Inductor makes of a styled module: order, fusion, memory; read from generated code, on fake ranks."""
+"""What Inductor makes of a styled module: order and memory; read from generated code, on a rank of a fake world."""
 
-import math
 import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
-from expecttest import assert_expected_inline
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.lowering import lowerings
+from torch._inductor.utils import get_code
+from torch.distributed._functional_collectives import all_reduce  # noqa: TID251  (one that is not attention's)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.generated import code_of, lines_of, packed, saved_bytes, two_and_a_sum
+from tests.cases import Inner, fake_world, told
+from tests.pairwise import tiers
+from wallfacer_dt import WallFacerParallel, context_mesh
 from wallfacer_dt.ops import BODIES
 
-
-def text(ring: int, team: int, **options: Any) -> str:
-    forward, backward = lines_of(ring, team, **options)
-    return "\n".join([*forward, "backward", *backward])
+Model = Callable[[Tensor], Tensor]
 
 
-def test_wallfacer_causal() -> None:
-    assert_expected_inline(
-        text(2, 2, rotate="kv", is_causal=True, order="head_tail"),
-        """\
-    fused
-  agree
-    fused
-gather #0 cp_team
-    fused
-send #1 cp_ring
-  flash
-    fused
-  flash
-    fused
-  flash
-    fused
-wait #0
-    fused
-  flash
-wait #1
-  flash
-    fused
-send #2 cp_team
-  flash
-    fused
-wait #2
-    fused
-backward
-  agree
-    fused
-gather #0 cp_team
-    fused
-send #1 cp_ring
-    fused
-  flash_backward
-    fused
-wait #0
-    fused
-  flash_backward
-    fused
-wait #1
-  flash_backward
-    fused
-send #2 cp_team
-    fused
-  flash_backward
-    fused
-send #3 cp_ring
-    fused
-  flash_backward
-    fused
-  flash_backward
-    fused
-wait #2
-    fused
-wait #3
-    fused""",
-    )
+def styled(mesh: DeviceMesh, heads: tuple[int, int] = (4, 2), **options: Any) -> Model:
+    """A function of x (1, L, 128) round attention with that many heads, and for keys and values: 4 of 16 and 2."""
+    n, g = heads
+    inner = parallelize_module(Inner(), mesh, WallFacerParallel(check=False, **told(mesh, **options)))
+
+    def model(x: Tensor) -> Tensor:
+        q, k, v = (x * 2).unflatten(-1, (n + 2 * g, -1)).split((n, g, g), 2)
+        return inner(q, k, v).flatten(2).sin()
+
+    return model
 
 
-def test_published() -> None:
-    assert_expected_inline(
-        text(4, 2, schedule="published"),
-        """\
-    fused
-  agree
-    fused
-gather #0 cp_team
-    fused
-gather #1 cp_team
-wait #0
-    fused
-send #2 both axes
-wait #1
-wait #2
-send #3 cp_ring
-  flash
-  flash
-wait #3
-  flash
-    fused
-send #4 cp_team
-  flash
-    fused
-wait #4
-    fused
-backward
-    fused
-  agree
-    fused
-gather #0 cp_team
-    fused
-gather #1 cp_team
-wait #0
-    fused
-send #2 both axes
-wait #1
-wait #2
-send #3 cp_ring
-    fused
-  flash_backward
-  flash_backward
-    fused
-send #4 cp_ring
-wait #3
-    fused
-  flash_backward
-    fused
-send #5 cp_team
-  flash_backward
-    fused
-wait #4
-    fused
-send #6 both axes
-wait #5
-    fused
-wait #6
-    fused
-send #7 cp_team
-wait #7
-    fused""",
-    )
+def two_and_a_sum(mesh: DeviceMesh, **options: Any) -> Model:
+    """Two attentions that do not depend on each other, and a sum over all ranks that depends on neither."""
+    first, second = (styled(mesh, scale=scale, **options) for scale in (0.5, 0.25))
+    long = torch.empty(40000)
+
+    def model(x: Tensor) -> Tensor:
+        a = first(x).sum()
+        total = all_reduce(long.sin(), "sum", dist.group.WORLD)
+        return a + second(x.cos()).sum() + total.sum()
+
+    return model
 
 
-def test_ulysses() -> None:
-    """Of two groups of heads: the next one is on its way while one is computed, and the last one's results are."""
-    assert_expected_inline(
-        text(1, 1, ulysses=2, heads=(8, 4)),
-        """\
-    fused
-  agree
-    fused
-send #0 cp_ulysses
-wait #0
-    fused
-send #1 cp_ulysses
-  flash
-    fused
-send #2 cp_ulysses
-wait #1
-    fused
-  flash
-    fused
-send #3 cp_ulysses
-wait #2
-wait #3
-    fused
-backward
-  agree
-    fused
-send #0 cp_ulysses
-wait #0
-    fused
-send #1 cp_ulysses
-    fused
-  flash_backward
-    fused
-send #2 cp_ulysses
-wait #1
-    fused
-  flash_backward
-    fused
-send #3 cp_ulysses
-wait #2
-wait #3
-    fused""",
-    )
+def generated(
+    ring: int,
+    team: int,
+    model: Callable[..., Model] = styled,
+    *,
+    rank: int = 0,
+    ulysses: int = 1,
+    tokens: int = 64,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> list[list[str]]:
+    """The operators that plain ``torch.compile``'s code of forward and backward calls, in order."""
+    with fake_world(ulysses * ring * team, rank):
+        mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
+        compiled = torch.compile(model(mesh, **options), fullgraph=True, dynamic=dynamic)
+        x = torch.empty(1, tokens, 128, requires_grad=True)
+
+        def run() -> None:
+            # Nothing is compiled to machine code, so running it fails.
+            with suppress(Exception):
+                compiled(x)
+
+        with (
+            torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+            torch._inductor.config.patch(fx_graph_cache=False),
+        ):
+            codes = [code for code in get_code(run) if "def call(" in code]
+        assert len(codes) == 2
+        return [re.findall(r"torch\.ops\.(\w+\.\w+)\.default\(", code[code.index("def call(") :]) for code in codes]
 
 
-@pytest.mark.parametrize(
-    ("ring", "options"),
-    [
-        pytest.param(1, {"heads": (16, 8)}, id="four groups", marks=pytest.mark.whole),
-        pytest.param(
-            2, {"heads": (8, 4), "is_causal": True, "window_size": (70, None), "length": 255}, id="uneven hybrid"
-        ),
-    ],
-)
-def test_groups_of_heads_are_exchanged_behind_kernels(ring: int, options: dict[str, Any]) -> None:
-    """The next group's leave before a group's kernels, its results before the next group's: U Uk U Uk ... U k U."""
-    for lines in lines_of(ring, 1, ulysses=2, **options):
-        marks = ["U" if "cp_ulysses" in line else "k" if line.startswith("  flash") else "" for line in lines]
-        assert re.fullmatch("U(Uk+U)+k+U", "".join(marks))
-        sent = [line.split()[1] for line in lines if "cp_ulysses" in line]
-        # Nothing can hide the first group's arrival and the last one's return.
-        assert exposed(lines) == [sent[0], sent[-1]]
+CALLS = {
+    "even": ((0, 3), {"ring": 4}),
+    "uneven": ((0, 1), {"ring": 2, "length": 65}),
+    "uneven heads": ((0, 4), {"ring": 2, "ulysses": 3, "heads": (8, 4), "window_size": (20, None)}),
+}
 
 
-def kernels(lines: list[str]) -> list[str]:
-    return [line.strip() for line in lines if line.startswith("  flash")]
+@pytest.mark.parametrize(("call", "dynamic"), tiers(product(CALLS, [None, True]), strength=1))
+def test_ranks_start_collectives_in_one_order(call: str, dynamic: bool | None) -> None:
+    """That of the program, although ranks have tensors of different sizes; neither attention waits for the sum."""
+    order = ["wallfacer_dt.attention", "_c10d_functional.all_reduce_", "wallfacer_dt.attention"]
+    ranks, options = CALLS[call]
+    for rank in ranks:
+        tokens = 33 - rank if "length" in options else 64
+        forward, backward = generated(
+            team=1, model=two_and_a_sum, rank=rank, tokens=tokens, dynamic=dynamic, is_causal=True, **options
+        )
+        assert [name for name in forward if name in order] == order
+        assert [name for name in backward if "attention" in name] == ["wallfacer_dt.attention_backward"] * 2
 
 
-def exposed(lines: list[str]) -> list[str]:
-    """Transfers with no attention kernel between their start and their wait."""
-    started: dict[str, int] = {}
-    seen, found = 0, []
-    for line in lines:
-        words = line.split()
-        if words[0] in ("send", "gather"):
-            started[words[1]] = seen
-        elif words[0] == "wait" and started.pop(words[1]) == seen:
-            found.append(words[1])
-        seen += words[0].startswith("flash")
-    assert not started, "a transfer is never waited for"
-    return found
+def saved_bytes(ring: int, team: int) -> int:
+    """What Inductor's partitioned forward hands its backward."""
+    found: list[int] = []
 
+    def inner_compile(graph_module: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            (output,) = graph_module.graph.find_nodes(op="output")
+            values = [node.meta["val"] for node in output.args[0][1:]]
+            found.append(sum(value.nbytes for value in values if isinstance(value, Tensor)))
+        raise NotImplementedError
 
-BALANCED = {"is_causal": True, "order": "head_tail"}
-CASES = [
-    (4, 1, {"rotate": "kv"}),
-    pytest.param(3, 2, {"rotate": "q"}, marks=pytest.mark.whole),
-    (3, 2, {"rotate": "kv"} | BALANCED),
-    (3, 2, {"rotate_forward": "q"} | BALANCED),
-    (1, 3, BALANCED),
-    pytest.param(1, 3, {"rotate": "kv", "rotate_forward": "kv"} | BALANCED, marks=pytest.mark.whole),
-]
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compile_fx(graph, inputs, inner_compile=inner_compile)
 
-
-@pytest.mark.parametrize(("ring", "team", "options"), CASES)
-def test_transfers_hide_behind_kernels_and_merges_are_one(ring: int, team: int, options: dict[str, Any]) -> None:
-    """Between a kernel and whatever follows (a kernel, start or wait) lies one fused kernel at most."""
-    for lines in lines_of(ring, team, **options):
-        assert exposed(lines) == []
-        names = ["flash" if "flash" in line else line.split()[0] for line in lines]
-        merges = re.findall(r"flash((?: fused)+)", " ".join(names))
-        assert merges
-        assert set(merges) == {" fused"}
-
-
-def test_inductors_own_reordering_exposes_nothing() -> None:
-    with torch._inductor.config.patch(reorder_for_compute_comm_overlap=True):
-        # A scale of its own, since code is kept by options.
-        for lines in lines_of(3, 2, scale=0.7, **BALANCED):
-            assert exposed(lines) == []
-
-
-@pytest.mark.parametrize("ring", [4, pytest.param(8, marks=pytest.mark.whole)])
-@pytest.mark.parametrize(("team", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
-def test_nothing_more_is_alive_in_a_longer_ring(team: int, dtype: torch.dtype, ring: int) -> None:
-    one, two = ([most_alive(code) for code in code_of(n, team, dtype=dtype, rotate="kv")] for n in (ring, 2 * ring))
-    assert one == two
-    assert min(one) > 64 * 16 * 8  # what q, k and v hold
-
-
-@pytest.mark.parametrize(
-    ("options", "ranks", "apart"),
-    [
-        ({"ring": 4, "order": "contiguous", "dynamic": None}, (0, 3), "no axis"),
-        ({"ring": 4, "order": "head_tail", "dynamic": True}, (0, 3), "no axis"),
-        pytest.param({"ring": 4, "order": "contiguous", "dynamic": True}, (0, 3), "no axis", marks=pytest.mark.whole),
-        pytest.param({"ring": 4, "order": "head_tail", "dynamic": None}, (0, 3), "no axis", marks=pytest.mark.whole),
-        pytest.param(
-            {"ring": 2, "ulysses": 3, "heads": (8, 4), "window_size": (20, None)}, (0, 4), "cp_ring",
-            marks=pytest.mark.whole,
-        ),
-    ],
-)  # fmt: skip
-def test_ranks_start_collectives_in_one_order(options: dict[str, Any], ranks: tuple[int, int], apart: str) -> None:
-    """Although causal ranks have different work, hence different code; and some have one group of heads less.
-
-    Those that have it less are on a ring of their own (``apart``), round which they then send nothing.
-    """
-    programs = [
-        lines_of(team=1, rank=rank, model=two_and_a_sum, requires_grad=False, is_causal=True, **options)
-        for rank in ranks
-    ]
-    kinds = ("agree", "send", "all_reduce", "attention", "attention_backward")
-    for first, last in zip(*programs, strict=True):
-        started = [
-            [line.split()[0] for line in lines if line.split()[0] in kinds and apart not in line]
-            for lines in (first, last)
-        ]
-        assert started[0] == started[1]
-        assert len(started[0]) > 3 or options.get("dynamic")
-
-
-def most_alive(code: str) -> int:
-    """The largest number of elements that the buffers of generated code hold at once."""
-    body = code[code.index("def call(") :]
-    made = re.findall(r"(buf\d+) = (?:empty_strided_cpu\(|reinterpret_tensor\(\w+, )\(([\d, ]*)\)", body)
-    checked = re.findall(r"assert_size_stride\((buf\d+), \(([\d, ]*)\)", body)
-    elements = {name: math.prod(int(n) for n in shape.split(",") if n.strip()) for name, shape in made + checked}
-    alive: dict[str, int] = {}
-    most = 0
-    for line in body.splitlines():
-        if (match := re.match(r"\s+(buf\d+) = (\w*)", line)) and not line.endswith("# alias"):
-            name, reused = match.groups()
-            # A tuple of buffers has no elements of its own; a buffer that is used again has those it had.
-            alive[name] = elements.get(name, alive.get(reused, 0))
-        for name in re.findall(r"del (buf\d+)", line):
-            alive.pop(name, None)
-        most = max(most, sum(alive.values()))
-    return most
+    with fake_world(ring * team), suppress(Exception):
+        model = styled(context_mesh("cpu", ring, team))
+        torch.compile(model, fullgraph=True, backend=backend)(torch.empty(1, 64, 128, requires_grad=True))
+    (saved,) = found
+    return saved
 
 
 @pytest.mark.parametrize("team", [1, 2])
@@ -324,15 +135,6 @@ def test_what_is_saved_does_not_grow_with_the_ring(team: int) -> None:
     saved = [saved_bytes(ring, team) for ring in (2, 4, 8)]
     assert saved[0] == saved[1] == saved[2]
     assert saved[0] <= local + x
-
-
-@pytest.mark.parametrize("options", [{"dynamic": True}, {"model": packed}], ids=["any length", "documents"])
-def test_a_graph_of_any_length_or_packing_keeps_the_operator(options: dict[str, Any]) -> None:
-    """A schedule is made for one length, and for one packing."""
-    forward, backward = lines_of(2, 2, **options)
-    assert "  attention" in forward
-    assert "  attention_backward" in backward
-    assert not kernels(forward + backward)
 
 
 class Seen(CustomGraphPass):
@@ -348,15 +150,13 @@ class Seen(CustomGraphPass):
         return "seen"
 
 
-def test_passes_of_the_users_own_run_and_see_one_operator() -> None:
+def test_one_operator_in_passes_of_the_users_own_and_in_the_code() -> None:
     before, after = Seen(), Seen()
     with torch._inductor.config.patch(post_grad_custom_pre_pass=before, post_grad_custom_post_pass=after):
-        forward, backward = lines_of(4, 1)
+        assert generated(2, 2, is_causal=True) == [["wallfacer_dt.attention"], ["wallfacer_dt.attention_backward"]]
     for seen in (before, after):
-        assert "wallfacer_dt.attention.default" in seen.names
-        assert "wallfacer_dt.attention_backward.default" in seen.names
-        assert not any("c10d" in name for name in seen.names)
-    assert (len(kernels(forward)), len(kernels(backward))) == (4, 5)
+        found = [name for name in seen.names if "wallfacer_dt" in name or "c10d" in name]
+        assert found == ["wallfacer_dt.attention.default", "wallfacer_dt.attention_backward.default"]
 
 
 def test_no_option_of_torch_changes() -> None:
@@ -364,13 +164,12 @@ def test_no_option_of_torch_changes() -> None:
         return torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
 
     before = options()
-    lines_of(2, 1)
+    generated(2, 1)
     assert options() == before
 
 
 def test_operators_are_lowered_once() -> None:
-    lines_of(2, 1)
-    ops = [*BODIES, torch.ops.wallfacer_dt.agree.default]
-    found = [lowerings[op] for op in ops]
-    lines_of(3, 1)
-    assert [lowerings[op] for op in ops] == found
+    generated(2, 1)
+    found = [lowerings[op] for op in BODIES]
+    generated(3, 1)
+    assert [lowerings[op] for op in BODIES] == found

@@ -376,8 +376,7 @@ def name_part(part: str) -> str:
 
 @pytest.mark.parametrize(
     ("size", "compilation", "checkpointing"),
-    # What Inductor makes of attention, quicker tests show.
-    [*tiers(CASES, strength=1), pytest.param("2x2", INDUCTOR, "selective", marks=pytest.mark.whole)],
+    [*tiers(CASES), pytest.param("2x2", INDUCTOR, "selective", marks=pytest.mark.whole)],
     ids=name_part,
 )
 def test_training_equals_one_process(titans, alone: Curve, size: str, compilation: str, checkpointing: str) -> None:

@@ -4,6 +4,7 @@ The programs below are what rank 0 runs for queries (1, 2, 4, 8) and keys and va
 ``send`` is a hop on ``cp_ring`` or the exchange of partial results on ``cp_team``, with what one rank sends to another.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -296,6 +297,23 @@ send #7 cp_ulysses bfloat16 [96]
 wait #6
 wait #7""",
     )
+
+
+@pytest.mark.parametrize(
+    ("ring", "options"),
+    [
+        pytest.param(1, {"heads": (16, 8)}, id="four groups"),
+        pytest.param(
+            2, {"heads": (8, 4), "is_causal": True, "window_size": (5, None), "length": 15}, id="uneven hybrid"
+        ),
+    ],
+)
+def test_groups_of_heads_are_exchanged_behind_kernels(ring: int, options: dict[str, Any]) -> None:
+    """The next group's leave before a group's kernels, its results before the next group's: U Uk U Uk ... U k U."""
+    for part in program(ring, 1, 2, **options).split("backward\n", 1):
+        lines = part.splitlines()
+        marks = ["U" if "cp_ulysses" in line else "k" if line.startswith("  flash") else "" for line in lines]
+        assert re.fullmatch("U(Uk+U)+k+U", "".join(marks))
 
 
 def test_ulysses_round_a_ring() -> None:

@@ -187,7 +187,6 @@ def agreed_call(
         call = make_call(options, q, k, v, k_shared, documents)
     signature = {**(further or {}), **_signature(options, q, k, v, k_shared, sinks), "the documents": digest(documents)}
     values = [str(value) for value in signature.values()]
-    # An operator, since code may be generated from this.
     return call, torch.ops.wallfacer_dt.agree(q, what, list(signature), values, mesh, None)
 
 

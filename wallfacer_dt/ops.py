@@ -2,16 +2,14 @@
 
 Made with ``torch.library``: autograd, torch.compile, checkpointing policies and dispatch modes see one opaque op each
 way, which saves q, k, v, out and lse of this rank's size and nothing else. Groups travel by name. DTensors go through
-a rule for each (``sharding``), and Inductor lowers each to its body (``lowering``).
+a rule for each (``sharding``), and Inductor keeps the order of all that communicate (``lowering``).
 
 Note [What a compiled graph bakes in]
-Generated code holds constants of this rank (whom it sends to) and of this package (its schedules), and torch caches
-code by the graph's text, on a disk that ranks may share. So both are arguments of the operators, although the bodies
-could find them out: the rank's place in the mesh, and a digest of the package's sources.
+Generated code holds sizes and strides that this package states, and torch caches code by the graph's text, on a disk
+that ranks may share. So a digest of the package's sources is an argument of the operators, as is the rank's place.
 """
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +175,6 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
     return _like(q, v.shape[-1]), lse, fake_number()
 
 
-def _is_static(args: Sequence[Any]) -> bool:
-    """Whether an operator's schedule is known when code is generated: it is not where data decide."""
-    options = Options(*args[-len(Options._fields) :])
-    return not options.packed and not options.mask
-
-
 @attention_backward.register_fake
 def _attention_backward_fake(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, sinks: Tensor | None, *rest: Any
@@ -223,9 +215,8 @@ not_differentiable(
     torch.ops.wallfacer_dt.attention_backward.default, "context-parallel attention has no second derivative"
 )
 
-lowering.lower(torch.ops.wallfacer_dt.agree.default)
-for _op, _body in BODIES.items():
-    lowering.lower(_op, _body, _is_static)
+for _op in BODIES:
+    lowering.keep_order(_op)
 
 sharding.register(torch.ops.wallfacer_dt.attention.default, inputs=_INPUTS, outputs=("out", "lse", "number"))
 sharding.register(

@@ -303,5 +303,5 @@ def _refuse_block_fake(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor
     return x.new_empty((*x.shape[:-1], out_dim))
 
 
-lowering.lower(torch.ops.wallfacer_dt.refuse.default)
-lowering.lower(torch.ops.wallfacer_dt.refuse_block.default)
+lowering.keep_order(torch.ops.wallfacer_dt.refuse.default)
+lowering.keep_order(torch.ops.wallfacer_dt.refuse_block.default)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 -m recipes.benchmarks.compiled_block --cache /tmp/cache
 
-Eager, compiled (the length is known, attention is lowered) and compiled for any length (attention stays one operator)
-take turns, step after step. Run it twice with the same cache for cold and for warm compile seconds.
+Eager, compiled and compiled for any length take turns, step after step. Run it twice with the same cache for cold and
+for warm compile seconds.
 """
 
 import os

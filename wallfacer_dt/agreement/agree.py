@@ -3,9 +3,9 @@
 Note [Comparing calls]
 Every call on a mesh posts a record (Note [Records]) before anything is sent. Whether all ranks posted the same is
 found out at once on the CPU, where a call that differs could end the process. Elsewhere at once, too, if no such call
-has been made before or this rank cannot make it; otherwise when the operator has queued its work, or in compiled code
-at the next call: the record travels while the device works. One record of a meeting is open at a time, so all ranks
-find a difference at the same call. They then tell each other all that they know of theirs, and raise the same.
+has been made before or this rank cannot make it; otherwise when the operator has queued its work: the record travels
+while the device works. One record of a meeting is open at a time, so all ranks find a difference at the same call. They
+then tell each other all that they know of theirs, and raise the same.
 
 Note [Refusing together]
 A rank that cannot make a call meets the others where they compare it, tells them why, and all of them raise. While a
@@ -162,7 +162,7 @@ def refusing_together(mesh: str) -> Iterator[None]:
 
 
 def settling(body: Callable[_P, _R]) -> Callable[_P, _R]:
-    """An operator that compares its call, as it runs outside of compiled code: all is looked at before it returns."""
+    """An operator that compares its call: all is looked at before it returns."""
 
     @functools.wraps(body)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -186,7 +186,7 @@ def waits_at_once(device: torch.device) -> bool:
 def _agree_op(
     x: Tensor, what: str, names: Sequence[str], values: Sequence[str], mesh: str, forward: Tensor | None
 ) -> Tensor:
-    """:func:`agree` as an operator, which generated code can call; the number is a tensor () on the CPU."""
+    """:func:`agree` as an operator, which fake tensors pass by; the number is a tensor () on the CPU."""
     number = agree(
         what,
         zip(names, values, strict=True),
@@ -205,10 +205,6 @@ def _agree_fake(*args: Any) -> Tensor:  # noqa: ARG001  (nothing depends on them
 def fake_number() -> Tensor:
     """What has the shape of a call's number."""
     return torch.empty((), dtype=torch.int64, device="cpu")
-
-
-# Its number may be of no use, as that of a backward's is, and it must not be dropped for that.
-torch.fx.node.has_side_effect(torch.ops.wallfacer_dt.agree.default)
 
 
 @untraced("ranks cannot meet while a compiler traces")  # which it may want to where it has broken a graph off

@@ -282,11 +282,6 @@ def _metp_attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse, fake_number()
 
 
-def _is_static(args: Sequence[Any]) -> bool:
-    """Whether the schedule is known when code is generated: it is not where documents decide."""
-    return not Options(*args[-len(Options._fields) :]).packed
-
-
 @metp_attention_backward.register_fake
 def _metp_attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     x, *weights = args[1:9]
@@ -311,5 +306,5 @@ def _autograd(ctx, grad_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]
 
 
 metp_attention.register_autograd(_autograd, setup_context=_setup_context)
-for _op, _body in BODIES.items():
-    lowering.lower(_op, _body, _is_static)
+for _op in BODIES:
+    lowering.keep_order(_op)

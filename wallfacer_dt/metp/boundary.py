@@ -253,4 +253,4 @@ def _entered_fake(x: Tensor, *_: Any) -> Tensor:
 
 
 _entered.register_autograd(lambda _, grad: (grad, None, None, None, None))
-lowering.lower(torch.ops.wallfacer_dt.metp_entered.default)
+lowering.keep_order(torch.ops.wallfacer_dt.metp_entered.default)

@@ -1,7 +1,7 @@
 """The operators ``wallfacer_dt::feed_forward`` and ``wallfacer_dt::feed_forward_backward``.
 
 Opaque to autograd and torch.compile as attention's are (``ops``), so what is saved is x and this rank's weights, and
-no partitioner sees, or keeps, the weights of a hop. Inductor lowers them to their bodies.
+no partitioner sees, or keeps, the weights of a hop.
 """
 
 from typing import Any, NamedTuple
@@ -228,5 +228,5 @@ def _autograd(ctx, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
 
 
 feed_forward.register_autograd(_autograd, setup_context=_setup_context)
-for _op, _body in BODIES.items():
-    lowering.lower(_op, _body)
+for _op in BODIES:
+    lowering.keep_order(_op)
