@@ -156,7 +156,7 @@ def compiled_error(
 
 
 def two_attentions() -> tuple[int, float]:
-    """Graphs, and the largest difference to eager, of a graph of two attentions; one has documents, packed in two ways."""
+    """Graphs, and the largest difference to eager, of a graph of two attentions; one has documents."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     style = partial(WallFacerParallel, is_causal=True, check=False, layout="BNLH")
