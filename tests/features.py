@@ -37,10 +37,9 @@ from tests.cases import (
     oracle,
     share_of,
 )
-from wallfacer_dt import TokenOrder, sequence_positions
+from wallfacer_dt import RingParallel, TokenOrder, UlyssesParallel, WallFacerParallel, sequence_positions
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.kernels import select_kernel
-from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
 from wallfacer_dt.testing import IncomparableError, RankPool, worst_error
 
 RANKS = 4

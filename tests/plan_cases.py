@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases import Inner
-from wallfacer_dt import METPParallel, TokenOrder, WallFacerParallel
+from wallfacer_dt import METPParallel, ModelShape, SequenceShape, TokenOrder, WallFacerParallel
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
+from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.alive import Alive
-from wallfacer_dt.planning.candidates import Candidate
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
 
 class Bodies(TorchDispatchMode):

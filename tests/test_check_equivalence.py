@@ -16,13 +16,19 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.cases import Inner, fake_world, mesh_of, told
 from tests.pairwise import tiers
-from wallfacer_dt import TokenOrder, shard_sequence
+from wallfacer_dt import (
+    EquivalenceError,
+    RingParallel,
+    TokenOrder,
+    UlyssesParallel,
+    WallFacerParallel,
+    check_equivalence,
+    context_mesh,
+    shard_sequence,
+)
 from wallfacer_dt.attention import AttentionOptions
-from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
 from wallfacer_dt.equivalence.sizes import heads_to_try, shortened
 from wallfacer_dt.layout import BY_DOCUMENT
-from wallfacer_dt.mesh import context_mesh
-from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
 from wallfacer_dt.testing import RankPool, worst_error
 
 pytestmark = pytest.mark.ranks

@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from rich.console import Console
 
 from tests.cases import fake_world
+from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape
 from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import NodeError
@@ -22,19 +23,7 @@ from wallfacer_dt.command.planning.lanes import kind_of
 from wallfacer_dt.command.planning.launch import _check_device
 from wallfacer_dt.command.planning.text import print_plan, print_profile
 from wallfacer_dt.command.planning.usage import code_of
-from wallfacer_dt.planning import (
-    Candidate,
-    Cluster,
-    Kernels,
-    Link,
-    Measured,
-    ModelShape,
-    Plan,
-    Prediction,
-    Profile,
-    Ranked,
-    SequenceShape,
-)
+from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.cases import fake_world
 from tests.strategies import examples
+from wallfacer_dt import context_mesh, split_context_axis
 from wallfacer_dt import mesh as mesh_module
-from wallfacer_dt.mesh import PLACEMENTS, context_groups, context_mesh, placed_ranks, split_context_axis
+from wallfacer_dt.mesh import PLACEMENTS, context_groups, placed_ranks
 
 SIZES = st.integers(1, 3)
 

@@ -14,23 +14,22 @@ from hypothesis import strategies as st
 from tests.cases import fake_world
 from tests.strategies import examples
 from tests.test_plan_bytes import planned
-from wallfacer_dt import METPParallel, WallFacerParallel
-from wallfacer_dt.planning import (
-    Candidate,
+from wallfacer_dt import (
     Cluster,
     Kernels,
     Link,
+    METPParallel,
     ModelShape,
-    Prediction,
     Profile,
-    Ranked,
     SequenceShape,
+    WallFacerParallel,
     plan,
 )
+from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.attention import attention_events, head_patterns
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.predict import _round_all, attention_cost, predict
-from wallfacer_dt.planning.profiling import _RANKED, Measured, shortlist
+from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.search import _because
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires

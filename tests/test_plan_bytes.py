@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cases import fake_world, mesh_of, shard_sizes
 from tests.strategies import examples
-from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
-from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, SequenceShape
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
+from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.candidates import attentions, node_of
 from wallfacer_dt.planning.predict import attention_cost
 from wallfacer_dt.planning.traffic import arrivals, into_nodes, into_ranks

@@ -14,12 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.cases import fake_world, shard_sizes
 from tests.plan_cases import Followed, Tracked, stack_of
 from tests.strategies import examples
-from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
-from wallfacer_dt.planning.candidates import CHECKPOINTS, FEED_FORWARDS, Candidate, attentions
-from wallfacer_dt.planning.cluster import Cluster, Link
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
+from wallfacer_dt.planning import Candidate
+from wallfacer_dt.planning.candidates import CHECKPOINTS, FEED_FORWARDS, attentions
 from wallfacer_dt.planning.dry_run import Peaks
 from wallfacer_dt.planning.memory import attention_memory
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.stack import stack_memory
 
 Call = tuple[Candidate, ModelShape, SequenceShape, int]

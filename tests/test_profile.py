@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wallfacer_dt import Cluster, Link, ModelShape, Plan, Profile, SequenceShape, plan, profile
+from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape, plan, profile
 from wallfacer_dt import mesh as mesh_module
-from wallfacer_dt.planning import Candidate, Kernels, Measured, PlanningError, profiling
+from wallfacer_dt.planning import Candidate, Measured, PlanningError, profiling
 from wallfacer_dt.planning.probe import Probe, fitted
 
 MODEL = ModelShape(hidden=32, heads=4, kv_heads=2)

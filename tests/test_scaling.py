@@ -12,7 +12,8 @@ from recipes.benchmarks.scaling.bound import least_of_teams, least_received
 from recipes.benchmarks.scaling.cases import BEST, FAST, LARGEST_RING, NAMES, RING, SLOW, Case, considered, names_of
 from recipes.benchmarks.scaling.predictions import predicted
 from tests.strategies import examples
-from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, SequenceShape
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
+from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost
 

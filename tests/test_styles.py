@@ -21,14 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import mesh_of, told
 from wallfacer_dt import (
+    RingParallel,
     TokenOrder,
+    UlyssesParallel,
+    WallFacerParallel,
     context_mesh,
     context_parallel_attention,
     sequence_positions,
     shard_sequence,
 )
 from wallfacer_dt.attention import AttentionOptions
-from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
 from wallfacer_dt.testing import RankPool, worst_error
 
 pytestmark = pytest.mark.ranks
