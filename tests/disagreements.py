@@ -22,7 +22,7 @@ from tests.metp_refusals import Attention as Projections
 from tests.metp_refusals import D, FeedForward, H, WithOptions, attention, metp, with_tp
 from wallfacer_dt.calls import Call
 from wallfacer_dt.checkpoint import save_attention
-from wallfacer_dt.ops import attention_body
+from wallfacer_dt.kernels import Need, select_kernel
 
 ODD = 2  # the rank that differs
 
@@ -82,15 +82,10 @@ def refused_by_one_rank() -> None:
         attend(x(1, 2, 4, 8, dtype=torch.int64) if is_odd() else x())
 
 
-def found_at_the_next_call() -> None:
-    """Compiled code holds the operator's body, which posts its record and does not wait for it."""
-    with only_queued():
-        scales = [0.25, 0.5]
-        for scale in scales:
-            attend(scale=scale)
-        with mock.patch.object(torch.ops.wallfacer_dt, "attention", attention_body):
-            attend(scale=scales[is_odd()])
-        attend()
+def another_version_of_a_kernel() -> None:
+    kernel = select_kernel("reference", Need("cpu", torch.float32, 8, 8))
+    w.register_kernel("theirs", kernel.forward, kernel.backward, kernel.supports, "2" if is_odd() else "1")
+    attend(kernel="theirs")
 
 
 def two_losses(around: Callable[..., Tensor] = attend, forwards: bool = False, backwards: bool = True) -> None:
@@ -296,7 +291,7 @@ def backward_for_a_forward() -> None:
 DIFFERENCES: dict[str, Callable[[], Any]] = {
     "is_causal, on a device, each seen before": causal_on_one_rank,
     "a refusal on a device": refused_by_one_rank,
-    "scale, in compiled code on a device": found_at_the_next_call,
+    "another version of a kernel": another_version_of_a_kernel,
     "backwards in another order": two_losses,
     "backwards in another order on a device": lambda: run_as(as_on_a_device(), two_losses),
     "forwards in another order": partial(two_losses, forwards=True, backwards=False),

@@ -39,7 +39,7 @@ from tests.cases import (
 )
 from wallfacer_dt import RingParallel, TokenOrder, UlyssesParallel, WallFacerParallel, sequence_positions
 from wallfacer_dt.checkpoint import save_attention
-from wallfacer_dt.kernels import select_kernel
+from wallfacer_dt.kernels import Need, flash_attn, select_kernel
 from wallfacer_dt.testing import IncomparableError, RankPool, worst_error
 
 RANKS = 4
@@ -818,9 +818,11 @@ def _on_cuda(found: dict[Key, str]) -> dict[Key, str]:
 
 def _kernel_on_cuda(feature: Feature, dtype: torch.dtype) -> str:
     case = case_of(feature, FLASH)
-    head_dim = max(case.head_dim + case.shared_dim, case.value_dim or 0)
+    head_dim = case.head_dim + case.shared_dim
+    need = Need("cuda", dtype, head_dim, case.value_dim or head_dim, bool(case.mask), case.softcap or 0.0)
     try:
-        kernel = select_kernel("auto", "cuda", dtype, head_dim, masked=bool(case.mask), softcap=case.softcap or 0.0)
+        with mock.patch.object(flash_attn, "_missing", return_value=""):  # installed or not
+            kernel = select_kernel("auto", need)
     except ValueError as refusal:
         return telling(str(refusal))
     return f"({kernel.name}, not run)"

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend
 
+from tests import flash_standins
 from tests.cases import Case, attend, draw, draw_extras, oracle, prepare, rms, run_uncounted, whole
 from tests.pairwise import tiers
 from tests.strategies import any_case, cases, examples
@@ -65,6 +66,22 @@ def test_any_case_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataO
 def test_any_case_on_processes(ranks: Ranks, size: int, data: st.DataObject) -> None:
     case = data.draw(any_case(size))
     assert_close(on_ranks(ranks, case), case, 1e-10)
+
+
+def run_with_standins(case: Case) -> Any:
+    """Of this module, which registers them wherever ranks are."""
+    assert case.kernel in flash_standins.KERNELS
+    return run_uncounted(case)
+
+
+@pytest.mark.parametrize("kernel", flash_standins.KERNELS)
+@examples(40)
+@given(data=st.data())
+def test_any_case_through_the_packages_of_flash_attention(threads: Ranks, kernel: str, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    softcap = data.draw(st.sampled_from([None, 2.0]))
+    case = data.draw(any_case(size, kernel=kernel, softcap=softcap).filter(lambda case: not case.mask))
+    assert_close(whole(case, threads(size).run(run_with_standins, case)), case, 1e-10)
 
 
 @pytest.mark.parametrize("size", range(1, 9))

@@ -11,6 +11,7 @@ from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.blockwise import BlockwiseFeedForward
 from wallfacer_dt.data import SequenceDataset, SequenceSampler
 from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
+from wallfacer_dt.kernels import register_kernel
 from wallfacer_dt.mesh import context_mesh, split_context_axis
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
@@ -56,6 +57,7 @@ __all__ = [
     "metp_attention_volume",
     "plan",
     "profile",
+    "register_kernel",
     "sequence_positions",
     "shard_sequence",
     "split_context_axis",

@@ -92,8 +92,8 @@ def context_parallel_attention(
         rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for what has the
             smaller payload without a mask (see :func:`wallfacer_dt.attention_volume`).
         rotate_forward: the same for the forward, where with queries goes what has been computed of the output.
-        kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"`` (flash, and flex for ``mask_mod`` on GPUs); what
-            a kernel cannot do is refused.
+        kernel: ``"auto"``, or the name of one, see docs/kernels.md and :func:`wallfacer_dt.register_kernel`; what a
+            kernel cannot do is refused.
 
     Returns:
         The output (B, N, L, Hv), in q's dtype or, as ``scaled_dot_product_attention`` has it, autocast's: this rank's,

@@ -32,7 +32,7 @@ from wallfacer_dt.algorithms import (
 )
 from wallfacer_dt.collectives import group_rank
 from wallfacer_dt.documents import boundaries, digest
-from wallfacer_dt.kernels import select_kernel, sinks_gradient, with_sinks
+from wallfacer_dt.kernels import Need, select_kernel, sinks_gradient, with_sinks
 from wallfacer_dt.layout import Span
 from wallfacer_dt.mesh import Coordinate
 
@@ -138,10 +138,8 @@ def make_call(
     hidden = place.ulysses > 1 and k_shared is None
     heads = split_heads(q.shape[1], k.shape[1], place.ulysses, hidden=hidden)
     sequences = Sequences(q_length, k_length, options.order, mask, options.replicated)
-    kernel = select_kernel(
-        options.kernel, q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]),
-        masked=mask.blocks is not None, softcap=options.softcap,
-    )  # fmt: skip
+    need = Need.of(q, v, masked=mask.blocks is not None, softcap=options.softcap)
+    kernel = select_kernel(options.kernel, need)
     scores = Scores(kernel, options.scale, options.softcap)
     published = options.schedule == "published"
     return Call(groups, sequences, scores, heads, published, options.rotate, options.rotate_forward)
@@ -186,6 +184,7 @@ def agreed_call(
             check_mask(options.mask_key, options.mask, q.shape[0], q.shape[1], *_lengths(options, q, k), q.device.type)
         call = make_call(options, q, k, v, k_shared, documents)
     signature = {**(further or {}), **_signature(options, q, k, v, k_shared, sinks), "the documents": digest(documents)}
+    signature["the kernel that runs"] = f"{call.scores.kernel.name}, {call.scores.kernel.version}"
     values = [str(value) for value in signature.values()]
     return call, torch.ops.wallfacer_dt.agree(q, what, list(signature), values, mesh, None)
 

@@ -28,7 +28,7 @@ def llama3_plan(
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
         rotate_forward: the same for the forward.
-        kernel: ``"flash"``, ``"reference"`` or ``"auto"``.
+        kernel: ``"auto"``, or the name of one, see docs/kernels.md.
         check: compare each inner attention with the style first, see :func:`wallfacer_dt.check_equivalence`.
 
     Returns:

@@ -13,7 +13,7 @@ from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import refusing_together
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.documents import check_documents
-from wallfacer_dt.kernels import select_kernel
+from wallfacer_dt.kernels import Need, select_kernel
 from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
 from wallfacer_dt.order import check_order_is_told
 from wallfacer_dt.transforms import check_transforms
@@ -129,8 +129,9 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, expected: Expect
     if not torch.compiler.is_compiling():
         axes = sharding.Axes(expected.ulysses, expected.ring, expected.team)
         sharding.check(q, k, v, axes, extras.k_shared, extras.sinks)
-    head_dim = max(q.shape[-1], v.shape[-1])
-    select_kernel(expected.kernel, q.device.type, q.dtype, head_dim, masked=expected.masked, softcap=expected.softcap)
+    # While a compiler traces, when the operator runs.
+    if not torch.compiler.is_compiling():
+        select_kernel(expected.kernel, Need.of(q, v, masked=expected.masked, softcap=expected.softcap))
 
 
 def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> None:

@@ -320,7 +320,7 @@ class RingParallel(_ContextParallel):
             there is no default on several ranks.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
         rotate_forward: the same for the forward.
-        kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
+        kernel: ``"auto"``, or the name of one, see docs/kernels.md.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
 
@@ -383,7 +383,7 @@ class WallFacerParallel(_ContextParallel):
         schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
         rotate_forward: the same for the forward.
-        kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
+        kernel: ``"auto"``, or the name of one, see docs/kernels.md.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
 
@@ -437,7 +437,7 @@ class UlyssesParallel(_ContextParallel):
         replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
         order: in which tokens were dealt out: the loader's :class:`TokenOrder`. Under a mask, and within documents,
             there is no default on several ranks.
-        kernel: ``"flash"``, ``"flex"``, ``"reference"`` or ``"auto"``.
+        kernel: ``"auto"``, or the name of one, see docs/kernels.md.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
 

@@ -34,8 +34,8 @@ class ContextParallelism(ParallelismConfig):
     context_parallel_rotate_forward: Literal["auto", "kv", "q"] = "auto"
     """The same in the forward."""
 
-    context_parallel_kernel: Literal["auto", "flash", "reference"] = "auto"
-    """Kernel of one block of attention."""
+    context_parallel_kernel: str = "auto"
+    """Kernel of one block of attention, by name."""
 
 
 def context_sizes(parallelism: ContextParallelism) -> tuple[int, int, int]:

@@ -1,24 +1,26 @@
 """One query block against one key block, forward and backward, and the merging of partial results.
 
-A kernel is a pair of functions on local tensors in SDPA's layout (B, N, L, H), grouped heads allowed: see
-:class:`BlockKernel`. ``reference`` is the specification, in plain tensor operations; ``aten`` holds torch's fused
-kernels, ``flex`` its flex_attention, for masks on CUDA.
+A kernel is a pair of functions on local tensors in SDPA's layout (B, N, L, H), grouped heads allowed, and what they can
+run: see :class:`BlockKernel`. ``reference`` is the specification, in plain tensor operations; ``aten`` holds torch's
+fused kernels, ``flex`` its flex_attention, for masks on CUDA; ``flash_attn`` the packages of that name. ``registry``
+knows them by name, and a user's own.
 """
 
-from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, Need
 from wallfacer_dt.kernels.merge import accumulation_dtype, merge_, output_with_delta, sinks_gradient, with_sinks
-from wallfacer_dt.kernels.select import KERNELS, check_kernel, select_kernel
+from wallfacer_dt.kernels.registry import check_kernel, register_kernel, select_kernel
 
 __all__ = [
     "CAUSAL",
     "FULL",
-    "KERNELS",
     "Band",
     "BlockKernel",
+    "Need",
     "accumulation_dtype",
     "check_kernel",
     "merge_",
     "output_with_delta",
+    "register_kernel",
     "select_kernel",
     "sinks_gradient",
     "with_sinks",

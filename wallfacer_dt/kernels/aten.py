@@ -1,22 +1,22 @@
 """torch's fused attention kernels, called below autograd (private aten ops; run on torch 2.11.0, 2.13.0 and
-2.14.1, CPU only so far: on CUDA neither the plain calls nor the windows have been run).
+2.14.1, CPU only so far: not on CUDA).
 
-Traps of both: a last dim whose stride is not 1 is read as if it were, log-sum-exps come with odd strides, gradients
-need not be contiguous, v must have q's head dim (so the smaller is padded). On CPU an empty block kills the process,
+Traps of the CPU's: a last dim whose stride is not 1 is read as if it were, log-sum-exps come with odd strides,
+gradients need not be contiguous, v must have q's head dim (so the smaller is padded). An empty block kills the process,
 and a row that sees no key has lse 0. So has a row whose scores are all NaN, where no mask is given and keys are fewer
-than a vector has lanes. CUDA's flash attention wants head dims in multiples of 8, gives a row that sees no key lse
-+inf, and reads a negative bound of a window as none.
+than a vector has lanes. CUDA's: see ``windows``.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, refuse_softcap
+from wallfacer_dt.kernels.block import CAUSAL, FULL, HALF, Band, BlockKernel, Need, refuse_softcap
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
+from wallfacer_dt.kernels.windows import Window, backward_in_windows, forward_in_windows
 
 _aten = torch.ops.aten
 
@@ -120,56 +120,19 @@ def _additive(visible: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"attn_mask": zeros.masked_fill(visible.logical_not(), -torch.inf)}
 
 
-class Window(NamedTuple):
-    """A band as CUDA's flash attention takes it: windows aligned at the bottom right corner.
-
-    Attributes:
-        rows: the queries to give; those after them see no key.
-        columns: the keys to give; those after them are seen by no query.
-        left: row t sees key s only if s >= t + columns - rows - left. -1: no bound.
-        right: row t sees key s only if s <= t + columns - rows + right. -1: no bound.
-    """
-
-    rows: int
-    columns: int
-    left: int
-    right: int
-
-
-def flash_window(band: Band, rows: int, columns: int) -> Window | None:
-    """The window of a band over ``rows`` queries and ``columns`` keys; None where it sees nothing.
-
-    Bounds are counted from the corner and must not be negative. Where one is, the band leaves out the last queries
-    or the last keys: without these the corner is in the band.
-
-    >>> flash_window(Band(-2, 0), 8, 8)
-    Window(rows=8, columns=8, left=2, right=0)
-    >>> flash_window(Band(3, None), 8, 8)
-    Window(rows=5, columns=8, left=0, right=-1)
-    """
-    low, high = band
-    if low is not None:
-        rows = min(rows, columns - low)
-    if high is not None:
-        columns = min(columns, rows + high)
-    if rows <= 0 or columns <= 0 or (low is not None and high is not None and low > high):
-        return None
-    corner = columns - rows
-    return Window(rows, columns, -1 if low is None else corner - low, -1 if high is None else high - corner)
-
-
 def _cuda_forward(
     q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     _check_cuda(mask, softcap)
-    band = _simplest(band, q, k)
-    if not _is_plain(band, q, k):
-        return _windowed_forward(q, k, v, band, scale)
-    width = _cuda_width(q, v)
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-        *(_padded(x, width) for x in (q, k, v)), 0.0, band == CAUSAL, scale=scale
-    )
-    return _cropped(out, v), lse
+
+    def run(q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+        options = _window_options(window, scale)
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, window.is_causal, False, **options
+        )
+        return out, lse
+
+    return forward_in_windows(run, q, k, v, band)
 
 
 def _cuda_backward(
@@ -186,123 +149,28 @@ def _cuda_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_cuda(mask, softcap)
-    band = _simplest(band, q, k)
-    if not _is_plain(band, q, k):
-        return _windowed_backward(grad_out, q, k, v, out, lse, band, scale)
-    width = _cuda_width(q, v)
-    state = _random_state(q)
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        *(_padded(x, width) for x in (grad_out, q, k, v, out)),
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        band == CAUSAL,
-        state,
-        state,
-        scale=scale,
-    )
-    return _cropped(dq, q), _cropped(dk, k), _cropped(dv, v)
+
+    def run(
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Only dropout reads it.
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        lengths, options = (q.shape[1], k.shape[1]), _window_options(window, scale)
+        return _aten._flash_attention_backward(
+            grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, window.is_causal, state, state, **options
+        )
+
+    return backward_in_windows(run, grad_out, q, k, v, out, lse, band)
 
 
-def _windowed_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    window = flash_window(band, q.shape[2], k.shape[2])
-    if window is None:
-        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse
-    q_BLNH, k_BLNH, v_BLNH = _cuda_operands(window, rows=(q,), columns=(k, v), width=_cuda_width(q, v))
-    out_BLNH, lse, *_ = _aten._flash_attention_forward(
-        q_BLNH,
-        k_BLNH,
-        v_BLNH,
-        None,
-        None,
-        window.rows,
-        window.columns,
-        0.0,
-        False,
-        False,
-        scale=scale,
-        window_size_left=window.left,
-        window_size_right=window.right,
-    )
-    missing = q.shape[2] - window.rows
-    out = F.pad(_cropped(out_BLNH.transpose(1, 2), v), (0, 0, 0, missing))
-    lse = F.pad(lse, (0, missing))
-    return out, lse.masked_fill(_blind_rows(band, q, k), -torch.inf)
-
-
-def _windowed_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    window = flash_window(band, q.shape[2], k.shape[2])
-    if window is None:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    go_BLNH, q_BLNH, out_BLNH, k_BLNH, v_BLNH = _cuda_operands(
-        window, rows=(grad_out, q, out), columns=(k, v), width=_cuda_width(q, v)
-    )
-    state = _random_state(q)
-    grads_BLNH = _aten._flash_attention_backward(
-        go_BLNH,
-        q_BLNH,
-        k_BLNH,
-        v_BLNH,
-        out_BLNH,
-        finite(lse[:, :, : window.rows]).contiguous(),
-        None,
-        None,
-        window.rows,
-        window.columns,
-        0.0,
-        False,
-        state,
-        state,
-        scale=scale,
-        window_size_left=window.left,
-        window_size_right=window.right,
-    )
-    dq, dk, dv = (
-        F.pad(_cropped(grad_BLNH.transpose(1, 2), x), (0, 0, 0, x.shape[2] - grad_BLNH.shape[1]))
-        for grad_BLNH, x in zip(grads_BLNH, (q, k, v), strict=True)
-    )
-    return dq, dk, dv
+def _window_options(window: Window, scale: float) -> dict[str, Any]:
+    return {"scale": scale, "window_size_left": window.left, "window_size_right": window.right}
 
 
 def _check_cuda(mask: Tensor | None, softcap: float) -> None:
     refuse_softcap("flash", softcap)
     if mask is not None:
-        raise ValueError("kernel='flash' takes no mask on cuda; pass kernel='flex' or kernel='reference'")
-
-
-def _is_plain(band: Band, q: Tensor, k: Tensor) -> bool:
-    return band == FULL or (band == CAUSAL and q.shape[2] == k.shape[2])
-
-
-def _cuda_operands(window: Window, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...], width: int) -> list[Tensor]:
-    """The tensors cut to a window, as (B, L, N, H), padded."""
-    cut = [x[:, :, : window.rows] for x in rows] + [x[:, :, : window.columns] for x in columns]
-    return [_padded(x, width).transpose(1, 2) for x in cut]
-
-
-def _blind_rows(band: Band, q: Tensor, k: Tensor) -> Tensor:
-    """Rows (Lq,) that see no key."""
-    rows = torch.arange(q.shape[2], device=q.device)
-    first = 0 if band.low is None else rows + band.low
-    last = k.shape[2] - 1 if band.high is None else rows + band.high
-    blind = torch.zeros_like(rows, dtype=torch.bool)
-    return blind | (first > torch.as_tensor(last).clamp_max(k.shape[2] - 1)) | (last < 0)
-
-
-def _cuda_width(q: Tensor, v: Tensor) -> int:
-    width = max(q.shape[-1], v.shape[-1])
-    return width + -width % 8
-
-
-def _random_state(q: Tensor) -> Tensor:
-    # Only dropout reads it.
-    return torch.zeros(2, dtype=torch.uint64, device=q.device)
+        raise ValueError("kernel='flash' takes no mask on cuda: pass kernel='flex' or kernel='reference'")
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -319,5 +187,30 @@ def _cropped(x: Tensor, like: Tensor) -> Tensor:
     return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]
 
 
-FLASH_CPU = BlockKernel("flash", _cpu_forward, _cpu_backward)
-FLASH_CUDA = BlockKernel("flash", _cuda_forward, _cuda_backward)
+def _forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return (CUDA if q.device.type == "cuda" else CPU).forward(q, k, v, **options)
+
+
+def _backward(grad_out: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (CUDA if grad_out.device.type == "cuda" else CPU).backward(grad_out, *tensors, **options)
+
+
+def _supports(need: Need) -> str:
+    if need.softcap:
+        return f"has no soft cap (softcap is {need.softcap}); pass kernel='reference'"
+    if need.device_type in ("cpu", "meta"):  # without contents as on the CPU
+        return ""
+    if need.device_type == "cuda" and need.masked:
+        return "takes no mask on cuda: pass kernel='flex' or kernel='reference'"
+    head_dim = max(need.head_dim, need.value_dim)
+    if need.device_type == "cuda" and need.dtype in HALF and head_dim <= 256:
+        return ""
+    return (
+        "runs on cpu, and on cuda in bfloat16 or float16 with a head dim of at most 256; got "
+        f"{need.device_type}, {need.dtype}, head dim {head_dim}: cast q, k and v, or pass kernel='reference'"
+    )
+
+
+KERNEL = BlockKernel("flash", _forward, _backward, _supports, f"torch {torch.__version__}")
+CPU = KERNEL._replace(forward=_cpu_forward, backward=_cpu_backward)
+CUDA = KERNEL._replace(forward=_cuda_forward, backward=_cuda_backward)

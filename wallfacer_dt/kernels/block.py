@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -79,12 +80,58 @@ class Backward(Protocol):
         ...
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Need(NamedTuple):
+    """What a call asks of a kernel.
+
+    Attributes:
+        device_type: where its tensors are.
+        dtype: of q, k and v.
+        head_dim: of q and k.
+        value_dim: of v.
+        masked: whether blocks have masks beside their bands.
+        softcap: of the scores, 0.0 for none.
+        capability: of the CUDA device; None elsewhere, and where there is no such device.
+        deterministic: whether the same call must give the same bits: ``torch.use_deterministic_algorithms``.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    masked: bool = False
+    softcap: float = 0.0
+    capability: tuple[int, int] | None = None
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, *, masked: bool, softcap: float) -> "Need":
+        """What a call on q (B, N, L, H) and v (B, Nkv, L, Hv) asks."""
+        # Of fake tensors there may be no device.
+        has_device = q.device.type == "cuda" and torch.cuda.is_available()
+        capability = torch.cuda.get_device_capability(q.device) if has_device else None
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(q.device.type, q.dtype, q.shape[-1], v.shape[-1], masked, softcap, capability, deterministic)
+
+
+class Supports(Protocol):
+    """Whether a kernel can run a call, any band of it, forward and backward."""
+
+    def __call__(self, need: Need) -> str:
+        """Return why not, to stand after the kernel's name ("takes no mask"); empty if it can."""
+        ...
+
+
 class BlockKernel(NamedTuple):
-    """A kernel: its name and its two functions."""
+    """A kernel: its name, its two functions, what they can run, and the version of the package that has them."""
 
     name: str
     forward: Forward
     backward: Backward
+    supports: Supports
+    version: str = ""
 
 
 def refuse_softcap(kernel: str, softcap: float) -> None:

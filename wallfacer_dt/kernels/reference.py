@@ -8,7 +8,7 @@ Legend: B batch, G kv heads, R query heads per kv head, L queries, S keys, H hea
 import torch
 from torch import Tensor
 
-from wallfacer_dt.kernels.block import Band, BlockKernel
+from wallfacer_dt.kernels.block import Band, BlockKernel, Need
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
 
@@ -81,4 +81,8 @@ def backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-KERNEL = BlockKernel("reference", forward, backward)
+def _supports(need: Need) -> str:  # noqa: ARG001  (anything)
+    return ""
+
+
+KERNEL = BlockKernel("reference", forward, backward, _supports, f"torch {torch.__version__}")

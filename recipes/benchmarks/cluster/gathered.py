@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wallfacer_dt.kernels import CAUSAL, FULL, Band, BlockKernel, merge_, select_kernel
+from wallfacer_dt.kernels import CAUSAL, FULL, Band, BlockKernel, Need, merge_, select_kernel
 
 Block = tuple[slice, slice, Band]
 
@@ -69,7 +69,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> T
 
 
 def _kernel(q: Tensor) -> BlockKernel:
-    return select_kernel("flash", q.device.type, q.dtype, q.shape[-1])
+    return select_kernel("flash", Need.of(q, q, masked=False, softcap=0.0))
 
 
 def _blocks(rows: int, is_causal: bool) -> list[Block]:

@@ -1,0 +1,197 @@
+"""Stand-ins for flash attention's CUDA functions, computed on any device as their sources say.
+
+Signatures of flash-attn 2.8.3, of its repository at 0251105 (FlashAttention-3 and -4) and of torch 2.13.0. What they
+refuse or get wrong is here too: how bounds are clipped, operands that are not aligned, head dims.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt.kernels import FULL, Need, flash_attn, reference, register_kernel
+
+
+def _visible(q: Tensor, k: Tensor, left: int | None, right: int | None) -> Tensor:
+    """Aligned at the bottom right corner; None: no bound. (Lq, Lk) of (B, L, N, H)."""
+    rows, columns = q.shape[1], k.shape[1]
+    offset = torch.arange(columns) - torch.arange(rows).unsqueeze(-1) - (columns - rows)
+    visible = torch.ones_like(offset, dtype=torch.bool) if left is None else offset >= -left
+    return visible if right is None else visible & (offset <= right)
+
+
+def visible_2(q: Tensor, k: Tensor, causal: bool, left: int, right: int) -> Tensor:
+    """Of FlashAttention-2, and torch's copy of it: flash_api.cpp of 2.8.3, lines 138 to 144 and 399 to 404."""
+    rows, columns = q.shape[1], k.shape[1]
+    left = -1 if left >= columns else left
+    right = -1 if right >= columns else right
+    right = 0 if causal and rows > 1 else right
+    if left < 0 and right < 0:
+        return _visible(q, k, None, None)
+    return _visible(q, k, columns if left < 0 else left, columns if right < 0 else right)
+
+
+def visible_3(q: Tensor, k: Tensor, causal: bool, left: int, right: int) -> Tensor:
+    """Of FlashAttention-3: hopper/flash_api.cpp, lines 576 to 588."""
+    left = -1 if left >= k.shape[1] - 1 else left
+    right = 0 if causal else -1 if right >= q.shape[1] - 1 else right
+    return _visible(q, k, None if left < 0 else left, None if right < 0 else right)
+
+
+def visible_4(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """Of FlashAttention-4: ``_resolve_causal_local_window``."""
+    right = 0 if causal else right
+    if left is not None and right is not None and left + right < 0:
+        return _visible(q, k, None, None)
+    return _visible(q, k, left, right)
+
+
+def _check(*operands: Tensor) -> None:
+    for x in operands:
+        assert x.stride(-1) == 1
+        assert x.shape[-1] % 8 == 0
+        assert x.data_ptr() % 16 == 0
+        assert all(n == 1 or step * x.itemsize % 16 == 0 for step, n in zip(x.stride()[:-1], x.shape, strict=False))
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, visible: Tensor, blind: float
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v)
+    by_heads = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = reference.forward(*by_heads, band=FULL, mask=visible[None, None], scale=scale, softcap=softcap)
+    return out.transpose(1, 2).contiguous(), lse.masked_fill(lse == -torch.inf, blind)
+
+
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, softcap: float,
+    visible: Tensor, into: list[Tensor],
+) -> None:  # fmt: skip
+    _check(grad_out, q, k, v, out)
+    assert out.shape == grad_out.shape
+    assert lse.is_contiguous()
+    assert not lse.isinf().any()
+    options = {"band": FULL, "mask": visible[None, None], "scale": scale, "softcap": softcap}
+    grads = reference.backward(*(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse, **options)
+    for x, grad in zip(into, grads, strict=True):
+        x.copy_(grad.transpose(1, 2))
+
+
+class FlashAttention2:
+    """``flash_attn.flash_attn_interface``."""
+
+    @staticmethod
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        return_softmax,
+    ):  # fmt: skip
+        assert {x.shape[-1] for x in (q, k, v)} == {q.shape[-1]}
+        visible = visible_2(q, k, causal, window_size_left, window_size_right)
+        out, lse = _forward(q, k, v, softmax_scale, softcap, visible, torch.inf)
+        return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
+
+    @staticmethod
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        visible = visible_2(q, k, causal, window_size_left, window_size_right)
+        _backward(dout, q, k, v, out, softmax_lse, softmax_scale, softcap, visible, [dq, dk, dv])
+        return softmax_lse
+
+
+class FlashAttention3:
+    """``flash_attn_interface``."""
+
+    @staticmethod
+    def _flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None,
+        kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None,
+        k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1,
+        attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None,
+        sm_margin=0,
+    ):  # fmt: skip
+        visible = visible_3(q, k, causal, window_size_left, window_size_right)
+        return *_forward(q, k, v, softmax_scale, softcap, visible, -torch.inf), q.new_empty(0), q.new_empty(0)
+
+    @staticmethod
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        visible = visible_3(q, k, is_causal, window_size_left, window_size_right)
+        _backward(dout, q, k, v, out, softmax_lse, softmax_scale, softcap, visible, [dq, dk, dv])
+        return softmax_lse
+
+
+class FlashAttention4:
+    """``flash_attn.cute.interface``; of its many arguments those that are given."""
+
+    @staticmethod
+    def _flash_attn_fwd(
+        q, k, v, *, softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
+        return_lse=False,
+    ):  # fmt: skip
+        assert softcap != 0.0
+        visible = visible_4(q, k, causal, window_size_left, window_size_right)
+        out, lse = _forward(q, k, v, softmax_scale, softcap or 0.0, visible, -torch.inf)
+        return out, lse if return_lse else None, None, None
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, *, deterministic=False,
+    ):  # fmt: skip
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        visible = visible_4(q, k, causal, window_size_left, window_size_right)
+        _backward(dout, q, k, v, out, lse, softmax_scale, softcap, visible, [dq, dk, dv])
+        return dq, dk, dv
+
+
+def aten_namespace(calls: list[Any]) -> SimpleNamespace:
+    """torch's copy of FlashAttention-2 as ``torch.ops.aten``; notes the bounds of every forward."""
+
+    def forward(
+        q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
+        *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        calls.append((window_size_left, window_size_right))
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        return FlashAttention2._flash_attn_forward(
+            q, k, v, dropout_p, scale, is_causal, window_size_left, window_size_right, 0.0, None, return_debug_mask
+        )
+
+    def backward(
+        grad_out, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused,
+        *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        FlashAttention2._flash_attn_backward(
+            grad_out, q, k, v, out, lse, *grads, dropout_p, scale, is_causal, window_size_left, window_size_right, 0.0,
+            None, False,
+        )  # fmt: skip
+        return grads
+
+    return SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
+
+
+STANDINS = {"flash_attn": FlashAttention2, "flash_attn_3": FlashAttention3, "flash_attn_4": FlashAttention4}
+"""By the name of the kernel."""
+
+
+def _anything(need: Need) -> str:
+    return "takes no mask" if need.masked else ""
+
+
+KERNELS = {
+    f"{package.name} on the CPU": flash_attn.kernel(package, lambda _, name=package.name: STANDINS[name])
+    for package in flash_attn.PACKAGES
+}
+"""The adapters with stand-ins. Whoever imports this can choose them by name."""
+
+for _name, _kernel in KERNELS.items():
+    register_kernel(_name, _kernel.forward, _kernel.backward, _anything)

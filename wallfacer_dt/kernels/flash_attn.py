@@ -1,0 +1,252 @@
+"""The packages of FlashAttention: ``flash_attn`` (FlashAttention-2), ``flash_attn_3`` and ``flash_attn_4``.
+
+Each is imported when it is first chosen, by name: none is chosen in silence for being installed. Called are the
+functions below their autograd, of flash-attn 2.8.3 (``flash_attn.flash_attn_interface``) and of its repository at
+0251105 (``hopper/flash_attn_interface.py``, ``flash_attn/cute/interface.py``). None has been run on a GPU so far; the
+tests run these adapters with stand-ins of the same signatures.
+
+Sinks are no kernel's affair here: a sink is in a row's sum once, and a kernel would add it in every block.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module, metadata
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt.kernels.block import HALF, Band, BlockKernel, Need
+from wallfacer_dt.kernels.windows import Window, backward_in_windows, forward_in_windows
+
+
+class Package(NamedTuple):
+    """A package, and how its functions are called, on (B, L, N, H).
+
+    Attributes:
+        name: of the kernel.
+        distribution: what is installed.
+        module: where its functions are.
+        majors: the first numbers of the compute capabilities that it runs on, both ways.
+        forward: from the module, q, k, v, a window, scale and softcap to out and lse.
+        backward: from the module, grad_out, q, k, v, out, lse, a window, scale and softcap to dq, dk and dv.
+        limits: what else it cannot run.
+    """
+
+    name: str
+    distribution: str
+    module: str
+    majors: tuple[int, ...]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    limits: Callable[[Need], str]
+
+
+def kernel(package: Package, load: Callable[[str], Any] = import_module) -> BlockKernel:
+    """A package as a block kernel.
+
+    Args:
+        package: it.
+        load: from a module's name the module.
+
+    Returns:
+        The kernel.
+    """
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        _refuse_mask(package.name, mask)
+        run = partial(package.forward, load(package.module), scale=scale, softcap=softcap)
+        return forward_in_windows(run, q, k, v, band)
+
+    def backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        band: Band,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _refuse_mask(package.name, mask)
+        run = partial(package.backward, load(package.module), scale=scale, softcap=softcap)
+        return backward_in_windows(run, grad_out, q, k, v, out, lse, band)
+
+    return BlockKernel(package.name, forward, backward, partial(_supports, package), _version(package.distribution))
+
+
+def _supports(package: Package, need: Need) -> str:
+    if need.masked:
+        return "takes no mask: pass kernel='flex' or kernel='reference'"
+    if need.device_type != "cuda" or need.dtype not in HALF:
+        return (
+            f"runs on cuda, in bfloat16 or float16; got {need.device_type}, {need.dtype}: cast q, k and v, or pass "
+            "kernel='reference'"
+        )
+    if need.capability and need.capability[0] not in package.majors:
+        here, known = ".".join(map(str, need.capability)), ", ".join(f"{major}.x" for major in package.majors)
+        return f"runs on compute capability {known}; got {here}"
+    return package.limits(need) or _missing(package.distribution, package.module)
+
+
+@cache
+def _missing(distribution: str, module: str) -> str:
+    if not _version(distribution):
+        return f"needs the package {distribution}, which is not installed: install it, or pass kernel='reference'"
+    try:
+        import_module(module)
+    except Exception as error:  # what was built for another torch fails in many ways
+        return f"needs the package {distribution}, which cannot be imported: {error!r}"
+    return ""
+
+
+@cache
+def _version(distribution: str) -> str:
+    try:
+        return f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _refuse_mask(name: str, mask: Tensor | None) -> None:
+    if mask is not None:
+        raise ValueError(f"kernel={name!r} takes no mask: pass kernel='flex' or kernel='reference'")
+
+
+def _up_to_256(need: Need) -> str:
+    head_dim = max(need.head_dim, need.value_dim)
+    return "" if head_dim <= 256 else f"has head dims of at most 256; got {head_dim}: pass kernel='reference'"
+
+
+def _as_flash_attn_4(need: Need) -> str:
+    major = need.capability[0] if need.capability else None
+    dims = tuple(n + -n % 8 for n in (need.head_dim, need.value_dim))
+    if need.deterministic and major == 12:
+        return "has no deterministic backward on compute capability 12.x"
+    if need.softcap and major == 12:
+        return f"has no soft cap on compute capability 12.x (softcap is {need.softcap})"
+    if max(dims) <= 128 or (major == 9 and max(dims) <= 256):
+        return ""
+    if major in (10, 11) and dims == (256, 256) and not need.softcap:
+        return ""
+    return f"has head dims of at most 128, on compute capability 9.x 256; got {need.head_dim} and {need.value_dim}"
+
+
+def _forward_2(
+    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window, *, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = flash._flash_attn_forward(
+        q, k, v, 0.0, scale, window.is_causal, window.left, window.right, softcap, None, False
+    )
+    return out, lse
+
+
+def _backward_2(
+    flash: Any,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window: Window,
+    *,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    bounds = window.is_causal, window.left, window.right
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    flash._flash_attn_backward(
+        grad_out, q, k, v, out, lse, dq, dk, dv, 0.0, scale, *bounds, softcap, None, deterministic
+    )
+    return dq, dk, dv
+
+
+def _forward_3(
+    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window, *, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = flash._flash_attn_forward(
+        q, k, v,
+        softmax_scale=scale, causal=window.is_causal, window_size_left=window.left, window_size_right=window.right,
+        softcap=softcap,
+    )  # fmt: skip
+    return out, lse
+
+
+def _backward_3(
+    flash: Any,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window: Window,
+    *,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    flash._flash_attn_backward(
+        grad_out, q, k, v, out, lse,
+        dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=window.is_causal, window_size_left=window.left,
+        window_size_right=window.right, softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _forward_4(
+    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window, *, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = flash._flash_attn_fwd(
+        q, k, v,
+        softmax_scale=scale, causal=window.is_causal, softcap=softcap or None, **_unbounded(window), return_lse=True,
+    )  # fmt: skip
+    return out, lse
+
+
+def _backward_4(
+    flash: Any,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window: Window,
+    *,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv, *_ = flash._flash_attn_bwd(
+        q, k, v, out, grad_out, lse,
+        softmax_scale=scale, causal=window.is_causal, softcap=softcap, **_unbounded(window),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _unbounded(window: Window) -> dict[str, int | None]:
+    """FlashAttention-4's bounds, of which none is None; a negative one would be a bound."""
+    left, right = (None if bound < 0 else bound for bound in (window.left, window.right))
+    return {"window_size_left": left, "window_size_right": right}
+
+
+PACKAGES = (
+    Package(
+        "flash_attn", "flash-attn", "flash_attn.flash_attn_interface", (8, 9, 10, 11, 12),
+        _forward_2, _backward_2, _up_to_256,
+    ),
+    Package("flash_attn_3", "flash_attn_3", "flash_attn_interface", (8, 9), _forward_3, _backward_3, _up_to_256),
+    Package(
+        "flash_attn_4", "flash-attn-4", "flash_attn.cute.interface", (9, 10, 11, 12),
+        _forward_4, _backward_4, _as_flash_attn_4,
+    ),
+)  # fmt: skip
+KERNELS = tuple(map(kernel, PACKAGES))

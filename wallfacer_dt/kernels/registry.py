@@ -1,0 +1,79 @@
+"""Which kernel runs: named by the caller, or chosen by what the call needs. Nothing falls back in silence."""
+
+import logging
+from functools import cache
+
+from wallfacer_dt.kernels import aten, flash_attn, flex, reference
+from wallfacer_dt.kernels.block import Backward, BlockKernel, Forward, Need, Supports
+
+_log = logging.getLogger(__name__)
+
+_OURS = {kernel.name: kernel for kernel in (aten.KERNEL, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
+_registered: dict[str, BlockKernel] = {}
+
+
+def register_kernel(name: str, forward: Forward, backward: Backward, supports: Supports, version: str = "") -> None:
+    """Make a kernel of one's own known, to be chosen as ``kernel=name``; on every rank, before it is chosen.
+
+    Args:
+        name: a new one, or that of a kernel registered before, which it replaces.
+        forward: out and lse of one block, see :class:`wallfacer_dt.kernels.block.Forward`.
+        backward: its gradients, see :class:`wallfacer_dt.kernels.block.Backward`.
+        supports: from what a call needs why the kernel cannot run it, or an empty string.
+        version: ranks whose kernels have another refuse the call.
+
+    Raises:
+        ValueError: the name is one of the package's own.
+    """
+    if name in (*_OURS, "auto"):
+        raise ValueError(f"{name!r} is one of the package's own kernels: register another name")
+    _registered[name] = BlockKernel(name, forward, backward, supports, version)
+
+
+def check_kernel(kernel: str) -> None:
+    """Refuse (ValueError) the name of no kernel."""
+    names = ("auto", *_OURS, *_registered)
+    if kernel not in names:
+        raise ValueError(f"kernel must be one of {names}, got {kernel!r}; register_kernel makes others known")
+
+
+def select_kernel(kernel: str, need: Need) -> BlockKernel:
+    """The block kernel for a call.
+
+    Args:
+        kernel: its name, or ``"auto"``: torch's own, ``"flash"``, for masks on CUDA ``"flex"``, for soft caps there
+            ``"flash_attn"``. Which it is, is logged once.
+        need: what the call asks of it.
+
+    Returns:
+        The kernel.
+
+    Raises:
+        ValueError: the name is unknown, or the kernel cannot run the call.
+    """
+    check_kernel(kernel)
+    name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
+    found = _OURS[name] if name in _OURS else _registered[name]
+    refusal = found.supports(need)
+    if refusal:
+        who = f"kernel='auto' is {name!r} {reason}, which" if reason else f"kernel={kernel!r}"
+        raise ValueError(f"{who} {refusal}")
+    if reason:
+        _say(name, reason)
+    return found
+
+
+def _automatic(need: Need) -> tuple[str, str]:
+    """What ``"auto"`` is, and for what."""
+    if need.device_type != "cuda":
+        return "flash", f"on {need.device_type}"
+    if need.masked:
+        return "flex", "for masks on cuda"
+    if need.softcap:
+        return "flash_attn", "for soft caps on cuda"
+    return "flash", "on cuda"
+
+
+@cache
+def _say(name: str, reason: str) -> None:
+    _log.info("kernel='auto' is %r %s", name, reason)
