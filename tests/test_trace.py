@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import fake_world, told
 from wallfacer_dt import context_mesh, context_parallel_attention
+from wallfacer_dt.calls import Options
 from wallfacer_dt.ops import BODIES
 
 SHORT = {
@@ -377,3 +380,17 @@ def test_peak_memory_does_not_grow_with_the_ring(team: int, rotate: str, rotate_
 def test_peak_memory_in_units_of_a_shard(mesh: tuple[int, int], rotate: str, most: float) -> None:
     """Forward and backward, in shards of q, the inputs and results included; k and v are half a shard each."""
     assert peak_bytes(*mesh, rotate) / (4 * 64 * 32 * 4) < most
+
+
+@given(numbers=st.tuples(st.floats(1e-9, 1e9), st.floats(0, 1e9)), data=st.data())
+def test_operators_take_options_as_text(numbers: tuple[float, float], data: st.DataObject) -> None:
+    """What comes out is what went in: numbers to the last bit, integers, truths, any text."""
+    kinds = {int: st.integers(), str: st.text(), bool: st.booleans()}
+    values = [
+        data.draw(kinds.get(kind, st.lists(st.integers(), max_size=3).map(tuple)))
+        for kind in list(Options.__annotations__.values())[2:]
+    ]
+    options = Options(*numbers, *values)
+    found = Options.of(*options.told())
+    assert found == options
+    assert [type(x) for x in found] == [type(x) for x in options]

@@ -324,7 +324,7 @@ class ContextAttention:
         documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
         if documents is not None:
             documents = sharding.replicate(documents if documents.ndim == 2 else documents.unsqueeze(0), q)
-        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *options)
+        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *options.told())
         return out
 
     @property
@@ -353,6 +353,8 @@ class ContextAttention:
             lengths=self._ratio(q, k, lengths),
         )  # fmt: skip
         return Options(
+            1 / math.sqrt(head_dim) if scale is None else float(scale),
+            float(options.softcap or 0.0),
             (place.ring, place.team, place.ring_rank, place.team_rank, place.ulysses, place.ulysses_rank),
             self.ulysses,
             self.ring,
@@ -369,8 +371,6 @@ class ContextAttention:
             # Eager code has just asked.
             self.mask_key if torch.compiler.is_compiling() else 0,
             documents,
-            1 / math.sqrt(head_dim) if scale is None else float(scale),
-            float(options.softcap or 0.0),
             options.order_name or "contiguous",
             options.schedule,
             backward,

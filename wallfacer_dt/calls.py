@@ -31,6 +31,7 @@ from wallfacer_dt.algorithms import (
     split_heads,
 )
 from wallfacer_dt.collectives import group_rank
+from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.kernels import Need, select_kernel, sinks_gradient, with_sinks
 from wallfacer_dt.layout import Span
@@ -43,9 +44,11 @@ _COMPARED = (
 
 
 class Options(NamedTuple):
-    """What both operators take after their tensors, in order.
+    """What an operator is told beside its tensors, as text: see Note [Options as text].
 
     Attributes:
+        scale: of the scores.
+        softcap: of the scores, 0 for none.
         place: this rank's coordinate: sizes of ring and team, its ranks on them, the same of ulysses.
         ulysses: name of the process group of axis ``cp_ulysses``, or empty.
         ring: name of the ring's process group, or empty.
@@ -62,8 +65,6 @@ class Options(NamedTuple):
         mask_key: in a compiled graph the mask's number in this process, by which it is asked whether it still gives
             them; otherwise 0.
         packed: what the tensor ``documents`` is: ``"ids"``, ``"cu_seqlens"``, or empty for none.
-        scale: of the scores.
-        softcap: of the scores, 0 for none.
         order: token order.
         schedule: ``"2d"`` or ``"published"``.
         rotate: ``"kv"`` or ``"q"``, which side moves round the ring in the backward.
@@ -73,6 +74,8 @@ class Options(NamedTuple):
         gradients: whether some of the tensors need one, so that there will be a backward; see :func:`needs_gradient`.
     """
 
+    scale: float
+    softcap: float
     place: Sequence[int]
     ulysses: str
     ring: str
@@ -88,8 +91,6 @@ class Options(NamedTuple):
     mask: str
     mask_key: int
     packed: str
-    scale: float
-    softcap: float
     order: str
     schedule: str
     rotate: str
@@ -97,6 +98,18 @@ class Options(NamedTuple):
     kernel: str
     code: str
     gradients: bool = False
+
+    def told(self) -> tuple[float, float, str]:
+        """As operators take them after their tensors: two floats and a text (:data:`SCHEMA`)."""
+        return self.scale, self.softcap, as_text(self[2:])
+
+    @classmethod
+    def of(cls, scale: float, softcap: float, text: str) -> "Options":
+        """What :meth:`told` gave."""
+        return cls(scale, softcap, *from_text(text))
+
+
+SCHEMA = "float scale, float softcap, str options"
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

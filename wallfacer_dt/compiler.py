@@ -2,12 +2,19 @@
 
 The decorators of ``torch.compiler`` import the compiler: some 350 modules, for whoever only plans or deals out data.
 
+Note [Options as text]
+An operator takes its options as one text, and beside it what a compiler may take for a symbol: each further argument of
+a schema costs time at every call (torch fills in defaults in time that grows as the square of their number), and must
+be told again wherever the schema is. The same options are the same text, so that it can be part of a cache's key.
+
 Private APIs of the compiler are called here only; run on torch 2.13.0.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import index
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +39,36 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     """``torch.compiler.assume_constant_result``: called while a compiler traces, it answers for the whole graph."""
     function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function
+
+
+def as_text(options: Sequence[Any]) -> str:
+    """Options as one text: numbers, texts and sequences of integers; see Note [Options as text].
+
+    What a compiler took for a symbol it takes for a constant then.
+    """
+    return _as_text(tuple(map(_plain, options)))
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, bool | str):  # index() makes an integer of a bool
+        return x
+    return tuple(map(index, x)) if isinstance(x, tuple | list) else index(x)
+
+
+@constant
+def _as_text(options: tuple[Any, ...]) -> str:
+    return _written(options)
+
+
+@lru_cache(1024)
+def _written(options: tuple[Any, ...]) -> str:
+    return json.dumps(options, separators=(",", ":"))
+
+
+@lru_cache(1024)
+def from_text(text: str) -> tuple[Any, ...]:
+    """What :func:`as_text` was given."""
+    return tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(text))
 
 
 def sizes(x: Tensor) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ that ranks may share. So a digest of the package's sources is an argument of the
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,9 @@ from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import fake_number, settling
 from wallfacer_dt.algorithms import known_blocks
 from wallfacer_dt.autocast import outside_autocast
-from wallfacer_dt.calls import Options, agree_on_backward, agreed_call, make_call
+from wallfacer_dt.calls import SCHEMA, Options, agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.transforms import differentiable, not_differentiable
-
-SCHEMA = (
-    "int[] place, str ulysses, str ring, str team, str context, int[] context_ranks, str mesh, int[] lengths, "
-    "int replicated, bool is_causal, int[] window, int prefix, str mask, int mask_key, str packed, float scale, "
-    "float softcap, str order, str schedule, str rotate, str rotate_forward, str kernel, str code, bool gradients"
-)
 
 
 def _digest_of_sources() -> str:
@@ -64,7 +59,7 @@ def attention_body(
         k_shared: the end of every head's key (B, 1, L, Hs).
         sinks: for every head a logit without a value (N,).
         documents: where documents are in the whole sequence, on the CPU, a row for each of the batch or one for all.
-        *rest: the fields of :class:`Options`.
+        *rest: what :meth:`Options.told` gives.
 
     Returns:
         out (B, N, L, Hv) in q's dtype and memory layout; lse (B, N, L) in the accumulation dtype, contiguous; the
@@ -73,7 +68,7 @@ def attention_body(
     Raises:
         ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
     """
-    call, number = agreed_call("attention", Options(*rest), q, k, v, k_shared, sinks, documents)
+    call, number = agreed_call("attention", Options.of(*rest), q, k, v, k_shared, sinks, documents)
     out, lse = call.forward(q, _present(k, v, k_shared), sinks)
     return _laid_out(out, _like(q, v.shape[-1])), lse.contiguous(), number
 
@@ -105,7 +100,7 @@ def attention_backward_body(
         out: the forward's output.
         lse: the forward's log-sum-exp.
         number: of the forward's call.
-        *rest: the fields of :class:`Options`.
+        *rest: what :meth:`Options.told` gives.
 
     Returns:
         dq, dk, dv and the gradients of k_shared and sinks, each in its input's dtype and memory layout; that of an
@@ -114,7 +109,7 @@ def attention_backward_body(
     Raises:
         ValueError: on every rank: ranks are at the backwards of different calls.
     """
-    options = Options(*rest)
+    options = Options.of(*rest)
     agree_on_backward("attention", q, options.mesh, number)
     call = make_call(options, q, k, v, k_shared, documents)
     grads, dsinks = call.backward(grad_out, out, lse, q, _present(k, v, k_shared), sinks)
@@ -190,7 +185,7 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) ->
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # A mask's answers must not go before the backward has come.
-    mask = Options(*ctx.options).mask
+    mask = Options.of(*ctx.options).mask
     ctx.answers = known_blocks(mask) if mask else None
 
 
@@ -218,9 +213,16 @@ not_differentiable(
 for _op in BODIES:
     lowering.keep_order(_op)
 
-sharding.register(torch.ops.wallfacer_dt.attention.default, inputs=_INPUTS, outputs=("out", "lse", "number"))
+
+def _axes(options: Sequence[Any]) -> sharding.Axes:
+    known = Options.of(*options)
+    return sharding.Axes(known.ulysses, known.ring, known.team)
+
+
+sharding.register(torch.ops.wallfacer_dt.attention.default, _axes, inputs=_INPUTS, outputs=("out", "lse", "number"))
 sharding.register(
     torch.ops.wallfacer_dt.attention_backward.default,
+    _axes,
     inputs=("grad_out", *_INPUTS, "out", "lse", "number"),
     outputs=("grad_q", "grad_k", "grad_v", "grad_k_shared", "grad_sinks"),
 )

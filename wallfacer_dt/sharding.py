@@ -8,8 +8,8 @@ Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0 and 2.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,11 +141,14 @@ def sharded_dims(x: DTensor) -> set[int]:
     return {p.dim for p in x.placements if isinstance(p, Shard)}
 
 
-def register(op: OpOverload, *, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Register the rule of an operator whose tensors come first and then its place and the names of its axes' groups.
+def register(
+    op: OpOverload, axes_of: Callable[[Sequence[Any]], Axes], *, inputs: Sequence[str], outputs: Sequence[str]
+) -> None:
+    """Register the rule of an operator whose tensors come first.
 
     Args:
         op: the operator.
+        axes_of: from the arguments after its tensors the names of its axes' groups.
         inputs: names of the tensor arguments, q, k and v among them; others may be absent in a call. ``k_shared`` is
             sharded as they are but has one head for all, ``sinks`` are by heads, ``documents`` are rows of the batch
             about the whole sequence, ``number`` is that of the call.
@@ -158,7 +161,7 @@ def register(op: OpOverload, *, inputs: Sequence[str], outputs: Sequence[str]) -
         plain = [name for name, x in given.items() if x is not None and name not in tensors]
         if plain:
             raise ValueError(f"{op}: all tensors must be DTensors, but {', '.join(plain)} is not")
-        axes = Axes(*map(str, schema.args_schema[len(inputs) + 1 : len(inputs) + 4]))
+        axes = axes_of(schema.args_schema[len(inputs) :])
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
         whole = {name: Sharded(spec.mesh, spec.placements, spec.shape) for name, spec in specs.items()}
         q = whole["q"]

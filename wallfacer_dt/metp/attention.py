@@ -16,14 +16,14 @@ from wallfacer_dt import lowering
 from wallfacer_dt.agreement import fake_number, settling
 from wallfacer_dt.algorithms import HeadGroup, Heads, add_product_, head_groups, linear, turned
 from wallfacer_dt.autocast import outside_autocast
-from wallfacer_dt.calls import Call, Options, agree_on_backward, agreed_call, make_call
+from wallfacer_dt.calls import SCHEMA, Call, Options, agree_on_backward, agreed_call, make_call
+from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
-from wallfacer_dt.ops import SCHEMA
 
 
 class BlockOptions(NamedTuple):
-    """What both operators take after their tensors, before the fields of attention's :class:`Options`.
+    """What both operators are told beside attention's :class:`Options`, as text: see Note [Options as text].
 
     Attributes:
         heads: query heads.
@@ -49,6 +49,15 @@ class BlockOptions(NamedTuple):
     whole: str
     gradients: str = ""
 
+    def told(self) -> str:
+        """As operators take them after their tensors."""
+        return as_text(self)
+
+    @classmethod
+    def of(cls, text: str) -> "BlockOptions":
+        """What :meth:`told` gave."""
+        return cls(*from_text(text))
+
     @property
     def holders(self) -> Holders:
         """Who holds the weights."""
@@ -66,10 +75,6 @@ _TENSORS = (
 _COUNT = 11
 _RESULTS = 3  # that the backward takes
 _NAME = "METP's attention"
-_BLOCK = (
-    "int heads, int kv_heads, int head_dim, str pairs, int[] axes, int[] ranks, int index, str group, str whole, "
-    "str gradients"
-)
 
 
 class _Block(NamedTuple):
@@ -89,8 +94,7 @@ class _Block(NamedTuple):
         assert x is not None
         assert q is not None
         assert out is not None
-        fields = len(BlockOptions._fields)
-        block, attention = BlockOptions(*rest[:fields]), Options(*rest[fields:])
+        block, attention = BlockOptions.of(rest[0]), Options.of(*rest[1:])
         projections = Projections(Weights(q, k, v, out.t(), *biases), block.holders)
         groups = block.groups(fused=projections.is_fused)
         given = [(*shaped(x, block, group.heads), None) for group in groups]
@@ -176,7 +180,7 @@ def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Args:
         *args: x (B, L, D); this rank's rows of the projections q, k and v (rows, D), or of one fused, k and v None;
             the output's columns (Do, columns); biases (rows,) or None; cos and sin (1 or B, L, H / 2) or None;
-            documents, as attention's operator takes them; the fields of :class:`BlockOptions` and of :class:`Options`.
+            documents, as attention's operator takes them; what :class:`BlockOptions` and :class:`Options` have told.
 
     Returns:
         y (B, L, Do) without the output projection's bias, attention's output (B, N, L, H) and lse (B, N, L), and the
@@ -255,14 +259,14 @@ metp_attention = torch.library.custom_op(
     "wallfacer_dt::metp_attention",
     settling(metp_attention_body),
     mutates_args=(),
-    schema=f"({_TENSORS}, {_BLOCK}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_TENSORS}, str block, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 metp_attention_backward = torch.library.custom_op(
     "wallfacer_dt::metp_attention_backward",
     settling(metp_attention_backward_body),
     mutates_args=(),
     schema=(
-        f"(Tensor grad_y, {_TENSORS}, Tensor attended, Tensor lse, Tensor number, {_BLOCK}, {SCHEMA}) "
+        f"(Tensor grad_y, {_TENSORS}, Tensor attended, Tensor lse, Tensor number, str block, {SCHEMA}) "
         f"-> ({', '.join(['Tensor'] * 8)})"
     ),
 )
@@ -276,7 +280,7 @@ BODIES = {
 @metp_attention.register_fake
 def _metp_attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, out = args[0], args[4]
-    block = BlockOptions(*args[_COUNT : _COUNT + len(BlockOptions._fields)])
+    block = BlockOptions.of(args[_COUNT])
     attended = x.new_empty((x.shape[0], block.heads, x.shape[1], block.head_dim))
     lse = x.new_empty(attended.shape[:-1], dtype=accumulation_dtype(x.dtype))
     return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse, fake_number()

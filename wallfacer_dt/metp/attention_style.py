@@ -208,8 +208,10 @@ class METPAttentionParallel(ParallelStyle):
             rows = documents if documents is None or documents.ndim == 2 else documents.unsqueeze(0)
             tensors = as_computed(inside, *self._shards(module))
             options = attention.resolve(*shaped(tensors[0], block), extras)
-            told = block._replace(gradients=needing_gradients(x, module, names))
-            y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(*tensors, cos, sin, rows, *told, *options)
+            block_options = block._replace(gradients=needing_gradients(x, module, names))
+            y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
+                *tensors, cos, sin, rows, block_options.told(), *options.told()
+            )
             y = watched(y, module.parameters(), boundary.weights.name)
             return leave(boundary.with_bias(y, linear(module, self.output).bias))
 
@@ -277,7 +279,9 @@ class METPAttentionParallel(ParallelStyle):
             angles = (None if angle is None else angle.to(x.device) for angle in found)
             x, *tensors = as_computed(x, *tensors)
             options = alone.resolve(*shaped(x, block), Extras())
-            y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(x, *tensors, *angles, None, *block, *options)
+            y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
+                x, *tensors, *angles, None, block.told(), *options.told()
+            )
             bias = inputs.get(f"{self.output}.bias")
             return y if bias is None else y + bias.to(y.dtype)
 

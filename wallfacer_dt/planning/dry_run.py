@@ -55,10 +55,12 @@ def attention_peaks(
     q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
     options = _options(candidate, sequence, index)
     with _following(q, k, v) as alive:
-        out, lse, number = attention_body(q, k, v, None, None, None, *options)
+        out, lse, number = attention_body(q, k, v, None, None, None, *options.told())
         kept, forward = alive.now, alive.peak
         alive.reset()
-        grads = attention_backward_body(torch.empty_like(out), q, k, v, None, None, None, out, lse, number, *options)
+        grads = attention_backward_body(
+            torch.empty_like(out), q, k, v, None, None, None, out, lse, number, *options.told()
+        )
         backward = alive.peak
         del grads
     return Peaks(kept, forward, backward)
