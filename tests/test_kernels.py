@@ -1,5 +1,6 @@
 """Every kernel against attention in float64 and autograd, and the merging of partial results."""
 
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -10,11 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from tests import flash_standins
 from tests.cases import rms
@@ -474,6 +478,50 @@ def test_flex_skips_the_tiles_that_torch_would(shape: tuple[int, ...]) -> None:
         assert getattr(ours, name).equal(getattr(torchs, name)), name
         assert getattr(ours, name).dtype == torch.int32
     assert (ours.shape, ours.BLOCK_SIZE) == (torchs.shape, torchs.BLOCK_SIZE)
+
+
+def triton_merging(monkeypatch: pytest.MonkeyPatch, interpret: str) -> ModuleType:
+    """Triton reads this when a kernel is made."""
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    monkeypatch.delitem(sys.modules, "wallfacer_dt.kernels.merge_triton", raising=False)
+    return importlib.import_module("wallfacer_dt.kernels.merge_triton")
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 70, 33), (1, 2, 5, 128)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_merging_in_triton(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of larger tensors, laid out by tokens; rows that see nothing on either side, or both, and NaN."""
+    torch.manual_seed(0)
+    merging = triton_merging(monkeypatch, "1")
+    batch, heads, length, width = shape
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    out = torch.randn(batch, heads, length + 9, width, dtype=wide)
+    more_out = torch.randn(batch, length + 9, heads, width).to(dtype).transpose(1, 2)
+    lse, more_lse = (torch.randn(batch, heads, length + 9, dtype=wide) for _ in range(2))
+    for x, its, rows in ((out, lse, slice(0, 4)), (more_out, more_lse, slice(2, 5))):
+        x[:, :, rows], its[:, :, rows] = 0, -torch.inf
+    out[..., 6, :] = more_out[..., 7, :] = lse[..., 7] = more_lse[..., 0] = torch.nan
+    got = out.clone(), lse.clone()
+    part = slice(0, length + 8)
+    merge_(out[:, :, part], lse[:, :, part], more_out[:, :, part], more_lse[:, :, part])
+    merging.merge_(*(x[:, :, part] for x in (*got, more_out, more_lse)))
+    for mine, want in zip(got, (out, lse), strict=True):
+        unseen = want == -torch.inf
+        assert unseen.equal(mine == -torch.inf)
+        assert want.isnan().equal(mine.isnan())
+        hidden = unseen | want.isnan()
+        assert worst_error([(mine.masked_fill(hidden, 0), want.masked_fill(hidden, 0))]) <= 8 * torch.finfo(wide).eps
+
+
+def test_the_merge_in_triton_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one: what the interpreter lets pass, a compiler may refuse."""
+    kernel = triton_merging(monkeypatch, "0").merge_rows
+    pointers = {"out": "*fp32", "lse": "*fp32", "more_out": "*bf16", "more_lse": "*fp32"}
+    constants = {"WIDTH": 128, "ROWS": 32}
+    types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, types, constexprs=constants)
+    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
 def test_merging_nothing_changes_nothing() -> None:

@@ -4,8 +4,12 @@ With partial results (out_i, lse_i) over disjoint keys, the whole is sum_i out_i
 lse = logsumexp_i lse_i: the online softmax of Ring Attention (section 3) and of WallFacer's combine.
 """
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.kernels.visible import finite
 
@@ -20,9 +24,20 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
 
     Either lse, or both, may be -inf where no key was visible; ``out`` is 0 there.
     """
+    if out.is_cuda and not isinstance(out, FakeTensor) and _has_triton():
+        from wallfacer_dt.kernels.merge_triton import merge_ as fused
+
+        return fused(out, lse, more_out, more_lse)
     weight = torch.where(more_lse == -torch.inf, 0, torch.sigmoid(more_lse - lse))
     out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, more_lse))
+    return None
+
+
+@cache
+def _has_triton() -> bool:
+    """torch brings it for CUDA on Linux."""
+    return find_spec("triton") is not None
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
