@@ -88,6 +88,25 @@ def another_version_of_a_kernel() -> None:
     attend(kernel="theirs")
 
 
+def kernel_that_one_rank_does_not_know() -> None:
+    kernel = select_kernel("reference", Need("cpu", torch.float32, 8, 8))
+    if not is_odd():
+        w.register_kernel("known to most", kernel.forward, kernel.backward, kernel.supports)
+    parallelize_module(Inner(), mesh(), w.WallFacerParallel(check=False, kernel="known to most"))
+
+
+def kernel_that_refuses_a_backward() -> None:
+    kernel, tired = select_kernel("reference", Need("cpu", torch.float32, 8, 8)), []
+
+    def supports(need: Need) -> bool:
+        return not (is_odd() and tired)
+
+    w.register_kernel("tired", kernel.forward, kernel.backward, supports)
+    out = attend(x(requires_grad=True), kernel="tired")
+    tired.append(True)
+    out.sum().backward()
+
+
 def two_losses(around: Callable[..., Tensor] = attend, forwards: bool = False, backwards: bool = True) -> None:
     """Of two calls that are alike, one rank makes the forwards or the backwards in another order."""
     leaves = [x(requires_grad=True), x(requires_grad=True)]
@@ -292,6 +311,8 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "is_causal, on a device, each seen before": causal_on_one_rank,
     "a refusal on a device": refused_by_one_rank,
     "another version of a kernel": another_version_of_a_kernel,
+    "a kernel that one rank does not know": kernel_that_one_rank_does_not_know,
+    "a kernel that refuses a backward on one rank": kernel_that_refuses_a_backward,
     "backwards in another order": two_losses,
     "backwards in another order on a device": lambda: run_as(as_on_a_device(), two_losses),
     "forwards in another order": partial(two_losses, forwards=True, backwards=False),

@@ -61,7 +61,7 @@ def _forward(
     _check(q, k, v)
     by_heads = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = reference.forward(*by_heads, band=FULL, mask=visible[None, None], scale=scale, softcap=softcap)
-    return out.transpose(1, 2).contiguous(), lse.masked_fill(lse == -torch.inf, blind)
+    return out.transpose(1, 2).contiguous(), lse.masked_fill((lse == -torch.inf) | lse.isnan(), blind)
 
 
 def _backward(
@@ -86,7 +86,7 @@ class FlashAttention2:
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         return_softmax,
     ):  # fmt: skip
-        assert {x.shape[-1] for x in (q, k, v)} == {q.shape[-1]}
+        assert q.shape[-1] == v.shape[-1]
         visible = visible_2(q, k, causal, window_size_left, window_size_right)
         out, lse = _forward(q, k, v, softmax_scale, softcap, visible, torch.inf)
         return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
@@ -113,6 +113,7 @@ class FlashAttention3:
         attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None,
         sm_margin=0,
     ):  # fmt: skip
+        assert q.shape[-1] == v.shape[-1]
         visible = visible_3(q, k, causal, window_size_left, window_size_right)
         return *_forward(q, k, v, softmax_scale, softcap, visible, -torch.inf), q.new_empty(0), q.new_empty(0)
 
@@ -183,8 +184,8 @@ STANDINS = {"flash_attn": FlashAttention2, "flash_attn_3": FlashAttention3, "fla
 """By the name of the kernel."""
 
 
-def _anything(need: Need) -> str:
-    return "takes no mask" if need.masked else ""
+def _anything(need: Need) -> bool | str:
+    return not need.masked or "takes no mask"
 
 
 KERNELS = {

@@ -448,6 +448,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "a mesh that is flattened later": lambda: flattened_later(),
     "a mesh that is flattened": lambda: flattened_before(),
     "a tangent": lambda: tangent(),
+    "a kernel of another device": lambda: attend(x(), style=attention(attention=inner(kernel="flash_attn"))),
     "a batch that the mesh shards": lambda: attend(distributed(Shard(1), Shard(0))),
     "one rank's model dim beside tp": lambda: beside_tp(x(1, 2, D - (dist.get_rank() == 0))),
     "documents of a shard": lambda: attend(x(), document_ids=torch.zeros(2, dtype=torch.int64)),

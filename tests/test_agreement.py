@@ -25,6 +25,8 @@ BACKWARDS = f"the call that this is the backward of {SAME}"
 MESSAGES = {
     "is_causal, on a device, each seen before": f"is_causal {SAME}False, rank 1: False, rank 2: True, rank 3: False",
     "a refusal on a device": "q, k and v must be floating point, got torch.int64; cast them",
+    "a kernel that one rank does not know": "kernel must be one of ('auto', 'flash', ",
+    "a kernel that refuses a backward on one rank": "kernel='tired' does not support this call",
     "another version of a kernel": f"the kernel that runs {SAME}theirs, 1, rank 1: theirs, 1, rank 2: theirs, 2",
     "a sampler's seed, each seen before": f"seed {SAME}0, rank 1: 0, rank 2: 1",
     "a sampler's state, each seen before": f"consumed samples {SAME}2, rank 1: 2, rank 2: 4",

@@ -128,7 +128,7 @@ MESSAGES = {
     "replicated tokens in DTensors": ("ValueError", "replicated tokens and a shard are no DTensor"),
     "a soft cap in a kernel that has none": (
         "ValueError",
-        "has no soft cap (softcap is 30.0); pass kernel='reference'",
+        "has no soft cap (softcap is 30.0): pass kernel='reference'",
     ),
     "a soft cap of zero": ("ValueError", "softcap must be finite and above 0, got 0.0"),
     "flex on the CPU": ("ValueError", "kernel='flex'"),

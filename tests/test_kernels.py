@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from math import inf
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -403,9 +403,9 @@ def test_what_takes_no_mask_says_so() -> None:
     block = ordinary(4, 4)
     options = {**block.options, "mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
     for kernel in (aten.CUDA, *flash_attn.KERNELS):
-        with pytest.raises(ValueError, match=f"kernel='{kernel.name}' takes no mask.*: pass kernel='flex'"):
+        with pytest.raises(ValueError, match=f"kernel='{kernel.name}' takes no mask here: pass kernel='flex'"):
             kernel.forward(*block[:3], **options)
-        with pytest.raises(ValueError, match=f"kernel='{kernel.name}' takes no mask.*: pass kernel='flex'"):
+        with pytest.raises(ValueError, match=f"kernel='{kernel.name}' takes no mask here: pass kernel='flex'"):
             kernel.backward(block.grad_out, *block[:3], block.grad_out, block.q[..., 0], **options)
 
 
@@ -615,7 +615,7 @@ def test_what_auto_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("kernel", ["flash", "flex"])
 @pytest.mark.parametrize("need", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_kernels_without_a_soft_cap(kernel: str, need: Need) -> None:
-    with pytest.raises(ValueError, match=f"kernel='{kernel}' has no soft cap .*; pass kernel='reference'"):
+    with pytest.raises(ValueError, match=f"kernel='{kernel}' has no soft cap .*: pass kernel='reference'"):
         select_kernel(kernel, need._replace(softcap=30.0))
     block = ordinary(2, 2)._replace(softcap=30.0)
     for each in (aten.CPU, aten.CUDA, flex.KERNEL):
@@ -635,7 +635,7 @@ def test_soft_caps_take_what_has_one() -> None:
 
 
 def test_masks_on_cuda_take_flex() -> None:
-    with pytest.raises(ValueError, match="kernel='flash' takes no mask on cuda: pass kernel='flex'"):
+    with pytest.raises(ValueError, match="kernel='flash' takes no mask here: pass kernel='flex'"):
         select_kernel("flash", CUDA._replace(masked=True))
     with pytest.raises(ValueError, match="not in float64"):
         select_kernel("auto", CUDA._replace(dtype=torch.float64, masked=True))
@@ -644,14 +644,27 @@ def test_masks_on_cuda_take_flex() -> None:
 
 
 REFUSED = [
-    ("flash_attn", {"masked": True}, "takes no mask: pass kernel='flex'"),
+    ("flash", {"capability": (7, 5)}, "runs on compute capability 8.0 and later; got 7.5"),
+    (
+        "flash",
+        {"capability": (8, 9), "head_dim": 200},
+        "has no backward for head dims of 193 to 224 on compute capabil",
+    ),
+    ("flash_attn", {"capability": (11, 0)}, r"runs on compute capability 8.x, 9.x, 10.x, 12.x; got 11.0"),
+    (
+        "flash_attn_3",
+        {"value_dim": 200, "deterministic": True},
+        "has no deterministic backward for head dims above 192",
+    ),
+    ("flash_attn_4", {"head_dim": 256, "capability": (10, 0)}, "has head dims of at most 128"),
+    ("flash_attn", {"masked": True}, "takes no mask here: pass kernel='flex'"),
     ("flash_attn", {"device_type": "cpu"}, "runs on cuda, in bfloat16 or float16; got cpu, torch.bfloat16"),
     ("flash_attn_3", {"dtype": torch.float32}, "runs on cuda, in bfloat16 or float16; got cuda, torch.float32"),
-    ("flash_attn", {"capability": (7, 5)}, r"runs on compute capability 8.x, 9.x, 10.x, 11.x, 12.x; got 7.5"),
+    ("flash_attn", {"capability": (7, 5)}, r"runs on compute capability 8.x, 9.x, 10.x, 12.x; got 7.5"),
     ("flash_attn_3", {"capability": (10, 0)}, r"runs on compute capability 8.x, 9.x; got 10.0"),
     ("flash_attn_4", {"capability": (8, 0)}, r"runs on compute capability 9.x, .*; got 8.0"),
     ("flash_attn", {"value_dim": 264}, "has head dims of at most 256; got 264"),
-    ("flash_attn_4", {"head_dim": 192, "capability": (10, 0)}, "has head dims of at most 128"),
+    ("flash_attn_4", {"head_dim": 192, "value_dim": 192, "capability": (10, 0)}, "has head dims of at most 128"),
     ("flash_attn_4", {"capability": (12, 0), "softcap": 2.0}, "has no soft cap on compute capability 12.x"),
     ("flash_attn_4", {"capability": (12, 0), "deterministic": True}, "has no deterministic backward"),
     ("flash_attn", {}, "needs the package flash-attn, which is not installed"),
@@ -679,6 +692,11 @@ def test_a_package_that_is_installed_is_chosen(monkeypatch: pytest.MonkeyPatch) 
         assert_right(select_kernel("flash_attn", CUDA), ordinary(5, 7)._replace(band=Band(-3, 1)))
         with pytest.raises(ValueError, match=r"flash-attn-4, which cannot be imported: ModuleNotFoundError"):
             select_kernel("flash_attn_4", CUDA)
+        # As it was in 2.6, and in FlashAttention-3 of that time.
+        old = SimpleNamespace(_flash_attn_forward=lambda q, window_size: None, _flash_attn_backward=None)
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", old)
+        with pytest.raises(ValueError, match=r"needs another version of flash_attn_3 than flash_attn_3 2\.8\.3"):
+            select_kernel("flash_attn_3", CUDA)
     finally:
         flash_attn._version.cache_clear()
         flash_attn._missing.cache_clear()
@@ -700,17 +718,56 @@ def test_the_kernel_of_the_docs() -> None:
 def test_a_kernel_of_ones_own() -> None:
     seen: list[Need] = []
 
-    def supports(need: Need) -> str:
+    def supports(need: Need) -> bool | str:
         seen.append(need)
-        return "is for the CPU" if need.device_type != "cpu" else ""
+        return need.device_type == "cpu" or "is for the CPU"
 
-    register_kernel("mine", reference.forward, reference.backward, supports, "1")
-    register_kernel("mine", reference.forward, reference.backward, supports, "2")
-    found = select_kernel("mine", CPU)
-    assert (found.name, found.version) == ("mine", "2")
-    with pytest.raises(ValueError, match="kernel='mine' is for the CPU"):
-        select_kernel("mine", CUDA)
+    for _ in range(2):
+        register_kernel("own", reference.forward, reference.backward, supports, "2")
+    found = select_kernel("own", CPU)
+    assert (found.name, found.version) == ("own", "2")
+    with pytest.raises(ValueError, match="kernel='own' is for the CPU"):
+        select_kernel("own", CUDA)
     assert seen == [CPU, CUDA]
-    for name in ("auto", "flash", "reference", "flash_attn_4"):
+    for name in ("", "auto", "flash", "reference", "flash_attn_4"):
         with pytest.raises(ValueError, match="register another name"):
             register_kernel(name, reference.forward, reference.backward, supports)
+    # Between a forward and its backward, say.
+    with pytest.raises(ValueError, match="there is another kernel 'own'"):
+        register_kernel("own", reference.forward, flex.backward, supports, "2")
+    for wrong in [(3, reference.forward), ("fine", None)]:
+        with pytest.raises(TypeError, match="a name, three functions and perhaps a version"):
+            register_kernel(*wrong, reference.backward, supports)
+
+
+@pytest.mark.parametrize(("answer", "kind", "message"), [
+    (False, ValueError, "does not support this call"), ("", ValueError, "does not support this call"),
+    (None, TypeError, "must return True or why not, got None"), (1, TypeError, "must return True or why not, got 1"),
+])  # fmt: skip
+def test_what_a_kernel_says_that_it_supports(answer: Any, kind: type[Exception], message: str) -> None:
+    register_kernel(f"says {answer!r}", reference.forward, reference.backward, lambda need: answer)
+    with pytest.raises(kind, match=message):
+        select_kernel(f"says {answer!r}", CPU)
+
+
+def test_another_implementation_of_torchs_is_not_called_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    with pytest.raises(ValueError, match=r"'flash' on cuda, which is torch's own, .*impl\('FA4'\) has put another"):
+        select_kernel("auto", CUDA)
+    assert select_kernel("auto", CPU).name == "flash"
+
+
+@PACKAGES
+def test_not_a_number_reaches_all_that_depends_on_it(name: str) -> None:
+    """These kernels give such rows a sum that is infinite."""
+    block = ordinary(6, 6)._replace(band=CAUSAL)
+    block.k[0, 0, 3] = torch.nan
+    kernel = flash_standins.KERNELS[name]
+    results = []
+    for each in (kernel, reference.KERNEL):
+        out, lse = each.forward(*block[:3], **block.options)
+        results.append((out, lse, *each.backward(block.grad_out, *block[:3], out, lse, **block.options)))
+    for mine, want in zip(*results, strict=True):
+        assert want.isnan().any()
+        assert mine.isnan().equal(want.isnan())
+        assert worst_error([(mine.nan_to_num(0), want.nan_to_num(0))]) <= 1e-12

@@ -12,6 +12,10 @@ pytestmark = pytest.mark.ranks
 MESSAGES = {
     "one rank's module": ("ValueError", "METPParallel: Narrow has no submodule 'gate'"),
     "one rank's attention": ("ValueError", "METPAttentionParallel: rows of q, k and v must be heads of 3"),
+    "a kernel of another device": (
+        "ValueError",
+        "kernel='flash_attn' runs on cuda, in bfloat16 or float16; got cpu, torch.float32",
+    ),
     "a mesh that is flattened later": ("ValueError", "up.weight is cut over axes ('cp_ring', 'cp_team') in turn"),
     "a mesh that is flattened": ("ValueError", "with which torch gathers such DTensors wrongly"),
     "a mesh in descending order": ("ValueError", "build the mesh with ascending ranks"),

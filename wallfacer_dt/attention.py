@@ -151,7 +151,8 @@ class AttentionOptions:
         """Refuse (TypeError, ValueError) options that mean nothing, or do not go together."""
         if self.order is not None:
             check_token_order(self.order)
-        check_kernel(self.kernel)
+        if not isinstance(self.kernel, str):  # whether there is such a one, ranks ask together, on a mesh
+            raise TypeError(f"kernel must be a name, got {self.kernel!r}")
         check_schedule(self.schedule, 1, 1)
         check_rotate(self.rotate, self.rotate_forward, self.schedule)
         check_scale(self.scale)
@@ -250,6 +251,7 @@ class ContextAttention:
         groups = context_groups(mesh, any_axis=any_axis)
         place = groups.coordinate
         options.check()
+        check_kernel(options.kernel)
         check_schedule(options.schedule, place.ring, place.team)
         if options.order is not None:
             check_order_fits(options.order, mesh)

@@ -4,9 +4,10 @@ An operator made with ``torch.library`` is opaque to AOTAutograd and Inductor al
 and at run time it does what it does in eager code. What is left to say is when it runs.
 
 Note [One order on all ranks]
-Ranks that share a process group must start its collectives in the same order. Inductor keeps its collective kernels in
-the order of the graph, which is the same on all ranks; what else it moves depends on sizes, which differ between ranks.
-So each operator that communicates is a collective kernel to Inductor.
+Ranks that share a process group must start its collectives in the same order. Inductor's scheduler keeps collective
+kernels in the order of the graph, which is the same on all ranks; what else it moves depends on sizes, which differ
+between ranks. So each operator that communicates is a collective kernel to Inductor. What passes over graphs do to
+other collectives, before, it does not see.
 
 Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0 and 2.14.1.
 """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering, sharding
-from wallfacer_dt.agreement import fake_number, settling
+from wallfacer_dt.agreement import fake_number, refusing_together, settling
 from wallfacer_dt.algorithms import known_blocks
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import SCHEMA, Options, agree_on_backward, agreed_call, make_call
@@ -110,8 +110,9 @@ def attention_backward_body(
         ValueError: on every rank: ranks are at the backwards of different calls.
     """
     options = Options.of(*rest)
+    with refusing_together(options.mesh):
+        call = make_call(options, q, k, v, k_shared, documents)
     agree_on_backward("attention", q, options.mesh, number)
-    call = make_call(options, q, k, v, k_shared, documents)
     grads, dsinks = call.backward(grad_out, out, lse, q, _present(k, v, k_shared), sinks)
     laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, _present(q, k, v, k_shared), strict=True)]
     dq, dk, dv, dk_shared = (*laid_out, q.new_empty(0))[:4]

@@ -125,12 +125,10 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, expected: Expect
     _check_lengths(q, k, expected)
     _check_documents(q, k, extras, expected)
     _check_sinks(q, extras.sinks)
-    # A compiler asks the operator's rule, which checks the same.
+    # A compiler asks the operator's rule, which checks the same, and kernels are chosen when the operator runs.
     if not torch.compiler.is_compiling():
         axes = sharding.Axes(expected.ulysses, expected.ring, expected.team)
         sharding.check(q, k, v, axes, extras.k_shared, extras.sinks)
-    # While a compiler traces, when the operator runs.
-    if not torch.compiler.is_compiling():
         select_kernel(expected.kernel, Need.of(q, v, masked=expected.masked, softcap=expected.softcap))
 
 

@@ -10,13 +10,25 @@ than a vector has lanes. CUDA's: see ``windows``.
 from typing import Any
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
-from wallfacer_dt.kernels.block import CAUSAL, FULL, HALF, Band, BlockKernel, Need, refuse_softcap
+from wallfacer_dt.kernels.block import (
+    CAUSAL,
+    FULL,
+    HALF,
+    NO_MASK,
+    Band,
+    BlockKernel,
+    Need,
+    no_softcap,
+    refuse_mask,
+    refuse_softcap,
+)
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
-from wallfacer_dt.kernels.windows import Window, backward_in_windows, forward_in_windows
+from wallfacer_dt.kernels.windows import Window, backward_in_windows, cropped, forward_in_windows
 
 _aten = torch.ops.aten
 
@@ -39,7 +51,7 @@ def _cpu_forward(
     )
     # Fake tensors of torch 2.11 have another dtype here than real ones.
     lse = lse.to(accumulation_dtype(q.dtype))
-    out = _cropped(out, v)
+    out = cropped(out, v)
     if visible is not None:
         lse = lse.masked_fill(visible.any(-1).logical_not(), -torch.inf)
     elif k.shape[2] < _LANES:
@@ -77,7 +89,7 @@ def _cpu_backward(
         scale=scale,
         **_additive(visible, q.dtype),
     )
-    return _cropped(dq, q), _cropped(dk, k), _cropped(dv, v)
+    return cropped(dq, q), cropped(dk, k), cropped(dv, v)
 
 
 def _simplest(band: Band, q: Tensor, k: Tensor) -> Band:
@@ -123,7 +135,8 @@ def _additive(visible: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
 def _cuda_forward(
     q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    _check_cuda(mask, softcap)
+    refuse_softcap("flash", softcap)
+    refuse_mask("flash", mask)
 
     def run(q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         options = _window_options(window, scale)
@@ -148,7 +161,8 @@ def _cuda_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_cuda(mask, softcap)
+    refuse_softcap("flash", softcap)
+    refuse_mask("flash", mask)
 
     def run(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window
@@ -167,12 +181,6 @@ def _window_options(window: Window, scale: float) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": window.left, "window_size_right": window.right}
 
 
-def _check_cuda(mask: Tensor | None, softcap: float) -> None:
-    refuse_softcap("flash", softcap)
-    if mask is not None:
-        raise ValueError("kernel='flash' takes no mask on cuda: pass kernel='flex' or kernel='reference'")
-
-
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -183,10 +191,6 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return F.pad(_dense(x), (0, missing)) if missing else _dense(x)
 
 
-def _cropped(x: Tensor, like: Tensor) -> Tensor:
-    return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return (CUDA if q.device.type == "cuda" else CPU).forward(q, k, v, **options)
 
@@ -195,20 +199,38 @@ def _backward(grad_out: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tenso
     return (CUDA if grad_out.device.type == "cuda" else CPU).backward(grad_out, *tensors, **options)
 
 
-def _supports(need: Need) -> str:
+def _supports(need: Need) -> bool | str:
     if need.softcap:
-        return f"has no soft cap (softcap is {need.softcap}); pass kernel='reference'"
+        return no_softcap(need.softcap)
     if need.device_type in ("cpu", "meta"):  # without contents as on the CPU
-        return ""
+        return True
     if need.device_type == "cuda" and need.masked:
-        return "takes no mask on cuda: pass kernel='flex' or kernel='reference'"
+        return NO_MASK
     head_dim = max(need.head_dim, need.value_dim)
-    if need.device_type == "cuda" and need.dtype in HALF and head_dim <= 256:
-        return ""
-    return (
-        "runs on cpu, and on cuda in bfloat16 or float16 with a head dim of at most 256; got "
-        f"{need.device_type}, {need.dtype}, head dim {head_dim}: cast q, k and v, or pass kernel='reference'"
-    )
+    if need.device_type != "cuda" or need.dtype not in HALF or head_dim > 256:
+        return (
+            "runs on cpu, and on cuda in bfloat16 or float16 with a head dim of at most 256; got "
+            f"{need.device_type}, {need.dtype}, head dim {head_dim}: cast q, k and v, or pass kernel='reference'"
+        )
+    major, minor = need.capability or (9, 0)
+    if major < 8:
+        return f"runs on compute capability 8.0 and later; got {major}.{minor}: pass kernel='reference'"
+    if 192 < head_dim <= 224 and ((major, minor) in ((8, 6), (8, 9)) or major == 12):
+        # As scaled_dot_product_attention refuses there (sdp_utils.cpp).
+        return f"has no backward for head dims of 193 to 224 on compute capability {major}.{minor}; got {head_dim}"
+    other = _current_implementation()
+    if other is not None:
+        return (
+            f"is torch's own, for which activate_flash_attention_impl({other!r}) has put another: call "
+            "restore_flash_attention_impl(), or pass kernel='flash_attn_3' or 'flash_attn_4'"
+        )
+    return True
+
+
+def _current_implementation() -> str | None:
+    # Not in every version of torch.
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
 
 
 KERNEL = BlockKernel("flash", _forward, _backward, _supports, f"torch {torch.__version__}")

@@ -119,8 +119,8 @@ class Need(NamedTuple):
 class Supports(Protocol):
     """Whether a kernel can run a call, any band of it, forward and backward."""
 
-    def __call__(self, need: Need) -> str:
-        """Return why not, to stand after the kernel's name ("takes no mask"); empty if it can."""
+    def __call__(self, need: Need) -> bool | str:
+        """Return True, or why not: words to stand after the kernel's name ("takes no mask"), or False."""
         ...
 
 
@@ -134,7 +134,22 @@ class BlockKernel(NamedTuple):
     version: str = ""
 
 
+def no_softcap(softcap: float) -> str:
+    """What a kernel without a soft cap says."""
+    return f"has no soft cap (softcap is {softcap}): pass kernel='reference'"
+
+
+NO_MASK = "takes no mask here: pass kernel='flex' or kernel='reference'"
+"""What a kernel without masks says."""
+
+
 def refuse_softcap(kernel: str, softcap: float) -> None:
     """Refuse (ValueError) a soft cap for a kernel that has none."""
     if softcap:
-        raise ValueError(f"kernel={kernel!r} has no soft cap (softcap is {softcap}); pass kernel='reference'")
+        raise ValueError(f"kernel={kernel!r} {no_softcap(softcap)}")
+
+
+def refuse_mask(kernel: str, mask: Tensor | None) -> None:
+    """Refuse (ValueError) a mask for a kernel that takes none."""
+    if mask is not None:
+        raise ValueError(f"kernel={kernel!r} {NO_MASK}")

@@ -11,12 +11,13 @@ Sinks are no kernel's affair here: a sink is in a row's sum once, and a kernel w
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module, metadata
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wallfacer_dt.kernels.block import HALF, Band, BlockKernel, Need
+from wallfacer_dt.kernels.block import HALF, NO_MASK, Band, BlockKernel, Need, refuse_mask
 from wallfacer_dt.kernels.windows import Window, backward_in_windows, forward_in_windows
 
 
@@ -27,19 +28,23 @@ class Package(NamedTuple):
         name: of the kernel.
         distribution: what is installed.
         module: where its functions are.
+        functions: their names.
         majors: the first numbers of the compute capabilities that it runs on, both ways.
         forward: from the module, q, k, v, a window, scale and softcap to out and lse.
         backward: from the module, grad_out, q, k, v, out, lse, a window, scale and softcap to dq, dk and dv.
-        limits: what else it cannot run.
+        limits: what else it cannot run, or an empty string.
+        one_width: v must have the head dim of q.
     """
 
     name: str
     distribution: str
     module: str
+    functions: tuple[str, str]
     majors: tuple[int, ...]
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     limits: Callable[[Need], str]
+    one_width: bool = True
 
 
 def kernel(package: Package, load: Callable[[str], Any] = import_module) -> BlockKernel:
@@ -56,9 +61,9 @@ def kernel(package: Package, load: Callable[[str], Any] = import_module) -> Bloc
     def forward(
         q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
-        _refuse_mask(package.name, mask)
+        refuse_mask(package.name, mask)
         run = partial(package.forward, load(package.module), scale=scale, softcap=softcap)
-        return forward_in_windows(run, q, k, v, band)
+        return forward_in_windows(run, q, k, v, band, one_width=package.one_width)
 
     def backward(
         grad_out: Tensor,
@@ -73,16 +78,16 @@ def kernel(package: Package, load: Callable[[str], Any] = import_module) -> Bloc
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        _refuse_mask(package.name, mask)
+        refuse_mask(package.name, mask)
         run = partial(package.backward, load(package.module), scale=scale, softcap=softcap)
-        return backward_in_windows(run, grad_out, q, k, v, out, lse, band)
+        return backward_in_windows(run, grad_out, q, k, v, out, lse, band, one_width=package.one_width)
 
     return BlockKernel(package.name, forward, backward, partial(_supports, package), _version(package.distribution))
 
 
-def _supports(package: Package, need: Need) -> str:
+def _supports(package: Package, need: Need) -> bool | str:
     if need.masked:
-        return "takes no mask: pass kernel='flex' or kernel='reference'"
+        return NO_MASK
     if need.device_type != "cuda" or need.dtype not in HALF:
         return (
             f"runs on cuda, in bfloat16 or float16; got {need.device_type}, {need.dtype}: cast q, k and v, or pass "
@@ -91,17 +96,22 @@ def _supports(package: Package, need: Need) -> str:
     if need.capability and need.capability[0] not in package.majors:
         here, known = ".".join(map(str, need.capability)), ", ".join(f"{major}.x" for major in package.majors)
         return f"runs on compute capability {known}; got {here}"
-    return package.limits(need) or _missing(package.distribution, package.module)
+    return package.limits(need) or _missing(package) or True
 
 
 @cache
-def _missing(distribution: str, module: str) -> str:
+def _missing(package: Package) -> str:
+    distribution = package.distribution
     if not _version(distribution):
         return f"needs the package {distribution}, which is not installed: install it, or pass kernel='reference'"
     try:
-        import_module(module)
+        module = import_module(package.module)
+        functions = [getattr(module, name) for name in package.functions]
     except Exception as error:  # what was built for another torch fails in many ways
         return f"needs the package {distribution}, which cannot be imported: {error!r}"
+    # An operator made with torch.library hides its function's parameters.
+    if not all("window_size_left" in signature(getattr(f, "_init_fn", f)).parameters for f in functions):
+        return f"needs another version of {distribution} than {_version(distribution)}: see docs/kernels.md"
     return ""
 
 
@@ -113,14 +123,15 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _refuse_mask(name: str, mask: Tensor | None) -> None:
-    if mask is not None:
-        raise ValueError(f"kernel={name!r} takes no mask: pass kernel='flex' or kernel='reference'")
-
-
 def _up_to_256(need: Need) -> str:
     head_dim = max(need.head_dim, need.value_dim)
     return "" if head_dim <= 256 else f"has head dims of at most 256; got {head_dim}: pass kernel='reference'"
+
+
+def _as_flash_attn_3(need: Need) -> str:
+    if need.deterministic and max(need.head_dim, need.value_dim) > 192:
+        return "has no deterministic backward for head dims above 192"  # flash_api.cpp
+    return _up_to_256(need)
 
 
 def _as_flash_attn_4(need: Need) -> str:
@@ -132,9 +143,12 @@ def _as_flash_attn_4(need: Need) -> str:
         return f"has no soft cap on compute capability 12.x (softcap is {need.softcap})"
     if max(dims) <= 128 or (major == 9 and max(dims) <= 256):
         return ""
-    if major in (10, 11) and dims == (256, 256) and not need.softcap:
+    if major in (10, 11) and (dims == (192, 128) or (dims == (256, 256) and not need.softcap)):
         return ""
-    return f"has head dims of at most 128, on compute capability 9.x 256; got {need.head_dim} and {need.value_dim}"
+    return (
+        "has head dims of at most 128, on compute capability 9.x 256, on 10.x and 11.x 192 with values of 128, and 256 "
+        f"without a soft cap; got {need.head_dim} and {need.value_dim}"
+    )
 
 
 def _forward_2(
@@ -240,13 +254,16 @@ def _unbounded(window: Window) -> dict[str, int | None]:
 
 PACKAGES = (
     Package(
-        "flash_attn", "flash-attn", "flash_attn.flash_attn_interface", (8, 9, 10, 11, 12),
-        _forward_2, _backward_2, _up_to_256,
+        "flash_attn", "flash-attn", "flash_attn.flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward"),
+        (8, 9, 10, 12), _forward_2, _backward_2, _up_to_256,
     ),
-    Package("flash_attn_3", "flash_attn_3", "flash_attn_interface", (8, 9), _forward_3, _backward_3, _up_to_256),
     Package(
-        "flash_attn_4", "flash-attn-4", "flash_attn.cute.interface", (9, 10, 11, 12),
-        _forward_4, _backward_4, _as_flash_attn_4,
+        "flash_attn_3", "flash_attn_3", "flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward"),
+        (8, 9), _forward_3, _backward_3, _as_flash_attn_3,
+    ),
+    Package(
+        "flash_attn_4", "flash-attn-4", "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd"),
+        (9, 10, 11, 12), _forward_4, _backward_4, _as_flash_attn_4, one_width=False,
     ),
 )  # fmt: skip
 KERNELS = tuple(map(kernel, PACKAGES))

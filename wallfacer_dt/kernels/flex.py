@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from wallfacer_dt.kernels.block import Band, BlockKernel, Need, refuse_softcap
+from wallfacer_dt.kernels.block import Band, BlockKernel, Need, no_softcap, refuse_softcap
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
 from wallfacer_dt.mesh import outside_modes
@@ -185,11 +185,11 @@ def backward(
     return _flex_backward(grad_out, q, k, v, out, lse, visible_keys(band, mask, q, k), scale)
 
 
-def _supports(need: Need) -> str:
+def _supports(need: Need) -> bool | str:
     if need.softcap:
-        return f"has no soft cap (softcap is {need.softcap}); pass kernel='reference'"
+        return no_softcap(need.softcap)
     if need.device_type == "cuda" and need.dtype != torch.float64:
-        return ""
+        return True
     return (
         "is flex_attention, which runs on cuda, not in float64 (on cpu it has no backward); got "
         f"{need.device_type}, {need.dtype}: cast q, k and v, or pass kernel='reference' (on cpu: kernel='flash')"

@@ -81,8 +81,8 @@ def backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _supports(need: Need) -> str:  # noqa: ARG001  (anything)
-    return ""
+def _supports(need: Need) -> bool:  # noqa: ARG001  (anything)
+    return True
 
 
 KERNEL = BlockKernel("reference", forward, backward, _supports, f"torch {torch.__version__}")

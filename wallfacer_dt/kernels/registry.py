@@ -16,18 +16,22 @@ def register_kernel(name: str, forward: Forward, backward: Backward, supports: S
     """Make a kernel of one's own known, to be chosen as ``kernel=name``; on every rank, before it is chosen.
 
     Args:
-        name: a new one, or that of a kernel registered before, which it replaces.
+        name: a new one.
         forward: out and lse of one block, see :class:`wallfacer_dt.kernels.block.Forward`.
         backward: its gradients, see :class:`wallfacer_dt.kernels.block.Backward`.
-        supports: from what a call needs why the kernel cannot run it, or an empty string.
+        supports: from what a call needs True, or why the kernel cannot run it.
         version: ranks whose kernels have another refuse the call.
 
     Raises:
-        ValueError: the name is one of the package's own.
+        TypeError: something is not what it should be.
+        ValueError: there is another kernel of that name; a backward must find that of its forward.
     """
-    if name in (*_OURS, "auto"):
-        raise ValueError(f"{name!r} is one of the package's own kernels: register another name")
-    _registered[name] = BlockKernel(name, forward, backward, supports, version)
+    if not (isinstance(name, str) and isinstance(version, str) and all(map(callable, (forward, backward, supports)))):
+        raise TypeError("register_kernel takes a name, three functions and perhaps a version")
+    kernel = BlockKernel(name, forward, backward, supports, version)
+    if name in ("", "auto", *_OURS) or _registered.get(name, kernel) != kernel:
+        raise ValueError(f"there is another kernel {name!r}: register another name")
+    _registered[name] = kernel
 
 
 def check_kernel(kernel: str) -> None:
@@ -54,10 +58,12 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
     check_kernel(kernel)
     name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
     found = _OURS[name] if name in _OURS else _registered[name]
-    refusal = found.supports(need)
-    if refusal:
+    answer = found.supports(need)
+    if not isinstance(answer, bool | str):
+        raise TypeError(f"supports of kernel={name!r} must return True or why not, got {answer!r}")
+    if answer is not True:
         who = f"kernel='auto' is {name!r} {reason}, which" if reason else f"kernel={kernel!r}"
-        raise ValueError(f"{who} {refusal}")
+        raise ValueError(f"{who} {answer or 'does not support this call'}")
     if reason:
         _say(name, reason)
     return found

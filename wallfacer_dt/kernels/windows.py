@@ -3,7 +3,8 @@
 Traps of FlashAttention-2's, torch's copy of it included (csrc/flash_attn/flash_api.cpp, 2.8.3): a bound at or beyond
 the number of keys counts as none, and beside a bound on the left none on the right is the number of keys; both are
 wrong for the first rows where there are more rows than keys (Dao-AILab/flash-attention issue 895). Rows are loaded 16
-bytes at a time, from wherever they start. A row that sees no key has lse +inf.
+bytes at a time, from wherever they start. A row that sees no key has lse +inf, as has one whose scores are NaN; in
+FlashAttention-3 and -4 both have -inf.
 """
 
 from itertools import pairwise
@@ -95,8 +96,10 @@ class Backward(Protocol):
         ...
 
 
-def forward_in_windows(run: Forward, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-    """A block's forward by a kernel that takes windows, one head dim for all, in multiples of 8.
+def forward_in_windows(
+    run: Forward, q: Tensor, k: Tensor, v: Tensor, band: Band, *, one_width: bool = True
+) -> tuple[Tensor, Tensor]:
+    """A block's forward by a kernel that takes windows, and head dims in multiples of 8.
 
     Args:
         run: the kernel.
@@ -104,6 +107,7 @@ def forward_in_windows(run: Forward, q: Tensor, k: Tensor, v: Tensor, band: Band
         k: keys (B, Nkv, Lk, H).
         v: values (B, Nkv, Lk, Hv).
         band: which keys a row sees.
+        one_width: v must have the head dim of q.
 
     Returns:
         As :class:`wallfacer_dt.kernels.block.Forward`.
@@ -111,9 +115,10 @@ def forward_in_windows(run: Forward, q: Tensor, k: Tensor, v: Tensor, band: Band
     windows = flash_windows(band, q.shape[2], k.shape[2])
     parts = []
     for window in windows:
-        q_BLNH, k_BLNH, v_BLNH = _operands(window, _width(q, v), rows=(q,), columns=(k, v))
+        q_BLNH, k_BLNH, v_BLNH = _operands(window, one_width, rows=(q,), columns=(k, v))
         out_BLNH, lse = run(q_BLNH, k_BLNH, v_BLNH, window)
-        parts.append((_cropped(out_BLNH.transpose(1, 2), v), lse))
+        # Every row sees a key; an infinite sum is one of scores that are not numbers.
+        parts.append((cropped(out_BLNH.transpose(1, 2), v), lse.masked_fill(lse.isinf(), torch.nan)))
     if [(w.start, w.stop) for w in windows] == [(0, q.shape[2])]:
         return parts[0]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -125,7 +130,16 @@ def forward_in_windows(run: Forward, q: Tensor, k: Tensor, v: Tensor, band: Band
 
 
 def backward_in_windows(
-    run: Backward, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band
+    run: Backward,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    band: Band,
+    *,
+    one_width: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A block's backward by a kernel that takes windows.
 
@@ -138,6 +152,7 @@ def backward_in_windows(
         out: of the whole rows (B, N, Lq, Hv).
         lse: of the whole rows (B, N, Lq).
         band: which keys a row sees.
+        one_width: v must have the head dim of q.
 
     Returns:
         As :class:`wallfacer_dt.kernels.block.Backward`.
@@ -145,11 +160,11 @@ def backward_in_windows(
     windows = flash_windows(band, q.shape[2], k.shape[2])
     parts = []
     for window in windows:
-        operands = _operands(window, _width(q, v), rows=(grad_out, q, out), columns=(k, v))
+        operands = _operands(window, one_width, rows=(grad_out, q, out), columns=(k, v))
         go_BLNH, q_BLNH, out_BLNH, k_BLNH, v_BLNH = operands
         known = finite(lse[:, :, window.start : window.stop]).contiguous()
         grads = run(go_BLNH, q_BLNH, k_BLNH, v_BLNH, out_BLNH, known, window)
-        parts.append([_cropped(x.transpose(1, 2), like) for x, like in zip(grads, (q, k, v), strict=True)])
+        parts.append([cropped(x.transpose(1, 2), like) for x, like in zip(grads, (q, k, v), strict=True)])
     if [(w.start, w.stop, w.columns) for w in windows] == [(0, q.shape[2], k.shape[2])]:
         dq, dk, dv = parts[0]
         return dq, dk, dv
@@ -162,15 +177,12 @@ def backward_in_windows(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _operands(window: Window, width: int, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> list[Tensor]:
-    """The tensors (B, N, L, H) cut to a window, as (B, L, N, width)."""
+def _operands(window: Window, one_width: bool, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> list[Tensor]:
+    """The tensors (B, N, L, H) cut to a window, as (B, L, N, H) with H a multiple of 8, perhaps one for all."""
     cut = [x[:, :, window.start : window.stop] for x in rows] + [x[:, :, : window.columns] for x in columns]
-    return [_loadable(x, width).transpose(1, 2) for x in cut]
-
-
-def _width(q: Tensor, v: Tensor) -> int:
-    width = max(q.shape[-1], v.shape[-1])
-    return width + -width % 8
+    widest = max(x.shape[-1] for x in cut)
+    widths = [widest if one_width else x.shape[-1] for x in cut]
+    return [_loadable(x, width + -width % 8).transpose(1, 2) for x, width in zip(cut, widths, strict=True)]
 
 
 def _loadable(x: Tensor, width: int) -> Tensor:
@@ -183,5 +195,6 @@ def _loadable(x: Tensor, width: int) -> Tensor:
     return x if is_loadable else x.clone(memory_format=torch.contiguous_format)
 
 
-def _cropped(x: Tensor, like: Tensor) -> Tensor:
+def cropped(x: Tensor, like: Tensor) -> Tensor:
+    """x with the head dim of another tensor, which is not larger."""
     return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement import fake_number, settling
+from wallfacer_dt.agreement import fake_number, refusing_together, settling
 from wallfacer_dt.algorithms import HeadGroup, Heads, add_product_, head_groups, linear, turned
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import SCHEMA, Call, Options, agree_on_backward, agreed_call, make_call
@@ -102,8 +102,9 @@ class _Block(NamedTuple):
             further = _signature(x, projections.own, block, attention.lengths)
             first, number = agreed_call(_NAME, attention, *given[0], None, documents, mesh=block.whole, further=further)
         else:
+            with refusing_together(block.whole):
+                first = make_call(attention, *given[0], documents)
             agree_on_backward(_NAME, x, block.whole, number)
-            first = make_call(attention, *given[0], documents)
         calls = zip(groups, [first, *(make_call(attention, *tensors, documents) for tensors in given[1:])], strict=True)
         return cls(x, projections, None if cos is None or sin is None else (cos, sin), block, list(calls), number)
 

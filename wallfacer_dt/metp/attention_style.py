@@ -266,6 +266,7 @@ class METPAttentionParallel(ParallelStyle):
             rotate="auto",
             rotate_forward="auto",
             schedule="2d",
+            kernel="reference",  # of the CPU, in float64
         )
         alone = ContextAttention("", Coordinate(1, 1, 0, 0), "cpu", "", "", "", "", (), told, 0)
         block = BlockOptions(*heads, H, rotary.pairs or "", (1,), (0,), 0, "", "")
