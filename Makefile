@@ -15,7 +15,7 @@ IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # Both stamps fill the same .venv, and the checks of `test` should stop at the first failure.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo titan test test-all test-random test-fast mutants format lint clean
+.PHONY: help demo titan gpu test test-all test-random test-fast mutants format lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ test-fast: .venv/stamp-dev  ## the quick tests only
 
 mutants: .venv/stamp-dev  ## break the code line by line and see tests fail (MUTANTS="--sample 10", "--only word")
 	$(BIN)/python -m tests.mutants $(MUTANTS)
+
+gpu: .venv/stamp-recipes  ## what only a GPU can show, on one, in at most 20 minutes (GPU_ARGS="--device cpu" tries it)
+	$(BIN)/python -m recipes.benchmarks.gpu $(GPU_ARGS)
 
 format: .venv/stamp-dev  ## rewrite the sources: ruff format and its safe fixes
 	$(BIN)/ruff format

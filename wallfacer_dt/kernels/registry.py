@@ -34,11 +34,16 @@ def register_kernel(name: str, forward: Forward, backward: Backward, supports: S
     _registered[name] = kernel
 
 
+def names() -> tuple[str, ...]:
+    """Of the kernels that there are."""
+    return (*_OURS, *_registered)
+
+
 def check_kernel(kernel: str) -> None:
     """Refuse (ValueError) the name of no kernel."""
-    names = ("auto", *_OURS, *_registered)
-    if kernel not in names:
-        raise ValueError(f"kernel must be one of {names}, got {kernel!r}; register_kernel makes others known")
+    known = ("auto", *names())
+    if kernel not in known:
+        raise ValueError(f"kernel must be one of {known}, got {kernel!r}; register_kernel makes others known")
 
 
 def select_kernel(kernel: str, need: Need) -> BlockKernel:
