@@ -27,7 +27,7 @@ from wallfacer_dt.kernels import CAUSAL, FULL, Band, Need, accumulation_dtype, m
 from wallfacer_dt.kernels.registry import names
 from wallfacer_dt.planning import Candidate, ModelShape, SequenceShape
 from wallfacer_dt.planning.dry_run import attention_peaks
-from wallfacer_dt.testing import RankPool, attention_oracle
+from wallfacer_dt.testing import RankPool, attention_oracle, worst_error
 
 Record = dict[str, Any]
 WORST = 4.0  # times the error of the reference kernel, which rounds once
@@ -156,17 +156,24 @@ def _compared(
     got: tuple[Tensor, ...], best: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype
 ) -> Record:
     ratios = {}
-    for name, mine, its, exact in zip(("out", "lse", "dq", "dk", "dv"), got, best, want, strict=True):
-        unseen = exact == -torch.inf
-        if not unseen.equal(mine == -torch.inf):
+    for name, *three in zip(("out", "lse", "dq", "dk", "dv"), got, best, want, strict=True):
+        unseen = three[2] == -torch.inf
+        if not unseen.equal(three[0] == -torch.inf):
             raise AssertionError(f"{name}: other rows see nothing")
-        a, b, c = (x.double().masked_fill(unseen, 0) for x in (mine, its, exact))
-        allowed = max(_rms(b - c), torch.finfo(dtype).eps * max(_rms(c), 0.1))
-        ratios[name] = round(_rms(a - c) / allowed, 2)
+        mine, its, exact = (x.double().masked_fill(unseen, 0) for x in three)
+        worst_error([(mine, exact), (its, exact)])  # of one shape, and finite
+        allowed = max(_rms(its - exact), torch.finfo(dtype).eps * max(_rms(exact), 0.1))
+        ratios[name] = round(_rms(mine - exact) / allowed, 2)
     worst = max(ratios.values())
-    if not worst <= WORST:  # not a number is not less
+    if worst > WORST:
         raise AssertionError(f"errors of {ratios} times the reference's")
     return {"worst": worst}
+
+
+def _error(found: Tensor, want: Tensor) -> float:
+    """Root mean square of the difference over that of what is expected, of numbers that are finite."""
+    worst_error([(found, want)])
+    return _rms(found - want) / _rms(want)
 
 
 def _rms(x: Tensor) -> float:
@@ -192,8 +199,8 @@ def _merging(place: Place, dtype: torch.dtype, rows: int) -> Record:
     want = sum((x.double() * (its.double() - want_lse).exp().unsqueeze(-1) for x, its in parts), torch.zeros(()))
     mine = out.clone(), lse.clone()
     merge_(*mine, more_out, more_lse)
-    error = (mine[0] - want).abs().max().item()
-    if not error <= 64 * torch.finfo(wide).eps:
+    error = worst_error([(mine[0].double(), want)])
+    if error > 64 * torch.finfo(wide).eps:
         raise AssertionError(f"error {error:.1e}")
     found = {"worst": error, "ms": place.milliseconds(lambda: merge_(*mine, more_out, more_lse))}
     with mock.patch("wallfacer_dt.kernels.merge._has_triton", return_value=False):
@@ -235,7 +242,7 @@ def ranks(place: Place) -> Iterator[Record]:
 
 def _on_ranks(pool: RankPool, place: Place, axes: Record, name: str, compiled: bool) -> Record:
     worst = max(pool.run(_on_rank, place, axes, name, compiled))
-    if not worst <= 4:
+    if worst > 4:
         raise AssertionError(f"errors of {worst:.1f} roundings of a typical entry")
     return {"worst": round(worst, 2)}
 
@@ -264,14 +271,10 @@ def _on_rank(place: Place, axes: Record, name: str, compiled: bool) -> float:
     out = attend(*mine)
     out.backward(shard_sequence(grad_out.to(place.device), order, dim=2))
     unit = torch.finfo(dtype).eps if place.is_gpu else 1e-5
-    worst = torch.zeros(())
-    for x, whole in zip(
-        (out.detach(), *(x.grad for x in mine)), (exact.out, exact.dq, exact.dk, exact.dv), strict=True
-    ):
-        want = shard_sequence(whole, order, dim=2)
-        assert x is not None
-        worst = torch.maximum(worst, (x.cpu().double() - want).square().mean().sqrt() / _rms(want) / unit)
-    return worst.item()
+    grads = [x.grad for x in mine if x.grad is not None]
+    found = (out.detach(), *grads)
+    wanted = (shard_sequence(x, order, dim=2) for x in (exact.out, exact.dq, exact.dk, exact.dv))
+    return max(_error(x.cpu().double(), want) / unit for x, want in zip(found, wanted, strict=True))
 
 
 class _Inner(nn.Module):
@@ -442,8 +445,8 @@ def nccl(place: Place) -> Iterator[Record]:
             out = context_parallel_attention(q, q, q, mesh, is_causal=True)
             out.sum().backward()
             want = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-            error = _rms((out - want).detach().double()) / _rms(want.detach().double())
-            if not error <= 2**-7:
+            error = _error(out.detach().double(), want.detach().double())
+            if error > 2**-7:
                 raise AssertionError(f"error {error:.1e}")
             return {"worst": error}
         finally:
