@@ -702,6 +702,13 @@ def test_a_package_that_is_installed_is_chosen(monkeypatch: pytest.MonkeyPatch) 
         flash_attn._missing.cache_clear()
 
 
+@pytest.fixture
+def registering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+@pytest.mark.usefixtures("registering")
 def test_the_kernel_of_the_docs() -> None:
     text = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text()
     exec(text.partition("```python\n")[2].partition("```")[0], {})
@@ -715,6 +722,7 @@ def test_the_kernel_of_the_docs() -> None:
         select_kernel("mine", CPU._replace(softcap=2.0))
 
 
+@pytest.mark.usefixtures("registering")
 def test_a_kernel_of_ones_own() -> None:
     seen: list[Need] = []
 
@@ -744,6 +752,7 @@ def test_a_kernel_of_ones_own() -> None:
     (False, ValueError, "does not support this call"), ("", ValueError, "does not support this call"),
     (None, TypeError, "must return True or why not, got None"), (1, TypeError, "must return True or why not, got 1"),
 ])  # fmt: skip
+@pytest.mark.usefixtures("registering")
 def test_what_a_kernel_says_that_it_supports(answer: Any, kind: type[Exception], message: str) -> None:
     register_kernel(f"says {answer!r}", reference.forward, reference.backward, lambda need: answer)
     with pytest.raises(kind, match=message):
