@@ -27,11 +27,11 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     if out.is_cuda and not isinstance(out, FakeTensor) and _has_triton():
         from wallfacer_dt.kernels.merge_triton import merge_ as fused
 
-        return fused(out, lse, more_out, more_lse)
+        fused(out, lse, more_out, more_lse)
+        return
     weight = torch.where(more_lse == -torch.inf, 0, torch.sigmoid(more_lse - lse))
     out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, more_lse))
-    return None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""``merge_`` as one Triton kernel: out and lse are read and written once, where plain operations make seven passes.
+"""``merge_`` as one Triton kernel: out and lse are read and written once.
 
 Imported where a merge is on CUDA. Run under Triton's interpreter on the CPU (3.7.1), compiled for sm_90, not run there.
 """
