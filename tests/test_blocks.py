@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from wallfacer_dt.algorithms.blocks import (
     mask_key,
     mask_name,
 )
-from wallfacer_dt.layout import Span
+from wallfacer_dt.layout import positions
 
 CPU = torch.device("cpu")
 
@@ -62,32 +63,25 @@ def test_table(name: str, batch: int, heads: int, q: int, k: int) -> None:
 
 @examples(80)
 @given(name=NAMES, data=st.data())
-def test_runs_and_answers_of_a_rectangle(name: str, data: st.DataObject) -> None:
-    """Its parts that are not empty, once each; those to be asked answer what is seen."""
+def test_answers_about_any_positions(name: str, data: st.DataObject) -> None:
     length = 400
     blocks, said = blocks_of(MASKS[name], 2, 2, length, length, CPU), answers(name, 2, 2, length, length)
-    ends = st.tuples(st.integers(0, length - 1), st.integers(1, length)).filter(lambda ends: ends[0] < ends[1])
-    q, k = (Span(*data.draw(ends)) for _ in range(2))
-    for row in range(2):
-        found = np.zeros((2, length, length), int)
-        for q_part, k_part, kind in blocks.runs(row % blocks.rows, q, k):
-            assert q.start <= q_part.start < q_part.stop <= q.stop
-            assert k.start <= k_part.start < k_part.stop <= k.stop
-            visible = np.ones(())
-            if kind == PARTIAL_BLOCK:
-                visible = blocks.visible(range(row, row + 1), range(2), q_part, k_part)[0].int().numpy()
-            found[:, slice(*q_part), slice(*k_part)] += visible.astype(int)
-        expected = np.zeros_like(found)
-        expected[:, slice(*q), slice(*k)] = said[row][:, slice(*q), slice(*k)]
-        assert np.array_equal(found, expected)
+    ends = st.lists(st.integers(0, length), min_size=2, max_size=6, unique=True).map(sorted)
+    q, k = (np.array(list(pairwise(data.draw(ends)))[::2]) for _ in range(2))
+    expected = said[:, :, positions(q)][..., positions(k)]
+    got = blocks.visible(range(2), q, k)
+    assert np.array_equal(np.broadcast_to(got, expected.shape), expected)
+    # By block: of what is not seen some may be.
+    assert blocks.sees(q, k) >= bool(expected.any())
+    nothing = (blocks.table[:, np.unique(positions(q) // SIZE)][..., np.unique(positions(k) // SIZE)] == 0).all()
+    assert blocks.sees(q, k) == (not nothing)
 
 
 def test_answers_of_some_heads_are_theirs() -> None:
     blocks = blocks_of(MASK_MODS["per_head"], 1, 6, 40, 40, CPU)
-    q, k = Span(3, 20), Span(10, 40)
     whole = answers("per_head", 1, 6, 40, 40)
-    got = blocks.visible(range(1), range(2, 5), q, k)
-    assert np.array_equal(got[0], whole[0, 2:5, slice(*q), slice(*k)])
+    got = blocks.visible(range(2, 5), np.array([[3, 20]]), np.array([[10, 40]]))
+    assert np.array_equal(got[0], whole[0, 2:5, 3:20, 10:40])
 
 
 def name_of(mask: Any, batch: int = 2, heads: int = 2, length: int = 20, **may: bool) -> str:
@@ -153,7 +147,7 @@ def test_the_table_of_a_block_mask_counts(full: bool) -> None:
     if not full:
         seen[:, 8] = False
     blocks = known_blocks(name_of(listed, length=12))
-    assert blocks.visible(range(1), range(1), Span(0, 12), Span(0, 12))[0, 0].equal(seen)
+    assert blocks.visible(range(1), np.array([[0, 12]]), np.array([[0, 12]]))[0, 0].equal(seen)
     with pytest.raises(
         ValueError, match="the BlockMask is for 12 queries and 12 keys, the whole sequence has 16 and 16"
     ):

@@ -87,7 +87,7 @@ def test_what_comes_in_is_the_volume(chosen: Settings) -> None:
             heads=chosen.heads, kv_heads=chosen.kv_heads, head_dim=chosen.head_dim, dtype=getattr(torch, chosen.dtype),
             schedule=chosen.schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward,
             order=chosen.order, index=place.index,
-            hops=len(hops(place, chosen.sequences, chosen.stationary)) if is_ring else None,
+            hops=len(hops(place.axes, chosen.sequences, chosen.stationary)) if is_ring else None,
         )  # fmt: skip
         assert rank.received == (volume.backward if chosen.backward else volume.forward).bytes
         assert rank.received_from_other_nodes <= rank.received
@@ -225,7 +225,7 @@ Steps of rank 2
 ----------------------------------------------------------------------------------------------------
     0   start     0: all-gather q            to 3                                    1 x 256, 512 B
     1   start     1: hop k, v                to 0                                  1 x 512, 1.02 kB
-    2   compute   own x block 0 of 2         0:1 x 0:1, 1:2 x 0:2                      3 pairs, 75%
+    2   compute   own x block 0 of 2         0:2 x 0:2 causal                          3 pairs, 75%
     3   wait      0: all-gather q            from 3                                  1 x 256, 512 B
     4   compute   rows of 3 x block 0 of 2   0:2 x 0:1                                 2 pairs, 50%
     5   wait      1: hop k, v                from 0                                1 x 512, 1.02 kB

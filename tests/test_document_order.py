@@ -135,7 +135,7 @@ def test_causal_work_is_balanced_where_the_other_orders_are_not(ring: int) -> No
             make_schedule(Coordinate(ring, 1, r, 0), sequences, published=False, stationary="q", backward=False)
             for r in range(ring)
         ]
-        work = [sum(t.area for step in s.steps for t in getattr(step, "tiles", ())) for s in schedules]
+        work = [sum(t.area for step in s.steps for t in getattr(step, "work", ())) for s in schedules]
         return max(work) * ring / sum(work)
 
     assert heaviest(ORDER) < 1.01

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cases import Case, draw, prepare, rows_of, run_uncounted, told, whole
-from tests.strategies import any_case, examples, mask_options
+from tests.strategies import any_case, examples
 from tests.test_equivalence import assert_close
 from wallfacer_dt import context_parallel_attention
-from wallfacer_dt.algorithms import blocks, masks
-from wallfacer_dt.layout import Span
+from wallfacer_dt.algorithms import blocks, tiles
 from wallfacer_dt.testing import RankPool, attention_oracle, worst_error
-from wallfacer_dt.testing.oracle import visibility
 
 pytestmark = pytest.mark.ranks
 MESHES = {
@@ -101,7 +99,7 @@ NAMED: dict[str, dict[str, Any]] = {
 
 def run_in_small_blocks(case: Case) -> tuple[int, list[np.ndarray]]:
     # What is kept of a mask depends on these, so a process has them from its first call to its last.
-    blocks.SIZE, masks._SQUARE = 8, 3
+    blocks.SIZE, tiles._SQUARE = 8, 3
     return run_uncounted(case)
 
 
@@ -160,35 +158,3 @@ def two_batches_before_a_backward() -> list[float]:
 def test_a_backward_has_the_mask_of_its_forward(ranks: Callable[[int], RankPool]) -> None:
     for errors in ranks(2).run(two_batches_before_a_backward):
         assert max(errors) < 1e-10
-
-
-@given(data=st.data())
-def test_regions_are_what_is_seen(data: st.DataObject) -> None:
-    """Of any rectangle: every pair that is seen in one region, and no other."""
-    length = data.draw(st.integers(1, 20))
-    asked = data.draw(mask_options(1, length).filter(lambda asked: "mask" not in asked))
-    case = Case(1, 1, length=length, **(asked | {"packed": "cu_seqlens"}))
-    left, right = (None if reach == -1 else reach for reach in case.window_size or (None, None))
-    documents = tuple(tuple(int(x) for x in np.cumsum((0, *row))) for row in case.documents[:1])
-    mask = masks.Mask(left, 0 if case.is_causal else right, case.prefix_length, documents)
-    q, k = (data.draw(spans(length)) for _ in range(2))
-    found = torch.zeros(length, length, dtype=torch.int)
-    for region in mask.regions(0, q, k):
-        assert q.start <= region.q.start < region.q.stop <= q.stop
-        assert k.start <= region.k.start < region.k.stop <= k.stop
-        low, high = region.band
-        inside = torch.ones(region.q.length, region.k.length, dtype=torch.int)
-        inside = inside if low is None else inside.triu(low)
-        found[slice(*region.q), slice(*region.k)] += inside if high is None else inside.tril(high)
-    seen = visibility(1, 1, length, length, **replace(case, documents=case.documents[:1]).masks)[0, 0].int()
-    expected = torch.zeros_like(found)
-    expected[slice(*q), slice(*k)] = seen[slice(*q), slice(*k)]
-    assert found.equal(expected)
-
-
-def spans(length: int) -> st.SearchStrategy[Span]:
-    return (
-        st.tuples(st.integers(0, length - 1), st.integers(1, length))
-        .filter(lambda ends: ends[0] < ends[1])
-        .map(lambda ends: Span(*ends))
-    )

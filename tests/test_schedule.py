@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import Case, held
 from tests.strategies import examples, mask_options, meshes, ulysses_meshes
-from tests.test_tiles import add_covered, planned, seen
+from tests.test_segments import add_covered, planned, seen
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
@@ -29,7 +30,7 @@ from wallfacer_dt.algorithms.steps import (
     Start,
     Wait,
 )
-from wallfacer_dt.layout import ORDERS, deal_documents
+from wallfacer_dt.layout import ORDERS, deal_documents, positions
 from wallfacer_dt.mesh import Coordinate
 
 SHARD = 2
@@ -86,14 +87,14 @@ class Drawn:
         return rows
 
     def ordered(self, held: list[int]) -> list[int]:
-        """What several ranks hold is put in order of position; where rows differ, it stays in order of rank."""
-        return sorted(held) if self.rows == 1 else held
+        """What several ranks hold is put in order of position."""
+        return sorted(held)
 
     def _held(self, index: int, row: int, length: int) -> list[int]:
         case = self.case
         if case.order == "document_head_tail":
             bounds = tuple(int(x) for x in np.cumsum((0, *case.documents[row])))
-            return [p for span in deal_documents(bounds, case.axes)[index] for p in range(*span)]
+            return positions(deal_documents(bounds, case.axes)[index]).tolist()
         replicated = held(index, case.axes, "contiguous", case.replicated) if case.replicated else []
         return [*replicated, *(case.replicated + p for p in held(index, case.axes, case.order, length))]
 
@@ -202,7 +203,7 @@ class Simulation:
         staying = self.positions(self.chosen.stationary, owners)
         travelling = self.positions(self.moving, rank.blocks[step.block])
         queries, keys = (staying, travelling) if self.chosen.stationary == "q" else (travelling, staying)
-        for tile in step.tiles:
+        for tile in (tile for call in step.work for tile in call.bands):
             add_covered(self.computed, tile, queries, keys, self.visible)
         (rank.own if step.part == "own" else rank.others)[i, number] += 1
         rank.partial.setdefault(step.block, Counter())[i, number] += 1
@@ -308,23 +309,32 @@ def assert_complete(chosen: Drawn) -> None:
 
 @given(drawn(largest=16))
 def test_ranks_that_exchange_heads_have_one_schedule(chosen: Drawn) -> None:
-    assert chosen.schedules() == chosen.schedules(chosen.case.ulysses - 1)
+    first, last = (chosen.schedules(rank) for rank in (0, chosen.case.ulysses - 1))
+    assert [*map(str, first.values())] == [*map(str, last.values())]
 
 
 @examples(150)
 @given(drawn())
-def test_what_is_put_together_is_in_the_order_of_the_tiles(chosen: Drawn) -> None:
-    """The slices by which the executor assembles a team's rows, against the positions that tiles count by."""
+def test_what_is_put_together_is_in_order_and_comes_apart_again(chosen: Drawn) -> None:
+    """The rows of a team, against the positions that segments count by."""
     for i, schedule in chosen.schedules().items():
         moving = "kv" if chosen.stationary == "q" else "q"
-        for side, slices, left_out in ((chosen.stationary, schedule.others, i), (moving, schedule.everyone, None)):
+        for side, members, left_out in ((chosen.stationary, schedule.others, i), (moving, schedule.everyone, None)):
             shards, slot = chosen.shards(side), schedule.slots[0 if side == "q" else 1]
-            members = [m for m in chosen.mates[i] if m != left_out]
-            for row in shards:
-                first = chosen.mates[i][0]
-                found = [row[first + s.member][s.start + n] for s in slices for n in range(s.span.length)]
-                assert found == chosen.ordered([p for m in members for p in row[m]])
-                assert max(map(len, row.values())) == slot
+            assert max(len(held) for row in shards for held in row.values()) == slot
+            # (rows, heads, positions): what each member sends, behind its own rows what nobody may touch
+            sent = [torch.full((len(shards), 2, slot), -1) for _ in chosen.mates[i]]
+            for member, mate in zip(sent, chosen.mates[i], strict=True):
+                for row, stored in zip(member, shards, strict=True):
+                    row[:, : len(stored[mate])] = torch.tensor(stored[mate], dtype=torch.int64)
+            together = members.together.of(sent, 2)
+            mates = [mate for mate in chosen.mates[i] if mate != left_out]
+            expected = [chosen.ordered([p for mate in mates for p in row[mate]]) for row in shards]
+            assert together.equal(torch.tensor(expected, dtype=torch.int64)[:, None].expand_as(together))
+            for member, mate in enumerate(chosen.mates[i]):
+                apart = members.of[member].of([together], 2)
+                theirs = [row[mate] if mate != left_out else [] for row in shards]
+                assert apart.equal(torch.tensor(theirs, dtype=torch.int64)[:, None].expand_as(apart))
         most = max(sum(len(shards[0][m]) for m in mates) for mates in chosen.mates.values())
         assert schedule.gathered == most
 
@@ -452,7 +462,7 @@ def test_transfers_are_waited_for_once_and_hide_behind_work(chosen: Drawn) -> No
                 in_flight[step.transfer] = position
             elif isinstance(step, Wait):
                 started = in_flight.pop(step.transfer)
-                if not any(isinstance(s, Attend) and s.tiles for s in schedule.steps[started:position]):
+                if not any(isinstance(s, Attend) and s.work for s in schedule.steps[started:position]):
                     exposed.append(step.transfer)
         assert not in_flight
         # Contiguous causal shards leave some ranks without anything visible to compute meanwhile.
@@ -518,7 +528,7 @@ def test_golden_2d_forward_causal() -> None:
         """\
 start all_gather cp_team q
 start permute cp_ring kv[1] to 0 from 0
-      attend own q x kv[0]: 0:1 x 0:1, 1:2 x 0:2
+      attend own q x kv[0]: 0:2 x 0:2 causal
 wait  all_gather cp_team q
       attend others q x kv[0]: 0:2 x 0:1
 wait  permute cp_ring kv[1] to 0 from 0

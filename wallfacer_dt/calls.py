@@ -23,8 +23,8 @@ from wallfacer_dt.algorithms import (
     Scores,
     Sequences,
     Side,
-    Tile,
     check_mask,
+    exchanged,
     execute,
     known_blocks,
     make_schedule,
@@ -34,7 +34,7 @@ from wallfacer_dt.collectives import group_rank
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.kernels import Need, select_kernel, sinks_gradient, with_sinks
-from wallfacer_dt.layout import Span
+from wallfacer_dt.layout import Spans
 from wallfacer_dt.mesh import Coordinate
 
 _COMPARED = (
@@ -312,7 +312,7 @@ class Call:
 
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             queries, keys = Operand(tuple(tensors[:1])), Operand(tuple(tensors[1:]))
-            arithmetic = Forward(self._scores(heads, q), value_dim)
+            arithmetic = Forward(self._scores(heads), value_dim)
             if heads.is_empty:
                 partial = arithmetic.nothing(queries)
             else:
@@ -340,7 +340,7 @@ class Call:
 
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             queries, keys = Operand(tuple(tensors[:4]), out=own_out), Operand(tuple(tensors[4:]))
-            arithmetic = Backward(self._scores(heads, q))
+            arithmetic = Backward(self._scores(heads))
             if heads.is_empty:
                 dq, dkeys = arithmetic.nothing(queries), arithmetic.nothing(keys)
             else:
@@ -384,22 +384,17 @@ class Call:
         mine = self.heads[place.ulysses_rank]
         if place.ulysses == 1:
             return compute(mine[0], tensors)
-        inner = place.ring * place.team
-        shards = [self.sequences.stored(side, place)[place.inner_index :: inner] for side in ("q", "kv")]
-        exchange = HeadExchange(self.groups.ulysses, place.ulysses_rank, self.heads, *shards)
+        (q_rows, queries), (k_rows, keys) = (exchanged(self.sequences, side, place) for side in ("q", "kv"))
+        exchange = HeadExchange(self.groups.ulysses, place.ulysses_rank, self.heads, (q_rows, k_rows), (queries, keys))
         return exchange.run(tensors, kinds, lambda number, given: compute(mine[number], given), result_kinds)
 
-    def _scores(self, heads: Heads, q: Tensor) -> Scores:
-        blocks, batch = self.sequences.mask.blocks, q.shape[0]
+    def _scores(self, heads: Heads) -> Scores:
+        blocks = self.sequences.mask.blocks
         if blocks is None:
             return self.scores
 
-        def visible(tile: Tile, device: torch.device) -> Tensor:
-            assert tile.at is not None, "only tiles with a position ask"
-            (q_start, k_start), rows = tile.at, tile.batch or (0, batch)
-            queries = Span(q_start, q_start + tile.q[1] - tile.q[0])
-            keys = Span(k_start, k_start + tile.k[1] - tile.k[0])
-            return blocks.visible(range(*rows), range(*heads.q), queries, keys).to(device)
+        def visible(queries: Spans, keys: Spans, device: torch.device) -> Tensor:
+            return blocks.visible(range(*heads.q), queries, keys).to(device)
 
         return Scores(self.scores.kernel, self.scores.scale, self.scores.softcap, visible)
 

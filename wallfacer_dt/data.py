@@ -4,7 +4,7 @@ Ranks of one context mesh take the same sample, data-parallel groups take differ
 ``torch.utils.data.DataLoader`` and know nothing of models.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
 from wallfacer_dt.agreement import agree, refusing_together
-from wallfacer_dt.layout import BY_DOCUMENT, Span, check_length, deal
+from wallfacer_dt.layout import BY_DOCUMENT, check_length, deal
 from wallfacer_dt.mesh import RING_AXIS, context_groups, name_of
 from wallfacer_dt.order import TokenOrder, check_token_order
 
@@ -54,7 +54,7 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
         order: TokenOrder | None = None,
     ) -> None:
         check_length(length)
-        held = (Span(0, length),)
+        held = np.array([[0, length]])
         if order is not None:
             place = check_token_order(order).groups.coordinate
             if order.name == BY_DOCUMENT:
@@ -66,7 +66,7 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
                 f"the stream has {len(tokens)}"
             )
         self.tokens, self.length = tokens, length
-        self.spans: Sequence[Span] = held
+        self.spans: list[tuple[int, int]] = held.tolist()
 
     def __len__(self) -> int:
         """Number of whole windows that also have their last label."""

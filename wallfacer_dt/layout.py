@@ -15,37 +15,34 @@ of a batch whose documents differ are dealt out differently.
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 Order = Literal["contiguous", "head_tail", "document_head_tail"]
 BY_DOCUMENT = "document_head_tail"
 ORDERS: tuple[str, ...] = get_args(Order)
 
 
-class Span(NamedTuple):
-    """Global positions ``start`` to ``stop`` (exclusive)."""
+Spans = np.ndarray
+"""(n, 2) positions, start and stop (exclusive): what is held, in the order in which it is stored."""
 
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """Number of positions."""
-        return self.stop - self.start
-
-
-Spans = tuple[Span, ...]
 Shards = tuple[Spans, ...]
-"""By index, the spans that it holds, in the order in which its shard stores them."""
+"""By index, the spans that it holds, ascending."""
 
 
-class Slice(NamedTuple):
-    """Rows of a member's shard, from ``start`` on, and the positions they have: a piece of what is put together."""
+class Pieces(NamedTuple):
+    """Where the rows of something that is put together from several members are, piece by piece.
 
-    member: int
-    start: int
-    span: Span
+    Attributes:
+        member: (n,), whose shard a piece is of.
+        start: (n,), its first row there.
+        span: (n, 2), the positions that it has.
+    """
+
+    member: np.ndarray
+    start: np.ndarray
+    span: Spans
 
 
 def check_order(order: str) -> None:
@@ -101,80 +98,82 @@ def shard_sizes(length: int, axes: tuple[int, ...], order: str = "contiguous") -
 def deal(length: int, axes: tuple[int, ...], order: str) -> Shards:
     """Deal the positions of a sequence out to a mesh of these axes, in an order that asks nothing of its documents.
 
-    >>> deal(16, (2, 2), "head_tail")[1]
-    (Span(start=2, stop=4), Span(start=12, stop=14))
+    >>> deal(16, (2, 2), "head_tail")[1].tolist()
+    [[2, 4], [12, 14]]
     """
     sizes = shard_sizes(length, axes)
     if order == "contiguous":
-        return tuple(_some([span]) for span in _consecutive(sizes))
+        return consecutive(sizes)
     if order != "head_tail":
         raise ValueError(f"deal is for 'contiguous' and 'head_tail', got {order!r}")
     turns = dealing_turns(axes, order)
     heads = [size - size // 2 for size in (sizes[index] for index in turns)]
     tails = [size // 2 for size in (sizes[index] for index in reversed(turns))]
-    cut = _consecutive([*heads, *tails])
-    held = {index: _some([cut[turn], cut[-1 - turn]]) for turn, index in enumerate(turns)}
+    cut = _consecutive(np.array([*heads, *tails]))
+    held = {index: _some(cut[[turn, -1 - turn]]) for turn, index in enumerate(turns)}
     return tuple(held[index] for index in range(len(sizes)))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     """Deal out every document head-tail; ``bounds`` are where documents begin, and the sequence's length.
 
-    A document is cut in 2P chunks. Where it does not divide, those get a position more whose rank still lacks most.
+    A document is cut in 2P chunks. Where it does not divide, ranks get a position more in turn, going on where the
+    document before left off: first at the head, then at the tail.
 
-    >>> deal_documents((0, 8, 16), (4,))[0]
-    (Span(start=0, stop=1), Span(start=7, stop=9), Span(start=15, stop=16))
+    >>> deal_documents((0, 8, 16), (4,))[0].tolist()
+    [[0, 1], [7, 9], [15, 16]]
     """
-    turns, sizes = dealing_turns(axes, BY_DOCUMENT), shard_sizes(bounds[-1], axes, BY_DOCUMENT)
-    missing = [sizes[index] for index in turns]
-    parts = len(missing)
-    held: list[list[Span]] = [[] for _ in missing]
-    for start, stop in pairwise(bounds):
-        even, rest = divmod(stop - start, 2 * parts)
-        chunks = [even] * (2 * parts)
-        missing = [n - 2 * even for n in missing]
-        lacking = sorted(range(parts), key=lambda rank: -missing[rank])
-        for turn in range(rest):
-            rank = lacking[turn % parts]
-            chunks[rank if turn < parts else 2 * parts - 1 - rank] += 1
-            missing[rank] -= 1
-        for chunk, (first, last) in enumerate(_consecutive(chunks)):
-            held[min(chunk, 2 * parts - 1 - chunk)].append(Span(start + first, start + last))
-    by_index = dict(zip(turns, held, strict=True))
-    return tuple(merged(_some(sorted(by_index[index]))) for index in range(parts))
+    starts, parts = np.array(bounds[:-1]), math.prod(axes)
+    even, rest = np.divmod(np.diff(np.array(bounds)), 2 * parts)
+    # (documents, parts): how many turns before a rank gets its first position more, its second comes ``parts`` later.
+    turn = (np.arange(parts) - (np.cumsum(rest) - rest)[:, None]) % parts
+    by_turn = dealing_turns(axes, BY_DOCUMENT)
+    heads, tails = ((even[:, None] + (turn + more < rest[:, None]))[:, by_turn] for more in (0, parts))
+    chunks = np.concatenate([heads, tails[:, ::-1]], 1)
+    stops = starts[:, None] + np.cumsum(chunks, 1)
+    spans = np.stack([stops - chunks, stops], -1)
+    held = {index: merged(_some(spans[:, [i, -1 - i]].reshape(-1, 2))) for i, index in enumerate(by_turn)}
+    return tuple(held[index] for index in range(parts))
 
 
-def length_of(spans: Iterable[Span]) -> int:
+def consecutive(sizes: Sequence[int]) -> Shards:
+    """Shards of these sizes, one after the other; of an empty one there is no span."""
+    return tuple(_some(span[None]) for span in _consecutive(np.array(sizes)))
+
+
+def length_of(spans: Spans) -> int:
     """Number of positions in all."""
-    return sum(span.length for span in spans)
+    return int((spans[:, 1] - spans[:, 0]).sum())
 
 
-@lru_cache(maxsize=256)
-def all_in_order(shards: Shards) -> tuple[Slice, ...]:
-    """The slices of all members' shards in ascending order of position."""
-    return in_order(enumerate(shards))
+def stored_at(spans: Spans) -> np.ndarray:
+    """(n,), the row at which each span is stored."""
+    lengths = spans[:, 1] - spans[:, 0]
+    return np.cumsum(lengths) - lengths
 
 
-def in_order(shards: Iterable[tuple[int, Sequence[Span]]]) -> tuple[Slice, ...]:
-    """The slices of some members' shards in ascending order of position."""
-    pieces = [
-        Slice(member, start, span)
-        for member, spans in shards
-        for span, start in zip(spans, accumulate((span.length for span in spans), initial=0), strict=False)
-    ]
-    return tuple(sorted(pieces, key=lambda piece: piece.span))
+def positions(spans: Spans) -> np.ndarray:
+    """All positions, one by one."""
+    return np.arange(length_of(spans)) + np.repeat(spans[:, 0] - stored_at(spans), spans[:, 1] - spans[:, 0])
 
 
-def merged(spans: Iterable[Span]) -> Spans:
+def in_order(shards: Iterable[tuple[int, Spans]]) -> Pieces:
+    """The spans of some members' shards, ascending."""
+    shards = list(shards)
+    members = np.repeat([member for member, _ in shards], [len(spans) for _, spans in shards]).astype(np.int64)
+    starts = np.concatenate([np.zeros(0, np.int64), *(stored_at(spans) for _, spans in shards)])
+    spans = np.concatenate([np.zeros((0, 2), np.int64), *(spans for _, spans in shards)])
+    order = np.argsort(spans[:, 0], kind="stable")
+    return Pieces(members[order], starts[order], spans[order])
+
+
+def merged(spans: Spans) -> Spans:
     """Ascending spans, with neighbours that touch made one."""
-    result: list[Span] = []
-    for span in spans:
-        if result and result[-1].stop == span.start:
-            result[-1] = Span(result[-1].start, span.stop)
-        else:
-            result.append(span)
-    return tuple(result)
+    if len(spans) < 2:
+        return spans
+    apart = spans[1:, 0] != spans[:-1, 1]
+    return np.stack([spans[np.r_[True, apart], 0], spans[np.r_[apart, True], 1]], -1)
 
 
 def _chunked(size: int, parts: int) -> list[int]:
@@ -182,9 +181,10 @@ def _chunked(size: int, parts: int) -> list[int]:
     return [max(0, min(step, size - part * step)) for part in range(parts)]
 
 
-def _consecutive(sizes: Iterable[int]) -> list[Span]:
-    return [Span(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+def _consecutive(sizes: np.ndarray) -> Spans:
+    stops = np.cumsum(sizes)
+    return np.stack([stops - sizes, stops], -1)
 
 
-def _some(spans: Iterable[Span]) -> Spans:
-    return tuple(span for span in spans if span.length)
+def _some(spans: Spans) -> Spans:
+    return spans[spans[:, 0] < spans[:, 1]]

@@ -1,9 +1,5 @@
 """The loader's side: deal a sequence out to the ranks of a token order, and put it together again."""
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,17 +11,14 @@ from wallfacer_dt.documents import boundaries, check_documents, digest
 from wallfacer_dt.layout import (
     BY_DOCUMENT,
     Shards,
-    Spans,
     check_length,
     deal,
     deal_documents,
     in_order,
-    length_of,
     shard_sizes,
 )
 from wallfacer_dt.order import TokenOrder, check_token_order
-
-Row = TypeVar("Row")
+from wallfacer_dt.rows import Members, Rows
 
 
 def shard_sequence(
@@ -56,8 +49,12 @@ def shard_sequence(
     place = check_token_order(order).groups.coordinate
     dim = _checked_dim(x, dim)
     check_length(x.shape[dim])
-    rows = _rows(x, dim, order, document_ids, cu_seqlens)
-    return _by_row(x, dim, [_dealt(x.shape[dim], order, row)[place.index] for row in rows], _taken)
+    rows = _rows(x, dim, x.shape[dim], order, document_ids, cu_seqlens)
+    return (
+        Rows.at([_dealt(x.shape[dim], order, row)[place.index] for row in rows])
+        .of([x], dim)
+        .clone(memory_format=torch.contiguous_format)
+    )
 
 
 def unshard_sequence(
@@ -122,9 +119,9 @@ def unshard_sequence(
         )
     padded = torch.cat([x, x.new_zeros((*x.shape[:dim], slot - x.shape[dim], *x.shape[dim + 1 :]))], dim)
     shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
-    stored = torch.cat([shard.narrow(dim, 0, n) for shard, n in zip(shards, sizes, strict=True)], dim)
-    rows = _rows(stored, dim, order, document_ids, cu_seqlens)
-    return _by_row(stored, dim, [_dealt(length, order, row) for row in rows], _put_back)
+    rows = _rows(x, dim, length, order, document_ids, cu_seqlens)
+    by_row = [in_order(enumerate(_dealt(length, order, row))) for row in rows]
+    return Members.made(by_row, len(sizes)).together.of(shards, dim).contiguous()
 
 
 def sequence_positions(
@@ -159,14 +156,14 @@ def sequence_positions(
 
 
 def _rows(
-    x: Tensor, dim: int, order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | None
+    x: Tensor, dim: int, length: int, order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[tuple[int, ...], ...]:
     """Where documents begin, by row of the batch, or one for all; empty where the order does not ask."""
     documents, kind = _given(order, document_ids, cu_seqlens)
     if documents is None:
         return ((),)
-    check_documents(documents, kind, x.shape[0], x.shape[dim])
-    rows = boundaries(documents, kind, x.shape[dim])
+    check_documents(documents, kind, x.shape[0], length)
+    rows = boundaries(documents, kind, length)
     if len(rows) > 1 and dim == 0:
         raise ValueError("document_ids (B, N) go with a tensor whose dim 0 is the batch, got dim=0 as its sequence")
     return rows
@@ -184,24 +181,6 @@ def _given(order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | 
 
 def _dealt(length: int, order: TokenOrder, bounds: tuple[int, ...]) -> Shards:
     return deal_documents(bounds, order.axes) if bounds else deal(length, order.axes, order.name)
-
-
-def _by_row(x: Tensor, dim: int, rows: Sequence[Row], function: Callable[[Tensor, int, Row], Tensor]) -> Tensor:
-    """Apply a function to every row of the batch with what is its own, or to all rows at once."""
-    if len(rows) == 1:
-        return function(x, dim, rows[0])
-    return torch.stack([function(part, dim - 1, row) for part, row in zip(x.unbind(0), rows, strict=True)])
-
-
-def _taken(x: Tensor, dim: int, spans: Spans) -> Tensor:
-    return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, span.start, span.length) for span in spans)], dim)
-
-
-def _put_back(stored: Tensor, dim: int, shards: Shards) -> Tensor:
-    starts = list(accumulate(map(length_of, shards), initial=0))
-    return torch.cat(
-        [stored.narrow(dim, starts[s.member] + s.start, s.span.length) for s in in_order(enumerate(shards))], dim
-    )
 
 
 def _gathered(flat: Tensor, groups: tuple[str, str, str]) -> Tensor:

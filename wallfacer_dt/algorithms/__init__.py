@@ -20,9 +20,9 @@ from wallfacer_dt.algorithms.metp_volume import feed_forward_volume, metp_attent
 from wallfacer_dt.algorithms.replicated import Replicated
 from wallfacer_dt.algorithms.rotary import PAIRS, turned
 from wallfacer_dt.algorithms.schedule import make_schedule
-from wallfacer_dt.algorithms.sequences import Sequences, hops
+from wallfacer_dt.algorithms.segments import Segments, Work
+from wallfacer_dt.algorithms.sequences import Sequences, exchanged, hops
 from wallfacer_dt.algorithms.steps import Schedule, Side
-from wallfacer_dt.algorithms.tiles import Tile
 from wallfacer_dt.algorithms.volume import (
     AttentionVolume,
     Volume,
@@ -57,17 +57,19 @@ __all__ = [
     "RingOfWeights",
     "Schedule",
     "Scores",
+    "Segments",
     "Sequences",
     "Side",
-    "Tile",
     "Units",
     "Volume",
+    "Work",
     "add_product_",
     "attention_flows",
     "attention_volume",
     "check_mask",
     "check_rotate",
     "check_schedule",
+    "exchanged",
     "execute",
     "feed_forward_volume",
     "head_groups",

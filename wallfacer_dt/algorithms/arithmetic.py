@@ -4,20 +4,23 @@ Precision: partial results accumulate in float32 (float64 for float64). What gat
 in that dtype too, so the error does not grow with the ring; what is sent once travels in the inputs' dtype.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from wallfacer_dt.algorithms.cumulative import cumulative
+from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.kernels import BlockKernel, accumulation_dtype, merge_, output_with_delta
+from wallfacer_dt.layout import Spans
 
 BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2  # of everything here: (B, N, L, H) and (B, N, L)
 
-Visible = Callable[[Tile, torch.device], Tensor]
-"""What ``mask_mod`` says of a tile: boolean (B or 1, N or 1, Lq, Lk)."""
+Visible = Callable[[Spans, Spans, torch.device], Tensor]
+"""What ``mask_mod`` says of queries and keys at these positions: boolean (B or 1, N or 1, Lq, Lk)."""
 
 
 @dataclass(slots=True)
@@ -28,7 +31,7 @@ class Operand:
         data: what a transfer sends. Keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every
             head's key. Queries: (q,) forward, (q, grad_out, lse, delta) backward.
         partial: forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the
-            first tile.
+            first call of a kernel.
         out: backward, for queries: an output with rowsum(grad_out * out) = delta.
         message: data as it was received, to be sent on without packing it again.
     """
@@ -44,10 +47,10 @@ class Scores:
     """What becomes of q k^T on its way to the softmax.
 
     Attributes:
-        kernel: that computes a tile.
+        kernel: that computes them.
         scale: factor.
         softcap: s becomes softcap * tanh(s / softcap); 0 for none.
-        visible: the mask, for tiles that ask it.
+        visible: the mask, where it is asked.
     """
 
     kernel: BlockKernel
@@ -55,13 +58,38 @@ class Scores:
     softcap: float = 0.0
     visible: Visible | None = None
 
-    def options(self, tile: Tile, device: torch.device) -> dict[str, Any]:
-        """A kernel's options for a tile."""
-        mask = None
-        if tile.at:
-            assert self.visible is not None, "a schedule that asks has a mask to be asked"
-            mask = self.visible(tile, device)
-        return {"band": tile.band, "mask": mask, "scale": self.scale, "softcap": self.softcap}
+    def calls(self, work: Work) -> Iterator[Tile]:
+        """As the kernel takes them: segments at once, one by one, or in pieces that need no band."""
+        for segments in work:
+            if self.kernel.ragged and segments.is_ragged:
+                yield Tile(segments.q, segments.k, ragged=segments)
+            else:
+                yield from segments.bands if self.kernel.takes_bands else segments.tiles
+
+    def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of a tile."""
+        if self.kernel.ragged and tile.ragged:
+            ragged = cumulative(tile.ragged, q, k)
+            return self.kernel.ragged.forward(q, k, v, ragged=ragged, scale=self.scale, softcap=self.softcap)
+        mask = self._mask(tile, q)
+        return self.kernel.forward(q, k, v, band=tile.band, mask=mask, scale=self.scale, softcap=self.softcap)
+
+    def backward(
+        self, tile: Tile, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of a tile."""
+        inputs = grad_out, q, k, v, out, lse
+        if self.kernel.ragged and tile.ragged:
+            ragged = cumulative(tile.ragged, q, k)
+            return self.kernel.ragged.backward(*inputs, ragged=ragged, scale=self.scale, softcap=self.softcap)
+        mask = self._mask(tile, q)
+        return self.kernel.backward(*inputs, band=tile.band, mask=mask, scale=self.scale, softcap=self.softcap)
+
+    def _mask(self, tile: Tile, q: Tensor) -> Tensor | None:
+        if tile.asked is None:
+            return None
+        assert self.visible is not None, "a schedule that asks has a mask to be asked"
+        return self.visible(*tile.asked, q.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +100,11 @@ class Forward:
     value_dim: int
     gives_to_keys: ClassVar[bool] = False
 
-    def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
-        """Merge the tiles into the queries' partial result."""
+    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
+        """Merge what segments give into the queries' partial result."""
         (q,) = query.data
-        for tile in tiles:
-            k, v = _keys(keys, tile)
-            out, lse = self.scores.kernel.forward(_part(q, tile, tile.q), k, v, **self.scores.options(tile, q.device))
+        for tile in self.scores.calls(work):
+            out, lse = self.scores.forward(tile, _part(q, tile, tile.q), *_keys(keys, tile))
             if not query.partial and _covers(tile, tile.q, q):
                 query.partial = (out.to(lse.dtype), lse)
                 continue
@@ -127,18 +154,16 @@ class Backward(Sums):
     scores: Scores
     gives_to_keys: ClassVar[bool] = True
 
-    def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
-        """Add the tiles' gradients to both operands' partial results."""
+    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
+        """Add the segments' gradients to both operands' partial results."""
         q, grad_out, lse, delta = query.data
-        if not tiles:
+        if not work:
             return
         if query.out is None:
             query.out = output_with_delta(grad_out, delta)
-        for tile in tiles:
+        for tile in self.scores.calls(work):
             rows = [_part(x, tile, tile.q) for x in (grad_out, q, query.out, lse)]
-            dq, dk, dv = self.scores.kernel.backward(
-                rows[0], rows[1], *_keys(keys, tile), rows[2], rows[3], **self.scores.options(tile, q.device)
-            )
+            dq, dk, dv = self.scores.backward(tile, rows[0], rows[1], *_keys(keys, tile), rows[2], rows[3])
             self._add(query, (dq,), tile, tile.q)
             self._add(keys, _key_grads(keys, dk, dv), tile, tile.k)
 
@@ -176,10 +201,10 @@ def _key_grads(keys: Operand, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
 
 def _part(x: Tensor, tile: Tile, rows: Rows) -> Tensor:
     """Rows of an operand's tensor, in the rows of the batch that a tile is for."""
-    if tile.batch:
-        x = x.narrow(BATCH_DIM, tile.batch[0], tile.batch[1] - tile.batch[0])
+    if tile.batch is not None:
+        x = x.narrow(BATCH_DIM, tile.batch, 1)
     return x.narrow(SEQUENCE_DIM, rows[0], rows[1] - rows[0])
 
 
 def _covers(tile: Tile, rows: Rows, x: Tensor) -> bool:
-    return rows == (0, x.shape[SEQUENCE_DIM]) and tile.batch in (None, (0, x.shape[BATCH_DIM]))
+    return rows == (0, x.shape[SEQUENCE_DIM]) and (tile.batch is None or x.shape[BATCH_DIM] == 1)

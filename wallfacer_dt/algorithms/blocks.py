@@ -13,9 +13,8 @@ process that was never given them is refused.
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from types import MethodType
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.algorithms.captured import fingerprint
 from wallfacer_dt.compiler import constant
-from wallfacer_dt.layout import Span
+from wallfacer_dt.layout import Spans, positions
 from wallfacer_dt.mesh import outside_modes
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -57,26 +56,27 @@ class Blocks:
         """How many rows of the batch differ; one stands for all."""
         return self.table.shape[0]
 
-    def runs(self, row: int, q: Span, k: Span) -> Iterator[tuple[Span, Span, int]]:
-        """The parts of a rectangle that are not empty: neighbouring blocks of one kind in a block row."""
-        for i in range(q.start // SIZE, -(-q.stop // SIZE)):
-            columns = range(k.start // SIZE, -(-k.stop // SIZE))
-            for kind, run in groupby(columns, lambda j, i=i: int(self.table[row, i, j])):
-                blocks = list(run)
-                if kind != EMPTY_BLOCK:
-                    yield _within(i, i, q), _within(blocks[0], blocks[-1], k), kind
+    def sees(self, q: Spans, k: Spans) -> bool:
+        """Whether some query sees some key, or a neighbour of it in a block."""
+        return bool((self.table[:, _touched(q)][:, :, _touched(k)] != EMPTY_BLOCK).any())
 
-    def visible(self, batch: range, heads: range, q: Span, k: Span) -> Tensor:
-        """The answers about neighbouring partial blocks of a block row: boolean (rows or 1, heads or 1, q, k)."""
-        i, columns = q.start // SIZE, range(k.start // SIZE, -(-k.stop // SIZE))
-        by_row = [
-            np.concatenate([self.bits[row, i, j] for j in columns], -1)
-            for row in (batch if self.rows > 1 else range(1))
-        ]
-        answers = np.unpackbits(np.stack(by_row), axis=-1).astype(bool)
-        rows, keys = slice(q.start - i * SIZE, q.stop - i * SIZE), slice(k.start - columns[0] * SIZE, None)
-        shown = answers[:, heads.start : heads.stop] if self.by_head else answers
-        return torch.from_numpy(np.ascontiguousarray(shown[:, :, rows, keys][..., : k.length]))
+    def visible(self, heads: range, q: Spans, k: Spans) -> Tensor:
+        """The answers about queries and keys: boolean (rows, heads or 1, q, k)."""
+        i, j = positions(q), positions(k)
+        full = self.table[:, i // SIZE][:, :, j // SIZE] == FULL_BLOCK
+        shown = np.repeat(full[:, None], len(heads) if self.by_head else 1, 1)
+        some = slice(heads.start, heads.stop) if self.by_head else slice(None)
+        for row, block, other in itertools.product(range(self.rows), _touched(q).tolist(), _touched(k).tolist()):
+            if (row, block, other) in self.bits:
+                answers = np.unpackbits(self.bits[row, block, other][some], axis=-1).astype(bool)
+                within, columns = np.flatnonzero(i // SIZE == block), np.flatnonzero(j // SIZE == other)
+                pairs = np.ix_(range(len(answers)), i[within] - block * SIZE, j[columns] - other * SIZE)
+                shown[row][:, within[:, None], columns] = answers[pairs]
+        return torch.from_numpy(shown)
+
+
+def _touched(spans: Spans) -> np.ndarray:
+    return np.unique(positions(spans) // SIZE)
 
 
 _keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -240,8 +240,8 @@ def blocks_of(function: MaskMod, batch: int, heads: int, q_length: int, k_length
     digest = hashlib.sha256(repr((q_length, k_length)).encode())
     strips, by_head, bits = [], False, {}
     for start in range(0, q_length, SIZE):
-        q = Span(start, min(start + SIZE, q_length))
-        answers = _ask(function, range(batch), range(heads), q, Span(0, k_length), device)
+        queries = range(start, min(start + SIZE, q_length))
+        answers = _ask(function, (range(batch), range(heads), queries, range(k_length)), device)
         kinds, packed = _kinds(answers), np.packbits(answers.cpu().numpy(), axis=-1)
         digest.update(repr(tuple(answers.shape)).encode())
         digest.update(packed.tobytes())
@@ -289,8 +289,7 @@ def known_blocks(name: str) -> Blocks:
     return blocks
 
 
-def _ask(function: MaskMod, batch: range, heads: range, q: Span, k: Span, device: torch.device) -> Tensor:
-    ranges = (batch, heads, range(*q), range(*k))
+def _ask(function: MaskMod, ranges: Sequence[range], device: torch.device) -> Tensor:
     grids = [
         torch.arange(r.start, r.stop, device=device).view([-1 if dim == place else 1 for dim in range(4)])
         for place, r in enumerate(ranges)
@@ -299,7 +298,7 @@ def _ask(function: MaskMod, batch: range, heads: range, q: Span, k: Span, device
     if not isinstance(answers, Tensor) or answers.dtype != torch.bool:
         what = f"a tensor of {answers.dtype}" if isinstance(answers, Tensor) else f"a {type(answers).__name__}"
         raise TypeError(f"mask_mod must return a boolean tensor, as comparisons do, got {what}")
-    return answers.to(device).expand(torch.broadcast_shapes(answers.shape, (1, 1, q.length, k.length)))
+    return answers.to(device).expand(torch.broadcast_shapes(answers.shape, (1, 1, *map(len, ranges[2:]))))
 
 
 def _kinds(answers: Tensor) -> np.ndarray:
@@ -311,8 +310,3 @@ def _kinds(answers: Tensor) -> np.ndarray:
     by_block = (x.unflatten(-1, (-1, SIZE)) for x in (some, every))
     some, every = next(by_block).any(-1), next(by_block).all(-1)
     return (some.int() + every.int()).to(torch.uint8).cpu().numpy()
-
-
-def _within(first: int, last: int, span: Span) -> Span:
-    """Blocks ``first`` to ``last``, cut to a span."""
-    return Span(max(first * SIZE, span.start), min((last + 1) * SIZE, span.stop))

@@ -1,7 +1,6 @@
 """Executing a schedule: a loop over its steps, and what each transfer packs and unpacks."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Operand
+from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     HOME,
@@ -23,7 +23,6 @@ from wallfacer_dt.algorithms.steps import (
     Transfer,
     Wait,
 )
-from wallfacer_dt.algorithms.tiles import Tile
 from wallfacer_dt.collectives import (
     Field,
     all_gather,
@@ -34,8 +33,8 @@ from wallfacer_dt.collectives import (
     unpack,
     wait,
 )
-from wallfacer_dt.layout import Slice
 from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
+from wallfacer_dt.rows import Members, joined
 
 
 class Groups(NamedTuple):
@@ -61,7 +60,7 @@ class Groups(NamedTuple):
 
 
 class Arithmetic(Protocol):
-    """What a schedule computes: on tiles of queries and keys, with partial results that add up in some way.
+    """What a schedule computes: on segments of queries and keys, with partial results that add up in some way.
 
     Attributes:
         gives_to_keys: whether something is computed for the keys, too, as a backward does.
@@ -69,8 +68,8 @@ class Arithmetic(Protocol):
 
     gives_to_keys: ClassVar[bool]
 
-    def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
-        """Compute tiles, and add them to the operands' partial results."""
+    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
+        """Compute segments, and add what comes of them to the operands' partial results."""
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The partial result of an operand that has seen nothing."""
@@ -112,8 +111,8 @@ def execute(
                 run.start(transfer)
             case Wait(transfer):
                 run.wait(transfer)
-            case Attend(part, _, block, tiles):
-                run.attend(part, block, tiles)
+            case Attend(part, _, block, work):
+                run.attend(part, block, work)
     results = run.results()
     return _cut(results[0], rows[0]), _cut(results[1], rows[1])
 
@@ -136,11 +135,11 @@ class _Run:
         self.home: tuple[Tensor, ...] = ()
         self.pending: dict[Transfer, tuple[Tensor, tuple[Field, ...]]] = {}
 
-    def attend(self, part: Part, block: int, tiles: Sequence[Tile]) -> None:
-        """Compute tiles of a part of the stationary side against a moving block."""
+    def attend(self, part: Part, block: int, work: Work) -> None:
+        """Attend a part of the stationary side and a moving block."""
         stationary, moving = self.own if part == "own" else self.others, self.blocks[block]
         query, keys = (stationary, moving) if self.schedule.stationary == "q" else (moving, stationary)
-        self.arithmetic.attend(query, keys, tiles)
+        self.arithmetic.attend(query, keys, work)
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer and remember its pending buffer with the fields of what it will bring."""
@@ -157,7 +156,7 @@ class _Run:
                 pending = self._permute(pack(partial), axis, to, source), fields_of(partial)
             case Exchange():
                 shares = self._shares(transfer)
-                pending = exchange(_joined([pack(x) for x in shares], 0), self.groups.team), fields_of(shares[0])
+                pending = exchange(joined([pack(x) for x in shares], 0), self.groups.team), fields_of(shares[0])
         self.pending[transfer] = pending
 
     def wait(self, transfer: Transfer) -> None:
@@ -200,26 +199,22 @@ class _Run:
         rank = self.groups.rank
         return permute(buffer, rank(axis, to), rank(axis, source), self.groups.named(axis))
 
-    def _assemble(self, buffer: Tensor, fields: Sequence[Field], slices: Sequence[Slice]) -> tuple[Tensor, ...]:
-        """The rows of ``slices``, of every field, from the messages of the whole team."""
+    def _assemble(self, buffer: Tensor, fields: Sequence[Field], team: Members) -> tuple[Tensor, ...]:
+        """The rows of a team, of every field, from the messages of all its members."""
         members = [unpack(message, fields) for message in buffer.view(self.groups.place.team, -1).unbind(0)]
-        rows = [(s.member, s.start, s.span.length) for s in slices] or [(0, 0, 0)]
-        return tuple(
-            _joined([members[member][i].narrow(SEQUENCE_DIM, start, n) for member, start, n in rows], SEQUENCE_DIM)
-            for i in range(len(fields))
-        )
+        return tuple(team.together.of(parts, SEQUENCE_DIM) for parts in zip(*members, strict=True))
 
     def _shares(self, transfer: Exchange) -> list[tuple[Tensor, ...]]:
         """What an exchange sends: for every other team member the partial result of its rows."""
         if transfer.side == self.schedule.stationary:
-            partial, slices = self._partial(self.others), self.schedule.others
+            partial, rows = self._partial(self.others), self.schedule.others
             self.others = Operand(())
         else:
-            partial, slices = self.home, self.schedule.everyone
+            partial, rows = self.home, self.schedule.everyone
         me, team = self.groups.place.team_rank, self.groups.place.team
         slot = self._slot(transfer.side)
         return [
-            self.arithmetic.outgoing(_rows_of(member, partial, slices, slot), self.own.data[0].dtype)
+            self.arithmetic.outgoing(_rows_of(member, partial, rows, slot), self.own.data[0].dtype)
             for member in range(team)
             if member != me
         ]
@@ -241,19 +236,13 @@ class _Run:
         return operand.partial
 
 
-def _rows_of(member: int, tensors: Sequence[Tensor], slices: Sequence[Slice], slot: int) -> tuple[Tensor, ...]:
-    """The rows of one team member out of tensors assembled from ``slices``, as long as a slot."""
-    # Slices and a member's own rows both ascend in position, so the member's order is kept.
-    offsets = accumulate((s.span.length for s in slices), initial=0)
-    rows = [(offset, s.span.length) for s, offset in zip(slices, offsets, strict=False) if s.member == member]
-    return tuple(
-        _filled(_joined([x.narrow(SEQUENCE_DIM, *row) for row in rows or [(0, 0)]], SEQUENCE_DIM), slot)
-        for x in tensors
-    )
+def _rows_of(member: int, tensors: Sequence[Tensor], team: Members, slot: int) -> tuple[Tensor, ...]:
+    """The rows of one team member out of a team's tensors, as long as a slot."""
+    return tuple(_filled(team.of[member].of([x], SEQUENCE_DIM), slot) for x in tensors)
 
 
 def _padded(operand: Operand, slot: int) -> Operand:
-    """An operand whose data is as long as what is sent of it; no tile touches what is added."""
+    """An operand whose data is as long as what is sent of it; nothing touches what is added."""
     if operand.data[0].shape[SEQUENCE_DIM] == slot:
         return operand
     out = None if operand.out is None else _filled(operand.out, slot)
@@ -267,8 +256,3 @@ def _cut(tensors: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
 def _filled(x: Tensor, slot: int) -> Tensor:
     missing = slot - x.shape[SEQUENCE_DIM]
     return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (0, missing)) if missing else x
-
-
-def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    # torch.cat copies even a single piece.
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)

@@ -14,7 +14,6 @@ Operands are (1, 1, rows, ...), as attention's are (B, N, L, H).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -22,10 +21,10 @@ from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import Operand, Sums
 from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.steps import Side
-from wallfacer_dt.algorithms.tiles import Tile
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.layout import Shards, Span
+from wallfacer_dt.layout import Shards, consecutive
 from wallfacer_dt.mesh import Coordinate
 
 
@@ -57,24 +56,16 @@ class RingOfWeights:
     Attributes:
         tokens: of this rank. Others may have as many as they like: they stay where they are.
         units: hidden units by rank of the ring.
-        rows: all rows of a batch are alike.
         mask: all tokens see all units.
     """
 
     tokens: int
     units: tuple[int, ...]
-    rows: ClassVar[int] = 1
     mask: ClassVar[Mask] = Mask()
 
-    def inner(self, side: Side, place: Coordinate, row: int = 0) -> Shards:  # noqa: ARG002  (all rows are alike)
-        """By rank, the positions that it holds on a side."""
-        sizes = (self.tokens,) * place.ring if side == "q" else self.units
-        ends = accumulate(sizes, initial=0)
-        return tuple((Span(*pair),) if pair[0] < pair[1] else () for pair in pairwise(ends))
-
-    def inner_stored(self, side: Side, place: Coordinate) -> Shards:
-        """The same: units are stored in their order."""
-        return self.inner(side, place)
+    def inner(self, side: Side, place: Coordinate) -> Sequence[Shards]:
+        """By rank, the positions that it holds on a side, in all rows of a batch."""
+        return [consecutive((self.tokens,) * place.ring if side == "q" else self.units)]
 
 
 class Units(NamedTuple):
@@ -108,13 +99,13 @@ class FeedForward(Sums):
     own: Units
     gives_to_keys: ClassVar[bool] = False
 
-    def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
-        """Add the tiles' units to the tokens' output."""
+    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
+        """Add the units to the tokens' output."""
         units = self.own.like(keys.data)
         if not query.partial:
             query.partial = self.nothing(query)
         x, out = query.data[0][0, 0], query.partial[0][0, 0]
-        for tile in tiles:
+        for tile in (tile for segments in work for tile in segments.tiles):
             rows, some = slice(*tile.q), units.part(*tile.k)
             add_product_(out[rows], self._hidden(x[rows], some), some.down)
 
@@ -140,14 +131,14 @@ class FeedForwardBackward(Sums):
     grad_out: Tensor
     gives_to_keys: ClassVar[bool] = True
 
-    def attend(self, query: Operand, keys: Operand, tiles: Sequence[Tile]) -> None:
-        """Add the tiles' gradients to both operands' partial results."""
+    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
+        """Add the gradients of tokens and units to both operands' partial results."""
         for operand in (query, keys):
             if not operand.partial:
                 operand.partial = self.nothing(operand)
         x, dx = query.data[0][0, 0], query.partial[0][0, 0]
         units, grads = self.own.like(keys.data), self.own.like(keys.partial)
-        for tile in tiles:
+        for tile in (tile for segments in work for tile in segments.tiles):
             rows = slice(*tile.q)
             self._add(x[rows], self.grad_out[rows], dx[rows], units.part(*tile.k), grads.part(*tile.k))
 

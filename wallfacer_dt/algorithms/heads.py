@@ -21,7 +21,7 @@ from torch import Tensor
 from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM
 from wallfacer_dt.collectives import Field, all_to_all, flattened, unpack, wait
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.layout import Shards, Slice, all_in_order, length_of
+from wallfacer_dt.rows import Members
 
 Kind = Literal["q", "kv", "shared"]
 """Which heads of a tensor a rank is sent: its query heads, its key heads, or (of one head for all) that one."""
@@ -116,15 +116,15 @@ class HeadExchange:
         group: name of the process group of axis ``cp_ulysses``.
         rank: this rank's position on it.
         heads: by rank, its groups of heads.
-        queries: by rank of the axis, the queries that it holds.
-        keys: by rank of the axis, the keys that it holds.
+        rows: by rank of the axis, how many queries and how many keys it holds.
+        together: how these are put together, of queries and of keys.
     """
 
     group: str
     rank: int
     heads: tuple[tuple[Heads, ...], ...]
-    queries: Shards
-    keys: Shards
+    rows: tuple[tuple[int, ...], tuple[int, ...]]
+    together: tuple[Members, Members]
 
     def run(
         self,
@@ -235,26 +235,14 @@ class HeadExchange:
         return tuple(x.narrow(HEADS_DIM, start, stop - start) for x, (start, stop) in zip(tensors, ranges, strict=True))
 
     def _rows(self, rank: int, kind: Kind) -> int:
-        return length_of(self._shards(kind)[rank])
-
-    def _shards(self, kind: Kind) -> Shards:
-        return self.queries if kind == "q" else self.keys
-
-    def _slices(self, kind: Kind) -> tuple[Slice, ...]:
-        return all_in_order(self._shards(kind))
+        return self.rows[kind != "q"][rank]
 
     def _in_order(self, parts: Sequence[Tensor], kind: Kind) -> Tensor:
-        rows = [parts[s.member].narrow(SEQUENCE_DIM, s.start, s.span.length) for s in self._slices(kind)]
-        return torch.cat(rows, SEQUENCE_DIM) if rows else parts[self.rank]
+        return self.together[kind != "q"].together.of(parts, SEQUENCE_DIM)
 
     def _rows_of(self, rank: int, x: Tensor, kind: Kind) -> Tensor:
         """The rows of one rank's tokens, out of those of all in order."""
-        rows, offset = [], 0
-        for piece in self._slices(kind):
-            if piece.member == rank:
-                rows.append(x.narrow(SEQUENCE_DIM, offset, piece.span.length))
-            offset += piece.span.length
-        return torch.cat(rows, SEQUENCE_DIM) if rows else x.narrow(SEQUENCE_DIM, 0, 0)
+        return self.together[kind != "q"].of[rank].of([x], SEQUENCE_DIM)
 
 
 def _size(heads: tuple[int, int]) -> int:

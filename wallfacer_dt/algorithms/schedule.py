@@ -20,11 +20,12 @@ that block are computed. Where nothing would be left to hide the last transfer b
 block's gradient home, or the exchange of a team without ring), part of own rows x own block is kept for the end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from wallfacer_dt.algorithms.routes import PublishedRoute, Route
+from wallfacer_dt.algorithms.segments import ByRow, Work, plan_work, split_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
@@ -41,9 +42,9 @@ from wallfacer_dt.algorithms.steps import (
     Step,
     Wait,
 )
-from wallfacer_dt.algorithms.tiles import ByRow, Tile, plan_tiles, split_tiles
-from wallfacer_dt.layout import Shards, Slice, Span, Spans, in_order, length_of
+from wallfacer_dt.layout import Pieces, Shards, in_order, length_of
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
+from wallfacer_dt.rows import Members
 
 
 # A schedule of many documents is megabytes, and every packing is a schedule of its own.
@@ -71,34 +72,28 @@ def make_schedule(
     # Without a team there is nothing to gather and nothing to place: the published schedule is a ring.
     published = published and place.team > 1
     moving: Side = "kv" if stationary == "q" else "q"
-    offsets = tuple(range(1, place.ring)) if published else hops(place, sequences, stationary)
-    maker = _Maker(place, sequences, stationary, backward, offsets)
+    offsets = tuple(range(1, place.ring)) if published else hops(place.axes, sequences, stationary)
+    held = {side: sequences.inner(side, place) for side in (stationary, moving)}
+    maker = _Maker(place, sequences, held, stationary, backward, offsets)
     steps = tuple(maker.published() if published else maker.two_dimensional())
-    stored = {side: sequences.inner_stored(side, place) for side in (stationary, moving)}
-    slots = {side: max(map(length_of, shards)) for side, shards in stored.items()}
-    me = place.ring_rank
-    teams = [length_of(piece.span for piece in _team(place, stored[moving], rank)) for rank in range(place.ring)]
+    sizes = {side: list(map(length_of, held[side][0])) for side in (stationary, moving)}
+    teams = [sum(sizes[moving][first : first + place.team]) for first in range(0, len(sizes[moving]), place.team)]
     return Schedule(
         steps,
         stationary,
         "exchange" if published else "block",
-        _team(place, stored[stationary], me, exclude=place.team_rank),
-        _team(place, stored[moving], me),
-        (slots["q"], slots["kv"]),
+        maker.put_together(stationary, exclude=place.team_rank),
+        maker.put_together(moving),
+        (max(sizes["q"]), max(sizes["kv"])),
         max(teams),
     )
-
-
-def _team(place: Coordinate, stored: Shards, ring_rank: int, exclude: int | None = None) -> tuple[Slice, ...]:
-    """The rows of a team as they are put together."""
-    first = _index(place, ring_rank, 0)
-    return in_order((member, stored[first + member]) for member in range(place.team) if member != exclude)
 
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
     place: Coordinate
     sequences: Sequences
+    held: dict[Side, Sequence[Shards]]
     stationary: Side
     backward: bool
     offsets: tuple[int, ...]
@@ -121,13 +116,13 @@ class _Maker:
             hop = self._hop(route.carry(block))
             return Carry(self.moving, block, route.into(block), RING_AXIS, *hop, self._result)
 
-        def held(block: int) -> list[Spans]:
+        def held(block: int) -> ByRow:
             index = _index(self.place, (me - route.offsets[block]) % ring, self.place.team_rank)
             return self._shard(self.moving, index)
 
-        now, later = self._own_tiles(held(0)), ()
+        now, later = self._own_work(held(0)), ()
         if (blocks > 1 and carries) or (blocks == 1 and exchange):
-            now, later = split_tiles(now)
+            now, later = split_work(now)
 
         if has_team:
             yield Start(gather)
@@ -228,28 +223,34 @@ class _Maker:
 
     def _attend(self, part: Part, block: int, moving: ByRow) -> Attend:
         if part == "own":
-            return Attend(part, self.stationary, block, self._own_tiles(moving))
+            return Attend(part, self.stationary, block, self._own_work(moving))
         others = self._team(self.stationary, self.place.ring_rank, exclude=self.place.team_rank)
-        return Attend(part, self.stationary, block, self._tiles(others, moving))
+        return Attend(part, self.stationary, block, self._work(others, moving))
 
-    def _own_tiles(self, moving: ByRow) -> tuple[Tile, ...]:
-        return self._tiles(self._shard(self.stationary, self.place.inner_index), moving)
+    def _own_work(self, moving: ByRow) -> Work:
+        return self._work(self._shard(self.stationary, self.place.inner_index), moving)
 
-    def _tiles(self, stationary: ByRow, moving: ByRow) -> tuple[Tile, ...]:
+    def _work(self, stationary: ByRow, moving: ByRow) -> Work:
         queries, keys = (stationary, moving) if self.stationary == "q" else (moving, stationary)
-        return plan_tiles(queries, keys, self.sequences.mask)
+        return plan_work(queries, keys, self.sequences.mask)
 
-    def _shard(self, side: Side, index: int) -> list[Spans]:
-        """By row of the batch, the positions that an inner index holds, as they are stored."""
-        return [self.sequences.inner(side, self.place, row)[index] for row in range(self.sequences.rows)]
+    def _shard(self, side: Side, index: int) -> ByRow:
+        """By row of the batch, the positions that an inner index holds."""
+        return [shards[index] for shards in self.held[side]]
 
-    def _team(self, side: Side, ring_rank: int, exclude: int | None = None) -> list[list[Span]]:
-        """By row of the batch, the positions of a team, as they are put together."""
+    def _team(self, side: Side, ring_rank: int, exclude: int | None = None) -> ByRow:
+        """The positions of a team."""
+        return [pieces.span for pieces in self._pieces(side, ring_rank, exclude)]
+
+    def _pieces(self, side: Side, ring_rank: int, exclude: int | None) -> list[Pieces]:
+        """By row of the batch, whose the positions of a team are."""
         first = _index(self.place, ring_rank, 0)
-        members = [first + member for member in range(self.place.team) if member != exclude]
-        by_row = (self.sequences.inner(side, self.place, row) for row in range(self.sequences.rows))
-        together = [[span for member in members for span in shards[member]] for shards in by_row]
-        return [sorted(spans) for spans in together] if self.sequences.rows == 1 else together
+        members = [member for member in range(self.place.team) if member != exclude]
+        return [in_order((member, shards[first + member]) for member in members) for shards in self.held[side]]
+
+    def put_together(self, side: Side, exclude: int | None = None) -> Members:
+        """How the rows of one's own team are put together."""
+        return Members.made(self._pieces(side, self.place.ring_rank, exclude), self.place.team)
 
 
 def _index(place: Coordinate, ring_rank: int, team_rank: int) -> int:

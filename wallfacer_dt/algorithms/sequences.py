@@ -1,15 +1,16 @@
 """Whose queries and keys are attended, under which mask; and how far round a ring they are needed."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+
+import numpy as np
 
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.steps import Side
-from wallfacer_dt.layout import BY_DOCUMENT, Shards, Span, Spans, deal, deal_documents, length_of, merged
+from wallfacer_dt.layout import BY_DOCUMENT, Shards, deal, deal_documents, in_order, length_of, merged
 from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.rows import Members
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,7 @@ class Sequences:
         mask: what is seen.
         replicated: tokens before all these, that every rank holds and each takes care of a part of.
 
-    Dealt out by document, rows of the batch differ in the positions that a rank holds, not in how many. What is then
-    put together from several ranks is stored one rank after the other, and otherwise in order of position.
+    Dealt out by document, rows of the batch differ in the positions that a rank holds, not in how many.
     """
 
     q_length: int
@@ -46,74 +46,85 @@ class Sequences:
         if not self.replicated:
             return shards
         first = deal(self.replicated, place.axes, "contiguous")
-        return tuple((*part, *_after(self.replicated, shard)) for part, shard in zip(first, shards, strict=True))
+        return tuple(np.concatenate([part, shard + self.replicated]) for part, shard in zip(first, shards, strict=True))
 
-    def stored(self, side: Side, place: Coordinate) -> Shards:
-        """The same by how it is stored: where rows differ, positions are numbered by rank."""
-        return self.shards(side, place) if self.rows == 1 else _numbered(self.shards(side, place))
-
-    def inner(self, side: Side, place: Coordinate, row: int = 0) -> Shards:
-        """By inner index, what it works on: the positions of all ranks that it exchanges heads with."""
-        return _together(self.shards(side, place, row), place.ulysses, in_order=self.rows == 1)
-
-    def inner_stored(self, side: Side, place: Coordinate) -> Shards:
-        """The same by how it is stored."""
-        inner = self.inner(side, place)
-        return inner if self.rows == 1 else _numbered(inner)
-
-
-def _after(count: int, spans: Spans) -> Spans:
-    return tuple(Span(count + span.start, count + span.stop) for span in spans)
+    def inner(self, side: Side, place: Coordinate) -> Sequence[Shards]:
+        """By row of the batch and inner index, what it works on: the positions of all ranks it exchanges heads with."""
+        return [_together(self, side, place.axes, row) for row in range(self.rows)]
 
 
 @lru_cache(maxsize=64)
-def _together(shards: Shards, ulysses: int, *, in_order: bool) -> Shards:
-    inner = len(shards) // ulysses
-    together = ([span for part in shards[i::inner] for span in part] for i in range(inner))
-    return tuple(merged(sorted(spans) if in_order else spans) for spans in together)
-
-
-def _numbered(shards: Shards) -> Shards:
-    ends = list(accumulate(map(length_of, shards), initial=0))
-    return tuple((Span(*pair),) if pair[0] < pair[1] else () for pair in pairwise(ends))
+def _together(sequences: Sequences, side: Side, axes: tuple[int, int, int], row: int) -> Shards:
+    ulysses, ring, team = axes
+    shards, inner = sequences.shards(side, Coordinate(ring, team, 0, 0, ulysses, 0), row), ring * team
+    if ulysses == 1:
+        return shards
+    return tuple(merged(in_order(enumerate(shards[i::inner])).span) for i in range(inner))
 
 
 @lru_cache(maxsize=64)
-def hops(place: Coordinate, sequences: Sequences, stationary: Side) -> tuple[int, ...]:
+def exchanged(sequences: Sequences, side: Side, place: Coordinate) -> tuple[tuple[int, ...], Members]:
+    """By rank of ``cp_ulysses`` how many rows it holds, and how all that exchange heads with this one are put together.
+
+    Args:
+        sequences: what is attended.
+        side: queries or keys.
+        place: of this rank.
+
+    Returns:
+        The numbers of rows, and where they are.
+    """
+    inner = place.ring * place.team
+    held = [sequences.shards(side, place, row)[place.inner_index :: inner] for row in range(sequences.rows)]
+    together = Members.made([in_order(enumerate(shards)) for shards in held], place.ulysses)
+    return tuple(map(length_of, held[0])), together
+
+
+@lru_cache(maxsize=64)
+def hops(axes: tuple[int, int, int], sequences: Sequences, stationary: Side) -> tuple[int, ...]:
     """The distances round the ring, other than 0, at which some rank of the mesh needs a moving block.
 
     The 2D schedule makes as many hops; the same on every rank.
 
     Args:
-        place: of any rank.
+        axes: sizes of the mesh's axes ulysses, ring and team.
         sequences: what is attended.
         stationary: the side that stays.
 
     Returns:
         Distances from 1 to ring - 1, ascending.
     """
+    ulysses, ring, team = axes
     if not sequences.mask.spares_hops:
-        return tuple(range(1, place.ring))
+        return tuple(range(1, ring))
     sign = 1 if stationary == "q" else -1
     needed = {0}
-    for q, k in _seen(place, sequences):
-        needed.add(sign * (q // place.team - k // place.team) % place.ring)
-        if len(needed) == place.ring:
+    for q, k in _seen(Coordinate(ring, team, 0, 0, ulysses, 0), sequences):
+        needed.update(np.unique(sign * (q // team - k // team) % ring).tolist())
+        if len(needed) == ring:
             break
     return tuple(sorted(needed - {0}))
 
 
-def _seen(place: Coordinate, sequences: Sequences) -> Iterator[tuple[int, int]]:
-    """Pairs of inner indices of which the first's queries see some of the second's keys."""
+_AT_A_TIME = 1024
+
+
+def _seen(place: Coordinate, sequences: Sequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of inner indices of which the first's queries see some of the second's keys, some at a time."""
     mask = sequences.mask
+    queries, keys = (sequences.inner(side, place) for side in ("q", "kv"))
     for row in range(mask.rows):
-        queries, keys = (sequences.inner(side, place, row % sequences.rows) for side in ("q", "kv"))
-        stored = sorted((span, index) for index, spans in enumerate(keys) for span in spans)
-        starts = [span.start for span, _ in stored]
-        for index, spans in enumerate(queries):
-            for span in spans:
-                reach = mask.reach(row, span)
-                first = max(0, bisect_right(starts, reach.start) - 1)
-                for key, owner in stored[first : bisect_left(starts, reach.stop)]:
-                    if key.stop > reach.start and mask.sees(row, span, key):
-                        yield index, owner
+        q_shards, k_shards = queries[row % len(queries)], keys[row % len(keys)]
+        if mask.blocks:
+            for i, q in enumerate(q_shards):
+                seen = [j for j, k in enumerate(k_shards) if len(q) and len(k) and mask.blocks.sees(q, k)]
+                yield np.full(len(seen), i), np.array(seen, np.int64)
+            continue
+        q, k = in_order(enumerate(q_shards)), in_order(enumerate(k_shards))
+        for first in range(0, len(q.span), _AT_A_TIME):
+            some = slice(first, first + _AT_A_TIME)
+            reach = mask.reach(row, q.span[some])
+            start = np.searchsorted(k.span[:, 1], reach[:, 0], "right")
+            counts = np.maximum(0, np.searchsorted(k.span[:, 0], reach[:, 1], "left") - start)
+            which = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - start, counts)
+            yield np.repeat(q.member[some], counts), k.member[which]

@@ -1,11 +1,11 @@
-"""What schedules consist of: transfers, their starts and waits, and the tiles that are computed in between."""
+"""What schedules consist of: transfers, their starts and waits, and what is computed in between."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from wallfacer_dt.algorithms.tiles import Tile
-from wallfacer_dt.layout import Slice
+from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.mesh import TEAM_AXIS
+from wallfacer_dt.rows import Members
 
 Side = Literal["q", "kv"]
 Part = Literal["own", "others"]
@@ -94,17 +94,17 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Compute tiles of the stationary side's rows (own or the others') against a moving block."""
+    """Attend the stationary side's rows (own or the others') and a moving block."""
 
     part: Part
     stationary: Side
     block: int
-    tiles: tuple[Tile, ...]
+    work: Work
 
     def __str__(self) -> str:
         moving = "kv" if self.stationary == "q" else "q"
-        tiles = ", ".join(map(str, self.tiles))
-        return f"      attend {self.part} {self.stationary} x {moving}[{self.block}]: {tiles or 'nothing visible'}"
+        work = "; ".join(map(str, self.work))
+        return f"      attend {self.part} {self.stationary} x {moving}[{self.block}]: {work or 'nothing visible'}"
 
 
 Step = Start | Wait | Attend
@@ -114,15 +114,15 @@ Step = Start | Wait | Attend
 class Schedule:
     """One rank's schedule of one attention call, forward or backward.
 
-    Shards may differ in length; what is sent is as long as the longest, and no tile touches the rest.
+    Shards may differ in length; what is sent is as long as the longest, and nothing touches the rest.
 
     Attributes:
         steps: in program order, the same kinds of transfers on every rank.
         stationary: the side that is gathered and stays.
         home: what is computed for the own shard of the moving side ends up in block 0 (``"block"``), or comes out of
             an exchange after all blocks (``"exchange"``).
-        others: the team's rows of the stationary side without one's own, in the order in which they are stored.
-        everyone: the whole team's rows of the moving side, likewise; only for one that is gathered.
+        others: the team's rows of the stationary side without one's own.
+        everyone: the whole team's rows of the moving side; only for one that is gathered.
         slots: rows of a shard as it is sent, of queries and of keys.
         gathered: rows of a moving side that is gathered, as they are sent.
     """
@@ -130,8 +130,8 @@ class Schedule:
     steps: tuple[Step, ...]
     stationary: Side
     home: Literal["block", "exchange"]
-    others: tuple[Slice, ...]
-    everyone: tuple[Slice, ...]
+    others: Members
+    everyone: Members
     slots: tuple[int, int]
     gathered: int
 

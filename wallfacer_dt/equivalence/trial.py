@@ -134,7 +134,10 @@ class Trial:
         rows = []
         for length in (sizes.length, sizes.kv_length):
             spans = deal(length, place.axes, options.order_name or "contiguous")[place.index]
-            held = [torch.arange(options.replicated), *(options.replicated + torch.arange(*span) for span in spans)]
+            held = [
+                torch.arange(options.replicated),
+                *(options.replicated + torch.arange(*span) for span in spans.tolist()),
+            ]
             rows.append(torch.cat(held).to(self.mesh.device_type))
         return rows[0], rows[1]
 

@@ -6,7 +6,7 @@ fused kernels, ``flex`` its flex_attention, for masks on CUDA; ``flash_attn`` th
 knows them by name, and a user's own.
 """
 
-from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, Need
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, Need, Ragged
 from wallfacer_dt.kernels.merge import accumulation_dtype, merge_, output_with_delta, sinks_gradient, with_sinks
 from wallfacer_dt.kernels.registry import check_kernel, register_kernel, select_kernel
 
@@ -16,6 +16,7 @@ __all__ = [
     "Band",
     "BlockKernel",
     "Need",
+    "Ragged",
     "accumulation_dtype",
     "check_kernel",
     "merge_",

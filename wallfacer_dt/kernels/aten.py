@@ -7,6 +7,7 @@ and a row that sees no key has lse 0. So has a row whose scores are all NaN, whe
 than a vector has lanes. CUDA's: see ``windows``.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,22 @@ from wallfacer_dt.kernels.block import (
     Band,
     BlockKernel,
     Need,
+    Ragged,
+    RaggedKernel,
     no_softcap,
     refuse_mask,
     refuse_softcap,
 )
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
-from wallfacer_dt.kernels.windows import Window, backward_in_windows, cropped, forward_in_windows
+from wallfacer_dt.kernels.windows import (
+    Window,
+    backward_in_windows,
+    backward_of_segments,
+    cropped,
+    forward_in_windows,
+    forward_of_segments,
+)
 
 _aten = torch.ops.aten
 
@@ -138,14 +148,15 @@ def _cuda_forward(
     refuse_softcap("flash", softcap)
     refuse_mask("flash", mask)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-        options = _window_options(window, scale)
-        out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, window.is_causal, False, **options
-        )
-        return out, lse
+    return forward_in_windows(partial(_run_forward, scale=scale), q, k, v, band)
 
-    return forward_in_windows(run, q, k, v, band)
+
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged, *, scale: float) -> tuple[Tensor, Tensor]:
+    lengths = window.lengths if isinstance(window, Ragged) else (None, None, q.shape[1], k.shape[1])
+    out, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, window.is_causal, False, **_window_options(window, scale)
+    )
+    return out, lse
 
 
 def _cuda_backward(
@@ -164,20 +175,53 @@ def _cuda_backward(
     refuse_softcap("flash", softcap)
     refuse_mask("flash", mask)
 
-    def run(
-        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # Only dropout reads it.
-        state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        lengths, options = (q.shape[1], k.shape[1]), _window_options(window, scale)
-        return _aten._flash_attention_backward(
-            grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, window.is_causal, state, state, **options
-        )
-
-    return backward_in_windows(run, grad_out, q, k, v, out, lse, band)
+    return backward_in_windows(partial(_run_backward, scale=scale), grad_out, q, k, v, out, lse, band)
 
 
-def _window_options(window: Window, scale: float) -> dict[str, Any]:
+def _run_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window: Window | Ragged,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Only dropout reads it.
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)
+    lengths = window.lengths if isinstance(window, Ragged) else (None, None, q.shape[1], k.shape[1])
+    options = _window_options(window, scale)
+    return _aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse, *lengths, 0.0, window.is_causal, state, state, **options
+    )
+
+
+def _cuda_forward_ragged(
+    q: Tensor, k: Tensor, v: Tensor, *, ragged: Ragged, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    refuse_softcap("flash", softcap)
+    return forward_of_segments(partial(_run_forward, scale=scale), q, k, v, ragged)
+
+
+def _cuda_backward_ragged(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    ragged: Ragged,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_softcap("flash", softcap)
+    return backward_of_segments(partial(_run_backward, scale=scale), grad_out, q, k, v, out, lse, ragged)
+
+
+def _window_options(window: Window | Ragged, scale: float) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": window.left, "window_size_right": window.right}
 
 
@@ -189,14 +233,6 @@ def _padded(x: Tensor, width: int) -> Tensor:
     missing = width - x.shape[-1]
     # Padding by nothing would still copy.
     return F.pad(_dense(x), (0, missing)) if missing else _dense(x)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return (CUDA if q.device.type == "cuda" else CPU).forward(q, k, v, **options)
-
-
-def _backward(grad_out: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (CUDA if grad_out.device.type == "cuda" else CPU).backward(grad_out, *tensors, **options)
 
 
 def _supports(need: Need) -> bool | str:
@@ -233,6 +269,10 @@ def _current_implementation() -> str | None:
     return None if current is None else current()
 
 
-KERNEL = BlockKernel("flash", _forward, _backward, _supports, f"torch {torch.__version__}")
-CPU = KERNEL._replace(forward=_cpu_forward, backward=_cpu_backward)
-CUDA = KERNEL._replace(forward=_cuda_forward, backward=_cuda_backward)
+CPU = BlockKernel("flash", _cpu_forward, _cpu_backward, _supports, f"torch {torch.__version__}")
+CUDA = CPU._replace(
+    forward=_cuda_forward,
+    backward=_cuda_backward,
+    takes_bands=True,
+    ragged=RaggedKernel(_cuda_forward_ragged, _cuda_backward_ragged),
+)

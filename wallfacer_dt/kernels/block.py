@@ -124,14 +124,100 @@ class Supports(Protocol):
         ...
 
 
+class Ragged(NamedTuple):
+    """Many segments in one call, one after the other in B * L rows: query t of n sees key s of m in its own segment.
+
+    Windows are aligned at the bottom right corner: t + m - n - left <= s <= t + m - n + right.
+
+    Attributes:
+        cu_seqlens_q: cumulative numbers of queries (segments + 1,), int32.
+        cu_seqlens_k: of keys. Some segments have no queries, others no keys.
+        max_seqlen_q: the most queries of a segment.
+        max_seqlen_k: the most keys.
+        left: -1: no bound.
+        right: -1: no bound.
+        blind: queries without keys, boolean (B, 1, Lq); None: there are none.
+        unseen: keys without queries, boolean (B, 1, Lk), likewise.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    left: int
+    right: int
+    blind: Tensor | None
+    unseen: Tensor | None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is causal attention, of queries at the end of the keys."""
+        return (self.left, self.right) == (-1, 0)
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """As flash attention takes them, one after the other."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
+
+class RaggedForward(Protocol):
+    """:class:`Forward` of segments."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, ragged: Ragged, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return out (B, N, Lq, Hv) and lse (B, N, Lq)."""
+        ...
+
+
+class RaggedBackward(Protocol):
+    """:class:`Backward` of segments."""
+
+    def __call__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        ragged: Ragged,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv."""
+        ...
+
+
+class RaggedKernel(NamedTuple):
+    """What of a kernel takes segments."""
+
+    forward: RaggedForward
+    backward: RaggedBackward
+
+
 class BlockKernel(NamedTuple):
-    """A kernel: its name, its two functions, what they can run, and the version of the package that has them."""
+    """A kernel: its functions, and what they can run.
+
+    Attributes:
+        name: by which it is chosen.
+        forward: of one block.
+        backward: of one block.
+        supports: what they can run.
+        version: of the package that has them.
+        takes_bands: whether any band is computed at the cost of what it shows. Others are given rectangles, triangles
+            and narrow squares.
+        ragged: what computes many segments in one call, if there is such a thing.
+    """
 
     name: str
     forward: Forward
     backward: Backward
     supports: Supports
     version: str = ""
+    takes_bands: bool = False
+    ragged: RaggedKernel | None = None
 
 
 def no_softcap(softcap: float) -> str:

@@ -17,12 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt.kernels.block import HALF, NO_MASK, Band, BlockKernel, Need, refuse_mask
-from wallfacer_dt.kernels.windows import Window, backward_in_windows, forward_in_windows
+from wallfacer_dt.kernels.block import HALF, NO_MASK, Band, BlockKernel, Need, Ragged, RaggedKernel, refuse_mask
+from wallfacer_dt.kernels.windows import (
+    Window,
+    backward_in_windows,
+    backward_of_segments,
+    forward_in_windows,
+    forward_of_segments,
+)
 
 
 class Package(NamedTuple):
-    """A package, and how its functions are called, on (B, L, N, H).
+    """A package, and how its functions are called, on (B, L, N, H), or of many segments on (B * L, N, H).
 
     Attributes:
         name: of the kernel.
@@ -30,8 +36,8 @@ class Package(NamedTuple):
         module: where its functions are.
         functions: their names.
         majors: the first numbers of the compute capabilities that it runs on, both ways.
-        forward: from the module, q, k, v, a window, scale and softcap to out and lse.
-        backward: from the module, grad_out, q, k, v, out, lse, a window, scale and softcap to dq, dk and dv.
+        forward: from the module, q, k, v, a window or segments, scale and softcap to out and lse.
+        backward: from the module, grad_out, q, k, v, out, lse, these, scale and softcap to dq, dk and dv.
         limits: what else it cannot run, or an empty string.
         one_width: v must have the head dim of q.
     """
@@ -39,7 +45,7 @@ class Package(NamedTuple):
     name: str
     distribution: str
     module: str
-    functions: tuple[str, str]
+    functions: tuple[str, ...]
     majors: tuple[int, ...]
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -82,7 +88,36 @@ def kernel(package: Package, load: Callable[[str], Any] = import_module) -> Bloc
         run = partial(package.backward, load(package.module), scale=scale, softcap=softcap)
         return backward_in_windows(run, grad_out, q, k, v, out, lse, band, one_width=package.one_width)
 
-    return BlockKernel(package.name, forward, backward, partial(_supports, package), _version(package.distribution))
+    def forward_ragged(
+        q: Tensor, k: Tensor, v: Tensor, *, ragged: Ragged, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        run = partial(package.forward, load(package.module), scale=scale, softcap=softcap)
+        return forward_of_segments(run, q, k, v, ragged, one_width=package.one_width)
+
+    def backward_ragged(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        ragged: Ragged,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        run = partial(package.backward, load(package.module), scale=scale, softcap=softcap)
+        return backward_of_segments(run, grad_out, q, k, v, out, lse, ragged, one_width=package.one_width)
+
+    return BlockKernel(
+        package.name,
+        forward,
+        backward,
+        partial(_supports, package),
+        _version(package.distribution),
+        takes_bands=True,
+        ragged=RaggedKernel(forward_ragged, backward_ragged),
+    )
 
 
 def _supports(package: Package, need: Need) -> bool | str:
@@ -152,11 +187,13 @@ def _as_flash_attn_4(need: Need) -> str:
 
 
 def _forward_2(
-    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window, *, scale: float, softcap: float
+    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged, *, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = flash._flash_attn_forward(
-        q, k, v, 0.0, scale, window.is_causal, window.left, window.right, softcap, None, False
-    )
+    options = 0.0, scale, window.is_causal, window.left, window.right, softcap, None, False
+    if isinstance(window, Ragged):
+        out, lse, *_ = flash._flash_attn_varlen_forward(q, k, v, *window.lengths, *options)
+    else:
+        out, lse, *_ = flash._flash_attn_forward(q, k, v, *options)
     return out, lse
 
 
@@ -168,27 +205,29 @@ def _backward_2(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    window: Window,
+    window: Window | Ragged,
     *,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    bounds = window.is_causal, window.left, window.right
     deterministic = torch.are_deterministic_algorithms_enabled()
-    flash._flash_attn_backward(
-        grad_out, q, k, v, out, lse, dq, dk, dv, 0.0, scale, *bounds, softcap, None, deterministic
-    )
+    options = 0.0, scale, window.is_causal, window.left, window.right, softcap, None, deterministic
+    tensors = grad_out, q, k, v, out, lse, dq, dk, dv
+    if isinstance(window, Ragged):
+        flash._flash_attn_varlen_backward(*tensors, *window.lengths, *options)
+    else:
+        flash._flash_attn_backward(*tensors, *options)
     return dq, dk, dv
 
 
 def _forward_3(
-    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window, *, scale: float, softcap: float
+    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged, *, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = flash._flash_attn_forward(
         q, k, v,
         softmax_scale=scale, causal=window.is_causal, window_size_left=window.left, window_size_right=window.right,
-        softcap=softcap,
+        softcap=softcap, **_lengths(window),
     )  # fmt: skip
     return out, lse
 
@@ -201,7 +240,7 @@ def _backward_3(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    window: Window,
+    window: Window | Ragged,
     *,
     scale: float,
     softcap: float,
@@ -211,16 +250,18 @@ def _backward_3(
         grad_out, q, k, v, out, lse,
         dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=window.is_causal, window_size_left=window.left,
         window_size_right=window.right, softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_lengths(window),
     )  # fmt: skip
     return dq, dk, dv
 
 
 def _forward_4(
-    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window, *, scale: float, softcap: float
+    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged, *, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = flash._flash_attn_fwd(
         q, k, v,
         softmax_scale=scale, causal=window.is_causal, softcap=softcap or None, **_unbounded(window), return_lse=True,
+        **_lengths(window),
     )  # fmt: skip
     return out, lse
 
@@ -233,7 +274,7 @@ def _backward_4(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    window: Window,
+    window: Window | Ragged,
     *,
     scale: float,
     softcap: float,
@@ -241,12 +282,17 @@ def _backward_4(
     dq, dk, dv, *_ = flash._flash_attn_bwd(
         q, k, v, out, grad_out, lse,
         softmax_scale=scale, causal=window.is_causal, softcap=softcap, **_unbounded(window),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(window),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _unbounded(window: Window) -> dict[str, int | None]:
+def _lengths(window: Window | Ragged) -> dict[str, Any]:
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, window.lengths, strict=True)) if isinstance(window, Ragged) else {}
+
+
+def _unbounded(window: Window | Ragged) -> dict[str, int | None]:
     """FlashAttention-4's bounds, of which none is None; a negative one would be a bound."""
     left, right = (None if bound < 0 else bound for bound in (window.left, window.right))
     return {"window_size_left": left, "window_size_right": right}
@@ -254,7 +300,11 @@ def _unbounded(window: Window) -> dict[str, int | None]:
 
 PACKAGES = (
     Package(
-        "flash_attn", "flash-attn", "flash_attn.flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward"),
+        "flash_attn", "flash-attn", "flash_attn.flash_attn_interface",
+        (
+            "_flash_attn_forward", "_flash_attn_backward",
+            "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
+        ),
         (8, 9, 10, 12), _forward_2, _backward_2, _up_to_256,
     ),
     Package(

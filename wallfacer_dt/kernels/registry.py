@@ -4,15 +4,24 @@ import logging
 from functools import cache
 
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference
-from wallfacer_dt.kernels.block import Backward, BlockKernel, Forward, Need, Supports
+from wallfacer_dt.kernels.block import Backward, BlockKernel, Forward, Need, RaggedKernel, Supports
 
 _log = logging.getLogger(__name__)
 
-_OURS = {kernel.name: kernel for kernel in (aten.KERNEL, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
+_OURS = {kernel.name: kernel for kernel in (aten.CPU, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
 _registered: dict[str, BlockKernel] = {}
 
 
-def register_kernel(name: str, forward: Forward, backward: Backward, supports: Supports, version: str = "") -> None:
+def register_kernel(
+    name: str,
+    forward: Forward,
+    backward: Backward,
+    supports: Supports,
+    version: str = "",
+    *,
+    takes_bands: bool = False,
+    ragged: RaggedKernel | None = None,
+) -> None:
     """Make a kernel of one's own known, to be chosen as ``kernel=name``; on every rank, before it is chosen.
 
     Args:
@@ -21,6 +30,9 @@ def register_kernel(name: str, forward: Forward, backward: Backward, supports: S
         backward: its gradients, see :class:`wallfacer_dt.kernels.block.Backward`.
         supports: from what a call needs True, or why the kernel cannot run it.
         version: ranks whose kernels have another refuse the call.
+        takes_bands: whether any band is computed at the cost of what it shows; otherwise the kernel is given blocks
+            without bands as far as can be.
+        ragged: what computes many segments in one call, see :class:`wallfacer_dt.kernels.block.Ragged`.
 
     Raises:
         TypeError: something is not what it should be.
@@ -28,7 +40,7 @@ def register_kernel(name: str, forward: Forward, backward: Backward, supports: S
     """
     if not (isinstance(name, str) and isinstance(version, str) and all(map(callable, (forward, backward, supports)))):
         raise TypeError("register_kernel takes a name, three functions and perhaps a version")
-    kernel = BlockKernel(name, forward, backward, supports, version)
+    kernel = BlockKernel(name, forward, backward, supports, version, takes_bands, ragged)
     if name in ("", "auto", *_OURS) or _registered.get(name, kernel) != kernel:
         raise ValueError(f"there is another kernel {name!r}: register another name")
     _registered[name] = kernel
@@ -71,7 +83,7 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
         raise ValueError(f"{who} {answer or 'does not support this call'}")
     if reason:
         _say(name, reason)
-    return found
+    return aten.CUDA if found is aten.CPU and need.device_type == "cuda" else found
 
 
 def _automatic(need: Need) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wallfacer_dt.kernels.block import Band
+from wallfacer_dt.kernels.block import Band, Ragged
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite
 
@@ -79,18 +79,18 @@ def _window(band: Band, start: int, stop: int, columns: int) -> Window:
 
 
 class Forward(Protocol):
-    """A kernel's forward on (B, L, N, H)."""
+    """A kernel's forward on (B, L, N, H), or on segments (B * L, N, H)."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-        """Return out (B, L, N, Hv) and lse (B, N, L)."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged) -> tuple[Tensor, Tensor]:
+        """Return out (B, L, N, Hv) and lse (B, N, L); of segments (B * L, N, Hv) and (N, B * L)."""
         ...
 
 
 class Backward(Protocol):
-    """A kernel's backward on (B, L, N, H), with the whole rows' out and lse (B, N, L), contiguous."""
+    """A kernel's backward, with the whole rows' out and lse, contiguous."""
 
     def __call__(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window | Ragged
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv."""
         ...
@@ -177,12 +177,87 @@ def backward_in_windows(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+def forward_of_segments(
+    run: Forward, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, *, one_width: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The forward of many segments by a kernel that takes them.
+
+    Args:
+        run: the kernel.
+        q: queries (B, N, Lq, H).
+        k: keys (B, Nkv, Lk, H).
+        v: values (B, Nkv, Lk, Hv).
+        ragged: the segments.
+        one_width: v must have the head dim of q.
+
+    Returns:
+        As :class:`wallfacer_dt.kernels.block.RaggedForward`.
+    """
+    batch = q.shape[0]
+    out_TNH, lse_NT = run(*_flat([q, k, v], one_width), ragged)
+    out = cropped(out_TNH.unflatten(0, (batch, -1)).transpose(1, 2), v)
+    lse = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
+    lse = lse.masked_fill(lse.isinf(), torch.nan)
+    if ragged.blind is not None:
+        out, lse = out.masked_fill(ragged.blind.unsqueeze(-1), 0), lse.masked_fill(ragged.blind, -torch.inf)
+    return out, lse
+
+
+def backward_of_segments(
+    run: Backward,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ragged: Ragged,
+    *,
+    one_width: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of many segments by a kernel that takes them.
+
+    Args:
+        run: the kernel.
+        grad_out: gradient of the rows' output (B, N, Lq, Hv).
+        q: queries (B, N, Lq, H).
+        k: keys (B, Nkv, Lk, H).
+        v: values (B, Nkv, Lk, Hv).
+        out: of the whole rows (B, N, Lq, Hv).
+        lse: of the whole rows (B, N, Lq).
+        ragged: the segments.
+        one_width: v must have the head dim of q.
+
+    Returns:
+        As :class:`wallfacer_dt.kernels.block.RaggedBackward`.
+    """
+    known = finite(lse).transpose(0, 1).flatten(1).contiguous()
+    operands = _flat([grad_out, q, k, v, out], one_width)
+    grads = run(*operands, known, ragged)
+    parts = []
+    for x, like, nothing in zip(grads, (q, k, v), (ragged.blind, ragged.unseen, ragged.unseen), strict=True):
+        grad = cropped(x.unflatten(0, (q.shape[0], -1)).transpose(1, 2), like)
+        parts.append(grad if nothing is None else grad.masked_fill(nothing.unsqueeze(-1), 0))
+    return parts[0], parts[1], parts[2]
+
+
+def _flat(tensors: list[Tensor], one_width: bool) -> list[Tensor]:
+    """The tensors (B, N, L, H) as (B * L, N, H), otherwise as :func:`_operands` makes them."""
+    widths = _widths(tensors, one_width)
+    return [_loadable(x.transpose(1, 2).flatten(0, 1), width) for x, width in zip(tensors, widths, strict=True)]
+
+
+def _widths(tensors: list[Tensor], one_width: bool) -> list[int]:
+    """Head dims that kernels take: multiples of 8, perhaps one for all."""
+    widest = max(x.shape[-1] for x in tensors)
+    widths = [widest if one_width else x.shape[-1] for x in tensors]
+    return [width + -width % 8 for width in widths]
+
+
 def _operands(window: Window, one_width: bool, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> list[Tensor]:
     """The tensors (B, N, L, H) cut to a window, as (B, L, N, H) with H a multiple of 8, perhaps one for all."""
     cut = [x[:, :, window.start : window.stop] for x in rows] + [x[:, :, : window.columns] for x in columns]
-    widest = max(x.shape[-1] for x in cut)
-    widths = [widest if one_width else x.shape[-1] for x in cut]
-    return [_loadable(x, width + -width % 8).transpose(1, 2) for x, width in zip(cut, widths, strict=True)]
+    return [_loadable(x, width).transpose(1, 2) for x, width in zip(cut, _widths(cut, one_width), strict=True)]
 
 
 def _loadable(x: Tensor, width: int) -> Tensor:

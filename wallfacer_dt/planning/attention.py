@@ -1,10 +1,10 @@
 """One call of attention as a rank's events: its schedule's steps, with what they cost."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from wallfacer_dt.algorithms import Schedule, Sequences, Side, Tile, make_schedule, split_heads
+from wallfacer_dt.algorithms import Schedule, Sequences, Side, Work, make_schedule, split_heads
 from wallfacer_dt.algorithms.steps import CONTEXT, HOME, Attend, Carry, Exchange, Gather, Move, Start, Transfer, Wait
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.mesh import Coordinate
@@ -75,9 +75,9 @@ def attention_events(
                         yield Begin(f"{transfer} {group}", wire(transfer, group))
                     case Wait(transfer):
                         yield End(f"{transfer} {group}")
-                    case Attend(part, stationary, block, tiles):
+                    case Attend(part, stationary, block, work):
                         moving = "kv" if stationary == "q" else "q"
-                        yield Compute(costs.of(tiles), f"{part} {stationary} x {moving}[{block}]")
+                        yield Compute(costs.of(work), f"{part} {stationary} x {moving}[{block}]")
         if has_exchange:
             yield exchange("to_tokens", group)
     if has_exchange:
@@ -113,7 +113,7 @@ def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool
 
 
 def _area(schedule: Schedule) -> int:
-    return sum(tile.area for step in schedule.steps if isinstance(step, Attend) for tile in step.tiles)
+    return sum(segments.area for step in schedule.steps if isinstance(step, Attend) for segments in step.work)
 
 
 @lru_cache(maxsize=256)
@@ -151,13 +151,14 @@ class _Costs:
         touched = 3 * token * accumulation_dtype(sequence.dtype).itemsize / kernels.merge
         self.query, self.key = heads[0] * touched, 2 * heads[1] * touched * backward
 
-    def of(self, tiles: Sequence[Tile]) -> float:
-        """Seconds of a step's tiles."""
+    def of(self, work: Work) -> float:
+        """Seconds of a step's work, in tiles."""
         return sum(
             self.overhead
             + tile.area * self.pair * (1 + self.half_rows / rows)
             + rows * self.query
             + (tile.k[1] - tile.k[0]) * self.key
-            for tile in tiles
+            for segments in work
+            for tile in segments.tiles
             if (rows := tile.q[1] - tile.q[0])
         )

@@ -167,7 +167,7 @@ def _arrivals(
         # Asked one by one, that many ranks take minutes.
         sequence = replace(sequence, length=first.size * -(-sequence.length // first.size))
     sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
-    distances = hops(first.place(0), sequences, "q") if sequences.mask.spares_hops else None
+    distances = hops(axes, sequences, "q") if sequences.mask.spares_hops else None
 
     flows, _ = attention_flows(
         ring, team, ulysses=ulysses, batch=sequence.batch, length=sequence.length, kv_length=None, heads=heads,

@@ -141,7 +141,7 @@ def causal_work(order: str, ranks: int = RANKS, team: int = TEAM, *, published: 
     for rank in range(ranks):
         place = Coordinate(ranks // team, team, *divmod(rank, team))
         schedule = _schedule(place, order, Mask(right=0), published=published)
-        pairs.append(sum(tile.area for step in schedule.steps if isinstance(step, Attend) for tile in step.tiles))
+        pairs.append(sum(call.area for step in schedule.steps if isinstance(step, Attend) for call in step.work))
     return [n * ranks / sum(pairs) for n in pairs]
 
 

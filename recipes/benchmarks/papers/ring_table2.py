@@ -66,7 +66,7 @@ def intensity(call: Call) -> Fraction:
     by_block: dict[int, int] = {}
     for step in schedule.steps:
         if isinstance(step, Attend):
-            by_block[step.block] = by_block.get(step.block, 0) + sum(tile.area for tile in step.tiles)
+            by_block[step.block] = by_block.get(step.block, 0) + sum(call.area for call in step.work)
     flops = 4 * call.heads * call.head_dim * by_block[max(by_block)]
     return Fraction(flops, 1) / Fraction(seen.point_to_point, seen.hops) / (call.tokens // call.ranks)
 

@@ -72,7 +72,7 @@ class _Maker:
         arriving = [message for transfer in transfers for message in transfer.receives]
         return Rank(
             self.rank, self.settings.node(self.rank), place.ulysses_rank, place.ring_rank, place.team_rank,
-            tuple((span.start, span.stop) for span in self.shards[place.index]),
+            tuple((start, stop) for start, stop in self.shards[place.index].tolist()),
             tuple(HeadGroup(group.q, group.kv) for group in self._own_heads),
             transfers, steps, sum(message.bytes for message in arriving),
             sum(message.bytes for transfer in transfers for message in self._crossing(transfer)),
@@ -122,9 +122,9 @@ class _Maker:
         team = team_of(place.inner_index, place.team)
         stays = [place.inner_index] if step.part == "own" else [i for i in team if i != place.inner_index]
         moves = self.holding.of(place.inner_index, step.block)
-        pairs = sum(tile.area for tile in step.tiles)
+        pairs = sum(segments.area for segments in step.work)
         return Attend(
-            group, step.part, self._ranks(stays), step.block, self._ranks(moves), tuple(map(str, step.tiles)), pairs,
+            group, step.part, self._ranks(stays), step.block, self._ranks(moves), tuple(map(str, step.work)), pairs,
             self._rows(stays) * self._rows(moves),
         )  # fmt: skip
 

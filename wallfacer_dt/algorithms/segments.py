@@ -1,0 +1,399 @@
+"""Segments: what a rank computes of a block, in as few calls of a kernel as it can be. Pure numbers.
+
+Queries and keys come as spans of positions, stored one after another, ascending. What a query sees of the stored keys
+is then a range of rows, and of neighbouring queries a segment: rows of queries, rows of keys, and a window. Segments
+with the same window, which share neither queries nor keys, are one call of a kernel that takes cumulative lengths.
+
+Note [Two ways to find segments]
+Without a bound on the left all queries of a document see its stored keys from the first one on, up to a row that stands
+still or moves along from query to query, whatever positions lie between two stored spans. So rows are cut only where it
+does neither: of a rank's own tokens nowhere (``_stairs``). Under a window, rows that are stored side by side may lie
+far apart, so spans are paired (``_windows``): a span with itself has the mask's window, what lies before it a bound on
+the left, what lies after it one on the right. These bounds depend on where spans end; where that makes many calls, what
+all queries see is cut off, and what is left are triangles, all with one window (``_triangles``).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from wallfacer_dt.algorithms.masks import UNBOUNDED, Mask
+from wallfacer_dt.algorithms.tiles import Rows, Tile, pairs, rectangles
+from wallfacer_dt.kernels import Band
+from wallfacer_dt.layout import Spans, length_of, merged, stored_at
+
+Ints = np.ndarray
+ByRow = Sequence[Spans]
+
+_FULL, _CAUSAL = (-1, -1), (-1, 0)
+_MOST = 2
+_JUMP = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Segments of one window: one call of a kernel that takes cumulative lengths.
+
+    Query t of n sees key s of m in its segment only if t + m - n - left <= s <= t + m - n + right: windows are aligned
+    at the bottom right corner, as flash attention has them.
+
+    Attributes:
+        left: -1: no bound.
+        right: -1: no bound.
+        rows: by row of the batch, or one for all: (segments, 4) first and last row of queries, first and last row of
+            keys (exclusive). Ascending; no row is in two of them, and every query sees a key.
+        asked: the positions of queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.
+        cumulative: what a kernel was given for them, by device and sizes.
+    """
+
+    left: int
+    right: int
+    rows: tuple[Ints, ...]
+    asked: tuple[Spans, Spans] | None = None
+    cumulative: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a segment's queries see all but what comes after them."""
+        return (self.left, self.right) == _CAUSAL
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether cumulative lengths say it in fewer calls than one for each segment.
+
+        Of a window bounded on one side flash attention may get segments wrong that have fewer keys than queries: see
+        ``kernels.windows``.
+        """
+        one_side = (self.left < 0) != (self.right < 0)
+        return sum(map(len, self.rows)) > 1 and (not one_side or self.is_causal or self.left == 0)
+
+    @property
+    def calls(self) -> int:
+        """How often a kernel is called that takes cumulative lengths."""
+        return 1 if self.is_ragged else sum(map(len, self.rows))
+
+    @cached_property
+    def q(self) -> Rows:
+        """From the first row of queries to the last."""
+        return self._extent(0)
+
+    @cached_property
+    def k(self) -> Rows:
+        """From the first row of keys to the last."""
+        return self._extent(2)
+
+    def _extent(self, side: int) -> Rows:
+        every = np.concatenate(self.rows)
+        return int(every[:, side].min()), int(every[:, side + 1].max())
+
+    @cached_property
+    def areas(self) -> tuple[Ints, ...]:
+        """By row of the batch, how many pairs each segment has."""
+        return tuple(self._area(some) for some in self.rows)
+
+    @property
+    def area(self) -> int:
+        """How many pairs there are, in rows of the batch that differ of all of them."""
+        return int(sum(some.sum() for some in self.areas))
+
+    def _area(self, some: Ints) -> Ints:
+        n, m = some[:, 1] - some[:, 0], some[:, 3] - some[:, 2]
+        low, high = (None if bound < 0 else m - n + way * bound for way, bound in ((-1, self.left), (1, self.right)))
+        return pairs(n, m, low, high)
+
+    @cached_property
+    def bands(self) -> tuple[Tile, ...]:
+        """A tile for each segment, for kernels that take any band."""
+        return tuple(self._tiles())
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The same for those that are fast without bands only."""
+        return tuple(piece for tile in self.bands for piece in (rectangles(tile) if self.asked is None else [tile]))
+
+    def _tiles(self) -> Iterator[Tile]:
+        for row, some in enumerate(self.rows):
+            for q, q_stop, k, k_stop in some.tolist():
+                n, m = q_stop - q, k_stop - k
+                band = Band(
+                    None if self.left < 0 else m - n - self.left, None if self.right < 0 else m - n + self.right
+                )
+                batch = row if len(self.rows) > 1 else None
+                yield Tile((q, q_stop), (k, k_stop), band.within(n, m), batch, self.asked)
+
+    def __str__(self) -> str:
+        names = {_FULL: "", _CAUSAL: " causal"}
+        window = names.get((self.left, self.right), f" window {self.left}:{self.right}") + " asked" * bool(self.asked)
+        return ", ".join(self._text(row, some) for row, some in enumerate(self.rows) if len(some)) + window
+
+    def _text(self, row: int, some: Ints) -> str:
+        shown = [f"{q}:{q_stop} x {k}:{k_stop}" for q, q_stop, k, k_stop in some[:4].tolist()]
+        more = f" and {len(some) - 4} more" if len(some) > 4 else ""
+        batch = f"batch {row}: " if len(self.rows) > 1 else ""
+        return batch + " | ".join(shown) + more
+
+
+Work = tuple[Segments, ...]
+
+
+def plan_work(queries: ByRow, keys: ByRow, mask: Mask) -> Work:
+    """What is computed of a block of queries and one of keys.
+
+    >>> print(*plan_work([np.array([[2, 4], [12, 14]])], [np.array([[2, 4], [12, 14]])], Mask(right=0)))
+    0:4 x 0:4 causal
+
+    Args:
+        queries: the spans that are stored, ascending, by row of the batch, or one for all.
+        keys: likewise.
+        mask: what is seen.
+
+    Returns:
+        The calls.
+    """
+    rows = max(len(mask.documents), len(queries), 1)
+    q, k = ([some[row % len(some)] for row in range(rows)] for some in (queries, keys))
+    if mask.blocks:
+        whole = np.array([[0, length_of(q[0]), 0, length_of(k[0])]])
+        seen = len(q[0]) and len(k[0]) and mask.blocks.sees(q[0], k[0])
+        return (Segments(*_FULL, (whole,), asked=(q[0], k[0])),) if seen else ()
+    calls: dict[tuple[int, int, int], dict[int, Ints]] = {}
+    for row in range(rows):
+        for window, some in _row_of_batch(merged(q[row]), merged(k[row]), mask, row % max(1, len(mask.documents))):
+            number = sum(key[:2] == window and row in by_row for key, by_row in calls.items())
+            calls.setdefault((*window, number), {})[row] = some
+    nothing = np.zeros((0, 4), np.int64)
+    return tuple(
+        Segments(left, right, tuple(by_row.get(row, nothing) for row in range(rows)))
+        for (left, right, _), by_row in calls.items()
+    )
+
+
+def split_work(work: Work) -> tuple[Work, Work]:
+    """Two parts of about equal area, for work that has to hide something both before and after it."""
+    half = sum(call.area for call in work) / 2
+    done = 0.0
+    for number, call in enumerate(work):
+        if done + call.area >= half:
+            share = (half - done) / max(1, call.area)
+            first, second = ([part] if part.area else [] for part in _cut(call, share))
+            return (*work[:number], *first), (*second, *work[number + 1 :])
+        done += call.area
+    return work, ()
+
+
+def _cut(call: Segments, share: float) -> tuple[Segments, Segments]:
+    """A call's first rows, with about that share of its area, and the others."""
+    parts = [_cut_row(call, some, areas, share) for some, areas in zip(call.rows, call.areas, strict=True)]
+    first, second = (Segments(call.left, call.right, rows, call.asked) for rows in zip(*parts, strict=True))
+    return first, second
+
+
+def _cut_row(call: Segments, some: Ints, areas: Ints, share: float) -> tuple[Ints, Ints]:
+    target = areas.sum() * share
+    before = np.cumsum(areas) - areas
+    number = max(0, int(np.searchsorted(before, target, "right")) - 1)
+    head, tail = some[:number], some[number + 1 :]
+    if not len(some):
+        return some, some
+    q, q_stop, k, k_stop = some[number].tolist()
+    if call.asked or ((call.left, call.right) != _FULL and call.right != 0):
+        # Cut inside, its parts would have other windows.
+        return (some[: number + 1], tail) if target - before[number] > areas[number] / 2 else (head, some[number:])
+
+    def first(rows: int) -> list[int]:
+        return [q, q + rows, k, k_stop if call.right < 0 else k_stop - (q_stop - q - rows)]
+
+    def area(rows: int) -> int:
+        return int(call._area(np.array([first(rows)]))[0])
+
+    low, high = 0, q_stop - q
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if area(middle) < target - before[number] else (low, middle)
+    if low and 2 * (target - before[number]) <= area(low - 1) + area(low):
+        low -= 1
+    seen = k if call.left < 0 else max(k, k_stop - q_stop + q + low - call.left)
+    pieces = ([first(low)] if low else []), ([[q + low, q_stop, seen, k_stop]] if q + low < q_stop else [])
+    inner = [np.array(piece, np.int64).reshape(-1, 4) for piece in pieces]
+    return np.concatenate([head, inner[0]]), np.concatenate([inner[1], tail])
+
+
+def _row_of_batch(q: Spans, k: Spans, mask: Mask, row: int) -> list[tuple[tuple[int, int], Ints]]:
+    """The calls of one row of the batch: windows and their segments."""
+    if not len(q) or not len(k):
+        return []
+    if mask.left is None:
+        found = (_calls(*_stairs(q, k, mask, mask.bounds(row), between)) for between in (True, False))
+    else:
+        paired = _windows(q, k, mask, row)
+        found = (_calls(*some) for some in (paired, _triangles(*paired)))
+    calls = next(found)
+    return calls if _count(calls) <= _MOST else min(calls, next(found), key=_count)
+
+
+def _count(calls: list[tuple[tuple[int, int], Ints]]) -> int:
+    return sum(Segments(*window, (some,)).calls for window, some in calls)
+
+
+def _calls(windows: Ints, segments: Ints) -> list[tuple[tuple[int, int], Ints]]:
+    """Segments by window, those that share queries or keys in calls of their own."""
+    calls = []
+    names = windows[:, 0] * (windows[:, 1].max(initial=0) + 2) + windows[:, 1]
+    for name in _distinct(names):
+        some = segments[names == name]
+        some = some[np.argsort(some[:, 0], kind="stable")]
+        window = windows[names == name][0].tolist()
+        calls += [((window[0], window[1]), part) for part in _apart(some)]
+    return calls
+
+
+def _distinct(x: Ints) -> Ints:
+    """``np.unique``, ten times as fast on what is nearly in order."""
+    x = np.sort(x, kind="stable")
+    return x[np.append(True, x[1:] != x[:-1])[: len(x)]]
+
+
+def _apart(some: Ints) -> list[Ints]:
+    if (some[1:, ::2] >= some[:-1, 1::2]).all():
+        return [some]
+    ends: list[tuple[int, int]] = []
+    chosen = []
+    for q, q_stop, k, k_stop in some.tolist():
+        number = next((i for i, end in enumerate(ends) if q >= end[0] and k >= end[1]), len(ends))
+        ends[number:] = [(q_stop, k_stop), *ends[number + 1 :]]
+        chosen.append(number)
+    numbers = np.array(chosen)
+    return [some[numbers == number] for number in range(len(ends))]
+
+
+def _before(k: Spans, at: Ints) -> Ints:
+    """How many keys are stored whose position is before each."""
+    i = np.maximum(np.searchsorted(k[:, 0], at, "right") - 1, 0)
+    return stored_at(k)[i] + np.clip(at - k[i, 0], 0, k[i, 1] - k[i, 0])
+
+
+def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tuple[Ints, Ints]:
+    """Windows and segments where queries see all stored keys of their document up to some row.
+
+    ``between``: that row moves along from one span of queries to the next, too, where it happens to lie one further.
+    """
+    ahead = UNBOUNDED if mask.right is None else mask.right + 1
+    # Between two of these positions, in a span of queries, the last row that is seen stands still or moves along.
+    cuts = [bounds]
+    if mask.right is not None:
+        cuts += [k.reshape(-1) - ahead, bounds - ahead, np.array([mask.prefix - ahead])]
+    starts, stops = _cut_at(q, np.concatenate(cuts)).T
+    document = np.searchsorted(bounds, starts, "right")
+    low = _before(k, bounds[document - 1])
+    high, last = (
+        _before(k, np.minimum(bounds[document], np.maximum(some + ahead, mask.prefix))) for some in (starts, stops - 1)
+    )
+    lengths, moves = stops - starts, last > high
+    step = np.where(document[1:] == document[:-1], high[1:] - last[:-1], _JUMP)
+    at = np.cumsum(lengths) - lengths
+    firsts = _segment_starts(moves, np.where((step >= 0) & (step <= between), step, _JUMP), lengths)
+
+    def seen(rows: Ints) -> Ints:
+        piece = np.searchsorted(at, rows, "right") - 1
+        return high[piece] + moves[piece] * (rows - at[piece])
+
+    rows = np.stack([firsts, np.append(firsts[1:], lengths.sum())], -1)
+    low = low[np.searchsorted(at, firsts, "right") - 1]
+    first, end = seen(rows[:, 0]), seen(rows[:, 1] - 1)
+    blind = (low == first) & (first < end)  # of those whose end moves the first, which sees nothing yet
+    rows[:, 0] += blind
+    first += blind
+    segments = np.stack([rows[:, 0], rows[:, 1], low, end], -1)[low < end]
+    causal = (first < end)[low < end]
+    causal |= (segments[:, 1] - segments[:, 0] == 1) & causal.any()
+    return np.where(causal[:, None], _CAUSAL, _FULL), segments
+
+
+def _segment_starts(moves: Ints, between: Ints, lengths: Ints) -> Ints:
+    """The rows at which segments begin.
+
+    From one row to the next the end of what is seen makes a step. A segment's steps are all 0, or all 1.
+
+    Args:
+        moves: by piece of rows, whether its steps are 1.
+        between: the steps from one piece to the next.
+        lengths: rows of every piece.
+    """
+    steps, counts = np.empty(2 * len(lengths) - 1, np.int64), np.ones(2 * len(lengths) - 1, np.int64)
+    steps[::2], steps[1::2], counts[::2] = moves, between, lengths - 1
+    steps, counts = steps[counts > 0], counts[counts > 0]
+    if not len(steps):
+        return np.zeros(1, np.int64)
+    runs = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
+    steps, counts = steps[runs], np.add.reduceat(counts, runs)
+    starts = np.cumsum(counts) - counts
+    # Of a run of other steps than before the first one leads to a new segment, unless it is in none yet.
+    leads = np.append(False, (steps[1:] != _JUMP) & (steps[:-1] != _JUMP))
+    for run in np.flatnonzero(leads & (counts == 1)).tolist():
+        if leads[run] and run + 1 < len(leads):
+            leads[run + 1] = False
+    jumps = steps == _JUMP
+    within = np.arange(counts[jumps].sum()) - np.repeat(np.cumsum(counts[jumps]) - counts[jumps], counts[jumps])
+    ends = np.concatenate([starts[leads], np.repeat(starts[jumps], counts[jumps]) + within])
+    return np.append(0, np.sort(ends) + 1)
+
+
+def _windows(q: Spans, k: Spans, mask: Mask, row: int) -> tuple[Ints, Ints]:
+    """Windows and segments of every pair of spans in one document, cut where one ends within the other."""
+    assert mask.left is not None, "a bound on the left"
+    length = int(max(q[-1, 1], k[-1, 1]))
+    left, right = min(mask.left, length), length if mask.right is None else min(mask.right, length)
+    bounds = mask.bounds(row)
+    rows, columns = _cut_at(q, np.append(bounds, k)), _cut_at(k, np.append(bounds, q[:, 1]))
+    reach = mask.reach(row, rows)
+    first = np.searchsorted(columns[:, 1], reach[:, 0], "right")
+    counts = np.maximum(0, np.searchsorted(columns[:, 0], reach[:, 1], "left") - first)
+    pair = np.repeat(np.arange(len(rows)), counts)
+    other = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[pair]
+    (a, b), (c, d) = rows[pair].T, columns[other].T
+    a, b = np.maximum(a, c - right), np.minimum(b, d + left)  # queries that see some of these keys
+    c, d = np.maximum(c, a - left), np.minimum(d, b + right)
+    own = d == b
+    back = np.where(own, left, np.where(b - 1 - left > c, left + d - b, -1))
+    ahead = np.where(own, right, np.where(a + right < d - 1, right + b - d, -1))
+    if mask.right is None:
+        ahead = np.full_like(back, -1)
+    some = (a < b) & (c < d)
+    segments = np.stack([_before(q, a), _before(q, b - 1) + 1, _before(k, c), _before(k, d - 1) + 1], -1)
+    return np.stack([back, ahead], -1)[some], segments[some]
+
+
+def _triangles(windows: Ints, segments: Ints) -> tuple[Ints, Ints]:
+    """The same with what all queries see apart from what a bound on one side cuts."""
+    (left, right), (q, q_stop, k, k_stop) = windows.T, segments.T
+    before, after = (left >= 0) & (right < 0), (left < 0) & (right >= 0)
+    # Rows of a document are apart from one another by as much as their keys are.
+    from_key = k_stop - q_stop - left
+    cut = np.clip(k - from_key, q, q_stop)
+    to_key = k_stop - q_stop + right
+    seen = np.clip(k_stop - to_key, q, q_stop)
+    parts = [
+        (before, _FULL, (q, cut, k, k_stop)),
+        (before, (0, -1), (cut, q_stop, cut + from_key, q_stop + from_key)),
+        (before, _FULL, (cut, q_stop, q_stop + from_key, k_stop)),
+        (after, _CAUSAL, (q, seen, k, seen + to_key)),
+        (after, _FULL, (seen, q_stop, k, k_stop)),
+    ]
+    found = [(windows[~(before | after)], segments[~(before | after)])]
+    for chosen, window, columns in parts:
+        some = np.stack(columns, -1)[chosen]
+        some = some[(some[:, 0] < some[:, 1]) & (some[:, 2] < some[:, 3])]
+        found.append((np.full((len(some), 2), window), some))
+    return np.concatenate([w for w, _ in found]), np.concatenate([s for _, s in found])
+
+
+def _cut_at(spans: Spans, at: Ints) -> Spans:
+    """Spans cut at positions."""
+    starts = _distinct(np.append(spans[:, 0], at))
+    span = np.searchsorted(spans[:, 0], starts, "right") - 1
+    inside = (span >= 0) & (starts < spans[span, 1])
+    starts, span = starts[inside], span[inside]
+    return np.stack([starts, np.minimum(np.append(starts[1:], UNBOUNDED), spans[span, 1])], -1)
