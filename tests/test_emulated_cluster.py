@@ -41,7 +41,7 @@ from recipes.benchmarks.cluster.record import Entry, append, is_done, latest, re
 from recipes.benchmarks.cluster.report import case_table, summary, write
 from recipes.benchmarks.cluster.stolen import Ticks, undisturbed
 from recipes.benchmarks.cluster.watcher import environment
-from wallfacer_dt.layout import deal
+from wallfacer_dt.layout import deal, positions
 from wallfacer_dt.testing import RankPool, attention_oracle, worst_error
 
 NODES = Nodes(4, 4)
@@ -396,7 +396,7 @@ def _gathered(is_causal: bool) -> float:
     q, k, v, grad = (torch.randn(1, heads, 48, 8, generator=generator) for heads in (4, 2, 2, 4))
     truth = attention_oracle(q, k, v, grad, is_causal=is_causal, dtype=None)
     spans = deal(48, (size,), "head_tail" if is_causal else "contiguous")[rank]
-    own = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    own = torch.from_numpy(positions(spans))
     leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
     out = gathered_attention(*leaves, is_causal=is_causal)
     found = (out.detach(), *torch.autograd.grad(out, leaves, grad[:, :, own]))

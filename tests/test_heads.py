@@ -1,6 +1,6 @@
 """Ulysses: who computes which heads, and that tokens exchanged for heads come back as they were."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cases import held
 from tests.strategies import examples
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, split_heads
-from wallfacer_dt.layout import ORDERS, deal
+from wallfacer_dt.layout import ORDERS, Spans, deal, in_order, length_of
+from wallfacer_dt.rows import Members
 from wallfacer_dt.testing import RankPool, worst_error
 
 
@@ -113,11 +114,21 @@ class Exchanged(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def exchange_of(
+    rank: int, groups: tuple[tuple[Heads, ...], ...], queries: Sequence[Spans], keys: Sequence[Spans]
+) -> HeadExchange:
+    """Of all ranks, by whom the queries and the keys are held."""
+    sizes = [tuple(map(length_of, shards)) for shards in (queries, keys)]
+    members = [Members.made([in_order(enumerate(shards))], len(shards)) for shards in (queries, keys)]
+    name = str(dist.group.WORLD.group_name)
+    return HeadExchange(name, rank, groups, (sizes[0], sizes[1]), (members[0], members[1]))
+
+
 def exchanged(case: Exchange) -> int:
     """There and back on this rank; the bytes received."""
     rank, rows, groups = dist.get_rank(), case.rows, case.groups
     shards = {kind: deal(case.dims[kind][1], case.axes, case.order)[case.me :: case.axes[1]] for kind in case.dims}
-    exchange = HeadExchange(str(dist.group.WORLD.group_name), rank, groups, shards["q"], shards["kv"])
+    exchange = exchange_of(rank, groups, shards["q"], shards["kv"])
     weight = 10.0**rank
 
     def compute(number: int, given: tuple[Tensor, ...]) -> list[Tensor]:
@@ -182,7 +193,7 @@ def summed_in_half() -> float:
     rank, size = dist.get_rank(), dist.get_world_size()
     shards = deal(2 * size, (size, 1, 1), "contiguous")
     heads = split_heads(size, 1, size, hidden=False)
-    exchange = HeadExchange(str(dist.group.WORLD.group_name), rank, heads, shards, shards)
+    exchange = exchange_of(rank, heads, shards, shards)
 
     def compute(number: int, given: tuple[Tensor, ...]) -> list[Tensor]:
         return [torch.full_like(given[0], 1 if rank else 256)]

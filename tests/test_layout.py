@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,14 +15,16 @@ from tests.cases import fake_world, head_tail_turns, held
 from tests.strategies import examples, ulysses_meshes
 from wallfacer_dt.layout import (
     ORDERS,
-    Span,
+    Spans,
     check_length,
     check_order,
+    consecutive,
     deal,
     deal_documents,
     in_order,
     length_of,
     merged,
+    positions,
     shard_sizes,
 )
 
@@ -33,18 +36,25 @@ def axes(draw: st.DrawFn, largest: int = 24) -> tuple[int, int, int]:
     return ulysses, ring, team
 
 
-def positions(spans: tuple[Span, ...]) -> list[int]:
-    return [p for span in spans for p in range(*span)]
+def held_by(spans: Spans) -> list[int]:
+    """Positions, by Python's own ranges."""
+    found = [p for span in spans.tolist() for p in range(*span)]
+    assert found == positions(spans).tolist()
+    return found
+
+
+def are_apart(spans: Spans) -> bool:
+    return all(stop < start for (_, stop), (start, _) in pairwise(spans.tolist()))
 
 
 @examples(300)
 @given(length=st.integers(1, 200), mesh=axes(), order=st.sampled_from(ORDERS[:2]))
 def test_every_position_is_held_once(length: int, mesh: tuple[int, int, int], order: str) -> None:
     shards, sizes = deal(length, mesh, order), shard_sizes(length, mesh)
-    assert sorted(p for spans in shards for p in positions(spans)) == list(range(length))
+    assert sorted(p for spans in shards for p in held_by(spans)) == list(range(length))
     assert [length_of(spans) for spans in shards] == list(sizes)
-    assert [positions(spans) for spans in shards] == [held(i, mesh, order, length) for i in range(len(shards))]
-    assert all(span.length > 0 for spans in shards for span in spans)
+    assert [held_by(spans) for spans in shards] == [held(i, mesh, order, length) for i in range(len(shards))]
+    assert all(start < stop for spans in shards for start, stop in spans.tolist())
 
 
 @examples(100)
@@ -58,7 +68,7 @@ def test_shards_are_as_long_as_those_of_a_dtensor(length: int, mesh: tuple[int, 
             local, offset = compute_local_shape_and_global_offset(shape, device_mesh, [Shard(dim)] * 3)
         assert local[dim] == sizes[index]
         if sizes[index]:
-            assert Span(offset[dim], offset[dim] + local[dim]) == spans[index][0]
+            assert spans[index].tolist() == [[offset[dim], offset[dim] + local[dim]]]
 
 
 @given(length=st.integers(1, 200), mesh=axes())
@@ -79,8 +89,8 @@ def test_head_and_tail_are_halves_from_both_ends(length: int, mesh: tuple[int, i
     heads, tails = [], []
     for spans in (shards[index] for index in head_tail_turns(mesh)):
         count = length_of(spans)
-        heads += positions(spans)[: count - count // 2]
-        tails = positions(spans)[count - count // 2 :] + tails
+        heads += held_by(spans)[: count - count // 2]
+        tails = held_by(spans)[count - count // 2 :] + tails
     assert heads + tails == list(range(length))
 
 
@@ -90,7 +100,7 @@ def test_ranks_that_exchange_heads_hold_one_head_and_one_tail(mesh: tuple[int, i
     by_document = deal_documents((0, length // 3, length), mesh) if length > 2 else ()
     for shards, parts in ((deal(length, mesh, "head_tail"), 1), (by_document, 2)):
         for index in range(inner):
-            together = merged(sorted(span for spans in shards[index::inner] for span in spans))
+            together = merged(in_order(enumerate(shards[index::inner])).span)
             assert len(together) <= 2 * parts
 
 
@@ -104,13 +114,13 @@ def documents(draw: st.DrawFn) -> tuple[int, ...]:
 @given(bounds=documents(), mesh=axes())
 def test_documents_are_dealt_out_once_and_evenly(bounds: tuple[int, ...], mesh: tuple[int, int, int]) -> None:
     shards = deal_documents(bounds, mesh)
-    assert sorted(p for spans in shards for p in positions(spans)) == list(range(bounds[-1]))
+    assert sorted(p for spans in shards for p in held_by(spans)) == list(range(bounds[-1]))
     sizes = [length_of(spans) for spans in shards]
     assert sizes == list(shard_sizes(bounds[-1], mesh, "document_head_tail"))
     assert max(sizes) - min(sizes) <= 1
-    assert all(before.stop < after.start for spans in shards for before, after in pairwise(spans))
+    assert all(map(are_apart, shards))
     for start, stop in pairwise(bounds):
-        counts = [sum(start <= p < stop for p in positions(spans)) for spans in shards]
+        counts = [sum(start <= p < stop for p in held_by(spans)) for spans in shards]
         assert max(counts) - min(counts) <= 2, "a document is on some ranks more than on others"
         assert sum(counts) == stop - start
 
@@ -118,21 +128,21 @@ def test_documents_are_dealt_out_once_and_evenly(bounds: tuple[int, ...], mesh: 
 @given(length=st.integers(1, 200), mesh=axes())
 def test_one_document_that_divides_is_dealt_out_head_tail(length: int, mesh: tuple[int, int, int]) -> None:
     length *= 2 * mesh[0] * mesh[1] * mesh[2]
-    expected = tuple(merged(spans) for spans in deal(length, mesh, "head_tail"))
-    assert deal_documents((0, length), mesh) == expected
+    expected = [merged(spans).tolist() for spans in deal(length, mesh, "head_tail")]
+    assert [spans.tolist() for spans in deal_documents((0, length), mesh)] == expected
 
 
 @st.composite
-def touching(draw: st.DrawFn) -> list[Span]:
+def touching(draw: st.DrawFn) -> Spans:
     ends = sorted(draw(st.sets(st.integers(0, 30), min_size=2)))
-    return [Span(*pair) for pair in pairwise(ends) if draw(st.booleans())]
+    return np.array([pair for pair in pairwise(ends) if draw(st.booleans())], int).reshape(-1, 2)
 
 
 @given(touching())
-def test_merged_spans_are_as_few_as_can_be(some: list[Span]) -> None:
+def test_merged_spans_are_as_few_as_can_be(some: Spans) -> None:
     result = merged(some)
-    assert positions(result) == positions(tuple(some))
-    assert all(before.stop < after.start for before, after in pairwise(result))
+    assert held_by(result) == held_by(some)
+    assert are_apart(result)
 
 
 @given(length=st.integers(1, 100), mesh=axes(largest=12), order=st.sampled_from(ORDERS[:2]), data=st.data())
@@ -141,11 +151,19 @@ def test_slices_in_order_find_every_position_in_its_shard(
 ) -> None:
     shards = deal(length, mesh, order)
     members = data.draw(st.sets(st.sampled_from(range(len(shards))), min_size=1))
-    slices = in_order((m, shards[m]) for m in members)
-    found = [p for s in slices for p in range(*s.span)]
-    assert found == sorted(p for m in members for p in positions(shards[m]))
-    for s in slices:
-        assert positions(shards[s.member])[s.start :][: s.span.length] == list(range(*s.span))
+    pieces = in_order((m, shards[m]) for m in members)
+    assert held_by(pieces.span) == sorted(p for m in members for p in held_by(shards[m]))
+    for member, row, (start, stop) in zip(*(some.tolist() for some in pieces), strict=True):
+        assert held_by(shards[member])[row:][: stop - start] == list(range(start, stop))
+
+
+@given(bounds=documents(), size=st.integers(1, 8))
+def test_sizes_of_consecutive_shards(bounds: tuple[int, ...], size: int) -> None:
+    sizes = shard_sizes(bounds[-1], (size,))
+    assert [held_by(spans) for spans in consecutive(sizes)] == [
+        held_by(spans) for spans in deal(bounds[-1], (size,), "contiguous")
+    ]
+    assert [length_of(spans) for spans in consecutive(sizes)] == list(sizes)
 
 
 def test_what_is_no_order_and_no_length_is_refused() -> None:

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from tests import flash_standins
 from tests.cases import BLOCK_MASKS, MASK_MODS, Case, held, shard_sizes
 from tests.strategies import examples, mask_options, meshes, ulysses_meshes
+from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import blocks_of
 from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.masks import Mask
@@ -20,9 +23,10 @@ from wallfacer_dt.algorithms.segments import Segments, Work, plan_work, split_wo
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import Attend, Schedule
 from wallfacer_dt.algorithms.tiles import Tile
-from wallfacer_dt.kernels import Band
+from wallfacer_dt.kernels import Band, BlockKernel, aten, reference
 from wallfacer_dt.layout import Spans, positions
 from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.testing import worst_error
 from wallfacer_dt.testing.oracle import visibility
 
 SEES_ALL, IS_CAUSAL = Mask(), Mask(right=0)
@@ -180,6 +184,50 @@ def test_cumulative_lengths_say_the_same(chosen: tuple) -> None:
         if call.is_ragged and one_side:
             # What flash attention gets wrong: see kernels/windows.py.
             assert all((some[:, 1] - some[:, 0] <= some[:, 3] - some[:, 2]).all() for some in call.rows)
+
+
+@pytest.mark.parametrize("name", [*flash_standins.KERNELS, "flash"])
+@examples(60)
+@given(chosen=planned_work(), heads=st.sampled_from([(1, 1), (4, 2)]), dims=st.sampled_from([(8, 8), (5, 12)]))
+def test_kernels_compute_many_segments_in_one_call(
+    name: str, chosen: tuple, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    """As the reference does one by one: out and lse, and the gradients; each call of theirs is counted."""
+    case, queries, keys, work = chosen
+    batch, (q, k) = max(case.batch, len(case.documents)), (max(map(len, some)) for some in (queries, keys))
+    assume(work and not case.mask and all(len(some) == n for stored, n in ((queries, q), (keys, k)) for some in stored))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads[0], q, dims[0]), (heads[1], k, dims[0]), (heads[1], k, dims[1]), (heads[0], q, dims[1])]
+    tensors = [torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    calls: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aten, "_aten", flash_standins.aten_namespace([]))
+        kernel = aten.CUDA if name == "flash" else flash_standins.KERNELS[name]
+        results = [attended(some, work, *tensors) for some in (counted(kernel, calls), reference.KERNEL)]
+    assert worst_error(list(zip(*results, strict=True))) <= 1e-10
+    assert len(calls) == 2 * sum(call.calls for call in work)
+
+
+def counted(kernel: BlockKernel, calls: list[Any]) -> BlockKernel:
+    """The kernel, which notes its calls."""
+
+    def noting(function: Any) -> Any:
+        return lambda *args, **options: (calls.append(options), function(*args, **options))[1]
+
+    assert kernel.ragged is not None
+    ragged = type(kernel.ragged)(*map(noting, kernel.ragged))
+    return kernel._replace(forward=noting(kernel.forward), backward=noting(kernel.backward), ragged=ragged)
+
+
+def attended(kernel: BlockKernel, work: Work, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> list[Tensor]:
+    """out, exp(lse), dq, dk, dv of what is to be computed."""
+    scores, query = Scores(kernel, 0.3), Operand((q,))
+    Forward(scores, v.shape[-1]).attend(query, Operand((k, v)), work)
+    out, lse = query.partial
+    delta = (grad_out * out).sum(-1)
+    query, keys = Operand((q, grad_out, lse, delta), out=out), Operand((k, v))
+    Backward(scores).attend(query, keys, work)
+    return [out, lse.exp(), *query.partial, *keys.partial]
 
 
 @examples(200)

@@ -114,9 +114,7 @@ def test_wallfacer_causal() -> None:
         """\
 gather #0 cp_team bfloat16 [64]
 send #1 cp_ring bfloat16 [64]
-  flash [1, 2, 2, 8] x [1, 1, 2, 8]
-  flash [1, 2, 2, 8] x [1, 1, 2, 8]
-  flash [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #0
   flash [1, 2, 4, 8] x [1, 1, 2, 8]
 wait #1
@@ -127,7 +125,7 @@ wait #2
 backward
 gather #3 cp_team bfloat16 [160]
 send #4 cp_ring bfloat16 [64]
-  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash_backward [1, 2, 3, 8] x [1, 1, 3, 8]
 wait #3
   flash_backward [1, 2, 4, 8] x [1, 1, 2, 8]
 wait #4
@@ -135,8 +133,7 @@ wait #4
 send #5 cp_team bfloat16 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 send #6 cp_ring float32 [64]
-  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
-  flash_backward [1, 2, 2, 8] x [1, 1, 2, 8]
+  flash_backward [1, 2, 1, 8] x [1, 1, 4, 8]
 wait #5
 wait #6""",
     )

@@ -23,9 +23,8 @@ def cumulative(segments: Segments, q: Tensor, k: Tensor) -> Ragged:
     q_lengths, k_lengths = np.concatenate(some * (q.shape[0] // len(some)), 1)
     blind, unseen = np.repeat(k_lengths == 0, q_lengths), np.repeat(q_lengths == 0, k_lengths)
     ragged = Ragged(
-        *(_summed(lengths, q.device) for lengths in (q_lengths, k_lengths)),
-        int(q_lengths.max()), int(k_lengths.max()), segments.left, segments.right,
-        *(_rows(which, q) for which in (blind, unseen)),
+        _summed(q_lengths, q.device), _summed(k_lengths, q.device), int(q_lengths.max()), int(k_lengths.max()),
+        segments.left, segments.right, _rows(blind, q), _rows(unseen, q),
     )  # fmt: skip
     if not isinstance(q, FakeTensor):
         segments.cumulative[key] = ragged

@@ -194,7 +194,8 @@ def forward_of_segments(
         As :class:`wallfacer_dt.kernels.block.RaggedForward`.
     """
     batch = q.shape[0]
-    out_TNH, lse_NT = run(*_flat([q, k, v], one_width), ragged)
+    q_TNH, k_TNH, v_TNH = _flat([q, k, v], one_width)
+    out_TNH, lse_NT = run(q_TNH, k_TNH, v_TNH, ragged)
     out = cropped(out_TNH.unflatten(0, (batch, -1)).transpose(1, 2), v)
     lse = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
     lse = lse.masked_fill(lse.isinf(), torch.nan)
@@ -232,8 +233,8 @@ def backward_of_segments(
         As :class:`wallfacer_dt.kernels.block.RaggedBackward`.
     """
     known = finite(lse).transpose(0, 1).flatten(1).contiguous()
-    operands = _flat([grad_out, q, k, v, out], one_width)
-    grads = run(*operands, known, ragged)
+    go_TNH, q_TNH, k_TNH, v_TNH, out_TNH = _flat([grad_out, q, k, v, out], one_width)
+    grads = run(go_TNH, q_TNH, k_TNH, v_TNH, out_TNH, known, ragged)
     parts = []
     for x, like, nothing in zip(grads, (q, k, v), (ragged.blind, ragged.unseen, ragged.unseen), strict=True):
         grad = cropped(x.unflatten(0, (q.shape[0], -1)).transpose(1, 2), like)
