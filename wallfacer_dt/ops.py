@@ -21,8 +21,9 @@ from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import fake_number, refusing_together, settling
 from wallfacer_dt.algorithms import known_blocks
 from wallfacer_dt.autocast import outside_autocast
-from wallfacer_dt.calls import SCHEMA, Options, agree_on_backward, agreed_call, make_call
+from wallfacer_dt.calls import agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.options import SCHEMA, Options
 from wallfacer_dt.transforms import differentiable, not_differentiable
 
 
@@ -110,9 +111,9 @@ def attention_backward_body(
         ValueError: on every rank: ranks are at the backwards of different calls.
     """
     options = Options.of(*rest)
-    with refusing_together(options.mesh):
+    with refusing_together(options.setting.mesh):
         call = make_call(options, q, k, v, k_shared, documents)
-    agree_on_backward("attention", q, options.mesh, number)
+    agree_on_backward("attention", q, options.setting.mesh, number)
     grads, dsinks = call.backward(grad_out, out, lse, q, _present(k, v, k_shared), sinks)
     laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, _present(q, k, v, k_shared), strict=True)]
     dq, dk, dv, dk_shared = (*laid_out, q.new_empty(0))[:4]
@@ -216,8 +217,7 @@ for _op in BODIES:
 
 
 def _axes(options: Sequence[Any]) -> sharding.Axes:
-    known = Options.of(*options)
-    return sharding.Axes(known.ulysses, known.ring, known.team)
+    return sharding.Axes(*Options.of(*options).setting.groups)
 
 
 sharding.register(torch.ops.wallfacer_dt.attention.default, _axes, inputs=_INPUTS, outputs=("out", "lse", "number"))
