@@ -2,7 +2,8 @@
 
 import math
 import pickle
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any, Unpack
 
@@ -21,9 +22,11 @@ from wallfacer_dt.compiler import untraced
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
 from wallfacer_dt.ops import CODE
-from wallfacer_dt.options import AttentionKeywords, AttentionOptions, Options, Setting, options_of, with_options
+from wallfacer_dt.options import AttentionKeywords, AttentionOptions, Options, Setting, Told, options_of, with_options
 from wallfacer_dt.order import check_order_fits, check_order_is_told
-from wallfacer_dt.refusal import NO_EXTRAS, Extras, check_call
+from wallfacer_dt.refusal import NO_EXTRAS, Extras, check_call, kind_of
+
+_KINDS = 256  # of tensors, that are remembered
 
 
 @untraced("it looks process groups up; in a compiled model use a style")
@@ -76,14 +79,13 @@ def context_parallel_attention(
     """
     extras = Extras(document_ids, cu_seqlens, sinks, k_shared)
     with refusing_together(name_of(mesh)):
-        told = options_of(
+        chosen = options_of(
             "context_parallel_attention", options, own=("cu_seqlens", "document_ids", "k_shared", "sinks")
         )
-        attention = ContextAttention.on(mesh, told)
+        attention = ContextAttention.on(mesh, chosen)
         q, k, v, extras = under_autocast(q, k, v, extras)
-        check_call(q, k, v, extras, attention)
-        resolved = attention.resolve(q, k, v, extras)
-    return attention.run(q, k, v, extras, resolved)
+        told = attention.checked(q, k, v, extras)
+    return attention.run(q, k, v, extras, told)
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Extras]:
@@ -97,7 +99,13 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Ten
 
 @dataclass(frozen=True, slots=True)
 class ContextAttention(Setting):
-    """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors."""
+    """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors.
+
+    Attributes:
+        known: by kind of tensors, what the operator is told of them.
+    """
+
+    known: dict[Hashable, Told] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def on(cls, mesh: DeviceMesh, options: AttentionOptions, *, any_axis: str = "") -> "ContextAttention":
@@ -167,7 +175,24 @@ class ContextAttention(Setting):
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = NO_EXTRAS, scale: float | None = None
     ) -> Tensor:
         """Attention on tensors that have been checked; ``scale``, checked as well, goes before one's own."""
-        return self.run(q, k, v, extras, self.resolve(q, k, v, extras, scale))
+        return self.run(q, k, v, extras, self.resolve(q, k, v, extras, scale).told())
+
+    def checked(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scale: float | None = None) -> Told:
+        """What the operator is told, of tensors that are checked; of a kind that has been checked, they are not again.
+
+        Whatever else a call depends on is looked at every time: documents, a mask, and what is no plain tensor.
+        """
+        kind = None if self.mask_key else kind_of(q, k, v, extras)
+        if kind is None:
+            check_call(q, k, v, extras, self)
+            return self.resolve(q, k, v, extras, scale).told()
+        known, key = self.known, (kind, scale, needs_gradient(q, k, v, extras.k_shared, extras.sinks))
+        if key not in known:
+            check_call(q, k, v, extras, self)
+            if len(known) == _KINDS:
+                known.clear()
+            known[key] = self.resolve(q, k, v, extras, scale).told()
+        return known[key]
 
     def resolve(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scale: float | None = None) -> Options:
         """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything."""
@@ -213,12 +238,12 @@ class ContextAttention(Setting):
             needs_gradient(q, k, v, extras.k_shared, extras.sinks),
         )
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, told: Told) -> Tensor:
         """Call the operator."""
         documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
         if documents is not None:
             documents = sharding.replicate(documents if documents.ndim == 2 else documents.unsqueeze(0), q)
-        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *options.told())
+        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *told)
         return out
 
     def _ratio(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[int, int]:

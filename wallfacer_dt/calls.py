@@ -1,12 +1,13 @@
 """One call of attention on one rank: what is compared before anything is sent, and what runs."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from wallfacer_dt.agreement import is_lasting, named, refusing_together
+from wallfacer_dt.agreement import agree_on, is_lasting, named, refusing_together
 from wallfacer_dt.algorithms import (
     Arithmetic,
     Backward,
@@ -66,20 +67,30 @@ def make_call(
     Raises:
         ValueError: it cannot be made.
     """
-    setting, told = options.setting, options.setting.options
+    told = options.setting.options
+    # What documents, a mask's answers or another world may change is not kept, nor are these kept alive.
+    is_kept = documents is None and not options.mask and not is_lasting(options.setting.mesh)
+    parts = _parts if is_kept else _parts.__wrapped__
+    groups, sequences, heads = parts(options, q.shape, k.shape, k_shared is None, documents)
+    need = Need.of(q, v, masked=sequences.mask.blocks is not None, softcap=options.softcap)
+    scores = Scores(select_kernel(told.kernel, need), options.scale, options.softcap)
+    return Call(groups, sequences, scores, heads, told.schedule == "published", told.rotate, told.rotate_forward)
+
+
+@lru_cache(256)
+def _parts(
+    options: Options, q: torch.Size, k: torch.Size, hidden: bool, documents: Tensor | None
+) -> tuple[Groups, Sequences, tuple[tuple[Heads, ...], ...]]:
+    """The groups, what is attended, and the heads of a call on shapes q and k."""
+    setting = options.setting
     place, names = setting.place, setting.groups
     if is_lasting(setting.mesh):
         names = groups_here(setting.mesh, place, names)
     groups = Groups(place, *names, setting.context, setting.context_ranks)
     q_length, k_length = _lengths(setting, q, k)
     mask = _mask(options, documents, q_length)
-    hidden = place.ulysses > 1 and k_shared is None
-    heads = split_heads(q.shape[1], k.shape[1], place.ulysses, hidden=hidden)
-    sequences = Sequences(q_length, k_length, setting.order, mask, told.replicated)
-    need = Need.of(q, v, masked=mask.blocks is not None, softcap=options.softcap)
-    kernel = select_kernel(told.kernel, need)
-    scores = Scores(kernel, options.scale, options.softcap)
-    return Call(groups, sequences, scores, heads, told.schedule == "published", told.rotate, told.rotate_forward)
+    heads = split_heads(q[1], k[1], place.ulysses, hidden=place.ulysses > 1 and hidden)
+    return groups, Sequences(q_length, k_length, setting.order, mask, setting.options.replicated), heads
 
 
 def agreed_call(
@@ -119,12 +130,17 @@ def agreed_call(
     mesh = setting.mesh if mesh is None else mesh
     with refusing_together(mesh):
         if setting.mask_key:
-            check_mask(setting.mask_key, options.mask, q.shape[0], q.shape[1], *_lengths(setting, q, k), q.device.type)
+            lengths = _lengths(setting, q.shape, k.shape)
+            check_mask(setting.mask_key, options.mask, q.shape[0], q.shape[1], *lengths, q.device.type)
         call = make_call(options, q, k, v, k_shared, documents)
-    signature = {**(further or {}), **_signature(options, q, k, v, k_shared, sinks), "the documents": digest(documents)}
-    signature["the kernel that runs"] = f"{call.scores.kernel.name}, {call.scores.kernel.version}"
-    values = [str(value) for value in signature.values()]
-    return call, torch.ops.wallfacer_dt.agree(q, what, list(signature), values, mesh, None)
+
+    def signature() -> Iterator[tuple[str, Hashable]]:
+        yield from (further or {}).items()
+        yield from _signature(options, q, k, v, k_shared, sinks).items()
+        yield "the documents", digest(documents)
+        yield "the kernel that runs", f"{call.scores.kernel.name}, {call.scores.kernel.version}"
+
+    return call, torch.tensor(agree_on(q, what, signature(), mesh), device="cpu")
 
 
 def groups_here(mesh: str, place: Coordinate, groups: tuple[str, str, str]) -> tuple[str, str, str]:
@@ -161,15 +177,15 @@ def agree_on_backward(what: str, x: Tensor, mesh: str, number: Tensor) -> None:
         mesh: its name.
         number: of the forward call ().
     """
-    torch.ops.wallfacer_dt.agree(x, f"the backward of {what}", [], [], mesh, number)
+    agree_on(x, f"the backward of {what}", (), mesh, number)
 
 
-def _lengths(setting: Setting, q: Tensor, k: Tensor) -> tuple[int, int]:
+def _lengths(setting: Setting, q: torch.Size, k: torch.Size) -> tuple[int, int]:
     """Queries and keys in the whole sequence."""
     if setting.lengths:
         return setting.lengths[0], setting.lengths[1]
     ranks, replicated = setting.place.size, setting.options.replicated
-    return (q.shape[2] - replicated) * ranks, (k.shape[2] - replicated) * ranks
+    return (q[2] - replicated) * ranks, (k[2] - replicated) * ranks
 
 
 def _mask(options: Options, documents: Tensor | None, length: int) -> Mask:

@@ -24,7 +24,7 @@ from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.options import SCHEMA, Options
-from wallfacer_dt.transforms import differentiable, not_differentiable
+from wallfacer_dt.transforms import differentiable, not_differentiable, operator
 
 
 def _digest_of_sources() -> str:
@@ -141,42 +141,33 @@ def _laid_out(result: Tensor, like: Tensor) -> Tensor:
     return like.copy_(result)
 
 
-attention = torch.library.custom_op(
-    "wallfacer_dt::attention",
-    settling(attention_body),
-    mutates_args=(),
-    schema=(
-        f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {SCHEMA}) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-)
-attention_backward = torch.library.custom_op(
-    "wallfacer_dt::attention_backward",
-    settling(attention_backward_body),
-    mutates_args=(),
-    schema=(
-        "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
-        f"Tensor out, Tensor lse, Tensor number, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-
-BODIES = {
-    torch.ops.wallfacer_dt.attention.default: attention_body,
-    torch.ops.wallfacer_dt.attention_backward.default: attention_backward_body,
-}
-
-
-@attention.register_fake
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return _like(q, v.shape[-1]), lse, fake_number()
 
 
-@attention_backward.register_fake
 def _attention_backward_fake(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, k_shared, sinks))
+
+
+attention = operator(
+    "attention",
+    settling(attention_body),
+    f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _attention_fake,
+)
+attention_backward = operator(
+    "attention_backward",
+    settling(attention_backward_body),
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
+    f"Tensor out, Tensor lse, Tensor number, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward_fake,
+)
+
+BODIES = {attention: attention_body, attention_backward: attention_backward_body}
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -196,7 +187,7 @@ def _autograd(ctx, grad_out: Tensor | None, grad_lse: None, grad_number: None) -
     if grad_out is None:
         return (*[None] * _TENSORS, *nothing)
     saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
-    grads = torch.ops.wallfacer_dt.attention_backward(grad_out, *saved, ctx.number, *ctx.options)
+    grads = attention_backward(grad_out, *saved, ctx.number, *ctx.options)
     placed = [
         None if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
         for name, grad, x in zip(_INPUTS, grads, saved, strict=False)
@@ -207,10 +198,8 @@ def _autograd(ctx, grad_out: Tensor | None, grad_lse: None, grad_number: None) -
 _INPUTS = ("q", "k", "v", "k_shared", "sinks", "documents")
 _TENSORS = len(_INPUTS)
 
-differentiable(torch.ops.wallfacer_dt.attention.default, _autograd, _setup_context)
-not_differentiable(
-    torch.ops.wallfacer_dt.attention_backward.default, "context-parallel attention has no second derivative"
-)
+differentiable(attention, _autograd, _setup_context)
+not_differentiable(attention_backward, "context-parallel attention has no second derivative")
 
 for _op in BODIES:
     lowering.keep_order(_op)
@@ -220,9 +209,9 @@ def _axes(options: Sequence[Any]) -> sharding.Axes:
     return sharding.Axes(*Options.of(*options).setting.groups)
 
 
-sharding.register(torch.ops.wallfacer_dt.attention.default, _axes, inputs=_INPUTS, outputs=("out", "lse", "number"))
+sharding.register(attention, _axes, inputs=_INPUTS, outputs=("out", "lse", "number"))
 sharding.register(
-    torch.ops.wallfacer_dt.attention_backward.default,
+    attention_backward,
     _axes,
     inputs=("grad_out", *_INPUTS, "out", "lse", "number"),
     outputs=("grad_q", "grad_k", "grad_v", "grad_k_shared", "grad_sinks"),

@@ -170,6 +170,10 @@ class Setting:
     context: str = ""
     context_ranks: tuple[int, ...] = ()
 
+    def __hash__(self) -> int:
+        """Of what is seldom another, since it is asked for at every call."""
+        return hash((self.mesh, self.place))
+
     @property
     def has_mask(self) -> bool:
         """Whether not all queries see all keys."""
@@ -180,6 +184,9 @@ class Setting:
         """Of the whole sequence, queries and keys; empty where shards are equal."""
         length, kv_length = self.options.length, self.options.kv_length
         return () if length is None else (length, length if kv_length is None else kv_length)
+
+
+Told = tuple[float, float, str]
 
 
 class Options(NamedTuple):
@@ -204,7 +211,7 @@ class Options(NamedTuple):
     packed: str = ""
     gradients: bool = False
 
-    def told(self) -> tuple[float, float, str]:
+    def told(self) -> Told:
         """As operators take them after their tensors: two floats and a text (:data:`SCHEMA`)."""
         setting = self.setting
         values = [_values(x, names) for x, names in ((setting.options, _IN_TEXT), (setting.place, _PLACE))]

@@ -1,5 +1,6 @@
 """What tensors attention accepts; and refusals in a graph, see Note [Refusing together] in ``agreement``."""
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import refusing_together
@@ -16,7 +18,7 @@ from wallfacer_dt.kernels import Need, select_kernel
 from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
 from wallfacer_dt.options import SCHEMA, Options, Setting
 from wallfacer_dt.order import check_order_is_told
-from wallfacer_dt.transforms import check_transforms
+from wallfacer_dt.transforms import check_transforms, is_transformed
 
 
 class Extras(NamedTuple):
@@ -93,6 +95,24 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, setting: Setting
         sharding.check(q, k, v, sharding.Axes(*setting.groups), extras.k_shared, extras.sinks)
         told = setting.options
         select_kernel(told.kernel, Need.of(q, v, masked=bool(setting.mask_key), softcap=told.softcap or 0.0))
+
+
+def kind_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Hashable:
+    """All that :func:`check_call` sees of plain tensors, but for what kernels say, whom the operator asks every time.
+
+    None where it looks at more: documents' contents, placements, transforms of torch.func, tangents.
+    """
+    if extras.document_ids is not None or extras.cu_seqlens is not None:
+        return None
+    kind = []
+    for x in (q, k, v, extras.sinks, extras.k_shared):
+        if x is None:
+            kind.append(None)
+        elif type(x) not in (Tensor, Parameter) or is_transformed(x) or unpack_dual(x).tangent is not None:
+            return None
+        else:
+            kind += (x.shape, x.dtype, x.device)
+    return tuple(kind)
 
 
 def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> None:

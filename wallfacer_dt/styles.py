@@ -270,9 +270,8 @@ class _Forward:
             scale, extras, mask = self._read(q, k, args, kwargs)
             masked = attention if mask is None else attention.with_mask(mask)
             q, k, v, extras = under_autocast(q, k, v, extras)
-            check_call(q, k, v, extras, masked)
-            options = masked.resolve(q, k, v, extras, scale)
-        return masked.run(q, k, v, extras, options)
+            told = masked.checked(q, k, v, extras, scale)
+        return masked.run(q, k, v, extras, told)
 
     def _traced(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         attention = self.attention
