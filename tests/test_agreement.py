@@ -62,7 +62,7 @@ MESSAGES = {
     "a call of another kind": f"it {SAME}attention, rank 1: attention, rank 2: unshard_sequence",
     "a backward where others are at a forward": f"it {SAME}attention, rank 1: attention, rank 2: the backward of",
     "schedule": f"schedule {SAME}2d, rank 1: 2d, rank 2: published",
-    "length": f"length {SAME}not given, rank 1: not given, rank 2: (16, 16)",
+    "length": f"length {SAME}None, rank 1: None, rank 2: 16",
 }  # fmt: skip
 
 

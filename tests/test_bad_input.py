@@ -237,9 +237,9 @@ MESSAGES = {
     ),
     "another window on one rank": (
         "ValueError",
-        "window must be the same on every rank of the mesh, got rank 0: (4, 0)",
+        "window_size must be the same on every rank of the mesh, got rank 0: (4, 0)",
     ),
-    "another mask_mod on one rank": ("ValueError", "mask must be the same on every rank of the mesh"),
+    "another mask_mod on one rank": ("ValueError", "mask_mod must be the same on every rank of the mesh"),
     "shared keys on one rank": ("ValueError", "the shape of k must be the same on every rank of the mesh"),
     "another width of values on one rank": ("ValueError", "the head dim of v must be the same on every rank"),
     "another number of replicated tokens on one rank": ("ValueError", "replicated must be the same on every rank"),

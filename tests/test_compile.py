@@ -456,7 +456,7 @@ def test_a_graph_refuses_a_mask_whose_state_has_changed(ranks: Ranks, alone: boo
         assert "mask_mod's state has changed, or mask_mod has gone, since the graph was compiled" in said[2]
         assert ("rank 1 of the mesh cannot make this call" in said[2]) == (alone and rank == 0)
         assert said[3] == ""
-        assert ("mask must be the same on every rank" in said[4]) == alone
+        assert ("mask_mod must be the same on every rank" in said[4]) == alone
         assert errors == [0] * (3 if alone else 4)
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tests.cases import Case, Inner, draw, draw_extras, fake_world, held, oracle, per_row, told
 from tests.refusals import Communication
 from wallfacer_dt import WallFacerParallel, context_parallel_attention, sharding
-from wallfacer_dt.calls import Options
+from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.testing import RankPool, worst_error
 
 AXES = {"U": "cp_ulysses", "R": "cp_ring", "T": "cp_team"}
@@ -414,12 +415,9 @@ def test_the_rule_itself_refuses_too() -> None:
             DTensor.from_local(torch.zeros(1, 2, 4, 8), mesh, [Shard(2), second]) for second in (Shard(2), Replicate())
         )
         ring, team = (str(mesh.get_group(axis).group_name) for axis in mesh.mesh_dim_names)
-        options = Options(
-            place=(2, 2, 0, 0, 1, 0), ulysses="", ring=ring, team=team, context="", context_ranks=(), mesh="",
-            lengths=(), replicated=0, is_causal=False, window=(-1, -1), prefix=0, mask="", mask_key=0, packed="",
-            scale=1.0, softcap=0.0, order="contiguous", schedule="2d", rotate="kv", rotate_forward="kv",
-            kernel="flash", code="",
-        )  # fmt: skip
+        given = AttentionOptions(rotate="kv", rotate_forward="kv", kernel="flash")
+        setting = Setting(options=given, order="contiguous", place=Coordinate(2, 2, 0, 0), groups=("", ring, team))
+        options = Options(1.0, 0.0, setting, "")
         torch.ops.wallfacer_dt.attention(good, good, good, None, None, None, *options.told())
         with pytest.raises((ValueError, RuntimeError), match=r"(?s)v must .*'cp_team'.*Replicate"):
             torch.ops.wallfacer_dt.attention(good, good, bad, None, None, None, *options.told())

@@ -31,6 +31,10 @@ def test_public_names_and_signatures() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
+AttentionOptions
+    *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
+    length=None, kv_length=None, replicated=0, order=None, schedule='2d', rotate='auto',
+    rotate_forward='auto', kernel='auto'
 AttentionVolume
     forward, backward, rotate, rotate_forward
 BlockwiseFeedForward
@@ -58,9 +62,9 @@ Plan
 Profile
     cluster, measured=()
 RingParallel
-    *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
-    length=None, kv_length=None, replicated=0, order=None, rotate='auto', rotate_forward='auto',
-    kernel='auto', layout='BLNH', check=True
+    *, layout='BLNH', check=True, is_causal=False, window_size=None, prefix_length=0, mask_mod=None,
+    scale=None, softcap=None, length=None, kv_length=None, replicated=0, order=None, rotate='auto',
+    rotate_forward='auto', kernel='auto'
 SequenceDataset
     tokens, length, order=None
 SequenceSampler
@@ -70,14 +74,14 @@ SequenceShape
 TokenOrder
     name, mesh
 UlyssesParallel
-    *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
-    length=None, kv_length=None, replicated=0, order=None, kernel='auto', layout='BLNH', check=True
+    *, layout='BLNH', check=True, is_causal=False, window_size=None, prefix_length=0, mask_mod=None,
+    scale=None, softcap=None, length=None, kv_length=None, replicated=0, order=None, kernel='auto'
 Volume
     payload, statistics, bytes
 WallFacerParallel
-    *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None,
-    length=None, kv_length=None, replicated=0, order=None, schedule='2d', rotate='auto',
-    rotate_forward='auto', kernel='auto', layout='BLNH', check=True
+    *, layout='BLNH', check=True, is_causal=False, window_size=None, prefix_length=0, mask_mod=None,
+    scale=None, softcap=None, length=None, kv_length=None, replicated=0, order=None, schedule='2d',
+    rotate='auto', rotate_forward='auto', kernel='auto'
 attention_volume
     ring, team, *, ulysses=1, batch, length, kv_length=None, heads, kv_heads, head_dim, value_dim=None,
     shared_dim=0, dtype, schedule='2d', rotate='auto', rotate_forward='auto', hops=None, order='contiguous',
@@ -87,8 +91,8 @@ check_equivalence
 context_mesh
     device_type, ring=1, team=1, *, ulysses=1, placement='team_in_node'
 context_parallel_attention
-    q, k, v, mesh, *, is_causal=False, window_size=None, prefix_length=0, mask_mod=None, document_ids=None,
-    cu_seqlens=None, sinks=None, k_shared=None, scale=None, softcap=None, length=None, kv_length=None,
+    q, k, v, mesh, *, document_ids=None, cu_seqlens=None, sinks=None, k_shared=None, is_causal=False,
+    window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None, length=None, kv_length=None,
     replicated=0, order=None, schedule='2d', rotate='auto', rotate_forward='auto', kernel='auto'
 feed_forward_volume
     axes, *, model_dim, hidden, dtype, gated=False, biases=0, out_dim=None

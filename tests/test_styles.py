@@ -5,7 +5,7 @@ import inspect
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 from unittest import mock
 
 import pytest
@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import mesh_of, told
+from tests.cases import fake_world, mesh_of, told
 from wallfacer_dt import (
     RingParallel,
     TokenOrder,
@@ -30,7 +30,7 @@ from wallfacer_dt import (
     sequence_positions,
     shard_sequence,
 )
-from wallfacer_dt.attention import AttentionOptions
+from wallfacer_dt.options import AttentionKeywords, AttentionOptions
 from wallfacer_dt.testing import RankPool, worst_error
 
 pytestmark = pytest.mark.ranks
@@ -653,3 +653,43 @@ def test_styles_take_the_options_of_attention() -> None:
         with mock.patch.object(AttentionOptions, "check"):
             options = style(**told).options
         assert all(getattr(options, name) is value for name, value in told.items())
+        for name in missing:
+            with pytest.raises(TypeError, match=f"^{style.__name__} got .* argument {name!r}, which means nothing to"):
+                style(**{name: "2d"})
+
+
+def test_keywords_are_typed_as_the_options_are() -> None:
+    assert get_type_hints(AttentionKeywords) == get_type_hints(AttentionOptions)
+
+
+def test_a_style_of_ones_own_says_what_it_takes() -> None:
+    class Causal(WallFacerParallel):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(is_causal=True, **options)
+
+    class Plain(WallFacerParallel):
+        def __init__(self, kernel: str) -> None:
+            super().__init__(kernel=kernel)
+
+    assert Causal(softcap=2.0).options == AttentionOptions(is_causal=True, softcap=2.0)
+    assert "softcap" in inspect.signature(Causal).parameters
+    assert list(inspect.signature(Plain).parameters) == ["kernel"]
+    assert Plain("flash").options.kernel == "flash"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("windowsize", "; did you mean 'window_size'?"), ("layot", "; did you mean 'layout'?"), ("x", "")],
+)
+def test_an_unknown_option_is_refused_by_name(name: str, meant: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        UlyssesParallel(**{name: 1})
+    assert str(refused.value) == f"UlyssesParallel got an unexpected keyword argument {name!r}{meant}"
+    with fake_world(1):
+        x, mesh = torch.zeros(1, 1, 4, 8), context_mesh("cpu")
+        with pytest.raises(TypeError) as refused:
+            context_parallel_attention(x, x, x, mesh, **{name: 1})
+        meant = "" if name == "layot" else meant
+        assert str(refused.value) == f"context_parallel_attention got an unexpected keyword argument {name!r}{meant}"
+        with pytest.raises(TypeError, match="did you mean 'cu_seqlens'"):
+            context_parallel_attention(x, x, x, mesh, cu_seqlen=None)

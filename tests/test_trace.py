@@ -5,6 +5,8 @@ The programs below are what rank 0 runs for queries (1, 2, 4, 8) and keys and va
 """
 
 import re
+from collections.abc import Collection
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import fake_world, told
 from wallfacer_dt import context_mesh, context_parallel_attention
-from wallfacer_dt.calls import Options
+from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.ops import BODIES
+from wallfacer_dt.options import AttentionOptions, Options, Setting, Window
 
 SHORT = {
     "all_gather_into_tensor": "gather",
@@ -379,15 +382,37 @@ def test_peak_memory_in_units_of_a_shard(mesh: tuple[int, int], rotate: str, mos
     assert peak_bytes(*mesh, rotate) / (4 * 64 * 32 * 4) < most
 
 
-@given(numbers=st.tuples(st.floats(1e-9, 1e9), st.floats(0, 1e9)), data=st.data())
-def test_operators_take_options_as_text(numbers: tuple[float, float], data: st.DataObject) -> None:
+ORDERED = st.lists(st.integers(), max_size=3).map(tuple)
+KINDS = {int: st.integers(), str: st.text(), bool: st.booleans(), int | None: st.none() | st.integers()}
+KINDS |= {tuple[int, ...]: ORDERED, Window | None: st.none() | st.tuples(st.none() | st.integers(), st.integers())}
+KINDS |= {tuple[str, str, str]: st.tuples(st.text(), st.text(), st.text())}
+
+
+def any_of(kind: type, without: Collection[str] = (), **known: Any) -> st.SearchStrategy[Any]:
+    """One of a dataclass, by its fields' types."""
+    drawn = {f.name: KINDS[f.type] for f in fields(kind) if f.name not in {*without, *known}}
+    return st.builds(kind, **drawn, **known)
+
+
+@given(
+    numbers=st.tuples(st.floats(1e-9, 1e9), st.floats(0, 1e9)),
+    setting=any_of(
+        Setting,
+        options=any_of(AttentionOptions, {"mask_mod", "order", "scale", "softcap"}),
+        place=any_of(Coordinate),
+    ),
+    rest=st.tuples(st.text(), st.text(), st.text(), st.booleans()),
+)
+def test_operators_take_options_as_text(numbers: tuple[float, float], setting: Setting, rest: tuple[Any, ...]) -> None:
     """What comes out is what went in: numbers to the last bit, integers, truths, any text."""
-    kinds = {int: st.integers(), str: st.text(), bool: st.booleans()}
-    values = [
-        data.draw(kinds.get(kind, st.lists(st.integers(), max_size=3).map(tuple)))
-        for kind in list(Options.__annotations__.values())[2:]
-    ]
-    options = Options(*numbers, *values)
+    options = Options(*numbers, setting, *rest)
     found = Options.of(*options.told())
     assert found == options
-    assert [type(x) for x in found] == [type(x) for x in options]
+    assert repr(found) == repr(options)  # which tells a bool from an integer
+
+
+def test_ranks_compare_every_option() -> None:
+    """Of the two that are objects the names."""
+    told = AttentionOptions(window_size=(3, 0), length=7, kv_length=5, replicated=2, rotate="q", kernel="flash")
+    compared = Options(0.5, 2.0, Setting(options=told, order="head_tail"), "", mask="answers").compared
+    assert compared == asdict(told) | {"scale": 0.5, "softcap": 2.0, "order": "head_tail", "mask_mod": "answers"}

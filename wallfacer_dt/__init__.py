@@ -14,6 +14,7 @@ from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
 from wallfacer_dt.kernels import register_kernel
 from wallfacer_dt.mesh import context_mesh, split_context_axis
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
+from wallfacer_dt.options import AttentionOptions
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning import (
     Cluster,
@@ -30,6 +31,7 @@ from wallfacer_dt.sequence import sequence_positions, shard_sequence, unshard_se
 from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
 
 __all__ = [
+    "AttentionOptions",
     "AttentionVolume",
     "BlockwiseFeedForward",
     "Cluster",

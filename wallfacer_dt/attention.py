@@ -2,9 +2,10 @@
 
 import math
 import pickle
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,16 +15,18 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt import sharding
 from wallfacer_dt.agreement import agree, lasting, named, refusing_together
-from wallfacer_dt.algorithms import MaskMod, check_rotate, check_schedule, mask_key, mask_name, resolve_rotations
+from wallfacer_dt.algorithms import MaskMod, check_schedule, mask_key, mask_name, resolve_rotations
 from wallfacer_dt.autocast import as_computed
-from wallfacer_dt.calls import Options, groups_here, needs_gradient
+from wallfacer_dt.calls import groups_here, needs_gradient
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.kernels import check_kernel
-from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
 from wallfacer_dt.ops import CODE
-from wallfacer_dt.order import TokenOrder, check_order_fits, check_order_is_told, check_token_order
-from wallfacer_dt.refusal import NO_EXTRAS, Expected, Extras, check_call
+from wallfacer_dt.options import AttentionKeywords, AttentionOptions, Options, Setting, Told, options_of, with_options
+from wallfacer_dt.order import check_order_fits, check_order_is_told
+from wallfacer_dt.refusal import NO_EXTRAS, Extras, check_call, kind_of
+
+_KINDS = 256  # of tensors, that are remembered
 
 
 @untraced("it looks process groups up; in a compiled model use a style")
@@ -33,24 +36,11 @@ def context_parallel_attention(
     v: Tensor,
     mesh: DeviceMesh,
     *,
-    is_causal: bool = False,
-    window_size: tuple[int | None, int | None] | None = None,
-    prefix_length: int = 0,
-    mask_mod: MaskMod | BlockMask | None = None,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     sinks: Tensor | None = None,
     k_shared: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    length: int | None = None,
-    kv_length: int | None = None,
-    replicated: int = 0,
-    order: TokenOrder | None = None,
-    schedule: str = "2d",
-    rotate: str = "auto",
-    rotate_forward: str = "auto",
-    kernel: str = "auto",
+    **options: Unpack[AttentionKeywords],
 ) -> Tensor:
     """Attention over a sequence sharded on a context mesh. Differentiable.
 
@@ -67,11 +57,6 @@ def context_parallel_attention(
             a mask they may be of another length than queries (cross attention).
         v: values (B, Nkv, L, Hv).
         mesh: axes ``("cp_ulysses", "cp_ring", "cp_team")`` or some of them; for DTensors a slice of theirs.
-        is_causal: a query sees the keys up to its own position.
-        window_size: (left, right): a query at i sees keys from i - left to i + right; None or -1 for no bound.
-        prefix_length: with ``is_causal``, keys before this position are seen by all queries.
-        mask_mod: any other mask, in place of all these: a function of (batch, head, query position, key position) or
-            a ``BlockMask`` of flex_attention.
         document_ids: (B, N) or (N,), int, on the CPU: the document of every token of the whole sequence, a new one
             wherever they change; a query sees its own document only. The same on every rank.
         cu_seqlens: instead of them, documents' cumulative lengths (documents + 1,), int, on the CPU, for all rows.
@@ -79,21 +64,7 @@ def context_parallel_attention(
             rank's gradient is its tokens' part.
         k_shared: (B, 1, L, Hs): the end of every head's key (the rotary part of MLA's); never expanded to be sent.
             k then has H - Hs.
-        scale: factor of the scores; 1 / sqrt(H) by default.
-        softcap: scores s become softcap * tanh(s / softcap).
-        length: N, for a sequence whose shards are not equal.
-        kv_length: the number of keys, where it is another one.
-        replicated: the first T rows of q, k, v and of the output are tokens before the sequence that every rank holds
-            (the text in joint attention); without any mask. Gradients of the output's rows are summed over ranks, those
-            of the inputs' rows are a rank's part of a sum.
-        order: in which tokens were dealt out: what :func:`wallfacer_dt.shard_sequence` or the loader was given. Under
-            a mask, and within documents, there is no default on several ranks.
-        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3 (team must divide ring).
-        rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for what has the
-            smaller payload without a mask (see :func:`wallfacer_dt.attention_volume`).
-        rotate_forward: the same for the forward, where with queries goes what has been computed of the output.
-        kernel: ``"auto"``, or the name of one, see docs/kernels.md and :func:`wallfacer_dt.register_kernel`; what a
-            kernel cannot do is refused.
+        **options: see :class:`AttentionOptions`.
 
     Returns:
         The output (B, N, L, Hv), in q's dtype or, as ``scaled_dot_product_attention`` has it, autocast's: this rank's,
@@ -108,15 +79,13 @@ def context_parallel_attention(
     """
     extras = Extras(document_ids, cu_seqlens, sinks, k_shared)
     with refusing_together(name_of(mesh)):
-        options = AttentionOptions(
-            is_causal, window_size, prefix_length, mask_mod, scale, softcap, length, kv_length, replicated, order,
-            schedule, rotate, rotate_forward, kernel,
-        )  # fmt: skip
-        attention = ContextAttention.on(mesh, options)
+        chosen = options_of(
+            "context_parallel_attention", options, own=("cu_seqlens", "document_ids", "k_shared", "sinks")
+        )
+        attention = ContextAttention.on(mesh, chosen)
         q, k, v, extras = under_autocast(q, k, v, extras)
-        check_call(q, k, v, extras, attention.expected)
-        resolved = attention.resolve(q, k, v, extras)
-    return attention.run(q, k, v, extras, resolved)
+        told = attention.checked(q, k, v, extras)
+    return attention.run(q, k, v, extras, told)
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Extras]:
@@ -129,110 +98,14 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Ten
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """The options of :func:`context_parallel_attention` that do not change from call to call; attributes are its."""
-
-    is_causal: bool = False
-    window_size: tuple[int | None, int | None] | None = None
-    prefix_length: int = 0
-    mask_mod: MaskMod | BlockMask | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    length: int | None = None
-    kv_length: int | None = None
-    replicated: int = 0
-    order: TokenOrder | None = None
-    schedule: str = "2d"
-    rotate: str = "auto"
-    rotate_forward: str = "auto"
-    kernel: str = "auto"
-
-    def check(self) -> None:
-        """Refuse (TypeError, ValueError) options that mean nothing, or do not go together."""
-        if self.order is not None:
-            check_token_order(self.order)
-        if not isinstance(self.kernel, str):  # whether there is such a one, ranks ask together, on a mesh
-            raise TypeError(f"kernel must be a name, got {self.kernel!r}")
-        check_schedule(self.schedule, 1, 1)
-        check_rotate(self.rotate, self.rotate_forward, self.schedule)
-        check_scale(self.scale)
-        if not isinstance(self.is_causal, bool):
-            raise TypeError(f"is_causal must be a bool, got {self.is_causal!r}")
-        _check_window(self.window_size, self.is_causal)
-        for name in ("prefix_length", "replicated"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
-        for name in ("length", "kv_length"):
-            if getattr(self, name) is not None:
-                check_length(getattr(self, name), name)
-        if self.softcap is not None:
-            check_scale(self.softcap, "softcap")
-        if self.mask_mod is not None and not callable(self.mask_mod) and not isinstance(self.mask_mod, BlockMask):
-            raise TypeError(f"mask_mod must be a function or a BlockMask, got {type(self.mask_mod).__name__}")
-        self._check_together()
-
-    def _check_together(self) -> None:
-        has_window = self.window not in ((-1, -1), (-1, 0)) or (self.window == (-1, 0) and not self.is_causal)
-        if self.prefix_length and (not self.is_causal or has_window):
-            raise ValueError("prefix_length goes with is_causal=True and without window_size")
-        named = {"is_causal": self.is_causal, "window_size": has_window, "prefix_length": self.prefix_length}
-        masks = [name for name, value in named.items() if value]
-        if self.mask_mod is not None and masks:
-            raise ValueError(f"mask_mod must say everything by itself, got {', '.join(masks)} as well")
-        if self.replicated and (masks or self.mask_mod is not None):
-            raise ValueError("replicated tokens have no place in the sequence: they go without any mask")
-        if self.kv_length is not None and self.length is None:
-            raise ValueError("kv_length is given without length")
-        if self.kv_length not in (None, self.length) and self.has_mask:
-            raise ValueError("under a mask queries and keys are the same tokens: kv_length must be left out")
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether not all queries see all keys."""
-        return self.is_causal or self.mask_mod is not None or self.window != (-1, -1)
-
-    @property
-    def order_name(self) -> str:
-        """Of the token order; empty where there is none, which only attention without a mask can do without."""
-        return "" if self.order is None else self.order.name
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """How far back and ahead a query sees, -1 for any distance."""
-        left, right = self.window_size or (None, None)
-        return -1 if left is None else left, 0 if self.is_causal else -1 if right is None else right
-
-
-@dataclass(frozen=True, slots=True)
-class ContextAttention:
+class ContextAttention(Setting):
     """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors.
 
     Attributes:
-        mesh: its name, by which ranks compare their calls.
-        place: this rank's coordinate.
-        device_type: of the mesh.
-        ulysses: name of the process group of axis ``cp_ulysses``, or empty.
-        ring: name of the ring's process group, or empty.
-        team: name of the team's process group, or empty.
-        context: name of the ring's and team's common process group, where the schedule uses it.
-        context_ranks: for every inner index its rank in ``context``.
-        options: the call's.
-        mask_key: of the options' mask_mod, 0 for none.
+        known: by kind of tensors, what the operator is told of them.
     """
 
-    mesh: str
-    place: Coordinate
-    device_type: str
-    ulysses: str
-    ring: str
-    team: str
-    context: str
-    context_ranks: tuple[int, ...]
-    options: AttentionOptions
-    mask_key: int
+    known: dict[Hashable, Told] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def on(cls, mesh: DeviceMesh, options: AttentionOptions, *, any_axis: str = "") -> "ContextAttention":
@@ -263,20 +136,9 @@ class ContextAttention:
             agree("attention", [("schedule", "published")], name_of(mesh))
             context, context_ranks = whole_context_group(mesh)
         return cls(
-            name_of(mesh), place, mesh.device_type, groups.ulysses, groups.ring, groups.team, context, context_ranks,
-            options, mask_key(options.mask_mod),
-        )  # fmt: skip
-
-    @property
-    def expected(self) -> Expected:
-        """What a call's tensors are checked against."""
-        options = self.options
-        return Expected(
-            self.mesh, self.ulysses, self.ring, self.team, self.device_type, self.place.axes, self.place.index,
-            self._lengths, options.replicated, options.has_mask, options.mask_mod is not None,
-            options.mask_mod is None and not options.prefix_length and not options.replicated
-            and options.kv_length in (None, options.length),
-            options.order_name, options.softcap or 0.0, options.kernel,
+            options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=name_of(mesh),
+            device_type=mesh.device_type, place=place, groups=(groups.ulysses, groups.ring, groups.team),
+            context=context, context_ranks=context_ranks,
         )  # fmt: skip
 
     def _check_lasts(self, what: str) -> None:
@@ -300,8 +162,7 @@ class ContextAttention:
                 f"a styled module is pickled with its mask_mod, which cannot be: {error}; save the module's "
                 "state_dict() and apply the style to a new one, or use a function of a module"
             ) from error
-        groups = self.ulysses, self.ring, self.team
-        return _unpickled, (lasting(self.mesh), self.place, self.device_type, groups, self.options)
+        return _unpickled, (lasting(self.mesh), self.place, self.device_type, self.groups, self.options)
 
     def with_mask(self, mask_mod: MaskMod | BlockMask) -> "ContextAttention":
         """The same attention under an arbitrary mask, which a call brings with it."""
@@ -314,27 +175,27 @@ class ContextAttention:
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = NO_EXTRAS, scale: float | None = None
     ) -> Tensor:
         """Attention on tensors that have been checked; ``scale``, checked as well, goes before one's own."""
-        return self.run(q, k, v, extras, self.resolve(q, k, v, extras, scale))
+        return self.run(q, k, v, extras, self.resolve(q, k, v, extras, scale).told())
+
+    def checked(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scale: float | None = None) -> Told:
+        """What the operator is told, of tensors that are checked; of a kind that has been checked, they are not again.
+
+        Whatever else a call depends on is looked at every time: documents, a mask, and what is no plain tensor.
+        """
+        kind = None if self.mask_key else kind_of(q, k, v, extras)
+        if kind is None:
+            check_call(q, k, v, extras, self)
+            return self.resolve(q, k, v, extras, scale).told()
+        known, key = self.known, (kind, scale, needs_gradient(q, k, v, extras.k_shared, extras.sinks))
+        if key not in known:
+            check_call(q, k, v, extras, self)
+            if len(known) == _KINDS:
+                known.clear()
+            known[key] = self.resolve(q, k, v, extras, scale).told()
+        return known[key]
 
     def resolve(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scale: float | None = None) -> Options:
         """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything."""
-        documents = "ids" if extras.document_ids is not None else "cu_seqlens" if extras.cu_seqlens is not None else ""
-        return self._options(q, k, v, extras, documents, scale)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Tensor:
-        """Call the operator."""
-        documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
-        if documents is not None:
-            documents = sharding.replicate(documents if documents.ndim == 2 else documents.unsqueeze(0), q)
-        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *options.told())
-        return out
-
-    @property
-    def _lengths(self) -> tuple[int, ...]:
-        length, kv_length = self.options.length, self.options.kv_length
-        return () if length is None else (length, length if kv_length is None else kv_length)
-
-    def _options(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, documents: str, scale: float | None) -> Options:
         options, place = self.options, self.place
         if torch.compiler.is_exporting():
             self._check_lasts("an exported program")
@@ -345,7 +206,7 @@ class ContextAttention:
         scale = options.scale if scale is None else scale
         # A compiler may take any size for a symbol, which int() leaves it; heads and their size are the model's.
         heads, kv_heads, head_dim, value_dim = map(index, (q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]))
-        lengths = self._lengths
+        lengths = self.lengths
         if isinstance(q, DTensor) and (q.shape[2] % place.size or k.shape[2] % place.size):
             lengths = (index(q.shape[2]), index(k.shape[2]))
         forward, backward = resolve_rotations(
@@ -354,37 +215,40 @@ class ContextAttention:
             value_dim=value_dim, shared_dim=0 if extras.k_shared is None else int(extras.k_shared.shape[-1]),
             lengths=self._ratio(q, k, lengths),
         )  # fmt: skip
+        compiling, exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        length, kv_length = lengths or (None, None)
+        told = replace(
+            options, window_size=options.window, mask_mod=None, length=length, kv_length=kv_length, order=None,
+            rotate=backward, rotate_forward=forward,
+        )  # fmt: skip
+        setting = replace(
+            self,
+            options=told,
+            order=self.order or "contiguous",
+            mask_key=self.mask_key if compiling else 0,  # eager code has just asked
+            mesh=lasting(self.mesh) if exporting else self.mesh,
+        )
         return Options(
             1 / math.sqrt(head_dim) if scale is None else float(scale),
             float(options.softcap or 0.0),
-            (place.ring, place.team, place.ring_rank, place.team_rank, place.ulysses, place.ulysses_rank),
-            self.ulysses,
-            self.ring,
-            self.team,
-            self.context,
-            self.context_ranks,
-            lasting(self.mesh) if torch.compiler.is_exporting() else self.mesh,
-            lengths,
-            options.replicated,
-            options.is_causal,
-            options.window,
-            options.prefix_length,
-            self._mask_name(q, k, lengths),
-            # Eager code has just asked.
-            self.mask_key if torch.compiler.is_compiling() else 0,
-            documents,
-            options.order_name or "contiguous",
-            options.schedule,
-            backward,
-            forward,
-            options.kernel,
+            setting,
             CODE,
+            self._mask_name(q, k, lengths),
+            "ids" if extras.document_ids is not None else "cu_seqlens" if extras.cu_seqlens is not None else "",
             needs_gradient(q, k, v, extras.k_shared, extras.sinks),
         )
 
+    def run(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, told: Told) -> Tensor:
+        """Call the operator."""
+        documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
+        if documents is not None:
+            documents = sharding.replicate(documents if documents.ndim == 2 else documents.unsqueeze(0), q)
+        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *told)
+        return out
+
     def _ratio(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[int, int]:
         """Queries and keys, as far as they matter for which of them to move: not at all where they are as many."""
-        if self.options.has_mask or (not lengths and q.shape[2] == k.shape[2]):
+        if self.has_mask or (not lengths and q.shape[2] == k.shape[2]):
             return 1, 1
         replicated = self.options.replicated
         return (lengths[0], lengths[1]) if lengths else (index(q.shape[2]) - replicated, index(k.shape[2]) - replicated)
@@ -412,28 +276,10 @@ def _unpickled(
         here = groups_here(mesh, place, groups)
     except ValueError as error:
         raise ValueError(f"{error}; or load the module's state_dict() into one that has been styled here") from error
-    return ContextAttention(named(mesh).name, place, device_type, *here, "", (), options, mask_key(options.mask_mod))
+    return ContextAttention(
+        options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=named(mesh).name,
+        device_type=device_type, place=place, groups=here,
+    )  # fmt: skip
 
 
-def _check_window(window: Any, is_causal: bool) -> None:
-    if window is None:
-        return
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
-    for n in window:
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool)):
-            raise TypeError(f"window_size must be a pair of ints or None, got {window!r}")
-        if n is not None and n < -1:
-            raise ValueError(f"window_size must be at least 0, or -1 for no bound, got {window!r}")
-    if is_causal and window[1] not in (None, -1, 0):
-        raise ValueError(f"is_causal=True sees no later keys, got window_size={window!r}")
-
-
-def check_scale(scale: float | None, name: str = "scale") -> None:
-    """Refuse (TypeError, ValueError) a factor that is no finite number above 0."""
-    # A tensor may want a gradient, which it would not get.
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"{name} must be a float or None, got {scale!r}")
-    if scale is not None and not 0 < scale < math.inf:
-        # A compiler may take it for a symbol, which has no text.
-        raise ValueError(f"{name} must be finite and above 0, got {float(scale)}")
+context_parallel_attention.__signature__ = with_options(context_parallel_attention)  # pyrefly: ignore[missing-attribute]

@@ -1,13 +1,13 @@
 """One call of attention on one rank: what is compared before anything is sent, and what runs."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from wallfacer_dt.agreement import is_lasting, named, refusing_together
+from wallfacer_dt.agreement import agree_on, is_lasting, named, refusing_together
 from wallfacer_dt.algorithms import (
     Arithmetic,
     Backward,
@@ -31,85 +31,11 @@ from wallfacer_dt.algorithms import (
     split_heads,
 )
 from wallfacer_dt.collectives import group_rank
-from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.kernels import Need, select_kernel, sinks_gradient, with_sinks
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.mesh import Coordinate
-
-_COMPARED = (
-    "replicated", "is_causal", "window", "prefix", "mask", "scale", "softcap", "order",
-    "schedule", "rotate", "rotate_forward", "kernel", "code",
-)  # fmt: skip
-
-
-class Options(NamedTuple):
-    """What an operator is told beside its tensors, as text: see Note [Options as text].
-
-    Attributes:
-        scale: of the scores.
-        softcap: of the scores, 0 for none.
-        place: this rank's coordinate: sizes of ring and team, its ranks on them, the same of ulysses.
-        ulysses: name of the process group of axis ``cp_ulysses``, or empty.
-        ring: name of the ring's process group, or empty.
-        team: name of the team's process group, or empty.
-        context: name of the ring's and team's common process group, or empty where the schedule does not use it.
-        context_ranks: for every inner index its rank in ``context``.
-        mesh: its name, by which ranks compare their calls; empty for none.
-        lengths: of the whole sequence, queries and keys; empty where shards are equal.
-        replicated: tokens before the shards that every rank holds.
-        is_causal: mask keys that come later than the query.
-        window: how far back and ahead a query sees, -1 for any distance.
-        prefix: keys before this position are seen by all queries.
-        mask: name of an arbitrary mask's answers, or empty.
-        mask_key: in a compiled graph the mask's number in this process, by which it is asked whether it still gives
-            them; otherwise 0.
-        packed: what the tensor ``documents`` is: ``"ids"``, ``"cu_seqlens"``, or empty for none.
-        order: token order.
-        schedule: ``"2d"`` or ``"published"``.
-        rotate: ``"kv"`` or ``"q"``, which side moves round the ring in the backward.
-        rotate_forward: the same for the forward.
-        kernel: of the blocks.
-        code: :data:`wallfacer_dt.ops.CODE`.
-        gradients: whether some of the tensors need one, so that there will be a backward; see :func:`needs_gradient`.
-    """
-
-    scale: float
-    softcap: float
-    place: Sequence[int]
-    ulysses: str
-    ring: str
-    team: str
-    context: str
-    context_ranks: Sequence[int]
-    mesh: str
-    lengths: Sequence[int]
-    replicated: int
-    is_causal: bool
-    window: Sequence[int]
-    prefix: int
-    mask: str
-    mask_key: int
-    packed: str
-    order: str
-    schedule: str
-    rotate: str
-    rotate_forward: str
-    kernel: str
-    code: str
-    gradients: bool = False
-
-    def told(self) -> tuple[float, float, str]:
-        """As operators take them after their tensors: two floats and a text (:data:`SCHEMA`)."""
-        return self.scale, self.softcap, as_text(self[2:])
-
-    @classmethod
-    def of(cls, scale: float, softcap: float, text: str) -> "Options":
-        """What :meth:`told` gave."""
-        return cls(scale, softcap, *from_text(text))
-
-
-SCHEMA = "float scale, float softcap, str options"
+from wallfacer_dt.options import Options, Setting
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -141,21 +67,30 @@ def make_call(
     Raises:
         ValueError: it cannot be made.
     """
-    place = Coordinate(*options.place)
-    names = (options.ulysses, options.ring, options.team)
-    if is_lasting(options.mesh):
-        names = groups_here(options.mesh, place, names)
-    groups = Groups(place, *names, options.context, tuple(options.context_ranks))
-    q_length, k_length = _lengths(options, q, k)
+    told = options.setting.options
+    # What documents, a mask's answers or another world may change is not kept, nor are these kept alive.
+    is_kept = documents is None and not options.mask and not is_lasting(options.setting.mesh)
+    parts = _parts if is_kept else _parts.__wrapped__
+    groups, sequences, heads = parts(options, q.shape, k.shape, k_shared is None, documents)
+    need = Need.of(q, v, masked=sequences.mask.blocks is not None, softcap=options.softcap)
+    scores = Scores(select_kernel(told.kernel, need), options.scale, options.softcap)
+    return Call(groups, sequences, scores, heads, told.schedule == "published", told.rotate, told.rotate_forward)
+
+
+@lru_cache(256)
+def _parts(
+    options: Options, q: torch.Size, k: torch.Size, hidden: bool, documents: Tensor | None
+) -> tuple[Groups, Sequences, tuple[tuple[Heads, ...], ...]]:
+    """The groups, what is attended, and the heads of a call on shapes q and k."""
+    setting = options.setting
+    place, names = setting.place, setting.groups
+    if is_lasting(setting.mesh):
+        names = groups_here(setting.mesh, place, names)
+    groups = Groups(place, *names, setting.context, setting.context_ranks)
+    q_length, k_length = _lengths(setting, q, k)
     mask = _mask(options, documents, q_length)
-    hidden = place.ulysses > 1 and k_shared is None
-    heads = split_heads(q.shape[1], k.shape[1], place.ulysses, hidden=hidden)
-    sequences = Sequences(q_length, k_length, options.order, mask, options.replicated)
-    need = Need.of(q, v, masked=mask.blocks is not None, softcap=options.softcap)
-    kernel = select_kernel(options.kernel, need)
-    scores = Scores(kernel, options.scale, options.softcap)
-    published = options.schedule == "published"
-    return Call(groups, sequences, scores, heads, published, options.rotate, options.rotate_forward)
+    heads = split_heads(q[1], k[1], place.ulysses, hidden=place.ulysses > 1 and hidden)
+    return groups, Sequences(q_length, k_length, setting.order, mask, setting.options.replicated), heads
 
 
 def agreed_call(
@@ -191,15 +126,21 @@ def agreed_call(
     Raises:
         ValueError: on every rank: calls differ, or one cannot be made.
     """
-    mesh = options.mesh if mesh is None else mesh
+    setting = options.setting
+    mesh = setting.mesh if mesh is None else mesh
     with refusing_together(mesh):
-        if options.mask_key:
-            check_mask(options.mask_key, options.mask, q.shape[0], q.shape[1], *_lengths(options, q, k), q.device.type)
+        if setting.mask_key:
+            lengths = _lengths(setting, q.shape, k.shape)
+            check_mask(setting.mask_key, options.mask, q.shape[0], q.shape[1], *lengths, q.device.type)
         call = make_call(options, q, k, v, k_shared, documents)
-    signature = {**(further or {}), **_signature(options, q, k, v, k_shared, sinks), "the documents": digest(documents)}
-    signature["the kernel that runs"] = f"{call.scores.kernel.name}, {call.scores.kernel.version}"
-    values = [str(value) for value in signature.values()]
-    return call, torch.ops.wallfacer_dt.agree(q, what, list(signature), values, mesh, None)
+
+    def signature() -> Iterator[tuple[str, Hashable]]:
+        yield from (further or {}).items()
+        yield from _signature(options, q, k, v, k_shared, sinks).items()
+        yield "the documents", digest(documents)
+        yield "the kernel that runs", f"{call.scores.kernel.name}, {call.scores.kernel.version}"
+
+    return call, torch.tensor(agree_on(q, what, signature(), mesh), device="cpu")
 
 
 def groups_here(mesh: str, place: Coordinate, groups: tuple[str, str, str]) -> tuple[str, str, str]:
@@ -236,23 +177,24 @@ def agree_on_backward(what: str, x: Tensor, mesh: str, number: Tensor) -> None:
         mesh: its name.
         number: of the forward call ().
     """
-    torch.ops.wallfacer_dt.agree(x, f"the backward of {what}", [], [], mesh, number)
+    agree_on(x, f"the backward of {what}", (), mesh, number)
 
 
-def _lengths(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
+def _lengths(setting: Setting, q: torch.Size, k: torch.Size) -> tuple[int, int]:
     """Queries and keys in the whole sequence."""
-    if options.lengths:
-        return options.lengths[0], options.lengths[1]
-    ranks = Coordinate(*options.place).size
-    return (q.shape[2] - options.replicated) * ranks, (k.shape[2] - options.replicated) * ranks
+    if setting.lengths:
+        return setting.lengths[0], setting.lengths[1]
+    ranks, replicated = setting.place.size, setting.options.replicated
+    return (q[2] - replicated) * ranks, (k[2] - replicated) * ranks
 
 
 def _mask(options: Options, documents: Tensor | None, length: int) -> Mask:
-    left, right = (None if n < 0 else n for n in options.window)
+    told = options.setting.options
+    left, right = (None if n < 0 else n for n in told.window)
     return Mask(
         left,
-        0 if options.is_causal else right,
-        options.prefix,
+        right,
+        told.prefix_length,
         boundaries(documents, options.packed, length) if documents is not None else (),
         known_blocks(options.mask) if options.mask else None,
     )
@@ -262,22 +204,23 @@ def _signature(
     options: Options, q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, sinks: Tensor | None
 ) -> dict[str, Hashable]:
     """What must be the same on all ranks; what follows from other things comes after them."""
+    setting = options.setting
 
     def shape(x: Tensor | None) -> Hashable:
         # Shards of a sequence whose length is given need not be equal.
-        return x if x is None else (*x.shape[:2], "L" if options.lengths else x.shape[2], x.shape[3])
+        return x if x is None else (*x.shape[:2], "L" if setting.lengths else x.shape[2], x.shape[3])
 
-    place = Coordinate(*options.place)
     return {
-        "cp_ulysses x cp_ring x cp_team": place.axes,
-        "length": tuple(options.lengths) or "not given",
+        "cp_ulysses x cp_ring x cp_team": setting.place.axes,
+        "length": setting.options.length,
         "the shape of q": shape(q),
         "the shape of k": shape(k),
         "the head dim of v": v.shape[-1],
         "the shape of k_shared": shape(k_shared),
         "the shape of sinks": None if sinks is None else tuple(sinks.shape),
         "the dtype of q": q.dtype,
-        **{name: getattr(options, name) for name in _COMPARED},
+        **options.compared,
+        "code": options.code,
         "what says where documents are": options.packed or "nothing",
         "whether q, k, v, k_shared or sinks need a gradient": options.gradients,
     }

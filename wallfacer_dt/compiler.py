@@ -42,7 +42,7 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def as_text(options: Sequence[Any]) -> str:
-    """Options as one text: numbers, texts and sequences of integers; see Note [Options as text].
+    """Options as one text: integers, texts, None, and sequences of these; see Note [Options as text].
 
     What a compiler took for a symbol it takes for a constant then.
     """
@@ -50,9 +50,9 @@ def as_text(options: Sequence[Any]) -> str:
 
 
 def _plain(x: Any) -> Any:
-    if isinstance(x, bool | str):  # index() makes an integer of a bool
+    if x is None or isinstance(x, bool | str):  # index() makes an integer of a bool
         return x
-    return tuple(map(index, x)) if isinstance(x, tuple | list) else index(x)
+    return tuple(map(_plain, x)) if isinstance(x, tuple | list) else index(x)
 
 
 @constant
@@ -68,7 +68,11 @@ def _written(options: tuple[Any, ...]) -> str:
 @lru_cache(1024)
 def from_text(text: str) -> tuple[Any, ...]:
     """What :func:`as_text` was given."""
-    return tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(text))
+    return _tuples(json.loads(text))
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 def sizes(x: Tensor) -> tuple[int, ...]:

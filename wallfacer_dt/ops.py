@@ -21,9 +21,10 @@ from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import fake_number, refusing_together, settling
 from wallfacer_dt.algorithms import known_blocks
 from wallfacer_dt.autocast import outside_autocast
-from wallfacer_dt.calls import SCHEMA, Options, agree_on_backward, agreed_call, make_call
+from wallfacer_dt.calls import agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.transforms import differentiable, not_differentiable
+from wallfacer_dt.options import SCHEMA, Options
+from wallfacer_dt.transforms import differentiable, not_differentiable, operator
 
 
 def _digest_of_sources() -> str:
@@ -110,9 +111,9 @@ def attention_backward_body(
         ValueError: on every rank: ranks are at the backwards of different calls.
     """
     options = Options.of(*rest)
-    with refusing_together(options.mesh):
+    with refusing_together(options.setting.mesh):
         call = make_call(options, q, k, v, k_shared, documents)
-    agree_on_backward("attention", q, options.mesh, number)
+    agree_on_backward("attention", q, options.setting.mesh, number)
     grads, dsinks = call.backward(grad_out, out, lse, q, _present(k, v, k_shared), sinks)
     laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, _present(q, k, v, k_shared), strict=True)]
     dq, dk, dv, dk_shared = (*laid_out, q.new_empty(0))[:4]
@@ -140,42 +141,33 @@ def _laid_out(result: Tensor, like: Tensor) -> Tensor:
     return like.copy_(result)
 
 
-attention = torch.library.custom_op(
-    "wallfacer_dt::attention",
-    settling(attention_body),
-    mutates_args=(),
-    schema=(
-        f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {SCHEMA}) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-)
-attention_backward = torch.library.custom_op(
-    "wallfacer_dt::attention_backward",
-    settling(attention_backward_body),
-    mutates_args=(),
-    schema=(
-        "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
-        f"Tensor out, Tensor lse, Tensor number, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-
-BODIES = {
-    torch.ops.wallfacer_dt.attention.default: attention_body,
-    torch.ops.wallfacer_dt.attention_backward.default: attention_backward_body,
-}
-
-
-@attention.register_fake
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return _like(q, v.shape[-1]), lse, fake_number()
 
 
-@attention_backward.register_fake
 def _attention_backward_fake(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, k_shared, sinks))
+
+
+attention = operator(
+    "attention",
+    settling(attention_body),
+    f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _attention_fake,
+)
+attention_backward = operator(
+    "attention_backward",
+    settling(attention_backward_body),
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
+    f"Tensor out, Tensor lse, Tensor number, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward_fake,
+)
+
+BODIES = {attention: attention_body, attention_backward: attention_backward_body}
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -195,7 +187,7 @@ def _autograd(ctx, grad_out: Tensor | None, grad_lse: None, grad_number: None) -
     if grad_out is None:
         return (*[None] * _TENSORS, *nothing)
     saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
-    grads = torch.ops.wallfacer_dt.attention_backward(grad_out, *saved, ctx.number, *ctx.options)
+    grads = attention_backward(grad_out, *saved, ctx.number, *ctx.options)
     placed = [
         None if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
         for name, grad, x in zip(_INPUTS, grads, saved, strict=False)
@@ -206,23 +198,20 @@ def _autograd(ctx, grad_out: Tensor | None, grad_lse: None, grad_number: None) -
 _INPUTS = ("q", "k", "v", "k_shared", "sinks", "documents")
 _TENSORS = len(_INPUTS)
 
-differentiable(torch.ops.wallfacer_dt.attention.default, _autograd, _setup_context)
-not_differentiable(
-    torch.ops.wallfacer_dt.attention_backward.default, "context-parallel attention has no second derivative"
-)
+differentiable(attention, _autograd, _setup_context)
+not_differentiable(attention_backward, "context-parallel attention has no second derivative")
 
 for _op in BODIES:
     lowering.keep_order(_op)
 
 
 def _axes(options: Sequence[Any]) -> sharding.Axes:
-    known = Options.of(*options)
-    return sharding.Axes(known.ulysses, known.ring, known.team)
+    return sharding.Axes(*Options.of(*options).setting.groups)
 
 
-sharding.register(torch.ops.wallfacer_dt.attention.default, _axes, inputs=_INPUTS, outputs=("out", "lse", "number"))
+sharding.register(attention, _axes, inputs=_INPUTS, outputs=("out", "lse", "number"))
 sharding.register(
-    torch.ops.wallfacer_dt.attention_backward.default,
+    attention_backward,
     _axes,
     inputs=("grad_out", *_INPUTS, "out", "lse", "number"),
     outputs=("grad_q", "grad_k", "grad_v", "grad_k_shared", "grad_sinks"),

@@ -1,13 +1,14 @@
 """What tensors attention accepts; and refusals in a graph, see Note [Refusing together] in ``agreement``."""
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import refusing_together
@@ -15,8 +16,9 @@ from wallfacer_dt.compiler import sizes
 from wallfacer_dt.documents import check_documents
 from wallfacer_dt.kernels import Need, select_kernel
 from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
+from wallfacer_dt.options import SCHEMA, Options, Setting
 from wallfacer_dt.order import check_order_is_told
-from wallfacer_dt.transforms import check_transforms
+from wallfacer_dt.transforms import check_transforms, is_transformed
 
 
 class Extras(NamedTuple):
@@ -38,45 +40,7 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-class Expected(NamedTuple):
-    """What a call's tensors are checked against.
-
-    Attributes:
-        mesh: its name, by which ranks compare their calls.
-        ulysses: name of the process group of axis ``cp_ulysses``, or empty.
-        ring: name of the ring's process group, or empty.
-        team: name of the team's process group, or empty.
-        device_type: of the mesh.
-        axes: sizes of ulysses, ring and team.
-        index: this rank's sequence index.
-        lengths: of the whole sequence, queries and keys; empty where shards are equal.
-        replicated: tokens before the shards that every rank holds.
-        square: whether there is a mask for which queries and keys are the same tokens.
-        masked: whether there is a mask_mod.
-        documents: whether documents go with the other masks.
-        order: name of the token order; empty where there is none.
-        softcap: of the scores.
-        kernel: of the blocks.
-    """
-
-    mesh: str
-    ulysses: str
-    ring: str
-    team: str
-    device_type: str
-    axes: Sequence[int]
-    index: int
-    lengths: Sequence[int]
-    replicated: int
-    square: bool
-    masked: bool
-    documents: bool
-    order: str
-    softcap: float
-    kernel: str
-
-
-def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, extras: Extras, error: str, expected: Expected) -> Tensor:
+def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, extras: Extras, error: str, setting: Setting) -> Tensor:
     """Put a refusal into the graph that is being traced; see Note [Refusing together].
 
     Args:
@@ -85,15 +49,16 @@ def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, extras: Extras, error: str
         v: as the call was given it.
         extras: as the call was given them.
         error: why; empty where plain tensors themselves are refused, which then say so when the operator runs.
-        expected: what they were checked against.
+        setting: what they were checked against.
 
     Returns:
         Something of q's shape, in the graph.
     """
     if isinstance(q, DTensor):
-        return refuse_in_graph(q, q.shape[-1], error, expected.mesh)
+        return refuse_in_graph(q, q.shape[-1], error, setting.mesh)
+    options = Options(1.0, float(setting.options.softcap or 0.0), setting, "")
     given = (x.detach() if isinstance(x, Tensor) else None for x in extras)
-    return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), *given, error, *expected)
+    return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), *given, error, *options.told())
 
 
 def refuse_in_graph(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
@@ -118,18 +83,36 @@ def _like(x: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, expected: Expected) -> None:
+def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, setting: Setting) -> None:
     """Refuse (TypeError, ValueError, NotImplementedError) tensors that attention cannot be given."""
     _check_each(q, k, v, extras.k_shared)
-    _check_together(q, k, v, extras.k_shared, expected)
-    _check_lengths(q, k, expected)
-    _check_documents(q, k, extras, expected)
+    _check_together(q, k, v, extras.k_shared, setting)
+    _check_lengths(q, k, setting)
+    _check_documents(q, k, extras, setting)
     _check_sinks(q, extras.sinks)
     # A compiler asks the operator's rule, which checks the same, and kernels are chosen when the operator runs.
     if not torch.compiler.is_compiling():
-        axes = sharding.Axes(expected.ulysses, expected.ring, expected.team)
-        sharding.check(q, k, v, axes, extras.k_shared, extras.sinks)
-        select_kernel(expected.kernel, Need.of(q, v, masked=expected.masked, softcap=expected.softcap))
+        sharding.check(q, k, v, sharding.Axes(*setting.groups), extras.k_shared, extras.sinks)
+        told = setting.options
+        select_kernel(told.kernel, Need.of(q, v, masked=bool(setting.mask_key), softcap=told.softcap or 0.0))
+
+
+def kind_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Hashable:
+    """All that :func:`check_call` sees of plain tensors, but for what kernels say, whom the operator asks every time.
+
+    None where it looks at more: documents' contents, placements, transforms of torch.func, tangents.
+    """
+    if extras.document_ids is not None or extras.cu_seqlens is not None:
+        return None
+    kind = []
+    for x in (q, k, v, extras.sinks, extras.k_shared):
+        if x is None:
+            kind.append(None)
+        elif type(x) not in (Tensor, Parameter) or is_transformed(x) or unpack_dual(x).tangent is not None:
+            return None
+        else:
+            kind += (x.shape, x.dtype, x.device)
+    return tuple(kind)
 
 
 def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> None:
@@ -151,7 +134,7 @@ def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> Non
             raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {sizes(x)}")
 
 
-def _check_together(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, expected: Expected) -> None:
+def _check_together(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, setting: Setting) -> None:
     others = [k, v] if k_shared is None else [k, v, k_shared]
 
     def shapes() -> str:
@@ -165,8 +148,8 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, ex
         raise TypeError(f"q, k and v must be floating point, got {q.dtype}; cast them")
     if any(x.device != q.device for x in others):
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if q.device.type != expected.device_type:
-        raise ValueError(f"q, k and v must be on the mesh's device type {expected.device_type!r}, got {q.device}")
+    if q.device.type != setting.device_type:
+        raise ValueError(f"q, k and v must be on the mesh's device type {setting.device_type!r}, got {q.device}")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in all but the head dim (B, N, L, H), got {shapes()}")
     if k_shared is not None and (k_shared.shape[0], *k_shared.shape[1:3]) != (k.shape[0], 1, k.shape[2]):
@@ -176,63 +159,68 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, ex
         raise ValueError(
             f"q and k must agree in batch and head dim (B, N, L, H), to which k_shared belongs, got {shapes()}"
         )
-    if expected.square and q.shape[2] != k.shape[2]:
+    if setting.has_mask and q.shape[2] != k.shape[2]:
         raise ValueError(f"under a mask q, k and v must agree in length, got {shapes()}; cross attention has no mask")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of key and value heads, got {shapes()}")
-    if q.shape[1] < expected.axes[0]:
-        raise ValueError(f"cp_ulysses of {expected.axes[0]} splits query heads, of which there are only {sizes(q)[1]}")
+    if q.shape[1] < setting.place.ulysses:
+        ulysses = setting.place.ulysses
+        raise ValueError(f"cp_ulysses of {ulysses} splits query heads, of which there are only {sizes(q)[1]}")
 
 
-def _check_lengths(q: Tensor, k: Tensor, expected: Expected) -> None:
+def _check_lengths(q: Tensor, k: Tensor, setting: Setting) -> None:
     if isinstance(q, DTensor):
-        if expected.replicated:
+        if setting.options.replicated:
             raise ValueError("replicated tokens and a shard are no DTensor: pass local tensors, q.to_local()")
-        if expected.lengths and tuple(expected.lengths) != (q.shape[2], k.shape[2]):
+        if setting.lengths and setting.lengths != (q.shape[2], k.shape[2]):
             raise ValueError(
-                f"DTensors know their length: leave length={expected.lengths[0]} out, got q {sizes(q)} and k "
+                f"DTensors know their length: leave length={setting.lengths[0]} out, got q {sizes(q)} and k "
                 f"{sizes(k)} (B, N, L, H)"
             )
         return
-    lengths = expected.lengths or (None, None)
+    lengths = setting.lengths or (None, None)
     for name, x, length in (("q", q, lengths[0]), ("k", k, lengths[1])):
-        own = x.shape[2] - expected.replicated
+        own = x.shape[2] - setting.options.replicated
         if length is None:
             if own < 1:
-                replicated = f" after {expected.replicated} replicated ones" if expected.replicated else ""
+                replicated = (
+                    f" after {setting.options.replicated} replicated ones" if setting.options.replicated else ""
+                )
                 raise ValueError(
                     f"{name} must have tokens of this rank{replicated}, got {sizes(x)} (B, N, L, H); of a "
                     "sequence that does not divide pass the length"
                 )
             continue
-        holds = shard_sizes(length, tuple(expected.axes), expected.order)[expected.index]
+        holds = shard_sizes(length, setting.place.axes, setting.order)[setting.place.index]
         if own != holds:
             raise ValueError(
-                f"of {length} tokens this rank holds {holds} in {expected.order or 'contiguous'} order, got {name} "
-                f"{sizes(x)} (B, N, L, H) with {expected.replicated} replicated; deal them out by shard_sequence"
+                f"of {length} tokens this rank holds {holds} in {setting.order or 'contiguous'} order, got {name} "
+                f"{sizes(x)} (B, N, L, H) with {setting.options.replicated} replicated; deal them out by shard_sequence"
             )
 
 
-def _check_documents(q: Tensor, k: Tensor, extras: Extras, expected: Expected) -> None:
+def _check_documents(q: Tensor, k: Tensor, extras: Extras, setting: Setting) -> None:
     kinds = {"ids": extras.document_ids, "cu_seqlens": extras.cu_seqlens}
     given = {kind: documents for kind, documents in kinds.items() if documents is not None}
     if not given:
-        if expected.order == BY_DOCUMENT:
+        if setting.order == BY_DOCUMENT:
             raise ValueError(f"order={BY_DOCUMENT!r} needs document_ids or cu_seqlens at every call")
         return
     if len(given) > 1:
         raise ValueError("documents are given twice: pass document_ids or cu_seqlens")
-    check_order_is_told(expected.order, math.prod(expected.axes))
-    if not expected.documents or q.shape[2] != k.shape[2]:
+    check_order_is_told(setting.order, setting.place.size)
+    told = setting.options
+    other = setting.mask_key or told.prefix_length or told.replicated or told.kv_length not in (None, told.length)
+    if other or q.shape[2] != k.shape[2]:
         raise ValueError("documents go with causal and window masks, not with a prefix, mask_mod, replicated tokens "
                          "or keys of another length")  # fmt: skip
-    length = expected.lengths[0] if expected.lengths else q.shape[2] * math.prod(expected.axes)
+    length = setting.lengths[0] if setting.lengths else q.shape[2] * setting.place.size
     if isinstance(q, DTensor):
         length = q.shape[2]
-        if expected.order == BY_DOCUMENT and length % math.prod(expected.axes):
+        if setting.order == BY_DOCUMENT and length % setting.place.size:
             raise ValueError(
                 f"in order={BY_DOCUMENT!r} the shards of {length} tokens are none of a DTensor's: pad it to a multiple "
-                f"of {math.prod(expected.axes)}, or pass local tensors and length"
+                f"of {setting.place.size}, or pass local tensors and length"
             )
     for kind, documents in given.items():
         check_documents(documents, kind, q.shape[0], length)
@@ -259,8 +247,7 @@ def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? cu_seqlens, Tensor? sinks, Tensor? k_shared, "
-        "str error, str mesh, str ulysses, str ring, str team, str device_type, int[] axes, int index, int[] lengths, "
-        "int replicated, bool square, bool masked, bool documents, str order, float softcap, str kernel) -> Tensor"
+        f"str error, {SCHEMA}) -> Tensor"
     ),
 )
 def _refuse(
@@ -272,13 +259,14 @@ def _refuse(
     sinks: Tensor | None,
     k_shared: Tensor | None,
     error: str,
-    *rest: object,
+    *rest: Any,
 ) -> Tensor:
-    expected = Expected(*rest)  # pyrefly: ignore[bad-argument-type]
-    with refusing_together(expected.mesh):
+    told = Options.of(*rest)
+    setting = replace(told.setting, options=told.options)
+    with refusing_together(setting.mesh):
         if error:
             raise ValueError(error)
-        check_call(q, k, v, Extras(document_ids, cu_seqlens, sinks, k_shared), expected)
+        check_call(q, k, v, Extras(document_ids, cu_seqlens, sinks, k_shared), setting)
     raise AssertionError("what a compiler refused, these tensors do not show")
 
 

@@ -8,11 +8,10 @@ shared keys, a mask), or is refused by name; what stands in its code is found by
 
 import copy
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +21,16 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.agreement import agree, refusing_together
-from wallfacer_dt.attention import AttentionOptions, ContextAttention, check_scale, under_autocast
+from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.equivalence import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, check_once
 from wallfacer_dt.mesh import Coordinate, name_of
-from wallfacer_dt.order import TokenOrder
+from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
 from wallfacer_dt.refusal import Extras, check_call, refused_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | BlockMask
-Window = tuple[int | None, int | None]
 
 _MASKS = ("attention_masks", "block_mask", "mask_mod")
 # Names of a call's tensors, and what attention calls them.
@@ -66,24 +64,37 @@ class _Call(NamedTuple):
     mask: MaskMod | None
 
 
-class _ContextParallel(ParallelStyle, ABC):
+class _ContextParallel(ParallelStyle):
     """What the styles share: they differ in the meshes that they take."""
 
     _any_axis: ClassVar[str] = ""
+    _without: ClassVar[tuple[str, ...]] = ()
+    _of_size_1: ClassVar[tuple[str, ...]] = ()
+    _remedy: ClassVar[str] = ""
 
-    def __init__(self, options: AttentionOptions, layout: str, check: bool) -> None:
+    def __init__(self, *, layout: str = "BLNH", check: bool = True, **options: Unpack[AttentionKeywords]) -> None:
         super().__init__()
+        told = options_of(type(self).__name__, options, without=self._without, own=("layout", "check"))
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
         if not isinstance(check, bool):
             raise TypeError(f"check must be a bool, got {check!r}")
-        options.check()
-        self.options, self.layout, self.check = options, layout, check
+        told.check()
+        self.options, self.layout, self.check = told, layout, check
         self._passed: set[Hashable] = set()
 
-    @abstractmethod
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = with_options(cls.__init__, cls._without)
+
     def _check_place(self, place: Coordinate) -> None:
         """Refuse (ValueError) a mesh that is not of this style."""
+        for axis in self._of_size_1:
+            size = getattr(place, axis.removeprefix("cp_"))
+            if size > 1:
+                raise ValueError(
+                    f"{type(self).__name__} needs a mesh with {axis} of size 1, got {size}; use WallFacerParallel, or "
+                    f"context_mesh(device_type, {self._remedy})"
+                )
 
     def attention_on(self, mesh: DeviceMesh, options: AttentionOptions) -> ContextAttention:
         """Attention on a mesh with these options instead of the style's own; all ranks call it together."""
@@ -259,12 +270,11 @@ class _Forward:
             scale, extras, mask = self._read(q, k, args, kwargs)
             masked = attention if mask is None else attention.with_mask(mask)
             q, k, v, extras = under_autocast(q, k, v, extras)
-            check_call(q, k, v, extras, masked.expected)
-            options = masked.resolve(q, k, v, extras, scale)
-        return masked.run(q, k, v, extras, options)
+            told = masked.checked(q, k, v, extras, scale)
+        return masked.run(q, k, v, extras, told)
 
     def _traced(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        attention, expected = self.attention, self.attention.expected
+        attention = self.attention
         # A graph may hold what refuses tensors of one kind; and every rank exports by itself.
         kinds = {isinstance(x, DTensor) if isinstance(x, Tensor) else None for x in (q, k, v)}
         in_graph = kinds in ({False}, {True}) and not torch.compiler.is_exporting()
@@ -272,14 +282,14 @@ class _Forward:
             scale, extras, _ = self._read(q, k, args, kwargs)
         except (TypeError, ValueError) as error:
             if in_graph:
-                return refused_in_graph(q, k, v, Extras(), str(error), expected)
+                return refused_in_graph(q, k, v, Extras(), str(error), attention)
             raise
         q, k, v, extras = under_autocast(q, k, v, extras)
         try:
-            check_call(q, k, v, extras, expected)
+            check_call(q, k, v, extras, attention)
         except (TypeError, ValueError, NotImplementedError) as error:
             if in_graph:
-                return refused_in_graph(q, k, v, extras, str(error) if isinstance(q, DTensor) else "", expected)
+                return refused_in_graph(q, k, v, extras, str(error) if isinstance(q, DTensor) else "", attention)
             raise
         return attention(q, k, v, extras, scale)
 
@@ -306,176 +316,42 @@ class RingParallel(_ContextParallel):
     """Ring Attention (Liu et al.) for an inner attention module; WallFacer with teams of one.
 
     Keyword Args:
-        is_causal: a query sees the keys up to its own position.
-        window_size: (left, right), how far a query sees back and ahead; None or -1: any distance. Hugging Face's
-            ``sliding_window=W`` is ``(W - 1, 0)``.
-        prefix_length: with ``is_causal``, keys before it are seen by all queries.
-        mask_mod: callable (b, h, q_idx, kv_idx) that says what is seen, or a BlockMask; instead of other masks.
-        scale: factor of the scores; None takes the one the module is called with, or 1 / sqrt(H).
-        softcap: scores s become softcap * tanh(s / softcap).
-        length: of the sequence, where its shards are not of equal length.
-        kv_length: of the keys, as ``length``.
-        replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
-        order: in which tokens were dealt out: the loader's :class:`TokenOrder`. Under a mask, and within documents,
-            there is no default on several ranks.
-        rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
-        rotate_forward: the same for the forward.
-        kernel: ``"auto"``, or the name of one, see docs/kernels.md.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
+        **options: see :class:`AttentionOptions`, but no ``schedule``.
 
     The mesh has axes ``("cp_ring", "cp_team")`` with a team of one, or one axis of any name.
     """
 
-    _any_axis = "cp_ring"
-
-    def __init__(
-        self,
-        *,
-        is_causal: bool = False,
-        window_size: Window | None = None,
-        prefix_length: int = 0,
-        mask_mod: MaskMod | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        length: int | None = None,
-        kv_length: int | None = None,
-        replicated: int = 0,
-        order: TokenOrder | None = None,
-        rotate: str = "auto",
-        rotate_forward: str = "auto",
-        kernel: str = "auto",
-        layout: str = "BLNH",
-        check: bool = True,
-    ) -> None:
-        options = AttentionOptions(
-            is_causal=is_causal, window_size=window_size, prefix_length=prefix_length, mask_mod=mask_mod, scale=scale,
-            softcap=softcap, length=length, kv_length=kv_length, replicated=replicated, order=order, rotate=rotate,
-            rotate_forward=rotate_forward, kernel=kernel,
-        )  # fmt: skip
-        super().__init__(options, layout, check)
-
-    def _check_place(self, place: Coordinate) -> None:
-        for axis, size in (("cp_team", place.team), ("cp_ulysses", place.ulysses)):
-            if size > 1:
-                raise ValueError(
-                    f"RingParallel needs a mesh with {axis} of size 1, got {size}; "
-                    "use WallFacerParallel, or context_mesh(device_type, ring)"
-                )
+    _any_axis, _of_size_1, _remedy = "cp_ring", ("cp_team", "cp_ulysses"), "ring"
+    _without = ("schedule",)
 
 
 class WallFacerParallel(_ContextParallel):
     """WallFacer (teams and rings of ranks), alone or with Ulysses, for an inner attention module.
 
     Keyword Args:
-        is_causal: a query sees the keys up to its own position.
-        window_size: (left, right), how far a query sees back and ahead; None or -1: any distance. Hugging Face's
-            ``sliding_window=W`` is ``(W - 1, 0)``.
-        prefix_length: with ``is_causal``, keys before it are seen by all queries.
-        mask_mod: callable (b, h, q_idx, kv_idx) that says what is seen, or a BlockMask; instead of other masks.
-        scale: factor of the scores; None takes the one the module is called with, or 1 / sqrt(H).
-        softcap: scores s become softcap * tanh(s / softcap).
-        length: of the sequence, where its shards are not of equal length.
-        kv_length: of the keys, as ``length``.
-        replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
-        order: in which tokens were dealt out: the loader's :class:`TokenOrder`. Under a mask, and within documents,
-            there is no default on several ranks.
-        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
-        rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
-        rotate_forward: the same for the forward.
-        kernel: ``"auto"``, or the name of one, see docs/kernels.md.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
+        **options: see :class:`AttentionOptions`.
 
     The mesh is any that :func:`context_mesh` makes, a slice of it, or its axis ``cp_ring`` or ``cp_ulysses`` alone.
     """
-
-    def __init__(
-        self,
-        *,
-        is_causal: bool = False,
-        window_size: Window | None = None,
-        prefix_length: int = 0,
-        mask_mod: MaskMod | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        length: int | None = None,
-        kv_length: int | None = None,
-        replicated: int = 0,
-        order: TokenOrder | None = None,
-        schedule: str = "2d",
-        rotate: str = "auto",
-        rotate_forward: str = "auto",
-        kernel: str = "auto",
-        layout: str = "BLNH",
-        check: bool = True,
-    ) -> None:
-        options = AttentionOptions(
-            is_causal=is_causal, window_size=window_size, prefix_length=prefix_length, mask_mod=mask_mod, scale=scale,
-            softcap=softcap, length=length, kv_length=kv_length, replicated=replicated, order=order,
-            schedule=schedule, rotate=rotate, rotate_forward=rotate_forward, kernel=kernel,
-        )  # fmt: skip
-        super().__init__(options, layout, check)
-
-    def _check_place(self, place: Coordinate) -> None:
-        pass
 
 
 class UlyssesParallel(_ContextParallel):
     """Ulysses (Jacobs et al.) for an inner attention module: tokens are exchanged for heads.
 
     Keyword Args:
-        is_causal: a query sees the keys up to its own position.
-        window_size: (left, right), how far a query sees back and ahead; None or -1: any distance. Hugging Face's
-            ``sliding_window=W`` is ``(W - 1, 0)``.
-        prefix_length: with ``is_causal``, keys before it are seen by all queries.
-        mask_mod: callable (b, h, q_idx, kv_idx) that says what is seen, or a BlockMask; instead of other masks.
-        scale: factor of the scores; None takes the one the module is called with, or 1 / sqrt(H).
-        softcap: scores s become softcap * tanh(s / softcap).
-        length: of the sequence, where its shards are not of equal length.
-        kv_length: of the keys, as ``length``.
-        replicated: the first so many rows of q, k, v are tokens that every rank holds alike.
-        order: in which tokens were dealt out: the loader's :class:`TokenOrder`. Under a mask, and within documents,
-            there is no default on several ranks.
-        kernel: ``"auto"``, or the name of one, see docs/kernels.md.
         layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
         check: compare the module with this style first, see :func:`check_equivalence`.
+        **options: see :class:`AttentionOptions`, but no ``schedule``, ``rotate`` and ``rotate_forward``.
 
     The mesh has an axis ``cp_ulysses`` and, if others, ``cp_ring`` and ``cp_team`` of size 1; or one axis of any name.
     """
 
-    _any_axis = "cp_ulysses"
-
-    def __init__(
-        self,
-        *,
-        is_causal: bool = False,
-        window_size: Window | None = None,
-        prefix_length: int = 0,
-        mask_mod: MaskMod | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        length: int | None = None,
-        kv_length: int | None = None,
-        replicated: int = 0,
-        order: TokenOrder | None = None,
-        kernel: str = "auto",
-        layout: str = "BLNH",
-        check: bool = True,
-    ) -> None:
-        options = AttentionOptions(
-            is_causal=is_causal, window_size=window_size, prefix_length=prefix_length, mask_mod=mask_mod, scale=scale,
-            softcap=softcap, length=length, kv_length=kv_length, replicated=replicated, order=order, kernel=kernel,
-        )  # fmt: skip
-        super().__init__(options, layout, check)
-
-    def _check_place(self, place: Coordinate) -> None:
-        for axis, size in (("cp_ring", place.ring), ("cp_team", place.team)):
-            if size > 1:
-                raise ValueError(
-                    f"UlyssesParallel needs a mesh with {axis} of size 1, got {size}; "
-                    "use WallFacerParallel, or context_mesh(device_type, ulysses=...)"
-                )
+    _any_axis, _of_size_1, _remedy = "cp_ulysses", ("cp_ring", "cp_team"), "ulysses=..."
+    _without = ("schedule", "rotate", "rotate_forward")
 
 
 def _add(extras: dict[str, Any], name: str, value: Any, where: str) -> None:

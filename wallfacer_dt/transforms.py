@@ -1,9 +1,9 @@
-"""Derivatives of operators, for autograd and for ``torch.func`` alike, and what ``torch.func`` does that is refused.
+"""Operators, their derivatives for autograd and for ``torch.func`` alike, and what ``torch.func`` does that is refused.
 
 An operator made with ``torch.library`` has a derivative for autograd only. Under a transform of ``torch.func`` it is
 therefore taken for an ``autograd.Function`` of the same formula, before any rule of its own is looked for.
 
-Private APIs of ``torch.func`` are called here only; run on torch 2.13.0.
+Private APIs of ``torch.func`` and of the dispatcher are called here only; run on torch 2.13.0.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,62 @@ from torch._C import _functorch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
+from wallfacer_dt.compiler import untraced
+
 _library = torch.library.Library("wallfacer_dt", "FRAGMENT")
+
+
+def operator(name: str, body: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> OpOverload:
+    """Make an operator, as ``torch.library.custom_op`` does, but for what that looks up and checks at every call.
+
+    Args:
+        name: in the package's namespace.
+        body: what it does; its results are new tensors.
+        schema: without the name and without defaults, which torch would fill in slowly.
+        fake: what it gives for fake tensors.
+
+    Returns:
+        The operator.
+    """
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, untraced("an operator is opaque")(body), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wallfacer_dt::{name}", fake, lib=_library)
+    return getattr(torch.ops.wallfacer_dt, name).default
 
 
 def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Register an operator's derivative, once differentiable, in reverse mode.
 
     Args:
-        op: the operator.
+        op: of :func:`operator`.
         backward: as ``torch.library.register_autograd`` takes it.
         setup_context: likewise.
     """
-    torch.library.register_autograd(op, backward, setup_context=setup_context)
+
+    def below(keys: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    def forward(ctx: Any, keys: Any, *args: Any) -> Any:
+        output = below(keys, *args)
+        setup_context(ctx, args, output)
+        return output
+
+    def backward_of_all(ctx: Any, *grads: Any) -> Any:
+        return None, *(backward(ctx, *grads) or ())
+
+    plain: Any = type(
+        "Function",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)},
+    )
+
+    def dispatched(keys: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return plain.apply(keys, *args)
+        return below(keys, *args)
+
+    _library.impl(op.name(), dispatched, "Autograd", with_keyset=True)
     name = op.name()
 
     def refuse_jvp(*_: Any) -> NoReturn:
@@ -70,10 +114,15 @@ def is_transforming() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
+def is_transformed(x: Tensor) -> bool:
+    """Whether a tensor is one of a transform of ``torch.func``."""
+    return _functorch.is_functorch_wrapped_tensor(x)
+
+
 def check_transforms(name: str, x: Tensor) -> None:
     """Refuse (NotImplementedError) a tensor under a transform of ``torch.func`` that it cannot be under."""
     inside = x
-    while _functorch.is_functorch_wrapped_tensor(inside):
+    while is_transformed(inside):
         if _functorch.is_batchedtensor(inside):
             raise NotImplementedError(f"{name} is mapped over by torch.vmap, which is not implemented: ranks exchange "
                                       "whole batches; call it once for each")  # fmt: skip

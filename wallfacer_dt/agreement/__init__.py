@@ -5,6 +5,7 @@ The lowest layer: it knows ranks and names of meshes, and nothing of attention.
 
 from wallfacer_dt.agreement.agree import (
     agree,
+    agree_on,
     fake_number,
     hear_all,
     named,
@@ -16,6 +17,7 @@ from wallfacer_dt.agreement.worlds import is_lasting, lasting, name_mesh, outsid
 
 __all__ = [
     "agree",
+    "agree_on",
     "fake_number",
     "hear_all",
     "is_lasting",

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.agreement.meeting import Meeting, Pending
 from wallfacer_dt.agreement.worlds import Named, is_lasting, this_world
@@ -178,32 +179,33 @@ def waits_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-@torch.library.custom_op(
-    "wallfacer_dt::agree",
-    mutates_args=(),
-    schema="(Tensor x, str what, str[] names, str[] values, str mesh, Tensor? forward) -> Tensor",
-)
-def _agree_op(
-    x: Tensor, what: str, names: Sequence[str], values: Sequence[str], mesh: str, forward: Tensor | None
-) -> Tensor:
-    """:func:`agree` as an operator, which fake tensors pass by; the number is a tensor () on the CPU."""
-    number = agree(
-        what,
-        zip(names, values, strict=True),
-        mesh,
-        forward=0 if forward is None else int(forward),
-        at_once=waits_at_once(x.device),
-    )
-    return torch.tensor(number, device="cpu")
+def agree_on(
+    x: Tensor,
+    what: str,
+    signature: Iterable[tuple[str, Hashable]],
+    mesh: str,
+    forward: Tensor | None = None,
+) -> int:
+    """:func:`agree` in an operator's body, at once where its tensors are on the CPU. Fake tensors pass by.
 
+    Args:
+        x: one of the operator's tensors.
+        what: the kind of call.
+        signature: as for :func:`agree`; looked at only where there is somebody to agree with.
+        mesh: its name.
+        forward: of a backward the number () of the call that it belongs to.
 
-@_agree_op.register_fake
-def _agree_fake(*args: Any) -> Tensor:  # noqa: ARG001  (nothing depends on them)
-    return fake_number()
+    Returns:
+        The call's number.
+    """
+    if isinstance(x, FakeTensor):
+        return 0
+    known = 0 if forward is None else int(forward)
+    return agree(what, signature, mesh, forward=known, at_once=waits_at_once(x.device))
 
 
 def fake_number() -> Tensor:
-    """What has the shape of a call's number."""
+    """What has the shape of a call's number, as operators give it."""
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 

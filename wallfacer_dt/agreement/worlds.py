@@ -61,12 +61,13 @@ _LASTING, _OF_WORLD = "like the ", " of world "
 
 def this_world() -> World | None:
     """What is known of the world that there is now, if there is one."""
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = dist.group.WORLD
     if world is None:
         return None
-    if world not in _worlds:
-        _worlds[world] = World()
-    return _worlds[world]
+    found = _worlds.get(world)
+    if found is None:
+        found = _worlds[world] = World()
+    return found
 
 
 def name_mesh(what: str, ranks: Sequence[int], groups: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.attention import AttentionOptions
+from wallfacer_dt.options import AttentionOptions
 
 # Windows of 1024 tokens and less are seen in sequences of this length; of what a style is told, up to the longest.
 _LENGTH, _LONGEST = 1152, 4352

@@ -6,7 +6,8 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from wallfacer_dt.attention import AttentionOptions, ContextAttention
+from wallfacer_dt.attention import ContextAttention
+from wallfacer_dt.options import AttentionOptions
 
 # What modules call these options.
 CAUSAL_NAMES = ("is_causal", "causal")

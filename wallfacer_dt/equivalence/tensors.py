@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt.attention import AttentionOptions
 from wallfacer_dt.equivalence.sizes import Sizes, mask_shape
+from wallfacer_dt.options import AttentionOptions
 
 _SEED = 0
 _CONSTANT = 4.0  # every key's first channel, exact in all dtypes

@@ -16,10 +16,11 @@ from wallfacer_dt import lowering
 from wallfacer_dt.agreement import fake_number, refusing_together, settling
 from wallfacer_dt.algorithms import HeadGroup, Heads, add_product_, head_groups, linear, turned
 from wallfacer_dt.autocast import outside_autocast
-from wallfacer_dt.calls import SCHEMA, Call, Options, agree_on_backward, agreed_call, make_call
+from wallfacer_dt.calls import Call, agree_on_backward, agreed_call, make_call
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
+from wallfacer_dt.options import SCHEMA, Options
 
 
 class BlockOptions(NamedTuple):
@@ -99,7 +100,7 @@ class _Block(NamedTuple):
         groups = block.groups(fused=projections.is_fused)
         given = [(*shaped(x, block, group.heads), None) for group in groups]
         if number is None:
-            further = _signature(x, projections.own, block, attention.lengths)
+            further = _signature(x, projections.own, block, attention.setting.lengths)
             first, number = agreed_call(_NAME, attention, *given[0], None, documents, mesh=block.whole, further=further)
         else:
             with refusing_together(block.whole):

@@ -14,7 +14,6 @@ from wallfacer_dt.attention import ContextAttention
 from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.compiler import sizes
-from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.metp.attention import BlockOptions, shaped
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
 from wallfacer_dt.metp.holding import WeightMesh, local, watched
@@ -198,7 +197,7 @@ class METPAttentionParallel(ParallelStyle):
                 for angle in rotary.angles(module, args, kwargs, inside):
                     if angle is not None and angle.device != inside.device:
                         raise ValueError(f"cos and sin must be on x's device {inside.device}, got {angle.device}")
-                check_call(*shaped(as_computed(inside)[0], block), extras, attention.expected)
+                check_call(*shaped(as_computed(inside)[0], block), extras, attention)
 
             refusal = boundary.refusal(x, linear(module, self.output).out_features, check)
             if refusal is not None:
@@ -268,7 +267,7 @@ class METPAttentionParallel(ParallelStyle):
             schedule="2d",
             kernel="reference",  # of the CPU, in float64
         )
-        alone = ContextAttention("", Coordinate(1, 1, 0, 0), "cpu", "", "", "", "", (), told, 0)
+        alone = ContextAttention(options=told)
         block = BlockOptions(*heads, H, rotary.pairs or "", (1,), (0,), 0, "", "")
 
         def formula(inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement import fake_number, settling
+from wallfacer_dt.agreement import agree_on, fake_number, settling
 from wallfacer_dt.algorithms import (
     ACTIVATIONS,
     FeedForward,
@@ -178,8 +178,7 @@ def _compare(
         "activation": options.activation,
         "code": options.code,
     }
-    values = [str(value) for value in signature.values()]
-    return torch.ops.wallfacer_dt.agree(x, _NAME, list(signature), values, options.whole, None)
+    return torch.tensor(agree_on(x, _NAME, signature.items(), options.whole), device="cpu")
 
 
 feed_forward = torch.library.custom_op(

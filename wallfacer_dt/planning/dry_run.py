@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.agreement import fake_number
-from wallfacer_dt.calls import Options
 from wallfacer_dt.collectives import absent_group
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body
 from wallfacer_dt.ops import CODE, attention_backward_body, attention_body
+from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -106,29 +106,20 @@ def _following(*given: Tensor) -> Iterator[Alive]:
 def _options(candidate: Candidate, sequence: SequenceShape, index: int) -> Options:
     place, inner = candidate.place(index), candidate.ring * candidate.team
     is_whole = candidate.schedule == "published" and candidate.team > 1
-    left, right = sequence.mask.left, sequence.mask.right
-    return Options(
-        place=(place.ring, place.team, place.ring_rank, place.team_rank, place.ulysses, place.ulysses_rank),
-        ulysses=absent_group(place.ulysses_rank, place.ulysses),
-        ring=absent_group(place.ring_rank, place.ring),
-        team=absent_group(place.team_rank, place.team),
+    options = AttentionOptions(
+        is_causal=sequence.is_causal, window_size=sequence.window_size, length=sequence.length,
+        schedule=candidate.schedule, rotate=candidate.rotate, rotate_forward=candidate.rotate_forward,
+    )  # fmt: skip
+    setting = Setting(
+        options=options,
+        order=candidate.order,
+        place=place,
+        groups=(
+            absent_group(place.ulysses_rank, place.ulysses),
+            absent_group(place.ring_rank, place.ring),
+            absent_group(place.team_rank, place.team),
+        ),
         context=absent_group(place.inner_index, inner) if is_whole else "",
         context_ranks=tuple(range(inner)) if is_whole else (),
-        mesh="",
-        lengths=(sequence.length, sequence.length),
-        replicated=0,
-        is_causal=sequence.is_causal,
-        window=(-1 if left is None else left, -1 if right is None else right),
-        prefix=0,
-        mask="",
-        mask_key=0,
-        packed="",
-        scale=1.0,
-        softcap=0.0,
-        order=candidate.order,
-        schedule=candidate.schedule,
-        rotate=candidate.rotate,
-        rotate_forward=candidate.rotate_forward,
-        kernel="auto",
-        code=CODE,
     )
+    return Options(1.0, 0.0, setting, CODE)

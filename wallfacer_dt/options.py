@@ -1,0 +1,316 @@
+"""One configuration, from the keywords of a call or style to the text that operators are told.
+
+An option stands here, with its type, default and documentation, and where it is implemented.
+"""
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, TypedDict
+
+from torch.nn.attention.flex_attention import BlockMask
+
+from wallfacer_dt.algorithms import MaskMod, check_rotate, check_schedule
+from wallfacer_dt.compiler import as_text, from_text
+from wallfacer_dt.layout import check_length
+from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.order import TokenOrder, check_token_order
+
+Window = tuple[int | None, int | None]
+_ALONE = Coordinate(1, 1, 0, 0)
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """The fields of :class:`AttentionOptions`, for who types keywords."""
+
+    is_causal: bool
+    window_size: Window | None
+    prefix_length: int
+    mask_mod: MaskMod | BlockMask | None
+    scale: float | None
+    softcap: float | None
+    length: int | None
+    kv_length: int | None
+    replicated: int
+    order: TokenOrder | None
+    schedule: str
+    rotate: str
+    rotate_forward: str
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """The options of attention, which :func:`context_parallel_attention` and the styles take as keywords.
+
+    Attributes:
+        is_causal: a query sees the keys up to its own position.
+        window_size: (left, right): a query at i sees keys from i - left to i + right; None or -1 for no bound. Hugging
+            Face's ``sliding_window=W`` is ``(W - 1, 0)``.
+        prefix_length: with ``is_causal``, keys before this position are seen by all queries.
+        mask_mod: any other mask, in place of all these: a function of (batch, head, query position, key position) or
+            a ``BlockMask`` of flex_attention.
+        scale: factor of the scores; 1 / sqrt(H) by default, or what a style's module has or is called with.
+        softcap: scores s become softcap * tanh(s / softcap).
+        length: N, for a sequence whose shards are not equal.
+        kv_length: the number of keys, where it is another one.
+        replicated: the first T rows of q, k, v and of the output are tokens before the sequence that every rank holds
+            (the text in joint attention); without any mask. Gradients of the output's rows are summed over ranks, those
+            of the inputs' rows are a rank's part of a sum.
+        order: in which tokens were dealt out: what :func:`shard_sequence` or the loader was given. Under a mask, and
+            within documents, there is no default on several ranks.
+        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3 (team must divide ring).
+        rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for what has the
+            smaller payload without a mask (see :func:`attention_volume`).
+        rotate_forward: the same for the forward, where with queries goes what has been computed of the output.
+        kernel: ``"auto"``, or the name of one, see docs/kernels.md and :func:`register_kernel`; what a kernel cannot do
+            is refused.
+    """
+
+    is_causal: bool = False
+    window_size: Window | None = None
+    prefix_length: int = 0
+    mask_mod: MaskMod | BlockMask | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    length: int | None = None
+    kv_length: int | None = None
+    replicated: int = 0
+    order: TokenOrder | None = None
+    schedule: str = "2d"
+    rotate: str = "auto"
+    rotate_forward: str = "auto"
+    kernel: str = "auto"
+
+    def check(self) -> None:
+        """Refuse (TypeError, ValueError) options that mean nothing, or do not go together."""
+        if self.order is not None:
+            check_token_order(self.order)
+        if not isinstance(self.kernel, str):  # whether there is such a one, ranks ask together, on a mesh
+            raise TypeError(f"kernel must be a name, got {self.kernel!r}")
+        check_schedule(self.schedule, 1, 1)
+        check_rotate(self.rotate, self.rotate_forward, self.schedule)
+        check_scale(self.scale)
+        if not isinstance(self.is_causal, bool):
+            raise TypeError(f"is_causal must be a bool, got {self.is_causal!r}")
+        _check_window(self.window_size, self.is_causal)
+        for name in ("prefix_length", "replicated"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        for name in ("length", "kv_length"):
+            if getattr(self, name) is not None:
+                check_length(getattr(self, name), name)
+        if self.softcap is not None:
+            check_scale(self.softcap, "softcap")
+        if self.mask_mod is not None and not callable(self.mask_mod) and not isinstance(self.mask_mod, BlockMask):
+            raise TypeError(f"mask_mod must be a function or a BlockMask, got {type(self.mask_mod).__name__}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        has_window = self.window not in ((-1, -1), (-1, 0)) or (self.window == (-1, 0) and not self.is_causal)
+        if self.prefix_length and (not self.is_causal or has_window):
+            raise ValueError("prefix_length goes with is_causal=True and without window_size")
+        named = {"is_causal": self.is_causal, "window_size": has_window, "prefix_length": self.prefix_length}
+        masks = [name for name, value in named.items() if value]
+        if self.mask_mod is not None and masks:
+            raise ValueError(f"mask_mod must say everything by itself, got {', '.join(masks)} as well")
+        if self.replicated and (masks or self.mask_mod is not None):
+            raise ValueError("replicated tokens have no place in the sequence: they go without any mask")
+        if self.kv_length is not None and self.length is None:
+            raise ValueError("kv_length is given without length")
+        if self.kv_length not in (None, self.length) and self.has_mask:
+            raise ValueError("under a mask queries and keys are the same tokens: kv_length must be left out")
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether not all queries see all keys."""
+        return self.is_causal or self.mask_mod is not None or self.window != (-1, -1)
+
+    @property
+    def order_name(self) -> str:
+        """Of the token order; empty where there is none, which only attention without a mask can do without."""
+        return "" if self.order is None else self.order.name
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """How far back and ahead a query sees, -1 for any distance."""
+        left, right = self.window_size or (None, None)
+        return -1 if left is None else left, 0 if self.is_causal else -1 if right is None else right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Options on a mesh: what does not change from call to call. By default there is one rank.
+
+    Attributes:
+        options: as they were told. An operator knows the two that are objects, order and mask_mod, by name only.
+        order: name of the token order; empty where there is none.
+        mask_key: of the mask_mod, 0 for none: its number in this process.
+        mesh: its name, by which ranks compare their calls; empty for none.
+        device_type: of the mesh.
+        place: this rank's coordinate.
+        groups: names of the process groups of axes ulysses, ring and team, or empty.
+        context: name of the ring's and team's common process group, or empty where the schedule does not use it.
+        context_ranks: for every inner index its rank in ``context``.
+    """
+
+    options: AttentionOptions
+    order: str = ""
+    mask_key: int = 0
+    mesh: str = ""
+    device_type: str = "cpu"
+    place: Coordinate = _ALONE
+    groups: tuple[str, str, str] = ("", "", "")
+    context: str = ""
+    context_ranks: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        """Of what is seldom another, since it is asked for at every call."""
+        return hash((self.mesh, self.place))
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether not all queries see all keys."""
+        return bool(self.mask_key) or self.options.has_mask
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the whole sequence, queries and keys; empty where shards are equal."""
+        length, kv_length = self.options.length, self.options.kv_length
+        return () if length is None else (length, length if kv_length is None else kv_length)
+
+
+Told = tuple[float, float, str]
+
+
+class Options(NamedTuple):
+    """What an operator is told beside its tensors, see Note [Options as text].
+
+    Attributes:
+        scale: of the scores.
+        softcap: of the scores, 0 for none.
+        setting: with nothing left to choose: which side moves, and how long a sequence is whose shards are not equal.
+            Of a mask there is the key in a compiled graph only, which asks it whether it still gives its answers.
+        code: :data:`wallfacer_dt.ops.CODE`.
+        mask: name of an arbitrary mask's answers, or empty.
+        packed: what the tensor ``documents`` is: ``"ids"``, ``"cu_seqlens"``, or empty for none.
+        gradients: whether some of the tensors need one, so that there will be a backward.
+    """
+
+    scale: float
+    softcap: float
+    setting: Setting
+    code: str
+    mask: str = ""
+    packed: str = ""
+    gradients: bool = False
+
+    def told(self) -> Told:
+        """As operators take them after their tensors: two floats and a text (:data:`SCHEMA`)."""
+        setting = self.setting
+        values = [_values(x, names) for x, names in ((setting.options, _IN_TEXT), (setting.place, _PLACE))]
+        return self.scale, self.softcap, as_text((*values, _values(setting, _SETTING), *self[3:]))
+
+    @classmethod
+    def of(cls, scale: float, softcap: float, text: str) -> "Options":
+        """What :meth:`told` gave."""
+        return cls(scale, softcap, *_read(text))
+
+    @property
+    def options(self) -> AttentionOptions:
+        """What was chosen, but for the two options that are objects."""
+        return replace(self.setting.options, scale=self.scale, softcap=self.softcap or None)
+
+    @property
+    def compared(self) -> dict[str, Hashable]:
+        """By name all options, which ranks must have alike; of order and mask_mod the names."""
+        values = dict(zip(OPTIONS, _values(self.options, OPTIONS), strict=True))
+        return values | {"order": self.setting.order, "mask_mod": self.mask}
+
+
+SCHEMA = "float scale, float softcap, str options"
+OPTIONS = tuple(field.name for field in fields(AttentionOptions))
+# Beside the text are floats, which a compiler may take for symbols.
+_IN_TEXT = tuple(name for name in OPTIONS if name not in ("scale", "softcap", "order", "mask_mod"))
+_PLACE = tuple(field.name for field in fields(Coordinate))
+_SETTING = tuple(field.name for field in fields(Setting) if field.name not in ("options", "place"))
+
+
+def _values(data: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(data, name) for name in names)
+
+
+@lru_cache(1024)
+def _read(text: str) -> tuple[Any, ...]:
+    options, place, others, *rest = from_text(text)
+    known = AttentionOptions(**dict(zip(_IN_TEXT, options, strict=True)))
+    named = dict(zip(_SETTING, others, strict=True))
+    return Setting(options=known, place=Coordinate(*place), **named), *rest
+
+
+def options_of(
+    who: str, told: AttentionKeywords, *, without: Collection[str] = (), own: Collection[str] = ()
+) -> AttentionOptions:
+    """The options that keywords tell.
+
+    Args:
+        who: a function or style, for messages.
+        told: its keywords.
+        without: options that mean nothing to it.
+        own: names of its other parameters, which may have been meant.
+
+    Returns:
+        The options, not checked yet.
+
+    Raises:
+        TypeError: a keyword is no option.
+    """
+    for name in told:
+        if name in without or name not in OPTIONS:
+            near = difflib.get_close_matches(name, [*own, *(known for known in OPTIONS if known not in without)], 1)
+            why = ", which means nothing to it" if name in without else f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{who} got an unexpected keyword argument {name!r}{why}")
+    return AttentionOptions(**told)
+
+
+def with_options(function: Callable[..., Any], without: Collection[str] = ()) -> inspect.Signature:
+    """A function's signature, or a method's, with the options that mean something to it for ``**options``."""
+    found = inspect.signature(function)
+    own = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+    takes_options = any(p.kind is p.VAR_KEYWORD for p in found.parameters.values())
+    told = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(AttentionOptions)
+        if field.name not in without and takes_options
+    ]
+    return found.replace(parameters=[*own, *told])
+
+
+def check_scale(scale: float | None, name: str = "scale") -> None:
+    """Refuse (TypeError, ValueError) a factor that is no finite number above 0."""
+    # A tensor may want a gradient, which it would not get.
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"{name} must be a float or None, got {scale!r}")
+    if scale is not None and not 0 < scale < math.inf:
+        # A compiler may take it for a symbol, which has no text.
+        raise ValueError(f"{name} must be finite and above 0, got {float(scale)}")
+
+
+def _check_window(window: Any, is_causal: bool) -> None:
+    if window is None:
+        return
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
+    for n in window:
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool)):
+            raise TypeError(f"window_size must be a pair of ints or None, got {window!r}")
+        if n is not None and n < -1:
+            raise ValueError(f"window_size must be at least 0, or -1 for no bound, got {window!r}")
+    if is_causal and window[1] not in (None, -1, 0):
+        raise ValueError(f"is_causal=True sees no later keys, got window_size={window!r}")
