@@ -7,7 +7,7 @@ import pytest
 from recipes.benchmarks.gpu.__main__ import page, record
 from recipes.benchmarks.gpu.stages import STAGES, Place
 
-QUICK = ["versions", "kernels", "merging", "waiting", "loops"]
+QUICK = ["versions", "kernels", "segments", "merging", "waiting", "loops"]
 
 
 @pytest.mark.parametrize("stage", [*QUICK, pytest.param("ranks", marks=pytest.mark.ranks)])

@@ -45,7 +45,7 @@ def page(out: Path) -> str:
         lines.append(f"## {stage}\n\n{len(mine)} cases, {len(failed)} failed, {refused} refused.\n")
         lines += [f"- **{found['case']}**: {found['error']}" for found in failed]
         shown = [found for found in mine if "error" not in found and "refused" not in found]
-        if stage == "kernels":
+        if stage in ("kernels", "segments"):
             shown = sorted(shown, key=lambda found: -found["worst"])[:5]
         for found in shown:
             values = ", ".join(f"{name} {shown_as(x)}" for name, x in found.items() if name not in ("stage", "case"))

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,8 +24,21 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.benchmarks.memory.run import fake_world
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
-from wallfacer_dt.kernels import CAUSAL, FULL, Band, Need, accumulation_dtype, merge_, reference, select_kernel
+from wallfacer_dt.algorithms import Backward, Forward, Mask, Operand, Scores, Work
+from wallfacer_dt.algorithms.segments import plan_work
+from wallfacer_dt.kernels import (
+    CAUSAL,
+    FULL,
+    Band,
+    BlockKernel,
+    Need,
+    accumulation_dtype,
+    merge_,
+    reference,
+    select_kernel,
+)
 from wallfacer_dt.kernels.registry import names
+from wallfacer_dt.layout import length_of
 from wallfacer_dt.planning import Candidate, ModelShape, SequenceShape
 from wallfacer_dt.planning.dry_run import attention_peaks
 from wallfacer_dt.testing import RankPool, attention_oracle, worst_error
@@ -150,6 +164,69 @@ def _against_float64(
             *each.backward(grad_out, q, k, v, *given, **options),
         )
     return _compared(found[kernel.name], found["reference"], want, dtype)
+
+
+def segments(place: Place) -> Iterator[Record]:
+    """Many segments in one call, of kernels that take them: documents, windows, rows of the batch that differ."""
+    for name in names():
+        for dtype in place.dtypes:
+            for case, work, rows, columns in _works(900 if place.is_gpu else 60):
+                for dim in (64, 128) if place.is_gpu else (8,):
+                    yield attempted(
+                        f"{name} {dtype} {case} {dim}",
+                        partial(_segments, place, name, dtype, work, (rows, columns, dim)),
+                    )
+
+
+def _works(n: int) -> Iterator[tuple[str, Work, int, int]]:
+    """What is computed, and of how many queries and keys."""
+    short = (0, n // 9, n // 9 + 1, n // 2, n)
+    whole, middle, around = np.array([[0, n]]), np.array([[n // 3, n // 2]]), np.array([[0, n // 3], [n // 2, n]])
+    yield "documents", plan_work([whole], [whole], Mask(right=0, documents=(short,))), n, n
+    rows = ((0, n // 5, n), (0, n // 2, n // 2 + 3, n))
+    yield "rows that differ", plan_work([whole], [whole], Mask(right=0, documents=rows)), n, n
+    window = Mask(left=n // 20, right=0, documents=(short,))
+    yield "windows in documents", plan_work([whole], [whole], window), n, n
+    yield "two sides", plan_work([whole], [whole], Mask(n // 20, n // 30, 0, (short,))), n, n
+    full = Mask(documents=((0, n // 3 + 4, n // 2 + 4, n),))
+    yield "others than these", plan_work([around], [middle], full), length_of(around), length_of(middle)
+    yield "these of others", plan_work([middle], [around], full), length_of(middle), length_of(around)
+
+
+def _segments(place: Place, name: str, dtype: torch.dtype, work: Work, sizes: tuple[int, int, int]) -> Record:
+    rows, columns, dim = sizes
+    torch.manual_seed(0)
+    shapes = [(4, rows, dim), (2, columns, dim), (2, columns, dim), (4, rows, dim)]
+    q, k, v, grad_out = (torch.randn(2, *shape).to(place.device, dtype) for shape in shapes)
+    try:
+        kernel = select_kernel(name, Need.of(q, v, masked=False, softcap=0.0))
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
+    want = _attended(reference.KERNEL, work, *(x.double() for x in (q, k, v, grad_out)))
+    given = [x.to(accumulation_dtype(dtype)) for x in want[:2]]
+    found = [_attended(each, work, q, k, v, grad_out, *given) for each in (kernel, reference.KERNEL)]
+    calls = sum(call.calls if kernel.ragged else len(call.bands) for call in work)
+    return _compared(found[0], found[1], want, dtype) | {"calls": calls}
+
+
+def _attended(
+    kernel: BlockKernel,
+    work: Work,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk and dv; the gradients from what is given of the first two."""
+    scores, query = Scores(kernel, 0.1), Operand((q,))
+    Forward(scores, v.shape[-1]).attend(query, Operand((k, v)), work)
+    whole_out, whole_lse = (mine if x is None else x for mine, x in zip(query.partial, (out, lse), strict=True))
+    behind = Operand((q, grad_out, whole_lse, (grad_out * whole_out).sum(-1)), out=whole_out.to(q.dtype))
+    keys = Operand((k, v))
+    Backward(scores).attend(behind, keys, work)
+    return (*query.partial, *behind.partial, *keys.partial)
 
 
 def _compared(
@@ -458,11 +535,12 @@ def nccl(place: Place) -> Iterator[Record]:
 STAGES: dict[str, tuple[Callable[[Place], Iterator[Record]], int]] = {
     "versions": (versions, 60),
     "kernels": (kernels, 240),
+    "segments": (segments, 90),
     "merging": (merging, 90),
     "ranks": (ranks, 240),
     "waiting": (waiting, 90),
     "nccl": (nccl, 60),
-    "loops": (loops, 240),
-    "training": (training, 180),
+    "loops": (loops, 180),
+    "training": (training, 150),
 }
 """In this order, with seconds."""
