@@ -14,6 +14,7 @@ from torch import Tensor
 from tests import flash_standins
 from tests.cases import BLOCK_MASKS, MASK_MODS, Case, held, shard_sizes
 from tests.strategies import examples, mask_options, meshes, ulysses_meshes
+from wallfacer_dt.algorithms import segments
 from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import blocks_of
 from wallfacer_dt.algorithms.cumulative import cumulative
@@ -24,7 +25,7 @@ from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import Attend, Schedule
 from wallfacer_dt.algorithms.tiles import Tile
 from wallfacer_dt.kernels import Band, BlockKernel, aten, reference
-from wallfacer_dt.layout import Spans, positions
+from wallfacer_dt.layout import Spans, length_of, merged, positions
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.testing import worst_error
 from wallfacer_dt.testing.oracle import visibility
@@ -162,6 +163,26 @@ def test_segments_cover_the_visible_pairs_once(chosen: tuple) -> None:
                 add_covered(count, tile, queries, keys, visible)
             assert call.area == sum(tile.area for tile in tiles)
         assert np.array_equal(count, visible & asked)
+
+
+@examples(300)
+@given(
+    length=st.integers(1, 60), left=st.integers(0, 30), right=st.none() | st.integers(0, 9), data=st.data(),
+)  # fmt: skip
+def test_triangles_and_what_all_see_are_the_window(
+    length: int, left: int, right: int | None, data: st.DataObject
+) -> None:
+    q, k = (merged(data.draw(ascending_spans(length))) for _ in range(2))
+    paired = segments._windows(q, k, Mask(left, right), 0)
+    counts = []
+    for some in (paired, segments._triangles(*paired)):
+        counts.append(np.zeros((length_of(q), length_of(k)), int))
+        for window, rows in segments._calls(*some):
+            for tile in Segments(*window, (rows,)).bands:
+                counts[-1][slice(*tile.q), slice(*tile.k)] += area_of(tile)
+    assert np.array_equal(*counts)
+    i, j = positions(q)[:, None], positions(k)
+    assert np.array_equal(counts[0], (j >= i - left) & ((right is None) | (j <= i + (right or 0))))
 
 
 @examples(300)
