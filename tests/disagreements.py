@@ -221,8 +221,7 @@ def module_refused_by_one_rank() -> None:
 
 
 def mask_refused_by_one_rank() -> None:
-    held = object()
-    mask = (lambda b, h, i, j: (i >= j) & bool(held)) if is_odd() else (lambda b, h, i, j: i >= j)
+    mask = (lambda b, h, i, j: (i >= j) & bool(i)) if is_odd() else (lambda b, h, i, j: i >= j)
     style = w.WallFacerParallel(check=False, mask_mod=mask, **told(mesh()))
     parallelize_module(Inner(), mesh(), style)
 

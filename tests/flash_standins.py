@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.kernels import FULL, Need, flash_attn, reference, register_kernel
 
@@ -76,6 +77,17 @@ def _seen(
     return seen, blind
 
 
+def _listed(seen: Tensor) -> BlockMask:
+    """Booleans (rows, columns) as the reference is given them: one block, partly visible."""
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return seen[q, k]
+
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    shape = (seen.shape[0], seen.shape[1])
+    return BlockMask.from_kv_blocks(one, one[..., None] * 0, BLOCK_SIZE=shape, mask_mod=mask_mod, seq_lengths=shape)
+
+
 def _check(*operands: Tensor) -> None:
     for x in operands:
         assert x.stride(-1) == 1
@@ -90,7 +102,7 @@ def _forward(
     _check(q, k, v)
     is_ragged = q.ndim == 3
     by_heads = ((x[None] if is_ragged else x).transpose(1, 2) for x in (q, k, v))
-    out, lse = reference.forward(*by_heads, band=FULL, mask=seen[0][None, None], scale=scale, softcap=softcap)
+    out, lse = reference.forward(*by_heads, band=FULL, mask=_listed(seen[0]), scale=scale, softcap=softcap)
     out, lse = out.transpose(1, 2).contiguous(), lse.masked_fill((lse == -torch.inf) | lse.isnan(), blind)
     out[:, seen[1]] = torch.nan  # nobody says what is there
     return (out[0], lse[0]) if is_ragged else (out, lse)
@@ -105,7 +117,7 @@ def _backward(
     assert lse.is_contiguous()
     assert not lse.isinf().any()
     is_ragged = q.ndim == 3
-    options = {"band": FULL, "mask": seen[0][None, None], "scale": scale, "softcap": softcap}
+    options = {"band": FULL, "mask": _listed(seen[0]), "scale": scale, "softcap": softcap}
     tensors = ((x[None] if is_ragged else x).transpose(1, 2) for x in (grad_out, q, k, v, out))
     grads = reference.backward(*tensors, lse[None] if is_ragged else lse, **options)
     nothing = [seen[1], *[~seen[0].any(0)] * 2] if is_ragged else [torch.zeros(0, dtype=torch.long)] * 3

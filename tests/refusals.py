@@ -1,10 +1,10 @@
 """What ranks run to show that bad input is refused, on every rank and before anything is sent."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -148,26 +148,16 @@ class Holding(Inner):
         for name, thing in held.items():
             setattr(self, name, thing)
 
-    def sees(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i - j <= self.reach
-
-    @classmethod
-    def sees_all(cls, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i == i
-
 
 class WithSlots:
-    __slots__ = ("reach",)
+    __slots__ = ()
+
+    def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
 
 
-def mask_of(holder: Any) -> Callable[..., Tensor]:
-    return lambda b, h, i, j: i - j <= holder.reach
-
-
-def importing(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    from tests import cases
-
-    return i >= j + cases.TAGS[0]
+def branching(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j if h == 0 else i <= j
 
 
 def with_a_mask_buffer() -> nn.Module:
@@ -268,17 +258,16 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "a mask_mod that answers with floats": lambda: attend(mask_mod=lambda b, h, i, j: (i >= j).float()),
     "a mask_mod that answers with numbers": lambda: attend(mask_mod=lambda b, h, i, j: (i - j).clamp(0, 1)),
     "a mask_mod that answers once for all": lambda: attend(mask_mod=lambda b, h, i, j: True),
-    "a mask_mod that is a method": lambda: attend(mask_mod=Holding(reach=3).sees),
-    "a mask_mod that is a method of a class": lambda: attend(mask_mod=Holding.sees_all),
-    "a mask_mod that is a module": lambda: attend(mask_mod=Holding(reach=3)),
-    "a mask_mod of an object": lambda: attend(mask_mod=mask_of(Holding(reach=3))),
-    "a mask_mod of an object with slots": lambda: attend(mask_mod=mask_of(WithSlots())),
-    "a mask_mod of a part of an object": lambda: attend(mask_mod=functools.partial(Inner().forward, 3)),
-    "a mask_mod of an object in a list": lambda: attend(mask_mod=mask_of(({1: WithSlots()},))),
-    "a mask_mod of a long list": lambda: attend(mask_mod=mask_of(list(range(10_000)))),
-    "a mask_mod that imports": lambda: attend(mask_mod=importing),
-    "a style with a mask_mod of an object": lambda: styled(
-        style=unchecked(mask_mod=mask_of(WithSlots()), order=w.TokenOrder("contiguous", mesh()))
+    "a mask_mod that branches": lambda: attend(mask_mod=branching),
+    "a mask_mod that indexes a list": lambda: attend(mask_mod=lambda b, h, i, j: i >= j + [0, 1, 2][h]),
+    "a mask_mod that indexes an array": lambda: attend(mask_mod=lambda b, h, i, j: np.arange(16)[i] >= j),
+    "a mask_mod that slices": lambda: attend(mask_mod=lambda b, h, i, j: torch.arange(16)[: i + 1].sum() >= j),
+    "a mask_mod that draws": lambda: attend(mask_mod=lambda b, h, i, j: torch.rand(()) < 0.5),
+    "a mask_mod that writes": lambda: attend(mask_mod=lambda b, h, i, j: i.add_(1) >= j),
+    "a mask_mod that answers for many pairs": lambda: attend(mask_mod=lambda b, h, i, j: torch.arange(16) >= j),
+    "a mask_mod of slots alone": lambda: attend(mask_mod=WithSlots()),
+    "a style with a mask_mod that branches": lambda: styled(
+        style=unchecked(mask_mod=branching, order=w.TokenOrder("contiguous", mesh()))
     ),
     "replicated tokens under a mask": lambda: attend(is_causal=True, replicated=2),
     "replicated tokens alone": lambda: attend(replicated=4),

@@ -39,7 +39,7 @@ MESSAGES = {
     "unsharding what is elsewhere on one rank": "x must be on the mesh's device type 'cpu', got meta",
     "a sampler's seed along data_parallel": "seed must be the same on every rank of the mesh, got rank ",
     "a refusal under grad": "scale must be",
-    "a mask that one rank refuses": "mask_mod depends on",
+    "a mask that one rank refuses": "mask_mod takes a value out of a tensor of positions",
     "METP's token order beside tp": f"order {SAME}TokenOrder('contiguous', ranks 0, 2 in turn), rank 2: ",
     "METP's projections": f"its projections {SAME}('up', 'gate', 'down'), rank 1",
     "METP's x along tp, one rank in eager code": "the shape of x must be the same on every rank",

@@ -87,42 +87,35 @@ MESSAGES = {
     "a mask_mod beside another mask": ("ValueError", "mask_mod must say everything by itself, got is_causal"),
     "a mask_mod that is none": ("TypeError", "mask_mod must be a function or a BlockMask, got Tensor"),
     "a mask_mod that answers with floats": (
-        "TypeError",
-        "must return a boolean tensor, as comparisons do, got a tensor",
+        "UnrecordedError",
+        "mask_mod must return a boolean tensor, as comparisons do, got a tensor of torch.float32",
     ),
-    "a mask_mod that answers with numbers": ("TypeError", "as comparisons do, got a tensor of torch.int64"),
-    "a mask_mod that answers once for all": (
-        "TypeError",
-        "must return a boolean tensor, as comparisons do, got a bool",
+    "a mask_mod that answers with numbers": ("UnrecordedError", "as comparisons do, got a tensor of torch.int64"),
+    "a mask_mod that answers once for all": ("UnrecordedError", "as comparisons do, got a bool"),
+    "a mask_mod that branches": (
+        "UnrecordedError",
+        "mask_mod takes a value out of a tensor of positions (`TensorBase.__bool__`)",
     ),
-    "a mask_mod that is a method": (
-        "TypeError",
-        "mask_mod is a method of Holding, whose state cannot be seen: pass a function that captures tensors and",
+    "a mask_mod that indexes a list": (
+        "UnrecordedError",
+        "mask_mod takes a value out of a tensor of positions (`TensorBase.__index__`)",
     ),
-    "a mask_mod that is a method of a class": (
-        "TypeError",
-        "mask_mod is a method of a class, made anew at every access",
+    "a mask_mod that indexes an array": (
+        "UnrecordedError",
+        "mask_mod takes a value out of a tensor of positions (`Tensor.__array__`)",
     ),
-    "a mask_mod that is a module": ("TypeError", "mask_mod is Holding, whose state cannot be seen: pass a function"),
-    "a mask_mod of an object": (
-        "TypeError",
-        "mask_mod depends on `holder` (Holding), whose state cannot be seen: capture tensors and numbers instead",
+    "a mask_mod that slices": ("UnrecordedError", "mask_mod slices by a tensor"),
+    "a mask_mod that draws": (
+        "UnrecordedError",
+        "mask_mod draws random numbers (`aten.rand.default`), which ranks would",
     ),
-    "a mask_mod of an object with slots": ("TypeError", "depends on `holder` (WithSlots), whose state cannot be seen"),
-    "a mask_mod of a part of an object": ("TypeError", "depends on `func` (a method of Inner), whose state cannot be"),
-    "a mask_mod of an object in a list": (
-        "TypeError",
-        "depends on `holder[0][1]` (WithSlots), whose state cannot be seen",
+    "a mask_mod that writes": ("UnrecordedError", "mask_mod changes in place what it is given or captures"),
+    "a mask_mod that answers for many pairs": (
+        "UnrecordedError",
+        "mask_mod must return one answer for one pair of positions, got a tensor of shape (16,)",
     ),
-    "a mask_mod of a long list": (
-        "TypeError",
-        "depends on `holder` (list), whose 10000 entries are too many to be read",
-    ),
-    "a mask_mod that imports": ("TypeError", "mask_mod imports `tests` when it is asked: import it outside of the"),
-    "a style with a mask_mod of an object": (
-        "TypeError",
-        "depends on `holder` (WithSlots), whose state cannot be seen",
-    ),
+    "a mask_mod of slots alone": ("TypeError", "mask_mod is a WithSlots of slots only; wrap it in a function"),
+    "a style with a mask_mod that branches": ("UnrecordedError", "mask_mod takes a value out of a tensor of positions"),
     "replicated tokens under a mask": ("ValueError", "replicated tokens have no place in the sequence"),
     "replicated tokens alone": ("ValueError", "q must have tokens of this rank after 4 replicated ones"),
     "replicated tokens in DTensors": ("ValueError", "replicated tokens and a shard are no DTensor"),

@@ -1,4 +1,4 @@
-"""Arbitrary masks: their tables, names, and what is kept of them."""
+"""Arbitrary masks by block: what is asked, names, and what is kept of them."""
 
 import gc
 import weakref
@@ -15,25 +15,18 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tests.cases import MASK_MODS
 from tests.strategies import examples
-from wallfacer_dt.algorithms.blocks import (
-    EMPTY_BLOCK,
-    FULL_BLOCK,
-    PARTIAL_BLOCK,
-    SIZE,
-    Blocks,
-    blocks_of,
-    known_blocks,
-    mask_key,
-    mask_name,
-)
+from wallfacer_dt.algorithms import Answers, recorded_mask
+from wallfacer_dt.algorithms.blocks import check_mask, contents, known_recording, mask_key
+from wallfacer_dt.kernels import FULL, visible
+from wallfacer_dt.kernels.visible import visible_keys
 from wallfacer_dt.layout import positions
 
 CPU = torch.device("cpu")
 
 
-def answers(name: str, batch: int, heads: int, q_length: int, k_length: int) -> np.ndarray:
+def said(name: str, batch: int, heads: int, length: int) -> np.ndarray:
     """A mask's answers about every pair, one at a time in each of batch and heads."""
-    q, k = torch.arange(q_length)[:, None], torch.arange(k_length)
+    q, k = torch.arange(length)[:, None], torch.arange(length)
     rows = [[MASKS[name](torch.tensor(b), torch.tensor(h), q, k) for h in range(heads)] for b in range(batch)]
     return torch.stack([torch.stack(row) for row in rows]).numpy()
 
@@ -47,82 +40,82 @@ MASKS = MASK_MODS | {"only_some_heads": only_some_heads}
 NAMES = st.sampled_from(list(MASKS))
 
 
-@examples(80)
-@given(name=NAMES, batch=st.integers(1, 2), heads=st.integers(1, 2), q=st.integers(1, 400), k=st.integers(1, 400))
-def test_table(name: str, batch: int, heads: int, q: int, k: int) -> None:
-    blocks, said = blocks_of(MASKS[name], batch, heads, q, k, CPU), answers(name, batch, heads, q, k)
-    assert blocks.rows == (batch if name == "per_row" else 1)
-    assert blocks.by_head == (heads > 1 and name in ("per_head", "only_some_heads"))
-    assert blocks.table.shape == (blocks.rows, -(-q // SIZE), -(-k // SIZE))
-    for row, i, j in np.ndindex(blocks.table.shape):
-        rows = slice(None) if blocks.rows == 1 else row
-        block = said[rows][..., i * SIZE : (i + 1) * SIZE, j * SIZE : (j + 1) * SIZE]
-        kind = FULL_BLOCK if block.all() else PARTIAL_BLOCK if block.any() else EMPTY_BLOCK
-        assert blocks.table[row, i, j] == kind
+def answers_of(mask: Any, heads: range = range(2), *, batch: int = 2, length: int = 400) -> Answers:
+    name, captured = recorded_mask(mask, (length, length), "cpu")
+    return Answers.of(name, captured, batch, [heads], CPU)
 
 
-@examples(80)
-@given(name=NAMES, data=st.data())
-def test_answers_about_any_positions(name: str, data: st.DataObject) -> None:
-    length = 400
-    blocks, said = blocks_of(MASKS[name], 2, 2, length, length, CPU), answers(name, 2, 2, length, length)
+def shown(block: BlockMask) -> Tensor:
+    lengths = block.seq_lengths
+    seen = visible_keys(FULL, block, torch.empty(1, 1, lengths[0], 1), torch.empty(1, 1, lengths[1], 1))
+    assert seen is not None
+    return seen
+
+
+@pytest.mark.parametrize("pairs", [1 << 24, 3000])
+@examples(60)
+@given(name=NAMES, first=st.integers(0, 2), data=st.data())
+def test_answers_about_any_positions(pairs: int, name: str, first: int, data: st.DataObject) -> None:
+    """Of some heads; asked in parts, or at once."""
+    length, whole = 400, said(name, 2, 4, 400)
+    heads = range(first, first + 2)
     ends = st.lists(st.integers(0, length), min_size=2, max_size=6, unique=True).map(sorted)
     q, k = (np.array(list(pairwise(data.draw(ends)))[::2]) for _ in range(2))
-    expected = said[:, :, positions(q)][..., positions(k)]
-    got = blocks.visible(range(2), q, k)
-    assert np.array_equal(np.broadcast_to(got, expected.shape), expected)
-    # By block: of what is not seen some may be.
-    assert blocks.sees(q, k) >= bool(expected.any())
-    nothing = (blocks.table[:, np.unique(positions(q) // SIZE)][..., np.unique(positions(k) // SIZE)] == 0).all()
-    assert blocks.sees(q, k) == (not nothing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(visible, "_PAIRS", pairs)
+        answers = answers_of(MASKS[name], heads)
+        answers._blocks.clear()
+        block = answers.block(heads, q, k)
+        expected = whole[:, heads][:, :, positions(q)][..., positions(k)]
+        assert np.array_equal(np.broadcast_to(shown(block), expected.shape), expected)
+    assert answers.sees(q, k) == bool(expected.any())
+    # The table lists what torch's own does.
+    torchs = create_block_mask(block.mask_mod, *block.shape[:2], *block.seq_lengths, device="cpu")
+    for full in ("", "full_"):
+        for side in ("q", "kv"):
+            for what in ("num_blocks", "indices"):
+                assert getattr(block, f"{full}{side}_{what}").equal(getattr(torchs, f"{full}{side}_{what}"))
 
 
-def test_answers_of_some_heads_are_theirs() -> None:
-    blocks = blocks_of(MASK_MODS["per_head"], 1, 6, 40, 40, CPU)
-    whole = answers("per_head", 1, 6, 40, 40)
-    got = blocks.visible(range(2, 5), np.array([[3, 20]]), np.array([[10, 40]]))
-    assert np.array_equal(got[0], whole[0, 2:5, 3:20, 10:40])
+def test_a_rank_without_heads_sees_nothing() -> None:
+    everything = np.array([[0, 400]])
+    assert not answers_of(MASKS["per_head"], range(0)).sees(everything, everything)
 
 
-def name_of(mask: Any, batch: int = 2, heads: int = 2, length: int = 20, **may: bool) -> str:
-    may = {"by_row": True, "by_head": True} | may
-    return mask_name(mask_key(mask), batch, heads, length, length, "cpu", **may)
+def test_captured_tensors_are_told_apart_by_their_contents() -> None:
+    """And by where they are: kept answers read a tensor that may have been written into since."""
+    q = np.array([[0, 16]])
+    first, second = (torch.arange(16) // 4 for _ in range(2))
+
+    def mask(ids: Tensor) -> Any:
+        return lambda b, h, q, kv: ids[q] == ids[kv]
+
+    masks = mask(first), mask(second)
+
+    def answers(some: Any) -> Tensor:
+        return shown(answers_of(some, length=16).block(range(2), q, q))[0, 0]
+
+    by_four = answers(masks[0])
+    assert answers_of(masks[0], length=16) is answers_of(masks[0], length=16)
+    first.data.copy_(torch.arange(16) // 2)
+    assert answers(masks[1]).equal(by_four)
+    by_two = answers(masks[0])
+    assert int(by_two.sum()) == 32
+    first.numpy()[:] = np.arange(16) // 4
+    assert answers(masks[0]).equal(by_four)
 
 
-def test_a_name_is_what_the_mask_says() -> None:
-    def other(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q - kv) % (h + 2) != 1
-
-    mask = MASK_MODS["per_head"]
-    assert name_of(other) == name_of(mask) == name_of(mask)
-    assert len({name_of(some) for some in MASK_MODS.values()}) == len(MASK_MODS)
-    # Heads that a rank does not have are not asked, and lengths are part of what is said.
-    assert name_of(mask, heads=3) != name_of(mask)
-    assert name_of(mask, length=21) != name_of(mask)
-    assert name_of(MASK_MODS["checker"], heads=3, batch=1) == name_of(MASK_MODS["checker"])
-    assert isinstance(known_blocks(name_of(mask)), Blocks)
-    assert mask_key(None) == 0
+def test_contents_as_a_number() -> None:
+    x = torch.arange(6)
+    different = [x, x.to(torch.int32), x.view(2, 3), x.flip(0), x.float(), x[:5], torch.zeros(0), torch.tensor(0)]
+    found = [contents([some]) for some in different] + [contents([x, x]), contents([x, x.flip(0)]), contents([])]
+    assert len(set(found)) == len(found)
+    assert contents([x.clone()]) == contents([x]) > 0 == contents([])
+    assert contents([torch.arange(12)[::2]]) == contents([torch.arange(12)[::2].contiguous()])
 
 
-def test_one_pair_makes_another_name() -> None:
-    def but(odd: tuple[int, int]) -> Any:
-        return lambda b, h, q, kv: (q != odd[0]) | (kv != odd[1])
-
-    pairs = [(0, 0), (0, 19), (19, 0), (19, 19), (7, 12)]
-    assert len({name_of(but(pair)) for pair in pairs}) == len(pairs)
-
-
-def test_blocks_of_one_name_are_equal() -> None:
-    first, second = (blocks_of(MASK_MODS["blind"], 1, 1, 30, 30, CPU) for _ in range(2))
-    assert first == second
-    assert hash(first) == hash(second)
-    assert first != blocks_of(MASK_MODS["checker"], 1, 1, 30, 30, CPU)
-
-
-def test_a_block_mask_is_known_by_what_it_says() -> None:
-    mask = MASK_MODS["checker"]
-    block_mask = create_block_mask(mask, 1, 1, 20, 20, device="cpu", BLOCK_SIZE=4)
-    assert name_of(block_mask) == name_of(mask)
+def name_of(mask: Any, length: int = 20, **may: bool) -> str:
+    return recorded_mask(mask, (length, length), "cpu", **may)[0]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +139,8 @@ def test_the_table_of_a_block_mask_counts(full: bool) -> None:
     seen[:4, 8:], seen[4:8, :8] = True, True
     if not full:
         seen[:, 8] = False
-    blocks = known_blocks(name_of(listed, length=12))
-    assert blocks.visible(range(1), np.array([[0, 12]]), np.array([[0, 12]]))[0, 0].equal(seen)
+    everything = np.array([[0, 12]])
+    assert shown(answers_of(listed, length=12).block(range(2), everything, everything))[0, 0].equal(seen)
     with pytest.raises(
         ValueError, match="the BlockMask is for 12 queries and 12 keys, the whole sequence has 16 and 16"
     ):
@@ -155,30 +148,87 @@ def test_the_table_of_a_block_mask_counts(full: bool) -> None:
 
 
 def test_a_name_that_was_never_given_is_refused() -> None:
-    with pytest.raises(ValueError, match="the answers of the mask 'never' are gone, or were never here"):
-        known_blocks("never")
+    with pytest.raises(ValueError, match="what the mask 'never' does is forgotten, or was never known here"):
+        known_recording("never")
 
 
 def test_a_mask_is_forgotten_with_its_function() -> None:
-    """Unless somebody has its answers for a backward."""
+    """Unless somebody holds what it does for a backward; and states before the last few are."""
 
     def distance(n: int) -> Any:
-        return lambda b, h, q, kv: q - kv < n
+        return lambda b, h, q, kv: q - kv < n + 900
 
     masks = [distance(n) for n in range(5)]
     names = [name_of(mask) for mask in masks]
     references = [weakref.ref(mask) for mask in masks]
-    held = known_blocks(names[1])
+    held = known_recording(names[1])
     assert len(set(names)) == 5
     del masks[:4]
     gc.collect()
     assert [reference() is None for reference in references] == [True, True, True, True, False]
     for name in (names[0], names[2], names[3]):
-        with pytest.raises(ValueError, match="are gone, or were never here"):
-            known_blocks(name)
-    assert known_blocks(names[1]) is held
-    known_blocks(names[4])
-    # Whoever makes it again is known again.
+        with pytest.raises(ValueError, match="is forgotten, or was never known here"):
+            known_recording(name)
+    assert known_recording(names[1]) is held
+    known_recording(names[4])
     again = distance(0)
     assert name_of(again) == names[0]
-    known_blocks(names[0])
+    known_recording(names[0])
+    states = {"n": 0}
+
+    def changing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q - kv < 950 + states["n"]
+
+    names = []
+    for states["n"] in range(6):
+        names.append(name_of(changing))
+    for number, name in enumerate(names):
+        if number < 2:
+            with pytest.raises(ValueError, match="is forgotten"):
+                known_recording(name)
+        else:
+            known_recording(name)
+
+
+def test_a_graph_holds_what_its_own_mask_does() -> None:
+    """Whoever's code it is: a number of another mask, or of none, is not taken for the one that was named."""
+
+    def distance(n: int) -> Any:
+        return lambda b, h, q, kv: q - kv < n
+
+    mine, same, other = distance(3), distance(3), distance(5)
+    name = name_of(mine)
+    for mask in (mine, same):
+        check_mask(mask_key(mask), name, (), (16, 16), "cpu")
+    for key in (mask_key(other), 10**9):
+        with pytest.raises(ValueError, match="mask_mod's state has changed, or mask_mod has gone, since the graph"):
+            check_mask(key, name, (), (16, 16), "cpu")
+
+
+def test_a_graph_hands_over_what_its_mask_captures() -> None:
+    ids, others = torch.arange(16) // 4, torch.arange(16) // 4
+    held = {"ids": ids}
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return held["ids"][q] == held["ids"][kv]
+
+    name, captured = recorded_mask(mask, (16, 16), "cpu")
+    ids.add_(1)
+    check_mask(mask_key(mask), name, captured, (16, 16), "cpu")
+    held["ids"] = others
+    with pytest.raises(ValueError, match="mask_mod's state has changed"):
+        check_mask(mask_key(mask), name, captured, (16, 16), "cpu")
+
+
+def test_a_mask_is_numbered_by_what_it_is() -> None:
+    class Slots:
+        __slots__ = ()
+
+        def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return q >= kv
+
+    mask = MASK_MODS["blind"]
+    assert mask_key(mask) == mask_key(mask) > 0 == mask_key(None)
+    assert mask_key(MASK_MODS["checker"]) != mask_key(mask)
+    with pytest.raises(TypeError, match="mask_mod is a Slots of slots only; wrap it in a function"):
+        mask_key(Slots())

@@ -400,9 +400,9 @@ def test_what_one_rank_refuses_of_dtensors_in_a_graph_all_refuse(
         assert text in said
 
 
-def masked(alone: bool, change: str) -> tuple[list[str], list[float]]:
+def masked(alone: bool, change: str) -> tuple[list[str], list[float], int]:
     """Of a compiled module with a mask: what calls say after its state has changed, on rank 1 alone or on all, after it
-    has changed back, and after a reset; and errors of output and gradients of those that were made.
+    has changed back, and after a reset; errors of output and gradients of those that were made; and how many graphs.
     """
     torch._dynamo.reset()
     index, mesh, leaves, grad_out = prepare(Case(2, 1, shard=8))
@@ -414,12 +414,15 @@ def masked(alone: bool, change: str) -> tuple[list[str], list[float]]:
     def changed(by: int) -> None:
         nonlocal reach
         if not alone or index == 1:
-            tags.data[3:] += by * (change == "tensor")
-            reach += by * (change == "int")
+            if change == "contents" and by:
+                tags[3:] += by
+            if change == "int":
+                reach += by
 
     style = WallFacerParallel(layout="BNLH", check=False, **told(mesh, mask_mod=mask))
     inner = parallelize_module(Inner(), mesh, style)
-    compiled = torch.compile(inner, backend="aot_eager", fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(inner, backend=counter, fullgraph=True)
     said, errors = [], []
 
     def call(*, backward_after: int = 0) -> None:
@@ -435,29 +438,70 @@ def masked(alone: bool, change: str) -> tuple[list[str], list[float]]:
         errors.append(worst_error(zip((out, *grads), (expected, *wanted), strict=True)))
 
     call()
-    call(backward_after=1)
+    call(backward_after=change == "int")
     changed(1)
     call()
     changed(-1)
     call()
+    graphs = counter.frame_count
     changed(1)
     torch.compiler.reset()
     call()
-    return said, errors
+    return said, errors, graphs
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("change", ["tensor", "int"])
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_graph_refuses_a_mask_whose_state_has_changed(ranks: Ranks, alone: bool, change: str) -> None:
+def test_a_graph_refuses_a_mask_whose_state_has_changed(ranks: Ranks, alone: bool) -> None:
     """On all ranks, before anything is sent, although it changed on one alone."""
-    for rank, (said, errors) in enumerate(ranks(2).run(masked, alone, change)):
+    for rank, (said, errors, graphs) in enumerate(ranks(2).run(masked, alone, "int")):
         assert said[:2] == ["", ""]
         assert "mask_mod's state has changed, or mask_mod has gone, since the graph was compiled" in said[2]
         assert ("rank 1 of the mesh cannot make this call" in said[2]) == (alone and rank == 0)
         assert said[3] == ""
         assert ("mask_mod must be the same on every rank" in said[4]) == alone
         assert errors == [0] * (3 if alone else 4)
+        assert graphs == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_graph_reads_what_its_mask_captures(ranks: Ranks, alone: bool) -> None:
+    """Captured tensors are inputs: other contents are no other graph, and must be those of all ranks."""
+    for said, errors, graphs in ranks(2).run(masked, alone, "contents"):
+        for number, text in enumerate(said):
+            assert ("what mask_mod captures must be the same on every rank" in text) == (alone and number in (2, 4))
+            assert bool(text) == (alone and number in (2, 4))
+        assert errors == [0] * (3 if alone else 5)
+        assert graphs == 1
+
+
+def written_in_graph() -> str:
+    """What a compiled function says that writes another packing before an attention."""
+    torch._dynamo.reset()
+    _, mesh, leaves, _ = prepare(Case(2, 1, shard=8))
+    tags = torch.zeros(16, dtype=torch.int64)
+    style = WallFacerParallel(
+        layout="BNLH", check=False, **told(mesh, mask_mod=lambda b, h, q, kv: tags[q] == tags[kv])
+    )
+    inner = parallelize_module(Inner(), mesh, style)
+
+    def call(*leaves: Tensor) -> Tensor:
+        tags.copy_(torch.arange(16) // 4)
+        return inner(*leaves)
+
+    try:
+        torch.compile(call, backend="aot_eager", fullgraph=True)(*leaves)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_that_writes_into_what_its_mask_captures_is_refused(ranks: Ranks) -> None:
+    """It hands over a copy, of which nobody knows that the mask will read it."""
+    for said in ranks(2).run(written_in_graph):
+        assert "mask_mod's state has changed, or mask_mod has gone, since the graph was compiled" in said
 
 
 def dtensors(backend: str) -> tuple[int, float, list[bool]]:

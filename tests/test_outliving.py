@@ -154,7 +154,7 @@ def copied(model: nn.Module) -> None:
 
 
 ALONE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
-    "a mask is exported": (lambda: styled(mask_mod=checker), exported, "mask_mod's answers do not go into an exported"),
+    "a mask is exported": (lambda: styled(mask_mod=checker), exported, "mask_mod does not go into an exported"),
     "what the style refuses is exported": (
         lambda: styled(is_causal=True, length=16), exported, "deal them out by shard_sequence",
     ),

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.cases import Case, held
 from tests.strategies import examples, mask_options, meshes, ulysses_meshes
-from tests.test_segments import add_covered, planned, seen
+from tests.test_segments import add_covered, planned, seen, sees
 from wallfacer_dt.algorithms.masks import Mask
-from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
@@ -68,7 +69,17 @@ class Drawn:
             for m in range(case.team)
         ]
         chosen = {"published": self.published, "stationary": self.stationary, "backward": self.backward}
-        return {place.inner_index: make_schedule(place, sequences, **chosen) for place in places}
+        if not case.mask:
+            return {place.inner_index: make_schedule(place, sequences, **chosen) for place in places}
+        answers: Any = SimpleNamespace(sees=sees(case), kept={})
+
+        def asked(place: Coordinate, offsets: tuple[int, ...]) -> Schedule:
+            return make_asked_schedule(place, sequences, answers, offsets, **chosen)
+
+        offsets = tuple(range(1, case.ring))
+        if not (self.published and case.team > 1):
+            offsets = tuple(sorted({n for place in places for n in needed_offsets(asked(place, offsets))}))
+        return {place.inner_index: asked(place, offsets) for place in places}
 
     @property
     def rows(self) -> int:
@@ -359,12 +370,10 @@ def test_hops_are_those_that_somebody_needs(chosen: Drawn) -> None:
     # Outwards from oneself, one way round and then the other; all the way round where all are needed.
     near = [hop for hop in hops if 2 * hop <= case.ring or len(hops) == case.ring - 1]
     assert hops == [*sorted(near), *sorted(set(hops) - set(near), reverse=True)]
-    if not mask.spares_hops:
+    if not (mask.spares_hops or mask.asked):
         assert sorted(hops) == list(range(1, case.ring))
         return
     visible = seen(case).any(1)
-    if mask.blocks:  # by block of 128 x 128
-        visible = by_block(visible)
     shards = {side: chosen.shards(side) for side in ("q", "kv")}
     needed = set()
     for row in range(len(visible)):
@@ -378,19 +387,9 @@ def test_hops_are_those_that_somebody_needs(chosen: Drawn) -> None:
 
 @pytest.mark.parametrize(("order", "expected"), [("contiguous", [1, 7]), ("head_tail", [1, 7])])
 def test_a_mask_mod_that_is_a_window_is_a_halo(order: str, expected: list[int]) -> None:
-    """Told by its table alone: of blocks of 128 only neighbours see something of each other."""
+    """Found out by asking: only neighbours see something of each other."""
     case = Case(8, 1, shard=256, mask="per_row", order=order)
     assert distances(Drawn(case, "q", False).schedules(), 1) == expected
-
-
-def by_block(visible: np.ndarray) -> np.ndarray:
-    """Everything in a block of which something is seen."""
-    out = np.zeros_like(visible)
-    for i in range(0, visible.shape[1], 128):
-        for j in range(0, visible.shape[2], 128):
-            block = np.s_[:, i : i + 128, j : j + 128]
-            out[block] = visible[block].any((1, 2), keepdims=True)
-    return out
 
 
 @pytest.mark.parametrize("backward", [False, True])

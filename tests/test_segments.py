@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import flash_standins
-from tests.cases import BLOCK_MASKS, MASK_MODS, Case, held, shard_sizes
+from tests.cases import Case, held, shard_sizes
 from tests.strategies import examples, mask_options, meshes, ulysses_meshes
 from wallfacer_dt.algorithms import segments
 from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
-from wallfacer_dt.algorithms.blocks import blocks_of
 from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
-from wallfacer_dt.algorithms.segments import Segments, Work, plan_work, split_work
+from wallfacer_dt.algorithms.segments import Sees, Segments, Work, plan_work, split_work
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import Attend, Schedule
 from wallfacer_dt.algorithms.tiles import Tile
@@ -37,9 +36,7 @@ CHUNK = 3
 def planned(case: Case) -> Mask:
     """What a case asks for, as a mask of the package."""
     if case.mask:
-        function = (MASK_MODS | BLOCK_MASKS)[case.mask]
-        table = blocks_of(function, case.batch, case.heads, case.total, case.total, torch.device("cpu"))
-        return Mask(blocks=table)
+        return Mask(asked=True)
     left, right = (None if reach in (None, -1) else reach for reach in case.window_size or (None, None))
     documents = tuple(tuple(int(x) for x in np.cumsum((0, *row))) for row in case.documents)
     return Mask(left, 0 if case.is_causal else right, case.prefix_length, documents)
@@ -131,6 +128,12 @@ def stored(draw: st.DrawFn, case: Case) -> list[Spans]:
     return [draw(ascending_spans(case.total)) for _ in range(rows)]
 
 
+def sees(case: Case) -> Sees:
+    """What a mask that is asked answers."""
+    visible = seen(case).any((0, 1))
+    return lambda q, k: bool(visible[np.ix_(positions(q), positions(k))].any())
+
+
 @st.composite
 def planned_work(draw: st.DrawFn) -> tuple[Case, list[np.ndarray], list[np.ndarray], Work]:
     """A case, the positions of some queries and keys by row of the batch, and what is computed of them."""
@@ -138,7 +141,7 @@ def planned_work(draw: st.DrawFn) -> tuple[Case, list[np.ndarray], list[np.ndarr
     queries, keys = draw(stored(case)), draw(stored(case))
     if draw(st.booleans()):
         keys = queries
-    work = plan_work(queries, keys, planned(case))
+    work = plan_work(queries, keys, planned(case), sees(case))
     return case, list(map(positions, queries)), list(map(positions, keys)), work
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cases import Case, fake_world, held, run, shard_sizes
 from tests.strategies import any_case, cases, examples, meshes, ulysses_meshes
+from tests.test_segments import seen as pairs_seen
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
 
@@ -50,8 +51,7 @@ def hops_of(case: Case) -> int | None:
     if not (case.mask or case.documents) and left is None and right in (None, 0):
         return None
     i, j = np.ogrid[: case.total, : case.total]
-    # A mask_mod goes by blocks of 128 positions, which are longer than these sequences.
-    seen = np.ones((case.total, case.total), bool)
+    seen = pairs_seen(case).any((0, 1)) if case.mask else np.ones((case.total, case.total), bool)
     seen &= (j >= i - left) if left is not None else seen
     seen &= (j <= i + right) if right is not None and not case.mask else seen
     ids = [np.repeat(np.arange(len(row)), row) for row in case.documents]

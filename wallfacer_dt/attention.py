@@ -15,7 +15,15 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt import sharding
 from wallfacer_dt.agreement import agree, lasting, named, refusing_together
-from wallfacer_dt.algorithms import MaskMod, check_schedule, mask_key, mask_name, resolve_rotations
+from wallfacer_dt.algorithms import (
+    MaskMod,
+    UnrecordedError,
+    check_schedule,
+    mask_key,
+    mask_name,
+    recorded_mask,
+    resolve_rotations,
+)
 from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.calls import groups_here, needs_gradient
 from wallfacer_dt.compiler import untraced
@@ -102,9 +110,12 @@ class ContextAttention(Setting):
     """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors.
 
     Attributes:
+        captured: what the mask reads, for a compiled graph, whose inputs these are. What it is, is looked at when it
+            runs; otherwise at every call.
         known: by kind of tensors, what the operator is told of them.
     """
 
+    captured: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     known: dict[Hashable, Told] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -138,7 +149,7 @@ class ContextAttention(Setting):
         return cls(
             options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=name_of(mesh),
             device_type=mesh.device_type, place=place, groups=(groups.ulysses, groups.ring, groups.team),
-            context=context, context_ranks=context_ranks,
+            context=context, context_ranks=context_ranks, captured=_captured(options.mask_mod, mesh.device_type),
         )  # fmt: skip
 
     def _check_lasts(self, what: str) -> None:
@@ -169,7 +180,7 @@ class ContextAttention(Setting):
         options = replace(self.options, mask_mod=mask_mod)
         options.check()
         check_order_is_told(options.order, self.place.size)
-        return replace(self, options=options, mask_key=mask_key(mask_mod))
+        return replace(self, options=options, mask_key=mask_key(mask_mod), captured=())
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = NO_EXTRAS, scale: float | None = None
@@ -201,7 +212,7 @@ class ContextAttention(Setting):
             self._check_lasts("an exported program")
             if self.mask_key:
                 raise ValueError(
-                    "mask_mod's answers do not go into an exported program: use is_causal, window_size or document_ids"
+                    "mask_mod does not go into an exported program: use is_causal, window_size or document_ids"
                 )
         scale = options.scale if scale is None else scale
         # A compiler may take any size for a symbol, which int() leaves it; heads and their size are the model's.
@@ -228,12 +239,14 @@ class ContextAttention(Setting):
             mask_key=self.mask_key if compiling else 0,  # eager code has just asked
             mesh=lasting(self.mesh) if exporting else self.mesh,
         )
+        mask, captured = self._mask(q, k, lengths)
         return Options(
+            captured,
             1 / math.sqrt(head_dim) if scale is None else float(scale),
             float(options.softcap or 0.0),
             setting,
             CODE,
-            self._mask_name(q, k, lengths),
+            mask,
             "ids" if extras.document_ids is not None else "cu_seqlens" if extras.cu_seqlens is not None else "",
             needs_gradient(q, k, v, extras.k_shared, extras.sinks),
         )
@@ -243,7 +256,9 @@ class ContextAttention(Setting):
         documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
         if documents is not None:
             documents = sharding.replicate(documents if documents.ndim == 2 else documents.unsqueeze(0), q)
-        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *told)
+        captured = [sharding.replicate(x.detach(), q) for x in told[0]]
+        tensors = (q, k, v, extras.k_shared, extras.sinks, documents)
+        out, _, _ = torch.ops.wallfacer_dt.attention(*tensors, captured, *told[1:])
         return out
 
     def _ratio(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[int, int]:
@@ -253,19 +268,20 @@ class ContextAttention(Setting):
         replicated = self.options.replicated
         return (lengths[0], lengths[1]) if lengths else (index(q.shape[2]) - replicated, index(k.shape[2]) - replicated)
 
-    def _mask_name(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> str:
-        if not self.mask_key:
-            return ""
+    def _mask(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[str, tuple[Tensor, ...]]:
+        """The name of the mask, and what it captures."""
+        if self.options.mask_mod is None:
+            return "", ()
         distributed = isinstance(q, DTensor)
         q_length, k_length = lengths or (
             index(q.shape[2]) * (1 if distributed else self.place.size),
             index(k.shape[2]) * (1 if distributed else self.place.size),
         )
         sharded = sharding.sharded_dims(q) if isinstance(q, DTensor) else ()
-        return mask_name(
-            self.mask_key, index(q.shape[0]), index(q.shape[1]), q_length, k_length, q.device.type,
-            by_row=sharding.BATCH not in sharded, by_head=sharding.HEADS not in sharded,
-        )  # fmt: skip
+        may = {"by_row": sharding.BATCH not in sharded, "by_head": sharding.HEADS not in sharded}
+        if torch.compiler.is_compiling():
+            return mask_name(self.mask_key, (q_length, k_length), q.device.type, **may), self.captured
+        return recorded_mask(self.options.mask_mod, (q_length, k_length), q.device.type, **may)
 
 
 def _unpickled(
@@ -278,8 +294,20 @@ def _unpickled(
         raise ValueError(f"{error}; or load the module's state_dict() into one that has been styled here") from error
     return ContextAttention(
         options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=named(mesh).name,
-        device_type=device_type, place=place, groups=here,
+        device_type=device_type, place=place, groups=here, captured=_captured(options.mask_mod, device_type),
     )  # fmt: skip
+
+
+def _captured(mask: MaskMod | BlockMask | None, device_type: str) -> tuple[Tensor, ...]:
+    """What a mask captures, if it can be asked yet; what it will never do is refused (TypeError)."""
+    if mask is None:
+        return ()
+    try:
+        return recorded_mask(mask, None, device_type)[1]
+    except UnrecordedError:
+        raise
+    except Exception:  # what it reads may not be there yet
+        return ()
 
 
 context_parallel_attention.__signature__ = with_options(context_parallel_attention)  # pyrefly: ignore[missing-attribute]

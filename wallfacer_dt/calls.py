@@ -1,14 +1,16 @@
 """One call of attention on one rank: what is compared before anything is sent, and what runs."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wallfacer_dt.agreement import agree_on, is_lasting, named, refusing_together
+from wallfacer_dt.agreement import agree_on, hear_once, is_lasting, named, refusing_together
 from wallfacer_dt.algorithms import (
+    Answers,
     Arithmetic,
     Backward,
     Forward,
@@ -24,16 +26,17 @@ from wallfacer_dt.algorithms import (
     Sequences,
     Side,
     check_mask,
+    contents,
     exchanged,
     execute,
-    known_blocks,
+    make_asked_schedule,
     make_schedule,
+    needed_offsets,
     split_heads,
 )
 from wallfacer_dt.collectives import group_rank
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.kernels import Need, select_kernel, sinks_gradient, with_sinks
-from wallfacer_dt.layout import Spans
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.options import Options, Setting
 
@@ -72,9 +75,15 @@ def make_call(
     is_kept = documents is None and not options.mask and not is_lasting(options.setting.mesh)
     parts = _parts if is_kept else _parts.__wrapped__
     groups, sequences, heads = parts(options, q.shape, k.shape, k_shared is None, documents)
-    need = Need.of(q, v, masked=sequences.mask.blocks is not None, softcap=options.softcap)
+    need = Need.of(q, v, masked=sequences.mask.asked, softcap=options.softcap)
     scores = Scores(select_kernel(told.kernel, need), options.scale, options.softcap)
-    return Call(groups, sequences, scores, heads, told.schedule == "published", told.rotate, told.rotate_forward)
+    answers = None
+    if options.mask:
+        mine = [range(*some.q) for some in heads[groups.place.ulysses_rank]]
+        answers = Answers.of(options.mask, options.captured, q.shape[0], mine, q.device)
+    return Call(
+        groups, sequences, scores, heads, told.schedule == "published", told.rotate, told.rotate_forward, answers
+    )
 
 
 @lru_cache(256)
@@ -105,7 +114,7 @@ def agreed_call(
     *,
     mesh: str | None = None,
     further: Mapping[str, Hashable] | None = None,
-) -> tuple["Call", Tensor]:
+) -> tuple["Call", int]:
     """Make a call and compare it with the other ranks' calls, all of which must do so.
 
     Args:
@@ -131,16 +140,19 @@ def agreed_call(
     with refusing_together(mesh):
         if setting.mask_key:
             lengths = _lengths(setting, q.shape, k.shape)
-            check_mask(setting.mask_key, options.mask, q.shape[0], q.shape[1], *lengths, q.device.type)
+            check_mask(setting.mask_key, options.mask, options.captured, lengths, q.device.type)
         call = make_call(options, q, k, v, k_shared, documents)
+        needed = call.needed(options)
 
     def signature() -> Iterator[tuple[str, Hashable]]:
         yield from (further or {}).items()
         yield from _signature(options, q, k, v, k_shared, sinks).items()
         yield "the documents", digest(documents)
+        yield "what mask_mod captures", contents(options.captured)
         yield "the kernel that runs", f"{call.scores.kernel.name}, {call.scores.kernel.version}"
 
-    return call, torch.tensor(agree_on(q, what, signature(), mesh), device="cpu")
+    number = agree_on(q, what, signature(), mesh)
+    return call.heard(options, q, k, v, k_shared, sinks, needed), number
 
 
 def groups_here(mesh: str, place: Coordinate, groups: tuple[str, str, str]) -> tuple[str, str, str]:
@@ -196,7 +208,7 @@ def _mask(options: Options, documents: Tensor | None, length: int) -> Mask:
         right,
         told.prefix_length,
         boundaries(documents, options.packed, length) if documents is not None else (),
-        known_blocks(options.mask) if options.mask else None,
+        bool(options.mask),
     )
 
 
@@ -238,6 +250,8 @@ class Call:
         published: the published schedule.
         rotate: the side that moves in the backward.
         rotate_forward: the side that moves in the forward.
+        answers: of a mask that is asked.
+        offsets: under one, by side that stays, the distances round the ring at which some rank needs blocks.
     """
 
     groups: Groups
@@ -247,6 +261,56 @@ class Call:
     published: bool
     rotate: str
     rotate_forward: str
+    answers: Answers | None = None
+    offsets: Mapping[Side, tuple[int, ...]] | None = None
+
+    def needed(self, options: Options) -> dict[Side, tuple[int, ...]]:
+        """Under a mask that is asked: by side that stays, how far round the ring this rank needs blocks.
+
+        It asks about all that this rank may have to compute, so that a mask that cannot answer is refused on all ranks.
+        """
+        if self.answers is None:
+            return {}
+        ways = [(self.rotate_forward, False)] + [(self.rotate, True)] * options.gradients
+        found: dict[Side, set[int]] = {}
+        for rotate, backward in ways:
+            offsets = needed_offsets(self._schedule(rotate, backward=backward))
+            found.setdefault(_stationary(rotate), set()).update(offsets)
+        return {side: tuple(sorted(offsets)) for side, offsets in found.items()}
+
+    def heard(
+        self,
+        options: Options,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_shared: Tensor | None,
+        sinks: Tensor | None,
+        needed: dict[Side, tuple[int, ...]],
+    ) -> "Call":
+        """The call with the hops that some rank needs, which ranks tell each other once for the same question.
+
+        Args:
+            options: as for :func:`make_call`, as is all that follows.
+            q: (B, N, L, H).
+            k: (B, Nkv, L, H).
+            v: (B, Nkv, L, Hv).
+            k_shared: (B, 1, L, Hs) or None.
+            sinks: (N,) or None.
+            needed: by this rank, see :meth:`needed`.
+
+        Returns:
+            The call. Where nobody is heard (one rank, or ranks that are only imagined) all hops are made.
+        """
+        if self.answers is None:
+            return self
+        mesh = options.setting.mesh
+        same = tuple((name, str(value)) for name, value in _signature(options, q, k, v, k_shared, sinks).items())
+        theirs = hear_once(q, (mesh, same, contents(options.captured)), needed, mesh)
+        if theirs is None:
+            return self
+        offsets = {side: {n for told in theirs.values() for n in told[side]} for side in needed}
+        return replace(self, offsets={side: tuple(sorted(some)) for side, some in offsets.items()})
 
     def forward(self, q: Tensor, keys: Sequence[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output and lse of one's own rows, from queries (B, N, L, H) and (k, v) or (k, v, k_shared)."""
@@ -302,9 +366,12 @@ class Call:
         return Replicated(self.sequences.replicated, self.groups)
 
     def _schedule(self, rotate: str, *, backward: bool) -> Schedule:
-        place, published = self.groups.place, self.published
-        stationary: Side = "kv" if rotate == "q" else "q"
-        return make_schedule(place, self.sequences, published=published, stationary=stationary, backward=backward)
+        place, stationary = self.groups.place, _stationary(rotate)
+        how: Any = {"published": self.published, "stationary": stationary, "backward": backward}
+        if self.answers is None:
+            return make_schedule(place, self.sequences, **how)
+        offsets = tuple(range(1, place.ring)) if self.offsets is None else self.offsets[stationary]
+        return make_asked_schedule(place, self.sequences, self.answers, offsets, **how)
 
     def _execute(
         self, schedule: Schedule, arithmetic: Arithmetic, queries: Operand, keys: Operand
@@ -332,14 +399,13 @@ class Call:
         return exchange.run(tensors, kinds, lambda number, given: compute(mine[number], given), result_kinds)
 
     def _scores(self, heads: Heads) -> Scores:
-        blocks = self.sequences.mask.blocks
-        if blocks is None:
+        if self.answers is None:
             return self.scores
-
-        def visible(queries: Spans, keys: Spans, device: torch.device) -> Tensor:
-            return blocks.visible(range(*heads.q), queries, keys).to(device)
-
-        return Scores(self.scores.kernel, self.scores.scale, self.scores.softcap, visible)
+        return replace(self.scores, asked=partial(self.answers.block, range(*heads.q)))
 
 
 _KEY_KINDS: list[Kind] = ["kv", "kv", "shared"]
+
+
+def _stationary(rotate: str) -> Side:
+    return "kv" if rotate == "q" else "q"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering, sharding
-from wallfacer_dt.agreement import fake_number, refusing_together, settling
-from wallfacer_dt.algorithms import known_blocks
+from wallfacer_dt.agreement import refusing_together, settling
+from wallfacer_dt.algorithms import contents, known_recording
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
@@ -64,14 +64,16 @@ def attention_body(
 
     Returns:
         out (B, N, L, Hv) in q's dtype and memory layout; lse (B, N, L) in the accumulation dtype, contiguous; the
-        call's number on its mesh (), int64, on the CPU.
+        call's number on its mesh, and that of the contents of what a mask captures (2,), int64, on the CPU.
 
     Raises:
         ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
     """
-    call, number = agreed_call("attention", Options.of(*rest), q, k, v, k_shared, sinks, documents)
+    options = Options.of(*rest)
+    call, number = agreed_call("attention", options, q, k, v, k_shared, sinks, documents)
+    said = torch.tensor([number, contents(options.captured)], device="cpu")
     out, lse = call.forward(q, _present(k, v, k_shared), sinks)
-    return _laid_out(out, _like(q, v.shape[-1])), lse.contiguous(), number
+    return _laid_out(out, _like(q, v.shape[-1])), lse.contiguous(), said
 
 
 @outside_autocast
@@ -100,7 +102,7 @@ def attention_backward_body(
         documents: as the forward was given it.
         out: the forward's output.
         lse: the forward's log-sum-exp.
-        number: of the forward's call.
+        number: what the forward gave last.
         *rest: what :meth:`Options.told` gives.
 
     Returns:
@@ -112,8 +114,15 @@ def attention_backward_body(
     """
     options = Options.of(*rest)
     with refusing_together(options.setting.mesh):
+        if options.captured and contents(options.captured) != int(number[1]):
+            raise ValueError(
+                "a tensor that mask_mod captures has been written into since the forward, whose mask is gone with it: "
+                "write into it after the backward, or capture another tensor"
+            )
         call = make_call(options, q, k, v, k_shared, documents)
-    agree_on_backward("attention", q, options.setting.mesh, number)
+        needed = call.needed(options)
+    agree_on_backward("attention", q, options.setting.mesh, number[0])
+    call = call.heard(options, q, k, v, k_shared, sinks, needed)
     grads, dsinks = call.backward(grad_out, out, lse, q, _present(k, v, k_shared), sinks)
     laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, _present(q, k, v, k_shared), strict=True)]
     dq, dk, dv, dk_shared = (*laid_out, q.new_empty(0))[:4]
@@ -143,7 +152,7 @@ def _laid_out(result: Tensor, like: Tensor) -> Tensor:
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    return _like(q, v.shape[-1]), lse, fake_number()
+    return _like(q, v.shape[-1]), lse, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 def _attention_backward_fake(
@@ -171,23 +180,25 @@ BODIES = {attention: attention_body, attention_backward: attention_backward_body
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.options = (*inputs[:_TENSORS], inputs[_TENSORS:])
-    ctx.save_for_backward(*tensors, *output[:2])
+    tensors, captured, ctx.options = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
+    ctx.save_for_backward(*tensors, *output[:2], *captured)
     # Not saved with them: a checkpoint that computes them again would put a number in its place that is new.
     ctx.number = output[2]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    # A mask's answers must not go before the backward has come.
-    mask = Options.of(*ctx.options).mask
-    ctx.answers = known_blocks(mask) if mask else None
+    # What a mask does must not be forgotten before the backward has come.
+    mask = Options.of(captured, *ctx.options).mask
+    ctx.recording = known_recording(mask) if mask else None
 
 
 def _autograd(ctx, grad_out: Tensor | None, grad_lse: None, grad_number: None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * len(ctx.options)
+    nothing = (None,) * (1 + len(ctx.options))
     if grad_out is None:
         return (*[None] * _TENSORS, *nothing)
-    saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
-    grads = attention_backward(grad_out, *saved, ctx.number, *ctx.options)
+    with refusing_together(Options.of((), *ctx.options).setting.mesh):  # what one rank has written into meanwhile
+        read = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
+    saved, captured = read[: _TENSORS + 2], list(read[_TENSORS + 2 :])
+    grads = attention_backward(grad_out, *saved, ctx.number, captured, *ctx.options)
     placed = [
         None if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
         for name, grad, x in zip(_INPUTS, grads, saved, strict=False)

@@ -6,11 +6,12 @@ An option stands here, with its type, default and documentation, and where it is
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypedDict
 
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.algorithms import MaskMod, check_rotate, check_schedule
@@ -186,23 +187,25 @@ class Setting:
         return () if length is None else (length, length if kv_length is None else kv_length)
 
 
-Told = tuple[float, float, str]
+Told = tuple[list[Tensor], float, float, str]
 
 
 class Options(NamedTuple):
     """What an operator is told beside its tensors, see Note [Options as text].
 
     Attributes:
+        captured: the tensors that an arbitrary mask reads, in order.
         scale: of the scores.
         softcap: of the scores, 0 for none.
         setting: with nothing left to choose: which side moves, and how long a sequence is whose shards are not equal.
-            Of a mask there is the key in a compiled graph only, which asks it whether it still gives its answers.
+            Of a mask there is the key in a compiled graph only, which asks it whether it still does the same.
         code: :data:`wallfacer_dt.ops.CODE`.
-        mask: name of an arbitrary mask's answers, or empty.
+        mask: name of an arbitrary mask's recording, or empty.
         packed: what the tensor ``documents`` is: ``"ids"``, ``"cu_seqlens"``, or empty for none.
         gradients: whether some of the tensors need one, so that there will be a backward.
     """
 
+    captured: Sequence[Tensor]
     scale: float
     softcap: float
     setting: Setting
@@ -212,15 +215,15 @@ class Options(NamedTuple):
     gradients: bool = False
 
     def told(self) -> Told:
-        """As operators take them after their tensors: two floats and a text (:data:`SCHEMA`)."""
+        """As operators take them after their other tensors: these, two floats and a text (:data:`SCHEMA`)."""
         setting = self.setting
         values = [_values(x, names) for x, names in ((setting.options, _IN_TEXT), (setting.place, _PLACE))]
-        return self.scale, self.softcap, as_text((*values, _values(setting, _SETTING), *self[3:]))
+        return list(self.captured), self.scale, self.softcap, as_text((*values, _values(setting, _SETTING), *self[4:]))
 
     @classmethod
-    def of(cls, scale: float, softcap: float, text: str) -> "Options":
+    def of(cls, captured: Sequence[Tensor], scale: float, softcap: float, text: str) -> "Options":
         """What :meth:`told` gave."""
-        return cls(scale, softcap, *_read(text))
+        return cls(tuple(captured), scale, softcap, *_read(text))
 
     @property
     def options(self) -> AttentionOptions:
@@ -234,7 +237,7 @@ class Options(NamedTuple):
         return values | {"order": self.setting.order, "mask_mod": self.mask}
 
 
-SCHEMA = "float scale, float softcap, str options"
+SCHEMA = "Tensor[] captured, float scale, float softcap, str options"
 OPTIONS = tuple(field.name for field in fields(AttentionOptions))
 # Beside the text are floats, which a compiler may take for symbols.
 _IN_TEXT = tuple(name for name in OPTIONS if name not in ("scale", "softcap", "order", "mask_mod"))

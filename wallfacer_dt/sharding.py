@@ -147,7 +147,7 @@ def register(
     """Register the rule of an operator whose tensors come first.
 
     Args:
-        op: the operator.
+        op: the operator. After these tensors comes a list of others, which all ranks have alike.
         axes_of: from the arguments after its tensors the names of its axes' groups.
         inputs: names of the tensor arguments, q, k and v among them; others may be absent in a call. ``k_shared`` is
             sharded as they are but has one head for all, ``sinks`` are by heads, ``documents`` are rows of the batch
@@ -156,12 +156,13 @@ def register(
     """
 
     def strategy(schema: OpSchema) -> OpStrategy:
-        given = dict(zip(inputs, schema.args_schema, strict=False))
-        tensors = {name: x for name, x in given.items() if isinstance(x, OpStrategy)}
-        plain = [name for name, x in given.items() if x is not None and name not in tensors]
+        by_input = dict(zip(inputs, schema.args_schema, strict=False))
+        tensors = {name: x for name, x in by_input.items() if isinstance(x, OpStrategy)}
+        plain = [name for name, x in by_input.items() if x is not None and name not in tensors]
         if plain:
             raise ValueError(f"{op}: all tensors must be DTensors, but {', '.join(plain)} is not")
-        axes = axes_of(schema.args_schema[len(inputs) :])
+        captured, *options = schema.args_schema[len(inputs) :]
+        axes = axes_of(((), *options))
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
         whole = {name: Sharded(spec.mesh, spec.placements, spec.shape) for name, spec in specs.items()}
         q = whole["q"]
@@ -184,14 +185,18 @@ def register(
             DTensorSpec(q.mesh, by_name.get(name, placements), tensor_meta=spec.tensor_meta)
             for name, spec in specs.items()
         ]
-        costs = [generate_redistribute_costs(x, spec) for x, spec in zip(tensors.values(), wanted, strict=True)]
+        read = [x for x in getattr(captured, "children", ()) if isinstance(x, OpStrategy)]
+        metas = [x.strategies[0].output_spec.tensor_meta for x in read]
+        wanted += [DTensorSpec(q.mesh, (Replicate(),) * len(placements), tensor_meta=meta) for meta in metas]
+        sources = [*tensors.values(), *read]
+        costs = [generate_redistribute_costs(x, spec) for x, spec in zip(sources, wanted, strict=True)]
         for absent in {"k_shared", "sinks"} - specs.keys():  # then its gradient is an empty tensor
             by_name[f"grad_{absent}"] = (Replicate(),) * len(placements)
         results = tuple(DTensorSpec(q.mesh, by_name.get(name, placements)) for name in outputs)
         return OpStrategy([OpSpec(output_specs=results, input_specs=wanted, redistribute_cost=costs)])
 
     # Everything after the tensors is part of what a cached decision depends on.
-    register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=len(inputs)))(strategy)
+    register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=len(inputs), needs_pytree=True))(strategy)
 
 
 def _replicated(x: Tensor, like: DTensor) -> DTensor:

@@ -8,22 +8,26 @@ from wallfacer_dt.agreement.agree import (
     agree_on,
     fake_number,
     hear_all,
+    hear_once,
     named,
     refusing_together,
     settling,
     waits_at_once,
 )
-from wallfacer_dt.agreement.worlds import is_lasting, lasting, name_mesh, outside_modes, world_timeout
+from wallfacer_dt.agreement.meeting import outside_dispatch, outside_modes
+from wallfacer_dt.agreement.worlds import is_lasting, lasting, name_mesh, world_timeout
 
 __all__ = [
     "agree",
     "agree_on",
     "fake_number",
     "hear_all",
+    "hear_once",
     "is_lasting",
     "lasting",
     "name_mesh",
     "named",
+    "outside_dispatch",
     "outside_modes",
     "refusing_together",
     "settling",

@@ -145,6 +145,31 @@ def hear_all(what: str, mine: Any, mesh: str) -> dict[int, Any]:
     return dict(zip(meeting.ranks, map(pickle.loads, meeting.exchange(pickle.dumps(mine))), strict=True))
 
 
+_HEARD = 256
+
+
+def hear_once(x: Tensor, key: Hashable, mine: Any, mesh: str) -> dict[int, Any] | None:
+    """:func:`hear_all`, but for what all ranks have said of the same key before.
+
+    Args:
+        x: one of an operator's tensors.
+        key: the same on every rank.
+        mine: anything that can be pickled.
+        mesh: its name.
+
+    Returns:
+        Theirs by rank; None where others are not heard.
+    """
+    found = None if isinstance(x, FakeTensor) else _find(mesh, str(key))
+    if found is None:
+        return None
+    heard = found[1].heard
+    heard[key] = heard.pop(key, None) or hear_all("what ranks see of each other", mine, mesh)
+    if len(heard) > _HEARD:
+        del heard[next(iter(heard))]
+    return heard[key]
+
+
 @contextmanager
 def refusing_together(mesh: str) -> Iterator[None]:
     """Have all ranks refuse when one does; see Note [Refusing together].

@@ -11,7 +11,7 @@ must be called by all ranks of the world, or names the group after how many grou
 the same for all of its members (torch 2.13.0).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -38,6 +38,20 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def outside_dispatch() -> Iterator[None]:
+    """As if called by the user: operators run below autograd, and below torch.vmap if in a dispatch mode.
+
+    Yields:
+        Nothing.
+    """
+    with outside_modes(), torch._C._ForceDispatchKeyGuard(*_KEYS):
+        yield
+
+
 class Pending(NamedTuple):
     """A record that has been posted: the operation, where the other ranks' arrive, and what is sent."""
 
@@ -59,6 +73,7 @@ class Meeting:
         self.number = 0  # of this rank's last call
         self.open: Any = None  # that call, as long as nobody has looked whether all ranks make the same
         self.seen: dict[int, None] = {}  # what all ranks have called, oldest first
+        self.heard: dict[Hashable, dict[int, Any]] = {}  # what ranks have said once, the latest last
         # Not through torch's collectives: what is compared is nobody's traffic, and costs no more than it must.
         self._group = _group(self.ranks, timeout)
         # What was posted last. Were a thread of gloo's the last to let go of it, it would need the interpreter, and end

@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from wallfacer_dt.agreement.meeting import Meeting, outside_modes
-
-__all__ = ["Named", "World", "is_lasting", "lasting", "name_mesh", "outside_modes", "this_world", "world_timeout"]
+from wallfacer_dt.agreement.meeting import Meeting
 
 
 class Named(NamedTuple):

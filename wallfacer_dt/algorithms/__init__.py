@@ -1,7 +1,15 @@
 """Context-parallel attention: schedules as data, one loop that executes them, and the volumes they move."""
 
 from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
-from wallfacer_dt.algorithms.blocks import MaskMod, check_mask, known_blocks, mask_key, mask_name
+from wallfacer_dt.algorithms.blocks import (
+    Answers,
+    check_mask,
+    contents,
+    known_recording,
+    mask_key,
+    mask_name,
+    recorded_mask,
+)
 from wallfacer_dt.algorithms.execute import Arithmetic, Groups, execute
 from wallfacer_dt.algorithms.feed_forward import (
     ACTIVATIONS,
@@ -17,9 +25,10 @@ from wallfacer_dt.algorithms.head_groups import OUT, HeadGroup, Piece, head_grou
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume, metp_attention_volume
+from wallfacer_dt.algorithms.recorded import MaskMod, UnrecordedError
 from wallfacer_dt.algorithms.replicated import Replicated
 from wallfacer_dt.algorithms.rotary import PAIRS, turned
-from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
 from wallfacer_dt.algorithms.segments import Segments, Work
 from wallfacer_dt.algorithms.sequences import Sequences, exchanged, hops
 from wallfacer_dt.algorithms.steps import Schedule, Side
@@ -37,6 +46,7 @@ __all__ = [
     "ACTIVATIONS",
     "OUT",
     "PAIRS",
+    "Answers",
     "Arithmetic",
     "AttentionVolume",
     "Backward",
@@ -61,6 +71,7 @@ __all__ = [
     "Sequences",
     "Side",
     "Units",
+    "UnrecordedError",
     "Volume",
     "Work",
     "add_product_",
@@ -69,17 +80,21 @@ __all__ = [
     "check_mask",
     "check_rotate",
     "check_schedule",
+    "contents",
     "exchanged",
     "execute",
     "feed_forward_volume",
     "head_groups",
     "hops",
-    "known_blocks",
+    "known_recording",
     "linear",
+    "make_asked_schedule",
     "make_schedule",
     "mask_key",
     "mask_name",
     "metp_attention_volume",
+    "needed_offsets",
+    "recorded_mask",
     "resolve_rotations",
     "split_heads",
     "turned",

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.segments import Work
@@ -19,8 +20,8 @@ from wallfacer_dt.layout import Spans
 
 BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2  # of everything here: (B, N, L, H) and (B, N, L)
 
-Visible = Callable[[Spans, Spans, torch.device], Tensor]
-"""What ``mask_mod`` says of queries and keys at these positions: boolean (B or 1, N or 1, Lq, Lk)."""
+Asked = Callable[[Spans, Spans], BlockMask]
+"""What ``mask_mod`` says of queries and keys at these positions."""
 
 
 @dataclass(slots=True)
@@ -50,13 +51,13 @@ class Scores:
         kernel: that computes them.
         scale: factor.
         softcap: s becomes softcap * tanh(s / softcap); 0 for none.
-        visible: the mask, where it is asked.
+        asked: the mask, where there is one to be asked.
     """
 
     kernel: BlockKernel
     scale: float
     softcap: float = 0.0
-    visible: Visible | None = None
+    asked: Asked | None = None
 
     def calls(self, work: Work) -> Iterator[Tile]:
         """As the kernel takes them: segments at once, one by one, or in pieces that need no band."""
@@ -71,7 +72,7 @@ class Scores:
         if self.kernel.ragged and tile.ragged:
             ragged = cumulative(tile.ragged, q, k)
             return self.kernel.ragged.forward(q, k, v, ragged=ragged, scale=self.scale, softcap=self.softcap)
-        mask = self._mask(tile, q)
+        mask = self._mask(tile)
         return self.kernel.forward(q, k, v, band=tile.band, mask=mask, scale=self.scale, softcap=self.softcap)
 
     def backward(
@@ -82,14 +83,14 @@ class Scores:
         if self.kernel.ragged and tile.ragged:
             ragged = cumulative(tile.ragged, q, k)
             return self.kernel.ragged.backward(*inputs, ragged=ragged, scale=self.scale, softcap=self.softcap)
-        mask = self._mask(tile, q)
+        mask = self._mask(tile)
         return self.kernel.backward(*inputs, band=tile.band, mask=mask, scale=self.scale, softcap=self.softcap)
 
-    def _mask(self, tile: Tile, q: Tensor) -> Tensor | None:
+    def _mask(self, tile: Tile) -> BlockMask | None:
         if tile.asked is None:
             return None
-        assert self.visible is not None, "a schedule that asks has a mask to be asked"
-        return self.visible(*tile.asked, q.device)
+        assert self.asked is not None, "a schedule that asks has a mask to be asked"
+        return self.asked(*tile.asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Masks: which keys a query sees, as numbers on the host. Pure numbers but for ``mask_mod``, see ``blocks``.
+"""Masks: which keys a query sees, as numbers on the host; any other, ``mask_mod``, see ``blocks``.
 
 Within a row of the batch the keys that query i sees are an interval whose ends never move back as i grows: a band
 around the diagonal (causal, sliding window), cut at the ends of i's document; or the keys up to a prefix or to i,
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wallfacer_dt.algorithms.blocks import Blocks
 from wallfacer_dt.layout import Spans
 
 UNBOUNDED = 1 << 62
@@ -25,24 +24,24 @@ class Mask:
         prefix: keys before this position are seen by all queries; with ``right`` 0 only.
         documents: for every row of the batch the positions where documents begin, and the sequence's length; one row
             stands for all. Empty: one document.
-        blocks: an arbitrary mask instead of all these.
+        asked: an arbitrary mask instead of all these, which ``blocks.Answers`` asks.
     """
 
     left: int | None = None
     right: int | None = None
     prefix: int = 0
     documents: tuple[tuple[int, ...], ...] = ()
-    blocks: Blocks | None = None
+    asked: bool = False
 
     @property
     def rows(self) -> int:
         """How many rows of the batch differ; one stands for all."""
-        return self.blocks.rows if self.blocks else max(1, len(self.documents))
+        return max(1, len(self.documents))
 
     @property
     def spares_hops(self) -> bool:
         """Whether there may be whole shards that nobody needs."""
-        return self.left is not None or bool(self.documents) or self.blocks is not None or self.right not in (None, 0)
+        return self.left is not None or bool(self.documents) or self.right not in (None, 0)
 
     def bounds(self, row: int) -> np.ndarray:
         """Where a row's documents begin, and where the last one ends."""
@@ -50,8 +49,6 @@ class Mask:
 
     def reach(self, row: int, queries: Spans) -> Spans:
         """By span of queries, the positions of all keys that some of them see: of those and no other."""
-        if self.blocks:
-            raise NotImplementedError("a table of blocks says what is seen, not how far")
         bounds = self.bounds(row)
         first = bounds[np.searchsorted(bounds, queries[:, 0], "right") - 1]
         last = bounds[np.searchsorted(bounds, queries[:, 1] - 1, "right")]

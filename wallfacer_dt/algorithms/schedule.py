@@ -24,8 +24,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from wallfacer_dt.algorithms.blocks import Answers
 from wallfacer_dt.algorithms.routes import PublishedRoute, Route
-from wallfacer_dt.algorithms.segments import ByRow, Work, plan_work, split_work
+from wallfacer_dt.algorithms.segments import ByRow, Sees, Work, plan_work, split_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
@@ -69,12 +70,61 @@ def make_schedule(
     Returns:
         The schedule; equal arguments give the same object.
     """
+    offsets = hops(place.axes, sequences, stationary)
+    return _make(place, sequences, offsets, None, published=published, stationary=stationary, backward=backward)
+
+
+def make_asked_schedule(
+    place: Coordinate,
+    sequences: Sequences,
+    answers: Answers,
+    offsets: tuple[int, ...],
+    *,
+    published: bool,
+    stationary: Side,
+    backward: bool,
+) -> Schedule:
+    """:func:`make_schedule` under a mask that is asked; kept with its answers.
+
+    Args:
+        place: as there.
+        sequences: as there.
+        answers: about what this rank computes.
+        offsets: the distances round the ring, other than 0, at which some rank needs a moving block, ascending.
+        published: as there.
+        stationary: as there.
+        backward: as there.
+
+    Returns:
+        The schedule.
+    """
+    key = (place, sequences, offsets, published, stationary, backward)
+    if key not in answers.kept:
+        how = {"published": published, "stationary": stationary, "backward": backward}
+        answers.kept[key] = _make(place, sequences, offsets, answers.sees, **how)
+    return answers.kept[key]
+
+
+def needed_offsets(schedule: Schedule) -> tuple[int, ...]:
+    """Of a schedule that visits every block, at which distances other than 0 there is something to compute."""
+    return tuple(sorted({step.block for step in schedule.steps if isinstance(step, Attend) and step.work} - {0}))
+
+
+def _make(
+    place: Coordinate,
+    sequences: Sequences,
+    offsets: tuple[int, ...],
+    sees: Sees | None,
+    *,
+    published: bool,
+    stationary: Side,
+    backward: bool,
+) -> Schedule:
     # Without a team there is nothing to gather and nothing to place: the published schedule is a ring.
     published = published and place.team > 1
     moving: Side = "kv" if stationary == "q" else "q"
-    offsets = tuple(range(1, place.ring)) if published else hops(place.axes, sequences, stationary)
     held = {side: sequences.inner(side, place) for side in (stationary, moving)}
-    maker = _Maker(place, sequences, held, stationary, backward, offsets)
+    maker = _Maker(place, sequences, held, stationary, backward, offsets, sees)
     steps = tuple(maker.published() if published else maker.two_dimensional())
     sizes = {side: list(map(length_of, held[side][0])) for side in (stationary, moving)}
     teams = [sum(sizes[moving][first : first + place.team]) for first in range(0, len(sizes[moving]), place.team)]
@@ -97,6 +147,7 @@ class _Maker:
     stationary: Side
     backward: bool
     offsets: tuple[int, ...]
+    sees: Sees | None
 
     @property
     def moving(self) -> Side:
@@ -232,7 +283,7 @@ class _Maker:
 
     def _work(self, stationary: ByRow, moving: ByRow) -> Work:
         queries, keys = (stationary, moving) if self.stationary == "q" else (moving, stationary)
-        return plan_work(queries, keys, self.sequences.mask)
+        return plan_work(queries, keys, self.sequences.mask, self.sees)
 
     def _shard(self, side: Side, index: int) -> ByRow:
         """By row of the batch, the positions that an inner index holds."""

@@ -13,7 +13,7 @@ the left, what lies after it one on the right. These bounds depend on where span
 all queries see is cut off, and what is left are triangles, all with one window (``_triangles``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -139,7 +139,11 @@ class Segments:
 Work = tuple[Segments, ...]
 
 
-def plan_work(queries: ByRow, keys: ByRow, mask: Mask) -> Work:
+Sees = Callable[[Spans, Spans], bool]
+"""Whether, under a mask that is asked, some query at these positions sees some key at those."""
+
+
+def plan_work(queries: ByRow, keys: ByRow, mask: Mask, sees: Sees | None = None) -> Work:
     """What is computed of a block of queries and one of keys.
 
     >>> print(*plan_work([np.array([[2, 4], [12, 14]])], [np.array([[2, 4], [12, 14]])], Mask(right=0)))
@@ -149,15 +153,17 @@ def plan_work(queries: ByRow, keys: ByRow, mask: Mask) -> Work:
         queries: the spans that are stored, ascending, by row of the batch, or one for all.
         keys: likewise.
         mask: what is seen.
+        sees: for a mask that is asked.
 
     Returns:
         The calls.
     """
     rows = max(len(mask.documents), len(queries), 1)
     q, k = ([some[row % len(some)] for row in range(rows)] for some in (queries, keys))
-    if mask.blocks:
+    if mask.asked:
+        assert sees is not None, "a mask that is asked answers"
         whole = np.array([[0, length_of(q[0]), 0, length_of(k[0])]])
-        seen = len(q[0]) and len(k[0]) and mask.blocks.sees(q[0], k[0])
+        seen = len(q[0]) and len(k[0]) and sees(q[0], k[0])
         return (Segments(*_FULL, (whole,), asked=(q[0], k[0])),) if seen else ()
     calls: dict[tuple[int, int, int], dict[int, Ints]] = {}
     for row in range(rows):

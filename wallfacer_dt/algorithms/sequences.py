@@ -115,11 +115,6 @@ def _seen(place: Coordinate, sequences: Sequences) -> Iterator[tuple[np.ndarray,
     queries, keys = (sequences.inner(side, place) for side in ("q", "kv"))
     for row in range(mask.rows):
         q_shards, k_shards = queries[row % len(queries)], keys[row % len(keys)]
-        if mask.blocks:
-            for i, q in enumerate(q_shards):
-                seen = [j for j, k in enumerate(k_shards) if len(q) and len(k) and mask.blocks.sees(q, k)]
-                yield np.full(len(seen), i), np.array(seen, np.int64)
-            continue
         q, k = in_order(enumerate(q_shards)), in_order(enumerate(k_shards))
         for first in range(0, len(q.span), _AT_A_TIME):
             some = slice(first, first + _AT_A_TIME)

@@ -9,6 +9,7 @@ knows them by name, and a user's own.
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, Need, Ragged
 from wallfacer_dt.kernels.merge import accumulation_dtype, merge_, output_with_delta, sinks_gradient, with_sinks
 from wallfacer_dt.kernels.registry import check_kernel, register_kernel, select_kernel
+from wallfacer_dt.kernels.visible import strips
 
 __all__ = [
     "CAUSAL",
@@ -24,5 +25,6 @@ __all__ = [
     "register_kernel",
     "select_kernel",
     "sinks_gradient",
+    "strips",
     "with_sinks",
 ]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.kernels.block import (
     CAUSAL,
@@ -47,7 +48,7 @@ _LANES = 16
 
 
 def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     refuse_softcap("flash", softcap)
     band = _simplest(band, q, k)
@@ -79,7 +80,7 @@ def _cpu_backward(
     lse: Tensor,
     *,
     band: Band,
-    mask: Tensor | None,
+    mask: BlockMask | None,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +108,7 @@ def _simplest(band: Band, q: Tensor, k: Tensor) -> Band:
     return band if band in (FULL, CAUSAL) else band.within(q.shape[2], k.shape[2])
 
 
-def _is_causal_backwards(band: Band, mask: Tensor | None, q: Tensor, k: Tensor) -> bool:
+def _is_causal_backwards(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> bool:
     """Whether rows see what does not come before them: causal once rows are reversed, with no mask made."""
     return band == Band(0, None) and mask is None and q.shape[2] == k.shape[2]
 
@@ -116,7 +117,7 @@ def _reversed(*tensors: Tensor) -> list[Tensor]:
     return [x.flip(2) for x in tensors]
 
 
-def _cpu_visible(band: Band, mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
+def _cpu_visible(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
     """Whether the kernel is to be causal (from the top left corner, on CPU), or else what its rows see."""
     if band == CAUSAL and mask is None:
         return True, None
@@ -143,7 +144,7 @@ def _additive(visible: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     refuse_softcap("flash", softcap)
     refuse_mask("flash", mask)
@@ -168,7 +169,7 @@ def _cuda_backward(
     lse: Tensor,
     *,
     band: Band,
-    mask: Tensor | None,
+    mask: BlockMask | None,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,6 +4,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 
 class Band(NamedTuple):
@@ -36,7 +37,7 @@ class Forward(Protocol):
     """Attention of one block: ``softmax(scale * q k^T) v``, with the log-sum-exp of its scores."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+        self, q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
         """Return out (B, N, Lq, Hv) in q's dtype and lse (B, N, Lq), float32 or, for float64, float64.
 
@@ -45,7 +46,8 @@ class Forward(Protocol):
             k: keys (B, Nkv, Lk, H), Nkv dividing N.
             v: values (B, Nkv, Lk, Hv).
             band: which keys a row sees.
-            mask: which of those it sees, boolean (B or 1, N or 1, Lq, Lk), True: visible. None: all.
+            mask: which of those it sees: a BlockMask of B or 1, N or 1, Lq and Lk, as ``flex_attention`` takes it.
+                None: all.
             scale: of the scores.
             softcap: scores s become ``softcap * tanh(s / softcap)`` after the scale. 0.0: they stay.
 
@@ -68,7 +70,7 @@ class Backward(Protocol):
         lse: Tensor,
         *,
         band: Band,
-        mask: Tensor | None,
+        mask: BlockMask | None,
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,7 +237,7 @@ def refuse_softcap(kernel: str, softcap: float) -> None:
         raise ValueError(f"kernel={kernel!r} {no_softcap(softcap)}")
 
 
-def refuse_mask(kernel: str, mask: Tensor | None) -> None:
+def refuse_mask(kernel: str, mask: BlockMask | None) -> None:
     """Refuse (ValueError) a mask for a kernel that takes none."""
     if mask is not None:
         raise ValueError(f"kernel={kernel!r} {NO_MASK}")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.kernels.block import HALF, NO_MASK, Band, BlockKernel, Need, Ragged, RaggedKernel, refuse_mask
 from wallfacer_dt.kernels.windows import (
@@ -65,7 +66,7 @@ def kernel(package: Package, load: Callable[[str], Any] = import_module) -> Bloc
     """
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+        q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
         refuse_mask(package.name, mask)
         run = partial(package.forward, load(package.module), scale=scale, softcap=softcap)
@@ -80,7 +81,7 @@ def kernel(package: Package, load: Callable[[str], Any] = import_module) -> Bloc
         lse: Tensor,
         *,
         band: Band,
-        mask: Tensor | None,
+        mask: BlockMask | None,
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:

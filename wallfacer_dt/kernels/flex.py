@@ -1,8 +1,7 @@
-"""Blocks with masks on CUDA: torch's flex_attention, fused with the mask looked up.
+"""Blocks with masks on CUDA: torch's flex_attention, fused with the mask that it is given.
 
-Each direction is an operator of its own, opaque to compilers: flex_attention compiles itself when it runs, and takes
-gradients by autograd, which a traced body cannot hold. Not run on CUDA so far; on CPU flex_attention was run without
-its fused kernels, in both directions (there torch refuses gradients, but for the tests).
+It takes gradients by autograd, for which it computes the block's output again. Not run on CUDA so far; on CPU
+flex_attention was run without its fused kernels, in both directions (there torch refuses gradients, but for the tests).
 
 Note [Gradients of one block from autograd]
 A block gives out_i and lse_i, and the row's result is out = sum_i w_i out_i with w_i = exp(lse_i - lse) and
@@ -10,40 +9,41 @@ lse = logsumexp_i lse_i. So, for a gradient grad_out of out, that of out_i is w_
 d out / d lse_i = w_i (out_i - out), that of lse_i is w_i (rowsum(grad_out * out_i) - rowsum(grad_out * out)).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+)
 
-from wallfacer_dt.kernels.block import Band, BlockKernel, Need, no_softcap, refuse_softcap
+from wallfacer_dt.agreement import outside_dispatch
+from wallfacer_dt.kernels.block import FULL, Band, BlockKernel, Need, no_softcap, refuse_softcap
 from wallfacer_dt.kernels.merge import accumulation_dtype
-from wallfacer_dt.kernels.visible import finite, visible_keys
-from wallfacer_dt.mesh import outside_modes
-
-_TILE = 128
+from wallfacer_dt.kernels.visible import finite
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of one block by flex_attention, differentiable on CUDA.
 
     Args:
         q: queries (B, N, Lq, H).
         k: keys (B, Nkv, Lk, H).
         v: values (B, Nkv, Lk, Hv).
-        mask: boolean (B or 1, N or 1, Lq, Lk), True: visible; None: all.
+        mask: of Lq queries and Lk keys, or None: all is visible.
         scale: of the scores.
 
     Returns:
         out (B, N, Lq, Hv) and lse (B, N, Lq).
     """
     run: Callable = _fused() if q.is_cuda else flex_attention
-    block_mask = None if mask is None else _block_mask(mask, q)
-    out, aux = run(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    out, aux = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 
@@ -55,7 +55,7 @@ def block_gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: Tensor | None,
+    mask: BlockMask | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv of one block of rows whose softmax is known. See Note [Gradients of one block from autograd].
@@ -89,82 +89,32 @@ def _fused() -> Callable:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _block_mask(mask: Tensor, q: Tensor) -> BlockMask:
-    """The mask, with its tiles listed that are visible in part or whole.
+def _blocks(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> BlockMask | None:
+    """A block's mask, in its band."""
+    if band == FULL:
+        return mask
+    # Tensors, so that other bounds are not another compilation.
+    bounds = [-(1 << 62) if band.low is None else band.low, 1 << 62 if band.high is None else band.high]
+    low, high = torch.tensor(bounds, device=q.device).unbind(0)
 
-    create_block_mask would look every entry of the mask up.
-    """
-    everywhere = mask.expand(*q.shape[:2], -1, -1)
+    def in_band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001  (as torch calls it)
+        return (j - i >= low) & (j - i <= high)
 
-    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return everywhere[b, h, q_idx, kv_idx]
-
-    rows, columns = mask.shape[2:]
-    whole_tiles = F.pad(mask, (0, -columns % _TILE, 0, -rows % _TILE), value=False)
-    visible_BNRC = whole_tiles.unflatten(3, (-1, _TILE)).unflatten(2, (-1, _TILE)).sum((3, 5))
-    full_BNRC = visible_BNRC == _TILE**2
-    partial_BNRC = (visible_BNRC > 0) & ~full_BNRC
-    return BlockMask(
-        (rows, columns),
-        *_listed(partial_BNRC),
-        *_listed(full_BNRC),
-        *_listed(partial_BNRC.mT),
-        *_listed(full_BNRC.mT),
-        BLOCK_SIZE=(_TILE, _TILE),
-        mask_mod=visible,
-    )
-
-
-def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """For every row of tiles how many are set, and all columns, those of set tiles first."""
-    indices = tiles.int().argsort(dim=-1, descending=True, stable=True)
-    return tiles.sum(-1, dtype=torch.int32), indices.int().contiguous()
-
-
-_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
-@contextmanager
-def _outside_dispatch() -> Iterator[None]:
-    """As if called by the user: operators run below autograd, and below torch.vmap if in a dispatch mode."""
-    with outside_modes(), torch._C._ForceDispatchKeyGuard(*_KEYS):
-        yield
-
-
-@torch.library.custom_op("wallfacer_dt::flex", mutates_args=())
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    with _outside_dispatch(), torch.no_grad():  # whatever called: one compilation
-        out, lse = attend(q, k, v, mask, scale)
-    return out.contiguous(), lse.contiguous()
-
-
-@torch.library.custom_op("wallfacer_dt::flex_backward", mutates_args=())
-def _flex_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    with _outside_dispatch(), torch.enable_grad():
-        dq, dk, dv = block_gradients(attend, grad_out, q, k, v, out, lse, mask, scale)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-@_flex.register_fake
-def _flex_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
-    q, _, v, *_ = inputs
-    rows = q.shape[:-1]
-    return q.new_empty((*rows, v.shape[-1])), q.new_empty(rows, dtype=accumulation_dtype(q.dtype))
-
-
-@_flex_backward.register_fake
-def _flex_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[1:4])
+    seen = in_band if mask is None else and_masks(in_band, mask.mask_mod)
+    batch, heads = (None, None) if mask is None else mask.shape[:2]
+    return create_block_mask(seen, batch, heads, q.shape[2], k.shape[2], device=q.device)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """See :class:`wallfacer_dt.kernels.block.Forward`."""
     refuse_softcap("flex", softcap)
-    return _flex(q, k, v, visible_keys(band, mask, q, k), scale)
+    if isinstance(q, FakeTensor):
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    with outside_dispatch(), torch.no_grad():  # whatever called: one compilation
+        out, lse = attend(q, k, v, _blocks(band, mask, q, k), scale)
+    return out.contiguous(), lse.contiguous()
 
 
 def backward(
@@ -176,13 +126,18 @@ def backward(
     lse: Tensor,
     *,
     band: Band,
-    mask: Tensor | None,
+    mask: BlockMask | None,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`wallfacer_dt.kernels.block.Backward`."""
     refuse_softcap("flex", softcap)
-    return _flex_backward(grad_out, q, k, v, out, lse, visible_keys(band, mask, q, k), scale)
+    if isinstance(q, FakeTensor):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    with outside_dispatch(), torch.enable_grad():
+        blocks = _blocks(band, mask, q, k)
+        dq, dk, dv = block_gradients(attend, grad_out, q, k, v, out, lse, blocks, scale)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _supports(need: Need) -> bool | str:

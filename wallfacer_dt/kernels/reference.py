@@ -7,6 +7,7 @@ Legend: B batch, G kv heads, R query heads per kv head, L queries, S keys, H hea
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.kernels.block import Band, BlockKernel, Need
 from wallfacer_dt.kernels.merge import accumulation_dtype
@@ -22,7 +23,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores_BGRLS / softcap) if softcap else scores_BGRLS
 
 
-def _hidden(band: Band, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _hidden(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """What a block's rows do not see, to be broadcast to its scores; None: nothing."""
     visible = visible_keys(band, mask, q, k)
     if visible is None:
@@ -40,7 +41,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: Tensor | None, scale: float, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """See :class:`wallfacer_dt.kernels.block.Forward`."""
     hidden = _hidden(band, mask, q, k)
@@ -60,7 +61,7 @@ def backward(
     lse: Tensor,
     *,
     band: Band,
-    mask: Tensor | None,
+    mask: BlockMask | None,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

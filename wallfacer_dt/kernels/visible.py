@@ -1,31 +1,68 @@
-"""Bands as boolean masks, and the rows that see no key."""
+"""Bands and masks as booleans, and the rows that see no key."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from wallfacer_dt.agreement import outside_dispatch
 from wallfacer_dt.kernels.block import FULL, Band
 
+_PAIRS = 1 << 24
+"""As many pairs a mask is asked about at once, for each of which torch holds some integers."""
 
-def visible_keys(band: Band, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+
+def strips(rows: int, width: int, multiple: int = 1) -> Iterator[slice]:
+    """Rows, in parts that a mask is asked about at once.
+
+    Args:
+        rows: of queries.
+        width: answers for each row.
+        multiple: of which parts other than the last have a multiple of rows.
+
+    Yields:
+        The parts.
+    """
+    step = max(1, _PAIRS // max(1, width) // multiple) * multiple
+    yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def visible_keys(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The keys that each row sees, by band and mask together.
 
     Args:
         band: of the block.
-        mask: of the block, boolean (B or 1, N or 1, Lq, Lk), or None.
+        mask: of the block, for Lq queries and Lk keys, or None.
         q: queries (B, N, Lq, H).
         k: keys (B, Nkv, Lk, H).
 
     Returns:
         A boolean mask (B or 1, N or 1, Lq, Lk), or None where all is visible.
     """
+    shown = None if mask is None else _shown(mask, q, k)
     if band == FULL:
-        return mask
+        return shown
     rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)
     offset_LS = torch.arange(k.shape[-2], device=q.device) - rows
     visible_LS = torch.ones_like(offset_LS, dtype=torch.bool) if band.low is None else offset_LS >= band.low
     if band.high is not None:
         visible_LS = visible_LS & (offset_LS <= band.high)
-    return visible_LS[None, None] if mask is None else mask & visible_LS
+    return visible_LS[None, None] if shown is None else shown & visible_LS
+
+
+def _shown(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
+    batch, heads = mask.shape[:2]
+    columns, mask_mod = k.shape[-2], mask.mask_mod
+
+    def asked(rows: slice) -> Tensor:
+        def shifted(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return mask_mod(b, h, i + rows.start, j)
+
+        return create_mask(shifted, batch, heads, rows.stop - rows.start, columns, device=q.device)
+
+    with outside_dispatch(), torch.no_grad():
+        return torch.cat([asked(rows) for rows in strips(q.shape[-2], columns * batch * heads)], 2)
 
 
 def finite(lse: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ class _Block(NamedTuple):
         given = [(*shaped(x, block, group.heads), None) for group in groups]
         if number is None:
             further = _signature(x, projections.own, block, attention.setting.lengths)
-            first, number = agreed_call(_NAME, attention, *given[0], None, documents, mesh=block.whole, further=further)
+            first, called = agreed_call(_NAME, attention, *given[0], None, documents, mesh=block.whole, further=further)
+            number = torch.tensor(called, device="cpu")
         else:
             with refusing_together(block.whole):
                 first = make_call(attention, *given[0], documents)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask
 
 from recipes.benchmarks.memory.run import fake_world
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
@@ -147,8 +148,13 @@ def _against_float64(
         kernel = select_kernel(name, need)
     except ValueError as refusal:
         return {"refused": str(refusal)}
-    mask = torch.rand(1, 1, rows, columns, device=place.device) < 0.7 if masked else None
-    options = {"band": band, "mask": mask, "scale": 0.1, "softcap": softcap}
+    seen = torch.rand(rows, columns, device=place.device) < 0.7
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001  (as torch calls it)
+        return seen[i, j]
+
+    mask = create_block_mask(mask_mod, None, None, rows, columns, device=place.device) if masked else None
+    options: dict[str, Any] = {"band": band, "mask": mask, "scale": 0.1, "softcap": softcap}
     q_64, k_64, v_64, grad_64 = (x.double() for x in (q, k, v, grad_out))
     out, lse = reference.forward(q_64, k_64, v_64, **options)
     # Of the whole rows, which see more than this block.
