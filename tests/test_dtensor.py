@@ -417,7 +417,7 @@ def test_the_rule_itself_refuses_too() -> None:
         ring, team = (str(mesh.get_group(axis).group_name) for axis in mesh.mesh_dim_names)
         given = AttentionOptions(rotate="kv", rotate_forward="kv", kernel="flash")
         setting = Setting(options=given, order="contiguous", place=Coordinate(2, 2, 0, 0), groups=("", ring, team))
-        options = Options((), 1.0, 0.0, setting, "")
+        options = Options(1.0, 0.0, setting, "")
         torch.ops.wallfacer_dt.attention(good, good, good, None, None, None, *options.told())
         with pytest.raises((ValueError, RuntimeError), match=r"(?s)v must .*'cp_team'.*Replicate"):
             torch.ops.wallfacer_dt.attention(good, good, bad, None, None, None, *options.told())

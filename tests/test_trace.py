@@ -405,7 +405,7 @@ def any_of(kind: type, without: Collection[str] = (), **known: Any) -> st.Search
 )
 def test_operators_take_options_as_text(numbers: tuple[float, float], setting: Setting, rest: tuple[Any, ...]) -> None:
     """What comes out is what went in: numbers to the last bit, integers, truths, any text."""
-    options = Options((), *numbers, setting, *rest)
+    options = Options(*numbers, setting, *rest)
     found = Options.of(*options.told())
     assert found == options
     assert repr(found) == repr(options)  # which tells a bool from an integer
@@ -414,5 +414,5 @@ def test_operators_take_options_as_text(numbers: tuple[float, float], setting: S
 def test_ranks_compare_every_option() -> None:
     """Of the two that are objects the names."""
     told = AttentionOptions(window_size=(3, 0), length=7, kv_length=5, replicated=2, rotate="q", kernel="flash")
-    compared = Options((), 0.5, 2.0, Setting(options=told, order="head_tail"), "", mask="answers").compared
+    compared = Options(0.5, 2.0, Setting(options=told, order="head_tail"), "", mask="answers").compared
     assert compared == asdict(told) | {"scale": 0.5, "softcap": 2.0, "order": "head_tail", "mask_mod": "answers"}

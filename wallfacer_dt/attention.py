@@ -241,7 +241,6 @@ class ContextAttention(Setting):
         )
         mask, captured = self._mask(q, k, lengths)
         return Options(
-            captured,
             1 / math.sqrt(head_dim) if scale is None else float(scale),
             float(options.softcap or 0.0),
             setting,
@@ -249,6 +248,7 @@ class ContextAttention(Setting):
             mask,
             "ids" if extras.document_ids is not None else "cu_seqlens" if extras.cu_seqlens is not None else "",
             needs_gradient(q, k, v, extras.k_shared, extras.sinks),
+            [sharding.replicate(x.detach(), q) for x in captured],
         )
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, told: Told) -> Tensor:
@@ -256,9 +256,7 @@ class ContextAttention(Setting):
         documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
         if documents is not None:
             documents = sharding.replicate(documents if documents.ndim == 2 else documents.unsqueeze(0), q)
-        captured = [sharding.replicate(x.detach(), q) for x in told[0]]
-        tensors = (q, k, v, extras.k_shared, extras.sinks, documents)
-        out, _, _ = torch.ops.wallfacer_dt.attention(*tensors, captured, *told[1:])
+        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *told)
         return out
 
     def _ratio(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from wallfacer_dt.algorithms import contents, known_recording
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.options import SCHEMA, Options
+from wallfacer_dt.options import MASK_SCHEMA, Options
 from wallfacer_dt.transforms import differentiable, not_differentiable, operator
 
 
@@ -164,7 +164,7 @@ def _attention_backward_fake(
 attention = operator(
     "attention",
     settling(attention_body),
-    f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {SCHEMA}) "
+    f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {MASK_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor)",
     _attention_fake,
 )
@@ -172,7 +172,7 @@ attention_backward = operator(
     "attention_backward",
     settling(attention_backward_body),
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
-    f"Tensor out, Tensor lse, Tensor number, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor out, Tensor lse, Tensor number, {MASK_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _attention_backward_fake,
 )
 
@@ -180,25 +180,26 @@ BODIES = {attention: attention_body, attention_backward: attention_backward_body
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, captured, ctx.options = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
-    ctx.save_for_backward(*tensors, *output[:2], *captured)
+    *told, captured = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *output[:2], *captured)
+    ctx.options = told
     # Not saved with them: a checkpoint that computes them again would put a number in its place that is new.
     ctx.number = output[2]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # What a mask does must not be forgotten before the backward has come.
-    mask = Options.of(captured, *ctx.options).mask
+    mask = Options.of(*told).mask
     ctx.recording = known_recording(mask) if mask else None
 
 
 def _autograd(ctx, grad_out: Tensor | None, grad_lse: None, grad_number: None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * (1 + len(ctx.options))
+    nothing = (None,) * (len(ctx.options) + 1)
     if grad_out is None:
         return (*[None] * _TENSORS, *nothing)
-    with refusing_together(Options.of((), *ctx.options).setting.mesh):  # what one rank has written into meanwhile
+    with refusing_together(Options.of(*ctx.options).setting.mesh):  # what one rank has written into meanwhile
         read = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
-    saved, captured = read[: _TENSORS + 2], list(read[_TENSORS + 2 :])
-    grads = attention_backward(grad_out, *saved, ctx.number, captured, *ctx.options)
+    saved, captured = read[: _TENSORS + 2], read[_TENSORS + 2 :]
+    grads = attention_backward(grad_out, *saved, ctx.number, *ctx.options, list(captured))
     placed = [
         None if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
         for name, grad, x in zip(_INPUTS, grads, saved, strict=False)

@@ -187,14 +187,13 @@ class Setting:
         return () if length is None else (length, length if kv_length is None else kv_length)
 
 
-Told = tuple[list[Tensor], float, float, str]
+Told = tuple[float, float, str, list[Tensor]]
 
 
 class Options(NamedTuple):
     """What an operator is told beside its tensors, see Note [Options as text].
 
     Attributes:
-        captured: the tensors that an arbitrary mask reads, in order.
         scale: of the scores.
         softcap: of the scores, 0 for none.
         setting: with nothing left to choose: which side moves, and how long a sequence is whose shards are not equal.
@@ -203,9 +202,9 @@ class Options(NamedTuple):
         mask: name of an arbitrary mask's recording, or empty.
         packed: what the tensor ``documents`` is: ``"ids"``, ``"cu_seqlens"``, or empty for none.
         gradients: whether some of the tensors need one, so that there will be a backward.
+        captured: the tensors that an arbitrary mask reads, in order, which an operator with masks takes after the text.
     """
 
-    captured: Sequence[Tensor]
     scale: float
     softcap: float
     setting: Setting
@@ -213,17 +212,19 @@ class Options(NamedTuple):
     mask: str = ""
     packed: str = ""
     gradients: bool = False
+    captured: Sequence[Tensor] = ()
 
     def told(self) -> Told:
-        """As operators take them after their other tensors: these, two floats and a text (:data:`SCHEMA`)."""
+        """As operators take them after their tensors: :data:`SCHEMA`, and with masks :data:`MASK_SCHEMA`."""
         setting = self.setting
         values = [_values(x, names) for x, names in ((setting.options, _IN_TEXT), (setting.place, _PLACE))]
-        return list(self.captured), self.scale, self.softcap, as_text((*values, _values(setting, _SETTING), *self[4:]))
+        text = as_text((*values, _values(setting, _SETTING), *self[3:-1]))
+        return self.scale, self.softcap, text, list(self.captured)
 
     @classmethod
-    def of(cls, captured: Sequence[Tensor], scale: float, softcap: float, text: str) -> "Options":
+    def of(cls, scale: float, softcap: float, text: str, captured: Sequence[Tensor] = ()) -> "Options":
         """What :meth:`told` gave."""
-        return cls(tuple(captured), scale, softcap, *_read(text))
+        return cls(scale, softcap, *_read(text), captured=tuple(captured))
 
     @property
     def options(self) -> AttentionOptions:
@@ -237,7 +238,8 @@ class Options(NamedTuple):
         return values | {"order": self.setting.order, "mask_mod": self.mask}
 
 
-SCHEMA = "Tensor[] captured, float scale, float softcap, str options"
+SCHEMA = "float scale, float softcap, str options"
+MASK_SCHEMA = f"{SCHEMA}, Tensor[] captured"
 OPTIONS = tuple(field.name for field in fields(AttentionOptions))
 # Beside the text are floats, which a compiler may take for symbols.
 _IN_TEXT = tuple(name for name in OPTIONS if name not in ("scale", "softcap", "order", "mask_mod"))

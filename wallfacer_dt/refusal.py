@@ -56,9 +56,9 @@ def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, extras: Extras, error: str
     """
     if isinstance(q, DTensor):
         return refuse_in_graph(q, q.shape[-1], error, setting.mesh)
-    options = Options((), 1.0, float(setting.options.softcap or 0.0), setting, "")
+    options = Options(1.0, float(setting.options.softcap or 0.0), setting, "")
     given = (x.detach() if isinstance(x, Tensor) else None for x in extras)
-    return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), *given, error, *options.told())
+    return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), *given, error, *options.told()[:3])
 
 
 def refuse_in_graph(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:

@@ -147,7 +147,7 @@ def register(
     """Register the rule of an operator whose tensors come first.
 
     Args:
-        op: the operator. After these tensors comes a list of others, which all ranks have alike.
+        op: the operator. Last comes a list of others, which all ranks have alike.
         axes_of: from the arguments after its tensors the names of its axes' groups.
         inputs: names of the tensor arguments, q, k and v among them; others may be absent in a call. ``k_shared`` is
             sharded as they are but has one head for all, ``sinks`` are by heads, ``documents`` are rows of the batch
@@ -161,8 +161,8 @@ def register(
         plain = [name for name, x in by_input.items() if x is not None and name not in tensors]
         if plain:
             raise ValueError(f"{op}: all tensors must be DTensors, but {', '.join(plain)} is not")
-        captured, *options = schema.args_schema[len(inputs) :]
-        axes = axes_of(((), *options))
+        *told, captured = schema.args_schema[len(inputs) :]
+        axes = axes_of(told)
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
         whole = {name: Sharded(spec.mesh, spec.placements, spec.shape) for name, spec in specs.items()}
         q = whole["q"]
@@ -185,7 +185,7 @@ def register(
             DTensorSpec(q.mesh, by_name.get(name, placements), tensor_meta=spec.tensor_meta)
             for name, spec in specs.items()
         ]
-        read = [x for x in getattr(captured, "children", ()) if isinstance(x, OpStrategy)]
+        read = list(getattr(captured, "children", ()))
         metas = [x.strategies[0].output_spec.tensor_meta for x in read]
         wanted += [DTensorSpec(q.mesh, (Replicate(),) * len(placements), tensor_meta=meta) for meta in metas]
         sources = [*tensors.values(), *read]

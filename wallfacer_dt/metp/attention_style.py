@@ -209,7 +209,7 @@ class METPAttentionParallel(ParallelStyle):
             options = attention.resolve(*shaped(tensors[0], block), extras)
             block_options = block._replace(gradients=needing_gradients(x, module, names))
             y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
-                *tensors, cos, sin, rows, block_options.told(), *options.told()
+                *tensors, cos, sin, rows, block_options.told(), *options.told()[:3]
             )
             y = watched(y, module.parameters(), boundary.weights.name)
             return leave(boundary.with_bias(y, linear(module, self.output).bias))
@@ -280,7 +280,7 @@ class METPAttentionParallel(ParallelStyle):
             x, *tensors = as_computed(x, *tensors)
             options = alone.resolve(*shaped(x, block), Extras())
             y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
-                x, *tensors, *angles, None, block.told(), *options.told()
+                x, *tensors, *angles, None, block.told(), *options.told()[:3]
             )
             bias = inputs.get(f"{self.output}.bias")
             return y if bias is None else y + bias.to(y.dtype)

@@ -122,4 +122,4 @@ def _options(candidate: Candidate, sequence: SequenceShape, index: int) -> Optio
         context=absent_group(place.inner_index, inner) if is_whole else "",
         context_ranks=tuple(range(inner)) if is_whole else (),
     )
-    return Options((), 1.0, 0.0, setting, CODE)
+    return Options(1.0, 0.0, setting, CODE)
