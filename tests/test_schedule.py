@@ -68,7 +68,7 @@ class Drawn:
             for r in range(case.ring)
             for m in range(case.team)
         ]
-        chosen = {"published": self.published, "stationary": self.stationary, "backward": self.backward}
+        chosen = {"schedule": self.case.schedule, "stationary": self.stationary, "backward": self.backward}
         if not case.mask:
             return {place.inner_index: make_schedule(place, sequences, **chosen) for place in places}
         answers: Any = SimpleNamespace(sees=sees(case), kept={})
@@ -478,14 +478,14 @@ def golden(
     order: str = "contiguous",
     mask: Mask = Mask(),  # noqa: B008
     shard: int = SHARD,
-    published: bool = False,
+    schedule: str = "2d",
     stationary: str = "q",
     backward: bool = False,
 ) -> str:
     length = shard * ring * team
     sequences = Sequences(length, length, order, mask)
     place = Coordinate(ring, team, *rank)
-    return str(make_schedule(place, sequences, published=published, stationary=stationary, backward=backward))
+    return str(make_schedule(place, sequences, schedule=schedule, stationary=stationary, backward=backward))
 
 
 def test_golden_ring_forward() -> None:
@@ -594,7 +594,7 @@ wait  all_to_all cp_team partial q""",
 
 def test_golden_published_forward() -> None:
     assert_expected_inline(
-        golden(4, 2, (1, 0), published=True),
+        golden(4, 2, (1, 0), schedule="published"),
         """\
 start all_gather cp_team kv
 start all_gather cp_team q
@@ -615,7 +615,7 @@ wait  all_to_all cp_team partial q""",
 
 def test_golden_published_backward() -> None:
     assert_expected_inline(
-        golden(4, 2, (1, 0), published=True, stationary="kv", backward=True),
+        golden(4, 2, (1, 0), schedule="published", stationary="kv", backward=True),
         """\
 start all_gather cp_team q
 start all_gather cp_team kv

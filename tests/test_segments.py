@@ -327,7 +327,7 @@ def schedule_of(
     *,
     order: str = "head_tail",
     mask: Mask = IS_CAUSAL,
-    published: bool = False,
+    schedule: str = "2d",
     stationary: str = "q",
     backward: bool = False,
 ) -> Schedule:
@@ -335,7 +335,7 @@ def schedule_of(
     ulysses_rank, inner = divmod(index, ring * team)
     place = Coordinate(ring, team, *divmod(inner, team), *(more or (1,)), ulysses_rank)
     sequences = Sequences(length, length, order, mask)
-    return make_schedule(place, sequences, published=published, stationary=stationary, backward=backward)
+    return make_schedule(place, sequences, schedule=schedule, stationary=stationary, backward=backward)
 
 
 def area(schedule: Schedule) -> int:

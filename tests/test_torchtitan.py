@@ -80,7 +80,7 @@ class Size(NamedTuple):
             make_schedule(
                 Coordinate(self.ring, self.team, 0, 0, self.ulysses, 0),
                 Sequences(LENGTH, LENGTH, "head_tail", Mask(right=0)),
-                published=False,
+                schedule="2d",
                 stationary="kv" if rotate == "q" else "q",
                 backward=backward,
             )

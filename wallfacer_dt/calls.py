@@ -81,9 +81,7 @@ def make_call(
     if options.mask:
         mine = [range(*some.q) for some in heads[groups.place.ulysses_rank]]
         answers = Answers.of(options.mask, options.captured, q.shape[0], mine, q.device)
-    return Call(
-        groups, sequences, scores, heads, told.schedule == "published", told.rotate, told.rotate_forward, answers
-    )
+    return Call(groups, sequences, scores, heads, told.schedule, told.rotate, told.rotate_forward, answers)
 
 
 @lru_cache(256)
@@ -247,7 +245,7 @@ class Call:
         sequences: what is attended, by whom it is held.
         scores: what becomes of q k^T; without its mask, which depends on the heads.
         heads: by rank of ``cp_ulysses``, its groups of heads.
-        published: the published schedule.
+        schedule: its name.
         rotate: the side that moves in the backward.
         rotate_forward: the side that moves in the forward.
         answers: of a mask that is asked.
@@ -258,7 +256,7 @@ class Call:
     sequences: Sequences
     scores: Scores
     heads: tuple[tuple[Heads, ...], ...]
-    published: bool
+    schedule: str
     rotate: str
     rotate_forward: str
     answers: Answers | None = None
@@ -367,7 +365,7 @@ class Call:
 
     def _schedule(self, rotate: str, *, backward: bool) -> Schedule:
         place, stationary = self.groups.place, _stationary(rotate)
-        how: Any = {"published": self.published, "stationary": stationary, "backward": backward}
+        how: Any = {"schedule": self.schedule, "stationary": stationary, "backward": backward}
         if self.answers is None:
             return make_schedule(place, self.sequences, **how)
         offsets = tuple(range(1, place.ring)) if self.offsets is None else self.offsets[stationary]

@@ -99,14 +99,13 @@ def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool
     sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
     rotate = candidate.rotate if backward else candidate.rotate_forward
     stationary = "kv" if rotate == "q" else "q"
-    published = candidate.schedule == "published"
     inner = candidate.ring * candidate.team
     is_even = sequence.length // candidate.size % 2 == 0
     is_balanced = candidate.order == "head_tail" and is_even if sequence.is_causal else True
     # Otherwise ends and middle of the sequence have more or less to do.
     some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
     schedules = [
-        (place, _schedule(place, sequence, candidate.order, published, stationary, backward))
+        (place, _schedule(place, sequence, candidate.order, candidate.schedule, stationary, backward))
         for place in map(candidate.place, sorted(some))
     ]
     return max(schedules, key=lambda pair: _area(pair[1]))
@@ -118,10 +117,10 @@ def _area(schedule: Schedule) -> int:
 
 @lru_cache(maxsize=256)
 def _schedule(
-    place: Coordinate, sequence: SequenceShape, order: str, published: bool, stationary: Side, backward: bool
+    place: Coordinate, sequence: SequenceShape, order: str, schedule: str, stationary: Side, backward: bool
 ) -> Schedule:
     sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
-    return make_schedule(place, sequences, published=published, stationary=stationary, backward=backward)
+    return make_schedule(place, sequences, schedule=schedule, stationary=stationary, backward=backward)
 
 
 def _kind(transfer: Transfer) -> tuple[str, str]:

@@ -74,7 +74,7 @@ def holdings(ranks: int = RANKS, team: int = TEAM) -> list[Holding]:
         By rank.
     """
     places = [Coordinate(ranks // team, team, *divmod(rank, team)) for rank in range(ranks)]
-    moves = [_moves(_schedule(place, "contiguous", Mask(), published=True)) for place in places]
+    moves = [_moves(_schedule(place, "contiguous", Mask(), "published")) for place in places]
     made = []
     for place, (placed, hop) in zip(places, moves, strict=True):
         me = place.ring_rank, place.team_rank, place.ring, team
@@ -125,14 +125,14 @@ def chunks(order: str, ranks: int = RANKS, team: int = TEAM) -> list[tuple[int, 
     return made
 
 
-def causal_work(order: str, ranks: int = RANKS, team: int = TEAM, *, published: bool = True) -> list[float]:
+def causal_work(order: str, ranks: int = RANKS, team: int = TEAM, *, schedule: str = "published") -> list[float]:
     """What each rank computes under a causal mask, from the tiles of its schedule.
 
     Args:
         order: token order.
         ranks: P.
         team: C.
-        published: the published schedule, or else 2d.
+        schedule: its name.
 
     Returns:
         By rank, pairs of a query and a key as multiples of the mean.
@@ -140,15 +140,15 @@ def causal_work(order: str, ranks: int = RANKS, team: int = TEAM, *, published: 
     pairs = []
     for rank in range(ranks):
         place = Coordinate(ranks // team, team, *divmod(rank, team))
-        schedule = _schedule(place, order, Mask(right=0), published=published)
-        pairs.append(sum(call.area for step in schedule.steps if isinstance(step, Attend) for call in step.work))
+        steps = _schedule(place, order, Mask(right=0), schedule).steps
+        pairs.append(sum(call.area for step in steps if isinstance(step, Attend) for call in step.work))
     return [n * ranks / sum(pairs) for n in pairs]
 
 
-def _schedule(place: Coordinate, order: str, mask: Mask, *, published: bool) -> Schedule:
+def _schedule(place: Coordinate, order: str, mask: Mask, schedule: str) -> Schedule:
     length = 2 * CHUNK * place.size
     sequences = Sequences(length, length, order, mask)
-    return make_schedule(place, sequences, published=published, stationary="q", backward=False)
+    return make_schedule(place, sequences, schedule=schedule, stationary="q", backward=False)
 
 
 def figure_5() -> Table:
@@ -198,7 +198,9 @@ def figure_6() -> Table:
     """The loaders, and how the causal mask's work falls to the ranks."""
     naive, zigzag = chunks("contiguous"), chunks("head_tail")
     loads = [
-        causal_work(order, published=published) for order in ("contiguous", "head_tail") for published in (True, False)
+        causal_work(order, schedule=schedule)
+        for order in ("contiguous", "head_tail")
+        for schedule in ("published", "2d")
     ]
     rows = []
     for rank in range(RANKS):

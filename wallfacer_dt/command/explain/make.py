@@ -48,7 +48,7 @@ def make_facts(settings: Settings) -> Facts:
 
 def _schedule(settings: Settings, place: Coordinate) -> Schedule:
     return make_schedule(
-        place, settings.sequences, published=settings.schedule == "published",
+        place, settings.sequences, schedule=settings.schedule,
         stationary=settings.stationary, backward=settings.backward,
     )  # fmt: skip
 

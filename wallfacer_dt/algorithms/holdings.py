@@ -1,0 +1,94 @@
+"""What one rank's schedule is made of: the rows that ranks hold, and what this one computes of a block."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from wallfacer_dt.algorithms.segments import ByRow, Sees, Work, plan_work
+from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import Attend, Exchange, Part, Side, Start, Step
+from wallfacer_dt.layout import Pieces, Shards, in_order
+from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.rows import Members
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Who holds which rows, seen from one rank.
+
+    Attributes:
+        place: the rank's coordinate.
+        sequences: what is attended.
+        held: by side and row of the batch, the positions of every inner index.
+        stationary: the side that stays.
+        backward: something is computed for both sides, and not for queries only.
+        offsets: the distances round the ring, other than 0, at which some rank needs a moving block, ascending.
+        sees: of a mask that is asked.
+    """
+
+    place: Coordinate
+    sequences: Sequences
+    held: dict[Side, Sequence[Shards]]
+    stationary: Side
+    backward: bool
+    offsets: tuple[int, ...]
+    sees: Sees | None
+
+    @property
+    def moving(self) -> Side:
+        """The side that moves round the ring."""
+        return "kv" if self.stationary == "q" else "q"
+
+    @property
+    def result(self) -> str:
+        """What is computed for the moving side."""
+        return f"d{self.moving}" if self.backward else "out"
+
+    def is_given(self, side: Side) -> bool:
+        """Whether something is computed for a side."""
+        return self.backward or side == "q"
+
+    def attend_all(self, block: int, moving: ByRow, exchange: Exchange | None) -> Iterator[Step]:
+        """Others' rows and then one's own with a block; the exchange, if any, starts between them."""
+        parts: tuple[Part, ...] = ("others", "own") if self.place.team > 1 else ("own",)
+        for part in parts:
+            yield self.attend(part, block, moving)
+            if part == "others" and exchange:
+                yield Start(exchange)
+
+    def attend(self, part: Part, block: int, moving: ByRow) -> Attend:
+        """A part of the team's rows of the stationary side with a block."""
+        if part == "own":
+            return Attend(part, self.stationary, block, self.own_work(moving))
+        others = self.team(self.stationary, self.place.ring_rank, exclude=self.place.team_rank)
+        return Attend(part, self.stationary, block, self._work(others, moving))
+
+    def own_work(self, moving: ByRow) -> Work:
+        """What is computed of one's own rows of the stationary side with a block."""
+        return self._work(self.shard(self.stationary, self.place.inner_index), moving)
+
+    def _work(self, stationary: ByRow, moving: ByRow) -> Work:
+        queries, keys = (stationary, moving) if self.stationary == "q" else (moving, stationary)
+        return plan_work(queries, keys, self.sequences.mask, self.sees)
+
+    def shard(self, side: Side, index: int) -> ByRow:
+        """By row of the batch, the positions that an inner index holds."""
+        return [shards[index] for shards in self.held[side]]
+
+    def team(self, side: Side, ring_rank: int, exclude: int | None = None) -> ByRow:
+        """The positions of a team."""
+        return [pieces.span for pieces in self._pieces(side, ring_rank, exclude)]
+
+    def _pieces(self, side: Side, ring_rank: int, exclude: int | None) -> list[Pieces]:
+        """By row of the batch, whose the positions of a team are."""
+        first = index_of(self.place, ring_rank, 0)
+        members = [member for member in range(self.place.team) if member != exclude]
+        return [in_order((member, shards[first + member]) for member in members) for shards in self.held[side]]
+
+    def put_together(self, side: Side, exclude: int | None = None) -> Members:
+        """How the rows of one's own team are put together."""
+        return Members.made(self._pieces(side, self.place.ring_rank, exclude), self.place.team)
+
+
+def index_of(place: Coordinate, ring_rank: int, team_rank: int) -> int:
+    """The inner index of another rank of one's own mesh."""
+    return ring_rank * place.team + team_rank

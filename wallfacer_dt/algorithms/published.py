@@ -1,0 +1,66 @@
+"""The schedule that WallFacer published (Algorithms 1 to 3): see ``schedule``."""
+
+from collections.abc import Iterator
+
+from wallfacer_dt.algorithms.holdings import Holdings, index_of
+from wallfacer_dt.algorithms.routes import PublishedRoute
+from wallfacer_dt.algorithms.steps import CONTEXT, HOME, Carry, Exchange, Gather, Move, Start, Step, Wait
+from wallfacer_dt.mesh import RING_AXIS
+
+
+def published(held: Holdings) -> Iterator[Step]:
+    """Both sides are gathered in the team; the moving side's copies are placed, and hop in smaller rings.
+
+    Args:
+        held: what ranks hold.
+
+    Yields:
+        The steps.
+    """
+    team = held.place.team
+    me, member = held.place.ring_rank, held.place.team_rank
+    ways = PublishedRoute(held.place)
+    blocks = ways.blocks
+    group, position = divmod(me, blocks)
+    to, source = ways.next, ways.previous
+    # Algorithm 2
+    placed_at = index_of(held.place, member * blocks + me // team, me % team)
+
+    def move(block: int) -> Move:
+        if block == 0:
+            return Move(held.moving, 0, 0, CONTEXT, placed_at, ways.placed_from)
+        return Move(held.moving, block - 1, block, RING_AXIS, to, source)
+
+    def team_held(block: int) -> int:
+        return (position - block) % blocks * team + member
+
+    def carry(block: int) -> Carry:
+        if block < blocks - 1:
+            return Carry(held.moving, block, block + 1, RING_AXIS, to, source, held.result)
+        # Home: to the member that sent the rows here in the first place, and likewise back from one's own target.
+        home = index_of(held.place, team_held(block), group)
+        return Carry(held.moving, block, HOME, CONTEXT, home, ways.fetched_from, held.result)
+
+    yield Start(Gather(held.moving))
+    yield Start(Gather(held.stationary))
+    yield Wait(Gather(held.moving))
+    yield Start(move(0))
+    yield Wait(Gather(held.stationary))
+    yield Wait(move(0))
+    exchange = Exchange(held.stationary)
+    for block in range(blocks):
+        last = block == blocks - 1
+        if not last:
+            yield Start(move(block + 1))
+        yield from held.attend_all(block, held.team(held.moving, team_held(block)), exchange if last else None)
+        if held.backward:
+            if block > 0:
+                yield Wait(carry(block - 1))
+            yield Start(carry(block))
+        if not last:
+            yield Wait(move(block + 1))
+    yield Wait(exchange)
+    if held.backward:
+        yield Wait(carry(blocks - 1))
+        yield Start(Exchange(held.moving))
+        yield Wait(Exchange(held.moving))
