@@ -1,0 +1,77 @@
+"""The examples of docs/extending.md: applied to a copy of the package, and compared with the oracle there."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from wallfacer_dt import TokenOrder, context_mesh, shard_sequence
+from wallfacer_dt.algorithms import schedule, volume
+from wallfacer_dt.testing import RankPool, worst_error
+
+Ranks = Callable[[int], RankPool]
+
+HERE = Path(__file__).parent
+PAGE = (HERE.parent / "docs" / "extending.md").read_text()
+DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("diff", "files", "cases"),
+    [
+        (0, 2, [({"is_causal": True, "chunk_size": 20}, {"mask_mod": "of_20"})]),
+        (
+            1,
+            3,
+            [({"is_causal": True, "schedule": "serial", "rotate": side}, {"is_causal": True}) for side in ("q", "kv")],
+        ),
+    ],
+    ids=["a kind of mask", "a schedule"],
+)
+def test_an_example_does_what_it_says(
+    tmp_path: Path, diff: int, files: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
+    shutil.copytree(
+        HERE.parent / "wallfacer_dt", tmp_path / "wallfacer_dt", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    assert DIFFS[diff].count("\n+++ ") + DIFFS[diff].startswith("+++ ") == files
+    for command in (["git", "init", "-q"], ["git", "apply", "-"]):
+        subprocess.run(command, cwd=tmp_path, input=DIFFS[diff], text=True, check=True)
+    for case in cases:
+        command = [sys.executable, "-P", str(HERE / "extended.py"), *map(repr, case)]
+        ran = subprocess.run(
+            command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
+        )
+        assert not ran.returncode, ran.stderr
+        where, error = ran.stdout.split()
+        assert Path(where).is_relative_to(tmp_path)
+        assert float(error) < 1e-12
+
+
+def packed() -> float:
+    shown: dict[str, Any] = {}
+    exec(PAGE.partition("```python\n")[2].partition("```")[0], shown)
+    mesh = context_mesh("cpu", ring=2, team=2)
+    order = TokenOrder("head_tail", mesh)
+    torch.manual_seed(0)
+    whole = torch.randn(3, 1, 2, 32, 8, dtype=torch.float64)
+    module = shown["PackedParallel"](order=order)._apply(nn.Module(), mesh)
+    out = torch.compile(module.forward, fullgraph=True, backend="eager")(shard_sequence(whole, order, dim=3))
+    want = F.scaled_dot_product_attention(*whole, is_causal=True)
+    return worst_error([(out, shard_sequence(want, order, dim=2))])
+
+
+def test_the_style_of_the_docs(ranks: Ranks) -> None:
+    assert max(ranks(4).run(packed)) < 1e-12
+
+
+def test_every_schedule_has_steps_and_a_volume() -> None:
+    assert tuple(schedule._STEPS) == volume.SCHEDULES
