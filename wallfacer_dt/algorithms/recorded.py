@@ -53,7 +53,8 @@ class _Step(NamedTuple):
     kwargs: dict[str, Any]
 
     def __repr__(self) -> str:
-        return f"{_name_of(self.function)}{self.args}{self.kwargs or ''}"
+        where = getattr(self.function, "__module__", None)
+        return f"{where}.{_name_of(self.function)}{self.args}{self.kwargs or ''}"
 
 
 class Recording:
