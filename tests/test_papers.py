@@ -16,7 +16,7 @@ from recipes.benchmarks.papers.ring_table2 import HOSTS, intensity, smallest
 from recipes.benchmarks.papers.run import held, received
 
 SMALL = Call(1, 1, tokens=1536, heads=4, head_dim=8)
-NUMBER = 8  # bytes of a call's number, which its backward is told
+NUMBER = 16  # bytes of a call's number and that of what its mask captures, which its backward is told
 MESHES = [(4, 2), (8, 2), (12, 2), (16, 4), (32, 4), (48, 4), (64, 8)]
 
 
