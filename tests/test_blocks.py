@@ -2,8 +2,10 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,13 +17,16 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tests.cases import MASK_MODS
 from tests.strategies import examples
-from wallfacer_dt.algorithms import Answers, recorded_mask
-from wallfacer_dt.algorithms.blocks import check_mask, contents, known_recording, mask_key
+from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
+from wallfacer_dt.algorithms import Answers, blocks, recorded_mask
+from wallfacer_dt.algorithms.blocks import Captured, check_mask, known_recording, mask_key
 from wallfacer_dt.kernels import FULL, visible
 from wallfacer_dt.kernels.visible import visible_keys
 from wallfacer_dt.layout import positions
+from wallfacer_dt.testing import RankPool
 
 CPU = torch.device("cpu")
+Ranks = Callable[[int], RankPool]
 
 
 def said(name: str, batch: int, heads: int, length: int) -> np.ndarray:
@@ -42,7 +47,7 @@ NAMES = st.sampled_from(list(MASKS))
 
 def answers_of(mask: Any, heads: range = range(2), *, batch: int = 2, length: int = 400) -> Answers:
     name, captured = recorded_mask(mask, (length, length), "cpu")
-    return Answers.of(name, captured, batch, [heads], CPU)
+    return Answers.of(name, Captured(captured), batch, [heads], CPU)
 
 
 def shown(block: BlockMask) -> Tensor:
@@ -108,10 +113,28 @@ def test_captured_tensors_are_told_apart_by_their_contents() -> None:
 def test_contents_as_a_number() -> None:
     x = torch.arange(6)
     different = [x, x.to(torch.int32), x.view(2, 3), x.flip(0), x.float(), x[:5], torch.zeros(0), torch.tensor(0)]
-    found = [contents([some]) for some in different] + [contents([x, x]), contents([x, x.flip(0)]), contents([])]
+    found = [Captured(some).contents for some in (*([one] for one in different), [x, x], [x, x.flip(0)], [])]
     assert len(set(found)) == len(found)
-    assert contents([x.clone()]) == contents([x]) > 0 == contents([])
-    assert contents([torch.arange(12)[::2]]) == contents([torch.arange(12)[::2].contiguous()])
+    assert Captured([x.clone()]).contents == Captured([x]).contents > 0 == Captured([]).contents
+    assert Captured([torch.arange(12)[::2]]).contents == Captured([torch.arange(12)[::2].contiguous()]).contents
+
+
+def digests() -> tuple[int, int]:
+    """Taken by a forward, and with its backward."""
+    ids, taken, digest = torch.arange(8) // 3, [], blocks._digest
+    q = torch.randn(1, 1, 8, 4, dtype=torch.float64, requires_grad=True)
+    mesh = context_mesh("cpu")
+    how = {"mask_mod": lambda b, h, i, j: ids[i] == ids[j], "order": TokenOrder("contiguous", mesh)}
+    with mock.patch.object(blocks, "_digest", lambda x: taken.append(x) or digest(x)):
+        out = context_parallel_attention(q, q, q, mesh, **how)
+        forward = len(taken)
+        out.sum().backward()
+    return forward, len(taken)
+
+
+def test_a_call_reads_what_its_mask_captures_once(ranks: Ranks) -> None:
+    """And its backward once: there may be megabytes of it."""
+    assert ranks(1).run(digests) == [(1, 2)]
 
 
 def name_of(mask: Any, length: int = 20, **may: bool) -> str:

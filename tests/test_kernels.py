@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from tests import flash_standins
 from tests.cases import rms
 from tests.strategies import examples
-from wallfacer_dt.algorithms import Answers, recorded_mask
+from wallfacer_dt.algorithms import Answers, Captured, recorded_mask
 from wallfacer_dt.kernels import (
     CAUSAL,
     FULL,
@@ -491,7 +491,7 @@ def test_flex_is_compiled_once_for_masks_of_a_kind(monkeypatch: pytest.MonkeyPat
 
         name, captured = recorded_mask(documents, (3000, 3000), "cpu")
         for rows, columns in ((300, 200), (150, 260), (400, 130), (256, 256)):
-            answers = Answers.of(name, captured, 1, [range(4)], torch.device("cpu"))
+            answers = Answers.of(name, Captured(captured), 1, [range(4)], torch.device("cpu"))
             block = ordinary(rows, columns, head_dim=8).to(torch.float32)
             mask = answers.block(range(4), np.array([[0, rows]]), np.array([[number, number + columns]]))
             out, lse = flex.attend(*block[:3], mask, SCALE)

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from wallfacer_dt import sharding
 from wallfacer_dt.agreement import agree, lasting, named, refusing_together
 from wallfacer_dt.algorithms import (
+    Captured,
     MaskMod,
     UnrecordedError,
     check_schedule,
@@ -248,7 +249,7 @@ class ContextAttention(Setting):
             mask,
             "ids" if extras.document_ids is not None else "cu_seqlens" if extras.cu_seqlens is not None else "",
             needs_gradient(q, k, v, extras.k_shared, extras.sinks),
-            [sharding.replicate(x.detach(), q) for x in captured],
+            Captured(sharding.replicate(x.detach(), q) for x in captured),
         )
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, told: Told) -> Tensor:

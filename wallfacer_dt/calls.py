@@ -26,7 +26,6 @@ from wallfacer_dt.algorithms import (
     Sequences,
     Side,
     check_mask,
-    contents,
     exchanged,
     execute,
     make_asked_schedule,
@@ -146,7 +145,7 @@ def agreed_call(
         yield from (further or {}).items()
         yield from _signature(options, q, k, v, k_shared, sinks).items()
         yield "the documents", digest(documents)
-        yield "what mask_mod captures", contents(options.captured)
+        yield "what mask_mod captures", options.captured.contents
         yield "the kernel that runs", f"{call.scores.kernel.name}, {call.scores.kernel.version}"
 
     number = agree_on(q, what, signature(), mesh)
@@ -304,7 +303,7 @@ class Call:
             return self
         mesh = options.setting.mesh
         same = tuple((name, str(value)) for name, value in _signature(options, q, k, v, k_shared, sinks).items())
-        theirs = hear_once(q, (mesh, same, contents(options.captured)), needed, mesh)
+        theirs = hear_once(q, (mesh, same, options.captured.contents), needed, mesh)
         if theirs is None:
             return self
         offsets = {side: {n for told in theirs.values() for n in told[side]} for side in needed}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import refusing_together, settling
-from wallfacer_dt.algorithms import contents, known_recording
+from wallfacer_dt.algorithms import known_recording
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import agree_on_backward, agreed_call, make_call
 from wallfacer_dt.kernels import accumulation_dtype
@@ -71,7 +71,7 @@ def attention_body(
     """
     options = Options.of(*rest)
     call, number = agreed_call("attention", options, q, k, v, k_shared, sinks, documents)
-    said = torch.tensor([number, contents(options.captured)], device="cpu")
+    said = torch.tensor([number, options.captured.contents], device="cpu")
     out, lse = call.forward(q, _present(k, v, k_shared), sinks)
     return _laid_out(out, _like(q, v.shape[-1])), lse.contiguous(), said
 
@@ -114,7 +114,7 @@ def attention_backward_body(
     """
     options = Options.of(*rest)
     with refusing_together(options.setting.mesh):
-        if options.captured and contents(options.captured) != int(number[1]):
+        if options.captured and options.captured.contents != int(number[1]):
             raise ValueError(
                 "a tensor that mask_mod captures has been written into since the forward, whose mask is gone with it: "
                 "write into it after the backward, or capture another tensor"

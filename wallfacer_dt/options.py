@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.algorithms import MaskMod, check_rotate, check_schedule
+from wallfacer_dt.algorithms import Captured, MaskMod, check_rotate, check_schedule
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import Coordinate
@@ -212,7 +212,7 @@ class Options(NamedTuple):
     mask: str = ""
     packed: str = ""
     gradients: bool = False
-    captured: Sequence[Tensor] = ()
+    captured: Captured = Captured()
 
     def told(self) -> Told:
         """As operators take them after their tensors: :data:`SCHEMA`, and with masks :data:`MASK_SCHEMA`."""
@@ -224,7 +224,7 @@ class Options(NamedTuple):
     @classmethod
     def of(cls, scale: float, softcap: float, text: str, captured: Sequence[Tensor] = ()) -> "Options":
         """What :meth:`told` gave."""
-        return cls(scale, softcap, *_read(text), captured=tuple(captured))
+        return cls(scale, softcap, *_read(text), captured=Captured(captured))
 
     @property
     def options(self) -> AttentionOptions:

@@ -3,8 +3,8 @@
 from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import (
     Answers,
+    Captured,
     check_mask,
-    contents,
     known_recording,
     mask_key,
     mask_name,
@@ -50,6 +50,7 @@ __all__ = [
     "Arithmetic",
     "AttentionVolume",
     "Backward",
+    "Captured",
     "FeedForward",
     "FeedForwardBackward",
     "Flow",
@@ -80,7 +81,6 @@ __all__ = [
     "check_mask",
     "check_rotate",
     "check_schedule",
-    "contents",
     "exchanged",
     "execute",
     "feed_forward_volume",

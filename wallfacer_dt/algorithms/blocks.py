@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -155,16 +156,20 @@ def known_recording(name: str) -> Recording:
     return found
 
 
-def contents(captured: Sequence[Tensor]) -> int:
-    """A number that is the same for tensors of the same contents, above 0; 0 for none.
+class Captured(tuple[Tensor, ...]):
+    """The tensors that a mask reads, in order, for the time of one call."""
 
-    Tensors on the CPU are read every time. Of a device's, which it would have to wait for, what they were is known as
-    long as torch counts no writing; writing through ``.data`` it does not count.
-    """
-    if not captured:
-        return 0
-    digest = hashlib.sha1(b"".join(map(_digest, captured)), usedforsecurity=False).digest()
-    return int.from_bytes(digest[:8]) >> 1 or 1
+    @cached_property
+    def contents(self) -> int:
+        """A number that is the same for tensors of the same contents, above 0; 0 for none.
+
+        Tensors on the CPU are read by every call, once. Of a device's, which it would have to wait for, what they were
+        is known as long as torch counts no writing; writing through ``.data`` it does not count.
+        """
+        if not self:
+            return 0
+        digest = hashlib.sha1(b"".join(map(_digest, self)), usedforsecurity=False).digest()
+        return int.from_bytes(digest[:8]) >> 1 or 1
 
 
 def _digest(x: Tensor) -> bytes:
@@ -200,15 +205,13 @@ class Answers:
         self.kept: dict[Hashable, Any] = {}
 
     @classmethod
-    def of(
-        cls, name: str, captured: Sequence[Tensor], batch: int, heads: Sequence[range], device: torch.device
-    ) -> "Answers":
+    def of(cls, name: str, captured: Captured, batch: int, heads: Sequence[range], device: torch.device) -> "Answers":
         """Those of a mask by its name, made now or kept from before; see :func:`known_recording`."""
         recording = known_recording(name)
         # While they are kept nothing else has the tensors' memory; their contents may be others than they were.
-        key = (contents(captured), *map(_memory, captured), batch, *heads, device)
+        key = (captured.contents, *map(_memory, captured), batch, *heads, device)
         kept = recording.kept
-        kept[key] = kept.pop(key, None) or cls(recording, tuple(captured), batch, heads, device)
+        kept[key] = kept.pop(key, None) or cls(recording, captured, batch, heads, device)
         _forget(kept, _ANSWERS)
         return kept[key]
 
