@@ -87,7 +87,7 @@ def test_what_comes_in_is_the_volume(chosen: Settings) -> None:
             heads=chosen.heads, kv_heads=chosen.kv_heads, head_dim=chosen.head_dim, dtype=getattr(torch, chosen.dtype),
             schedule=chosen.schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward,
             order=chosen.order, index=place.index,
-            hops=len(hops(place.axes, chosen.sequences, chosen.stationary)) if is_ring else None,
+            hops=len(hops(place.axes, chosen.sequences, chosen.resident)) if is_ring else None,
         )  # fmt: skip
         assert rank.received == (volume.backward if chosen.backward else volume.forward).bytes
         assert rank.received_from_other_nodes <= rank.received
@@ -111,7 +111,7 @@ def test_every_pair_that_is_seen_is_computed_once(chosen: Settings) -> None:
             heads = rank.heads[group].q[1] - rank.heads[group].q[0]
             for mine in stays:
                 met.setdefault(mine, Counter()).update(dict.fromkeys(moves, heads))
-            assert (part == "own") == (rank.rank in stays)
+            assert (part == "local") == (rank.rank in stays)
     ahead = 0 if chosen.causal else chosen.window
     low, high = (chosen.length if reach is None else reach for reach in (chosen.window, ahead))
     n = range(chosen.length)

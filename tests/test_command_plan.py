@@ -278,7 +278,7 @@ def test_every_bar_has_a_colour(causal: bool) -> None:
     for candidate in attentions(MODEL, sequence, cluster):
         cost = attention_cost(candidate, MODEL, sequence, cluster)
         kinds |= {kind_of(bar) for line in (cost.forward, cost.backward) for bar in line.bars}
-    assert kinds == {"own", "others", "heads", "gather", "hop", "carry", "exchange"}
+    assert kinds == {"local", "peer", "heads", "gather", "hop", "carry", "exchange"}
 
 
 @pytest.mark.parametrize(

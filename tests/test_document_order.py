@@ -132,7 +132,7 @@ def test_causal_work_is_balanced_where_the_other_orders_are_not(ring: int) -> No
     def heaviest(order: str) -> float:
         sequences = Sequences(16384, 16384, order, Mask(right=0, documents=(bounds,)))
         schedules = [
-            make_schedule(Coordinate(ring, 1, r, 0), sequences, schedule="2d", stationary="q", backward=False)
+            make_schedule(Coordinate(ring, 1, r, 0), sequences, schedule="2d", resident="q", backward=False)
             for r in range(ring)
         ]
         work = [sum(t.area for step in s.steps for t in getattr(step, "work", ())) for s in schedules]

@@ -42,7 +42,7 @@ class Drawn:
     """A case and the schedule of it that is asked for."""
 
     case: Case
-    stationary: str
+    resident: str
     backward: bool
 
     @property
@@ -68,7 +68,7 @@ class Drawn:
             for r in range(case.ring)
             for m in range(case.team)
         ]
-        chosen = {"schedule": self.case.schedule, "stationary": self.stationary, "backward": self.backward}
+        chosen = {"schedule": self.case.schedule, "resident": self.resident, "backward": self.backward}
         if not case.mask:
             return {place.inner_index: make_schedule(place, sequences, **chosen) for place in places}
         answers: Any = SimpleNamespace(sees=sees(case), kept={})
@@ -118,7 +118,7 @@ def drawn(draw: st.DrawFn, largest: int = 36, most: int = 3) -> Drawn:
     published = ring % team == 0 and draw(st.booleans())
     backward = draw(st.booleans())
     # As published, queries stay in the forward and keys in the backward.
-    stationary = ("kv" if backward else "q") if published else draw(st.sampled_from(["q", "kv"]))
+    resident = ("kv" if backward else "q") if published else draw(st.sampled_from(["q", "kv"]))
     batch = draw(st.integers(1, 2))
     longest = 420 if size <= 6 and draw(st.booleans()) else most * size
     length = draw(st.integers(1, longest))
@@ -136,7 +136,7 @@ def drawn(draw: st.DrawFn, largest: int = 36, most: int = 3) -> Drawn:
     if not any(masks.values()):
         options |= {"kv_length": draw(st.integers(1, longest)), "replicated": draw(st.sampled_from([0, 0, 1, 5]))}
     case = Case(ring, team, ulysses=ulysses, batch=batch, schedule="published" if published else "2d", **options)
-    return Drawn(case, stationary, backward)
+    return Drawn(case, resident, backward)
 
 
 @dataclass
@@ -145,8 +145,8 @@ class Rank:
 
     blocks: dict[int, tuple[int, ...]]
     partial: dict[int, Counter] = field(default_factory=dict)
-    own: Counter = field(default_factory=Counter)
-    others: Counter = field(default_factory=Counter)
+    local: Counter = field(default_factory=Counter)
+    peers: Counter = field(default_factory=Counter)
     home: Counter = field(default_factory=Counter)
     under_way: dict[Any, Any] = field(default_factory=dict)
 
@@ -162,7 +162,7 @@ class Simulation:
     def __init__(self, chosen: Drawn) -> None:
         self.chosen = chosen
         self.schedules = chosen.schedules()
-        self.moving = "kv" if chosen.stationary == "q" else "q"
+        self.rotating = "kv" if chosen.resident == "q" else "q"
         self.held = {side: chosen.shards(side) for side in ("q", "kv")}
         self.ranks = {i: Rank({0: (i,)}) for i in range(chosen.inner)}
         self.visible = seen(chosen.case)
@@ -210,13 +210,13 @@ class Simulation:
 
     def _attend(self, i: int, number: int, step: Attend) -> None:
         rank = self.ranks[i]
-        owners = (i,) if step.part == "own" else tuple(m for m in self.mates(i) if m != i)
-        staying = self.positions(self.chosen.stationary, owners)
-        travelling = self.positions(self.moving, rank.blocks[step.block])
-        queries, keys = (staying, travelling) if self.chosen.stationary == "q" else (travelling, staying)
+        owners = (i,) if step.part == "local" else tuple(m for m in self.mates(i) if m != i)
+        staying = self.positions(self.chosen.resident, owners)
+        travelling = self.positions(self.rotating, rank.blocks[step.block])
+        queries, keys = (staying, travelling) if self.chosen.resident == "q" else (travelling, staying)
         for tile in (tile for call in step.work for tile in call.bands):
             add_covered(self.computed, tile, queries, keys, self.visible)
-        (rank.own if step.part == "own" else rank.others)[i, number] += 1
+        (rank.local if step.part == "local" else rank.peers)[i, number] += 1
         rank.partial.setdefault(step.block, Counter())[i, number] += 1
         self.labels[i].append((step.part, number, rank.blocks[step.block]))
 
@@ -229,9 +229,9 @@ class Simulation:
                 rank.under_way[transfer] = rank.blocks[transfer.held]
             case Carry():
                 rank.under_way[transfer] = rank.partial.pop(transfer.block, Counter()), rank.blocks[transfer.block]
-            case Exchange(side) if side == self.chosen.stationary:
-                rank.under_way[transfer] = rank.others
-                rank.others = Counter()
+            case Exchange(side) if side == self.chosen.resident:
+                rank.under_way[transfer] = rank.peers
+                rank.peers = Counter()
             case Exchange():
                 rank.under_way[transfer] = rank.home.copy()
             case Gather():
@@ -253,7 +253,7 @@ class Simulation:
         rank = self.ranks[i]
         assert transfer in rank.under_way, "waited for before it is started"
         match transfer:
-            case Gather(side) if side == self.moving:
+            case Gather(side) if side == self.rotating:
                 rank.blocks[0] = self.mates(i)
             case Move():
                 rank.blocks[transfer.block] = self._sent(i, transfer)
@@ -268,10 +268,10 @@ class Simulation:
             case Exchange(side):
                 for mate in set(self.mates(i)) - {i}:
                     theirs = self.ranks[mate].under_way[transfer]
-                    (rank.own if side == self.chosen.stationary else rank.home).update(theirs)
+                    (rank.local if side == self.chosen.resident else rank.home).update(theirs)
 
-    def results_of_moving(self, i: int) -> Counter:
-        """The steps whose results for this rank's moving rows have come home."""
+    def results_of_rotating(self, i: int) -> Counter:
+        """The steps whose results for this rank's rotating rows have come home."""
         return self.ranks[i].home if self.schedules[i].home == "exchange" else self.ranks[i].partial.get(0, Counter())
 
 
@@ -308,14 +308,14 @@ def assert_complete(chosen: Drawn) -> None:
     assert np.array_equal(simulation.computed, np.broadcast_to(simulation.visible, simulation.computed.shape))
     for i, rank in simulation.ranks.items():
         # A forward computes something for queries only.
-        if chosen.backward or chosen.stationary == "q":
+        if chosen.backward or chosen.resident == "q":
             mine = [(j, number) for j in chosen.mates[i] for part, number, _ in simulation.labels[j]
-                    if part == ("own" if j == i else "others")]  # fmt: skip
-            assert rank.own == Counter(mine), "a partial result is lost, or comes twice"
-        if chosen.backward or chosen.stationary == "kv":
+                    if part == ("local" if j == i else "peer")]  # fmt: skip
+            assert rank.local == Counter(mine), "a partial result is lost, or comes twice"
+        if chosen.backward or chosen.resident == "kv":
             labels = simulation.labels.items()
             theirs = [(j, number) for j, steps in labels for _, number, owners in steps if i in owners]
-            assert simulation.results_of_moving(i) == Counter(theirs), "a result is lost, or comes twice"
+            assert simulation.results_of_rotating(i) == Counter(theirs), "a result is lost, or comes twice"
 
 
 @given(drawn(largest=16))
@@ -329,12 +329,12 @@ def test_ranks_that_exchange_heads_have_one_schedule(chosen: Drawn) -> None:
 def test_what_is_put_together_is_in_order_and_comes_apart_again(chosen: Drawn) -> None:
     """The rows of a team, against the positions that segments count by."""
     for i, schedule in chosen.schedules().items():
-        moving = "kv" if chosen.stationary == "q" else "q"
-        for side, members, left_out in ((chosen.stationary, schedule.others, i), (moving, schedule.everyone, None)):
-            shards, slot = chosen.shards(side), schedule.slots[0 if side == "q" else 1]
-            assert max(len(held) for row in shards for held in row.values()) == slot
+        rotating = "kv" if chosen.resident == "q" else "q"
+        for side, members, left_out in ((chosen.resident, schedule.peers, i), (rotating, schedule.everyone, None)):
+            shards, padded_length = chosen.shards(side), schedule.padded_lengths[0 if side == "q" else 1]
+            assert max(len(held) for row in shards for held in row.values()) == padded_length
             # (rows, heads, positions): what each member sends, behind its own rows what nobody may touch
-            sent = [torch.full((len(shards), 2, slot), -1) for _ in chosen.mates[i]]
+            sent = [torch.full((len(shards), 2, padded_length), -1) for _ in chosen.mates[i]]
             for member, mate in zip(sent, chosen.mates[i], strict=True):
                 for row, stored in zip(member, shards, strict=True):
                     row[:, : len(stored[mate])] = torch.tensor(stored[mate], dtype=torch.int64)
@@ -381,7 +381,7 @@ def test_hops_are_those_that_somebody_needs(chosen: Drawn) -> None:
         for i in q:
             for j in k:
                 if visible[row][np.ix_(q[i], k[j])].any():
-                    needed.add((i // case.team - j // case.team) * (1 if chosen.stationary == "q" else -1) % case.ring)
+                    needed.add((i // case.team - j // case.team) * (1 if chosen.resident == "q" else -1) % case.ring)
     assert sorted(hops) == sorted(needed - {0})
 
 
@@ -393,13 +393,13 @@ def test_a_mask_mod_that_is_a_window_is_a_halo(order: str, expected: list[int]) 
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("stationary", ["q", "kv"])
+@pytest.mark.parametrize("resident", ["q", "kv"])
 @pytest.mark.parametrize("mesh", [(5, 1, 1), (8, 1, 1), (4, 2, 1), (4, 1, 2), (3, 2, 2)])
-def test_a_window_is_a_halo(mesh: tuple[int, int, int], stationary: str, backward: bool) -> None:
+def test_a_window_is_a_halo(mesh: tuple[int, int, int], resident: str, backward: bool) -> None:
     """Of a window shorter than a shard (or half of one, head_tail) only neighbours' blocks hop."""
     ring, team, ulysses = mesh
     case = Case(ring, team, ulysses=ulysses, shard=8, window_size=(3, 0), is_causal=True)
-    behind, ahead = (1, ring - 1) if stationary == "q" else (ring - 1, 1)
+    behind, ahead = (1, ring - 1) if resident == "q" else (ring - 1, 1)
     for changed, expected in [
         ({}, [behind]),
         ({"window_size": (3, 3), "is_causal": False}, [1, ring - 1]),
@@ -408,7 +408,7 @@ def test_a_window_is_a_halo(mesh: tuple[int, int, int], stationary: str, backwar
         ({"window_size": (2, 0), "order": "head_tail"}, [1, ring - 1]),
         ({"window_size": (0, 0), "order": "head_tail"}, []),
     ]:
-        schedules = Drawn(replace(case, **changed), stationary, backward).schedules()
+        schedules = Drawn(replace(case, **changed), resident, backward).schedules()
         assert distances(schedules, team) == expected
         for i, schedule in schedules.items():
             # Each goes one rank on, or one back.
@@ -442,10 +442,10 @@ def balanced(draw: st.DrawFn) -> Drawn:
     published = ring % team == 0 and draw(st.booleans())
     backward = draw(st.booleans())
     # As published, queries stay in the forward and keys in the backward.
-    stationary = ("kv" if backward else "q") if published else draw(st.sampled_from(["q", "kv"]))
+    resident = ("kv" if backward else "q") if published else draw(st.sampled_from(["q", "kv"]))
     order = draw(st.sampled_from(ORDERS[:2]))
     case = Case(ring, team, shard=SHARD, order=order, schedule="published" if published else "2d", **masks)
-    return Drawn(case, stationary, backward)
+    return Drawn(case, resident, backward)
 
 
 @examples(250)
@@ -479,13 +479,13 @@ def golden(
     mask: Mask = Mask(),  # noqa: B008
     shard: int = SHARD,
     schedule: str = "2d",
-    stationary: str = "q",
+    resident: str = "q",
     backward: bool = False,
 ) -> str:
     length = shard * ring * team
     sequences = Sequences(length, length, order, mask)
     place = Coordinate(ring, team, *rank)
-    return str(make_schedule(place, sequences, schedule=schedule, stationary=stationary, backward=backward))
+    return str(make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward))
 
 
 def test_golden_ring_forward() -> None:
@@ -493,12 +493,12 @@ def test_golden_ring_forward() -> None:
         golden(3, 1),
         """\
 start permute cp_ring kv[1] to 1 from 2
-      attend own q x kv[0]: 0:2 x 0:2
+      attend local q x kv[0]: 0:2 x 0:2
 wait  permute cp_ring kv[1] to 1 from 2
 start permute cp_ring kv[2] to 1 from 2
-      attend own q x kv[1]: 0:2 x 0:2
+      attend local q x kv[1]: 0:2 x 0:2
 wait  permute cp_ring kv[2] to 1 from 2
-      attend own q x kv[2]: 0:2 x 0:2""",
+      attend local q x kv[2]: 0:2 x 0:2""",
     )
 
 
@@ -507,16 +507,16 @@ def test_golden_ring_backward() -> None:
         golden(3, 1, backward=True),
         """\
 start permute cp_ring kv[1] to 1 from 2
-      attend own q x kv[0]: 0:1 x 0:2
+      attend local q x kv[0]: 0:1 x 0:2
 wait  permute cp_ring kv[1] to 1 from 2
 start permute cp_ring kv[2] to 1 from 2
-      attend own q x kv[1]: 0:2 x 0:2
+      attend local q x kv[1]: 0:2 x 0:2
 start permute cp_ring dkv[1] into dkv[2] to 1 from 2
 wait  permute cp_ring kv[2] to 1 from 2
-      attend own q x kv[2]: 0:2 x 0:2
+      attend local q x kv[2]: 0:2 x 0:2
 wait  permute cp_ring dkv[1] into dkv[2] to 1 from 2
 start permute cp_ring dkv[2] into dkv[0] to 1 from 2
-      attend own q x kv[0]: 1:2 x 0:2
+      attend local q x kv[0]: 1:2 x 0:2
 wait  permute cp_ring dkv[2] into dkv[0] to 1 from 2""",
     )
 
@@ -527,13 +527,13 @@ def test_golden_2d_forward_causal() -> None:
         """\
 start all_gather cp_team q
 start permute cp_ring kv[1] to 0 from 0
-      attend own q x kv[0]: 0:2 x 0:2 causal
+      attend local q x kv[0]: 0:2 x 0:2 causal
 wait  all_gather cp_team q
-      attend others q x kv[0]: 0:2 x 0:1
+      attend peer q x kv[0]: 0:2 x 0:1
 wait  permute cp_ring kv[1] to 0 from 0
-      attend others q x kv[1]: 0:2 x 0:1
+      attend peer q x kv[1]: 0:2 x 0:1
 start all_to_all cp_team partial q
-      attend own q x kv[1]: 0:2 x 0:1
+      attend local q x kv[1]: 0:2 x 0:1
 wait  all_to_all cp_team partial q""",
     )
 
@@ -544,15 +544,15 @@ def test_golden_2d_backward_rotating_kv() -> None:
         """\
 start all_gather cp_team q
 start permute cp_ring kv[1] to 1 from 1
-      attend own q x kv[0]: 0:1 x 0:2
+      attend local q x kv[0]: 0:1 x 0:2
 wait  all_gather cp_team q
-      attend others q x kv[0]: 0:2 x 0:2
+      attend peer q x kv[0]: 0:2 x 0:2
 wait  permute cp_ring kv[1] to 1 from 1
-      attend others q x kv[1]: 0:2 x 0:2
+      attend peer q x kv[1]: 0:2 x 0:2
 start all_to_all cp_team partial q
-      attend own q x kv[1]: 0:2 x 0:2
+      attend local q x kv[1]: 0:2 x 0:2
 start permute cp_ring dkv[1] into dkv[0] to 1 from 1
-      attend own q x kv[0]: 1:2 x 0:2
+      attend local q x kv[0]: 1:2 x 0:2
 wait  all_to_all cp_team partial q
 wait  permute cp_ring dkv[1] into dkv[0] to 1 from 1""",
     )
@@ -560,19 +560,19 @@ wait  permute cp_ring dkv[1] into dkv[0] to 1 from 1""",
 
 def test_golden_2d_backward_rotating_q() -> None:
     assert_expected_inline(
-        golden(2, 2, backward=True, stationary="kv"),
+        golden(2, 2, backward=True, resident="kv"),
         """\
 start all_gather cp_team kv
 start permute cp_ring q[1] to 1 from 1
-      attend own kv x q[0]: 0:1 x 0:2
+      attend local kv x q[0]: 0:1 x 0:2
 wait  all_gather cp_team kv
-      attend others kv x q[0]: 0:2 x 0:2
+      attend peer kv x q[0]: 0:2 x 0:2
 wait  permute cp_ring q[1] to 1 from 1
-      attend others kv x q[1]: 0:2 x 0:2
+      attend peer kv x q[1]: 0:2 x 0:2
 start all_to_all cp_team partial kv
-      attend own kv x q[1]: 0:2 x 0:2
+      attend local kv x q[1]: 0:2 x 0:2
 start permute cp_ring dq[1] into dq[0] to 1 from 1
-      attend own kv x q[0]: 1:2 x 0:2
+      attend local kv x q[0]: 1:2 x 0:2
 wait  all_to_all cp_team partial kv
 wait  permute cp_ring dq[1] into dq[0] to 1 from 1""",
     )
@@ -583,11 +583,11 @@ def test_golden_gather_only() -> None:
         golden(1, 3),
         """\
 start all_gather cp_team q
-      attend own q x kv[0]: 0:1 x 0:2
+      attend local q x kv[0]: 0:1 x 0:2
 wait  all_gather cp_team q
-      attend others q x kv[0]: 0:4 x 0:2
+      attend peer q x kv[0]: 0:4 x 0:2
 start all_to_all cp_team partial q
-      attend own q x kv[0]: 1:2 x 0:2
+      attend local q x kv[0]: 1:2 x 0:2
 wait  all_to_all cp_team partial q""",
     )
 
@@ -603,19 +603,19 @@ start permute cp kv[0] to 1 from 4
 wait  all_gather cp_team q
 wait  permute cp kv[0] to 1 from 4
 start permute cp_ring kv[1] to 0 from 0
-      attend others q x kv[0]: 0:2 x 0:4
-      attend own q x kv[0]: 0:2 x 0:4
+      attend peer q x kv[0]: 0:2 x 0:4
+      attend local q x kv[0]: 0:2 x 0:4
 wait  permute cp_ring kv[1] to 0 from 0
-      attend others q x kv[1]: 0:2 x 0:4
+      attend peer q x kv[1]: 0:2 x 0:4
 start all_to_all cp_team partial q
-      attend own q x kv[1]: 0:2 x 0:4
+      attend local q x kv[1]: 0:2 x 0:4
 wait  all_to_all cp_team partial q""",
     )
 
 
 def test_golden_published_backward() -> None:
     assert_expected_inline(
-        golden(4, 2, (1, 0), schedule="published", stationary="kv", backward=True),
+        golden(4, 2, (1, 0), schedule="published", resident="kv", backward=True),
         """\
 start all_gather cp_team q
 start all_gather cp_team kv
@@ -624,13 +624,13 @@ start permute cp q[0] to 1 from 4
 wait  all_gather cp_team kv
 wait  permute cp q[0] to 1 from 4
 start permute cp_ring q[1] to 0 from 0
-      attend others kv x q[0]: 0:4 x 0:2
-      attend own kv x q[0]: 0:4 x 0:2
+      attend peer kv x q[0]: 0:4 x 0:2
+      attend local kv x q[0]: 0:4 x 0:2
 start permute cp_ring dq[0] into dq[1] to 0 from 0
 wait  permute cp_ring q[1] to 0 from 0
-      attend others kv x q[1]: 0:4 x 0:2
+      attend peer kv x q[1]: 0:4 x 0:2
 start all_to_all cp_team partial kv
-      attend own kv x q[1]: 0:4 x 0:2
+      attend local kv x q[1]: 0:4 x 0:2
 wait  permute cp_ring dq[0] into dq[1] to 0 from 0
 start permute cp dq[1] home to 0 from 3
 wait  all_to_all cp_team partial kv

@@ -328,14 +328,14 @@ def schedule_of(
     order: str = "head_tail",
     mask: Mask = IS_CAUSAL,
     schedule: str = "2d",
-    stationary: str = "q",
+    resident: str = "q",
     backward: bool = False,
 ) -> Schedule:
     ring, team, *more = mesh
     ulysses_rank, inner = divmod(index, ring * team)
     place = Coordinate(ring, team, *divmod(inner, team), *(more or (1,)), ulysses_rank)
     sequences = Sequences(length, length, order, mask)
-    return make_schedule(place, sequences, schedule=schedule, stationary=stationary, backward=backward)
+    return make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward)
 
 
 def area(schedule: Schedule) -> int:
@@ -353,8 +353,8 @@ def causal_area(rows: list[int]) -> int:
 def test_head_tail_is_the_same_work_on_every_rank(size: int) -> None:
     length = 4 * size
     for mesh in meshes(size):
-        for backward, stationary in [(False, "q"), (True, "q"), (True, "kv")]:
-            work = {area(schedule_of(mesh, i, length, backward=backward, stationary=stationary)) for i in range(size)}
+        for backward, resident in [(False, "q"), (True, "q"), (True, "kv")]:
+            work = {area(schedule_of(mesh, i, length, backward=backward, resident=resident)) for i in range(size)}
             assert len(work) == 1
             assert work.pop() * size == causal_area(range(length))
 
@@ -364,12 +364,10 @@ def test_head_tail_is_the_same_work_under_ulysses(size: int) -> None:
     """For every head of it, so that equal heads make equal work."""
     length = 2 * size
     for *mesh, ulysses in ulysses_meshes(size):
-        for backward, stationary in [(False, "q"), (True, "q"), (True, "kv")]:
+        for backward, resident in [(False, "q"), (True, "q"), (True, "kv")]:
             inner = size // ulysses
             some = [*range(inner), size - 1]
-            work = {
-                area(schedule_of((*mesh, ulysses), i, length, backward=backward, stationary=stationary)) for i in some
-            }
+            work = {area(schedule_of((*mesh, ulysses), i, length, backward=backward, resident=resident)) for i in some}
             assert len(work) == 1
             assert work.pop() * inner == causal_area(range(length))
 
@@ -473,9 +471,9 @@ def few_calls(draw: st.DrawFn) -> tuple[tuple[int, ...], int, str, Mask]:
 def test_a_block_is_at_most_two_calls(chosen: tuple, data: st.DataObject) -> None:
     mesh, length, order, mask = chosen
     index = data.draw(st.integers(0, mesh[0] * mesh[1] - 1))
-    stationary = data.draw(st.sampled_from(["q", "kv"]))
+    resident = data.draw(st.sampled_from(["q", "kv"]))
     for backward in (False, True):
-        schedule = schedule_of(mesh, index, length, order=order, mask=mask, stationary=stationary, backward=backward)
+        schedule = schedule_of(mesh, index, length, order=order, mask=mask, resident=resident, backward=backward)
         # What ranks of Ulysses put together lies apart in contiguous order; and under a window every member of a team,
         # and every document that is dealt out by itself, has rows at a distance of its own.
         most = mesh[2] if order == "contiguous" else 1

@@ -81,7 +81,7 @@ class Size(NamedTuple):
                 Coordinate(self.ring, self.team, 0, 0, self.ulysses, 0),
                 Sequences(LENGTH, LENGTH, "head_tail", Mask(right=0)),
                 schedule="2d",
-                stationary="kv" if rotate == "q" else "q",
+                resident="kv" if rotate == "q" else "q",
                 backward=backward,
             )
             for backward, rotate in ((False, forward), (True, backward))

@@ -33,7 +33,7 @@ from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context
 from wallfacer_dt.ops import CODE
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, Options, Setting, Told, options_of, with_options
 from wallfacer_dt.order import check_order_fits, check_order_is_told
-from wallfacer_dt.refusal import NO_EXTRAS, Extras, check_call, kind_of
+from wallfacer_dt.validation import NO_EXTRAS, Extras, check_call, kind_of
 
 _KINDS = 256  # of tensors, that are remembered
 

@@ -272,7 +272,7 @@ class Call:
         found: dict[Side, set[int]] = {}
         for rotate, backward in ways:
             offsets = needed_offsets(self._schedule(rotate, backward=backward))
-            found.setdefault(_stationary(rotate), set()).update(offsets)
+            found.setdefault(_resident(rotate), set()).update(offsets)
         return {side: tuple(sorted(offsets)) for side, offsets in found.items()}
 
     def heard(
@@ -363,18 +363,18 @@ class Call:
         return Replicated(self.sequences.replicated, self.groups)
 
     def _schedule(self, rotate: str, *, backward: bool) -> Schedule:
-        place, stationary = self.groups.place, _stationary(rotate)
-        how: Any = {"schedule": self.schedule, "stationary": stationary, "backward": backward}
+        place, resident = self.groups.place, _resident(rotate)
+        how: Any = {"schedule": self.schedule, "resident": resident, "backward": backward}
         if self.answers is None:
             return make_schedule(place, self.sequences, **how)
-        offsets = tuple(range(1, place.ring)) if self.offsets is None else self.offsets[stationary]
+        offsets = tuple(range(1, place.ring)) if self.offsets is None else self.offsets[resident]
         return make_asked_schedule(place, self.sequences, self.answers, offsets, **how)
 
     def _execute(
         self, schedule: Schedule, arithmetic: Arithmetic, queries: Operand, keys: Operand
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What was computed for own queries and own keys."""
-        if schedule.stationary == "q":
+        if schedule.resident == "q":
             return execute(schedule, arithmetic, self.groups, queries, keys)
         for_keys, for_queries = execute(schedule, arithmetic, self.groups, keys, queries)
         return for_queries, for_keys
@@ -404,5 +404,5 @@ class Call:
 _KEY_KINDS: list[Kind] = ["kv", "kv", "shared"]
 
 
-def _stationary(rotate: str) -> Side:
+def _resident(rotate: str) -> Side:
     return "kv" if rotate == "q" else "q"

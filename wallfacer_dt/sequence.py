@@ -111,13 +111,13 @@ def unshard_sequence(
         }
         agree("unshard_sequence", signature.items(), order.mesh_name)
     sizes = _gathered(torch.tensor([x.shape[dim]], device=x.device), groups).tolist()
-    length, slot = sum(sizes), max(sizes)
+    length, padded_length = sum(sizes), max(sizes)
     if tuple(sizes) != shard_sizes(length, order.axes, order.name):
         raise ValueError(
             f"shards of {sizes} positions are none of shard_sequence's, which for {length} positions in "
             f"order={order.name!r} are {list(shard_sizes(length, order.axes, order.name))}"
         )
-    padded = torch.cat([x, x.new_zeros((*x.shape[:dim], slot - x.shape[dim], *x.shape[dim + 1 :]))], dim)
+    padded = torch.cat([x, x.new_zeros((*x.shape[:dim], padded_length - x.shape[dim], *x.shape[dim + 1 :]))], dim)
     shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
     rows = _rows(x, dim, length, order, document_ids, cu_seqlens)
     by_row = [in_order(enumerate(_dealt(length, order, row))) for row in rows]

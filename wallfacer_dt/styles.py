@@ -26,7 +26,7 @@ from wallfacer_dt.compiler import sizes
 from wallfacer_dt.equivalence import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, check_once
 from wallfacer_dt.mesh import Coordinate, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
-from wallfacer_dt.refusal import Extras, check_call, refused_in_graph
+from wallfacer_dt.validation import Extras, check_call, refused_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
 

@@ -120,13 +120,15 @@ class Meeting:
     def exchange(self, mine: bytes) -> list[bytes]:
         """What every rank says, of any length."""
         lengths = self.wait(self.post(len(mine) + 1))
-        slot = max(lengths)
+        padded_length = max(lengths)
         with outside_modes():
-            sent = torch.frombuffer(bytearray(mine.ljust(slot, b"\0")), dtype=torch.uint8).repeat(len(self.ranks))
+            sent = torch.frombuffer(bytearray(mine.ljust(padded_length, b"\0")), dtype=torch.uint8).repeat(
+                len(self.ranks)
+            )
             heard = torch.empty_like(sent)
             self._last = Pending(self._group.alltoall_base(heard, sent, [], []), heard, sent)
             self._last.work.wait()
-            rows = heard.view(len(self.ranks), slot).numpy()
+            rows = heard.view(len(self.ranks), padded_length).numpy()
             return [row[: length - 1].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 

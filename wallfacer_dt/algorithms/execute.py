@@ -85,8 +85,8 @@ def execute(
     schedule: Schedule,
     arithmetic: Arithmetic,
     groups: Groups,
-    stationary: Operand,
-    moving: Operand,
+    resident: Operand,
+    rotating: Operand,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run a schedule on this rank's operands.
 
@@ -94,16 +94,19 @@ def execute(
         schedule: this rank's.
         arithmetic: what to compute, forward or backward.
         groups: the process groups, and this rank's coordinate.
-        stationary: own shard of the side that stays.
-        moving: own shard of the side that moves.
+        resident: own shard of the side that stays.
+        rotating: own shard of the side that moves.
 
     Returns:
-        What was computed for the own shard of the stationary and of the moving side: in the forward (out, lse) for
+        What was computed for the own shard of the resident and of the rotating side: in the forward (out, lse) for
         queries and nothing for keys, gradients in the backward; in the accumulation dtype.
     """
-    rows = [operand.data[0].shape[SEQUENCE_DIM] for operand in (stationary, moving)]
-    slots = schedule.slots if schedule.stationary == "q" else schedule.slots[::-1]
-    padded = (_padded(operand, slot) for operand, slot in zip((stationary, moving), slots, strict=True))
+    rows = [operand.data[0].shape[SEQUENCE_DIM] for operand in (resident, rotating)]
+    padded_lengths = schedule.padded_lengths if schedule.resident == "q" else schedule.padded_lengths[::-1]
+    padded = (
+        _padded(operand, padded_length)
+        for operand, padded_length in zip((resident, rotating), padded_lengths, strict=True)
+    )
     run = _Run(schedule, arithmetic, groups, *padded)
     for step in schedule.steps:
         match step:
@@ -125,27 +128,27 @@ class _Run:
         schedule: Schedule,
         arithmetic: Arithmetic,
         groups: Groups,
-        stationary: Operand,
-        moving: Operand,
+        resident: Operand,
+        rotating: Operand,
     ) -> None:
         self.schedule, self.arithmetic, self.groups = schedule, arithmetic, groups
-        self.own = stationary
-        self.others = Operand(())
-        self.blocks = {0: moving}
+        self.local = resident
+        self.peers = Operand(())
+        self.blocks = {0: rotating}
         self.home: tuple[Tensor, ...] = ()
         self.pending: dict[Transfer, tuple[Tensor, tuple[Field, ...]]] = {}
 
     def attend(self, part: Part, block: int, work: Work) -> None:
-        """Attend a part of the stationary side and a moving block."""
-        stationary, moving = self.own if part == "own" else self.others, self.blocks[block]
-        query, keys = (stationary, moving) if self.schedule.stationary == "q" else (moving, stationary)
+        """Attend a part of the resident side and a rotating block."""
+        resident, rotating = self.local if part == "local" else self.peers, self.blocks[block]
+        query, keys = (resident, rotating) if self.schedule.resident == "q" else (rotating, resident)
         self.arithmetic.attend(query, keys, work)
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer and remember its pending buffer with the fields of what it will bring."""
         match transfer:
             case Gather(side):
-                data = (self.own if side == self.schedule.stationary else self.blocks[0]).data
+                data = (self.local if side == self.schedule.resident else self.blocks[0]).data
                 pending = all_gather(pack(data), self.groups.team), fields_of(data)
             case Move(_, held, _, axis, to, source):
                 operand = self.blocks[held]
@@ -164,8 +167,8 @@ class _Run:
         pending, fields = self.pending.pop(transfer)
         buffer = wait(pending)
         match transfer:
-            case Gather(side) if side == self.schedule.stationary:
-                self.others = Operand(self._assemble(buffer, fields, self.schedule.others))
+            case Gather(side) if side == self.schedule.resident:
+                self.peers = Operand(self._assemble(buffer, fields, self.schedule.peers))
             case Gather():
                 data = self._assemble(buffer, fields, self.schedule.everyone)
                 self.blocks[0] = _padded(Operand(data), self.schedule.gathered)
@@ -182,9 +185,9 @@ class _Run:
                     self.arithmetic.combine(mine, unpack(share, fields))
 
     def results(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What was computed for the own shards of the stationary and the moving side."""
-        both, queries_stay = self.arithmetic.gives_to_keys, self.schedule.stationary == "q"
-        own = self._partial(self.own) if both or queries_stay else ()
+        """What was computed for the own shards of the resident and the rotating side."""
+        both, queries_stay = self.arithmetic.gives_to_keys, self.schedule.resident == "q"
+        own = self._partial(self.local) if both or queries_stay else ()
         if self.schedule.home == "exchange":
             return own, self.home
         return own, self._partial(self.blocks[0]) if both or not queries_stay else ()
@@ -206,28 +209,28 @@ class _Run:
 
     def _shares(self, transfer: Exchange) -> list[tuple[Tensor, ...]]:
         """What an exchange sends: for every other team member the partial result of its rows."""
-        if transfer.side == self.schedule.stationary:
-            partial, rows = self._partial(self.others), self.schedule.others
-            self.others = Operand(())
+        if transfer.side == self.schedule.resident:
+            partial, rows = self._partial(self.peers), self.schedule.peers
+            self.peers = Operand(())
         else:
             partial, rows = self.home, self.schedule.everyone
         me, team = self.groups.place.team_rank, self.groups.place.team
-        slot = self._slot(transfer.side)
+        padded_length = self._padded_length(transfer.side)
         return [
-            self.arithmetic.outgoing(_rows_of(member, partial, rows, slot), self.own.data[0].dtype)
+            self.arithmetic.outgoing(_rows_of(member, partial, rows, padded_length), self.local.data[0].dtype)
             for member in range(team)
             if member != me
         ]
 
-    def _slot(self, side: str) -> int:
-        return self.schedule.slots[0 if side == "q" else 1]
+    def _padded_length(self, side: str) -> int:
+        return self.schedule.padded_lengths[0 if side == "q" else 1]
 
     def _mine(self, transfer: Exchange) -> tuple[Tensor, ...]:
         """One's own rows, to which an exchange adds what the others computed for them."""
-        if transfer.side == self.schedule.stationary:
-            return self._partial(self.own)
-        slot = self._slot(transfer.side)
-        self.home = _rows_of(self.groups.place.team_rank, self.home, self.schedule.everyone, slot)
+        if transfer.side == self.schedule.resident:
+            return self._partial(self.local)
+        padded_length = self._padded_length(transfer.side)
+        self.home = _rows_of(self.groups.place.team_rank, self.home, self.schedule.everyone, padded_length)
         return self.home
 
     def _partial(self, operand: Operand) -> tuple[Tensor, ...]:
@@ -236,23 +239,23 @@ class _Run:
         return operand.partial
 
 
-def _rows_of(member: int, tensors: Sequence[Tensor], team: Members, slot: int) -> tuple[Tensor, ...]:
-    """The rows of one team member out of a team's tensors, as long as a slot."""
-    return tuple(_filled(team.of[member].of([x], SEQUENCE_DIM), slot) for x in tensors)
+def _rows_of(member: int, tensors: Sequence[Tensor], team: Members, padded_length: int) -> tuple[Tensor, ...]:
+    """The rows of one team member out of a team's tensors, as long as the padded length."""
+    return tuple(_filled(team.of[member].of([x], SEQUENCE_DIM), padded_length) for x in tensors)
 
 
-def _padded(operand: Operand, slot: int) -> Operand:
+def _padded(operand: Operand, padded_length: int) -> Operand:
     """An operand whose data is as long as what is sent of it; nothing touches what is added."""
-    if operand.data[0].shape[SEQUENCE_DIM] == slot:
+    if operand.data[0].shape[SEQUENCE_DIM] == padded_length:
         return operand
-    out = None if operand.out is None else _filled(operand.out, slot)
-    return Operand(tuple(_filled(x, slot) for x in operand.data), out=out)
+    out = None if operand.out is None else _filled(operand.out, padded_length)
+    return Operand(tuple(_filled(x, padded_length) for x in operand.data), out=out)
 
 
 def _cut(tensors: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
     return tuple(x.narrow(SEQUENCE_DIM, 0, rows) if rows < x.shape[SEQUENCE_DIM] else x for x in tensors)
 
 
-def _filled(x: Tensor, slot: int) -> Tensor:
-    missing = slot - x.shape[SEQUENCE_DIM]
+def _filled(x: Tensor, padded_length: int) -> Tensor:
+    missing = padded_length - x.shape[SEQUENCE_DIM]
     return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (0, missing)) if missing else x

@@ -172,7 +172,7 @@ class Flows:
         hidden = not self.shape.shared_dim
         return split_heads(self.shape.heads, self.shape.kv_heads, self.place.ulysses, hidden=hidden)
 
-    def _inner(self, stationary: Side, *, backward: bool) -> Iterator[Flow]:
+    def _inner(self, resident: Side, *, backward: bool) -> Iterator[Flow]:
         """Of the ring and the team, for every group of heads."""
         heads = [(self.shape.heads, self.shape.kv_heads)]
         if self.place.ulysses > 1:
@@ -182,49 +182,49 @@ class Flows:
                 shard = self._unit(*self.held.shard, n, m)
                 if self.published:
                     hop = self._unit(*self.hop, n, m)
-                    yield from self._published(group, stationary, shard, hop, backward=backward)
+                    yield from self._published(group, resident, shard, hop, backward=backward)
                 else:
-                    yield from self._two_dimensional(group, stationary, shard, backward=backward)
+                    yield from self._two_dimensional(group, resident, shard, backward=backward)
 
     def _unit(self, q: int, k: int, n: int, m: int) -> _Unit:
         shape = self.shape
         return _Unit(q * shape.q(n), q * shape.out(n), k * shape.kv(m), q * shape.batch * n)
 
-    def _two_dimensional(self, group: int, stationary: Side, shard: _Unit, *, backward: bool) -> Iterator[Flow]:
-        moving: Side = "kv" if stationary == "q" else "q"
+    def _two_dimensional(self, group: int, resident: Side, shard: _Unit, *, backward: bool) -> Iterator[Flow]:
+        rotating: Side = "kv" if resident == "q" else "q"
         ring, distances = self.place.ring, self.distances
-        if stationary == "kv":
+        if resident == "kv":
             # As far as a query's keys are one way, a key's queries are the other.
             distances = tuple(sorted(-distance % ring for distance in distances))
         mates, route = self._mates, Route.of(ring, distances)
         blocks = range(1, route.blocks)
-        yield Flow("gather", stationary, TEAM_AXIS, group, mates, 1, **shard.operand(stationary, backward=backward))
+        yield Flow("gather", resident, TEAM_AXIS, group, mates, 1, **shard.operand(resident, backward=backward))
         for source, times in _runs(self._from(route.move(block)) for block in blocks):
-            yield Flow("move", moving, RING_AXIS, group, source, times, **shard.operand(moving, backward=backward))
-        if backward or moving == "q":
-            carried = shard.carried(moving, backward=backward)
+            yield Flow("move", rotating, RING_AXIS, group, source, times, **shard.operand(rotating, backward=backward))
+        if backward or rotating == "q":
+            carried = shard.carried(rotating, backward=backward)
             for source, times in _runs(self._from(route.carry(block)) for block in blocks):
-                yield Flow("carry", moving, RING_AXIS, group, source, times, **carried)
-        if backward or stationary == "q":
-            data = shard.partial(stationary, backward=backward)
-            yield Flow("exchange", stationary, TEAM_AXIS, group, mates, 1, **data)
+                yield Flow("carry", rotating, RING_AXIS, group, source, times, **carried)
+        if backward or resident == "q":
+            data = shard.partial(resident, backward=backward)
+            yield Flow("exchange", resident, TEAM_AXIS, group, mates, 1, **data)
 
-    def _published(self, group: int, stationary: Side, shard: _Unit, hop: _Unit, *, backward: bool) -> Iterator[Flow]:
-        moving: Side = "kv" if stationary == "q" else "q"
+    def _published(self, group: int, resident: Side, shard: _Unit, hop: _Unit, *, backward: bool) -> Iterator[Flow]:
+        rotating: Side = "kv" if resident == "q" else "q"
         mates, route = self._mates, PublishedRoute(self.place)
         before = (self._index(route.previous, self.place.team_rank),)
-        for side in (moving, stationary):
+        for side in (rotating, resident):
             yield Flow("gather", side, TEAM_AXIS, group, mates, 1, **shard.operand(side, backward=backward))
-        data = hop.operand(moving, backward=backward)
-        yield Flow("place", moving, CONTEXT, group, self._unless_here(route.placed_from), 1, **data)
-        yield Flow("move", moving, RING_AXIS, group, before, route.blocks - 1, **data)
+        data = hop.operand(rotating, backward=backward)
+        yield Flow("place", rotating, CONTEXT, group, self._unless_here(route.placed_from), 1, **data)
+        yield Flow("move", rotating, RING_AXIS, group, before, route.blocks - 1, **data)
         if backward:
-            carried = hop.carried(moving, backward=backward)
-            yield Flow("carry", moving, RING_AXIS, group, before, route.blocks - 1, **carried)
-            yield Flow("home", moving, CONTEXT, group, self._unless_here(route.fetched_from), 1, **carried)
-        yield Flow("exchange", stationary, TEAM_AXIS, group, mates, 1, **shard.partial(stationary, backward=backward))
+            carried = hop.carried(rotating, backward=backward)
+            yield Flow("carry", rotating, RING_AXIS, group, before, route.blocks - 1, **carried)
+            yield Flow("home", rotating, CONTEXT, group, self._unless_here(route.fetched_from), 1, **carried)
+        yield Flow("exchange", resident, TEAM_AXIS, group, mates, 1, **shard.partial(resident, backward=backward))
         if backward:
-            yield Flow("exchange", moving, TEAM_AXIS, group, mates, 1, **shard.partial(moving, backward=backward))
+            yield Flow("exchange", rotating, TEAM_AXIS, group, mates, 1, **shard.partial(rotating, backward=backward))
 
     def _exchanged(self, *, backward: bool) -> Iterator[Flow]:
         """Of Ulysses: tokens for heads, and back."""

@@ -19,55 +19,55 @@ class Holdings:
         place: the rank's coordinate.
         sequences: what is attended.
         held: by side and row of the batch, the positions of every inner index.
-        stationary: the side that stays.
+        resident: the side that stays.
         backward: something is computed for both sides, and not for queries only.
-        offsets: the distances round the ring, other than 0, at which some rank needs a moving block, ascending.
+        offsets: the distances round the ring, other than 0, at which some rank needs a rotating block, ascending.
         sees: of a mask that is asked.
     """
 
     place: Coordinate
     sequences: Sequences
     held: dict[Side, Sequence[Shards]]
-    stationary: Side
+    resident: Side
     backward: bool
     offsets: tuple[int, ...]
     sees: Sees | None
 
     @property
-    def moving(self) -> Side:
+    def rotating(self) -> Side:
         """The side that moves round the ring."""
-        return "kv" if self.stationary == "q" else "q"
+        return "kv" if self.resident == "q" else "q"
 
     @property
     def result(self) -> str:
-        """What is computed for the moving side."""
-        return f"d{self.moving}" if self.backward else "out"
+        """What is computed for the rotating side."""
+        return f"d{self.rotating}" if self.backward else "out"
 
     def is_given(self, side: Side) -> bool:
         """Whether something is computed for a side."""
         return self.backward or side == "q"
 
-    def attend_all(self, block: int, moving: ByRow, exchange: Exchange | None) -> Iterator[Step]:
+    def attend_all(self, block: int, rotating: ByRow, exchange: Exchange | None) -> Iterator[Step]:
         """Others' rows and then one's own with a block; the exchange, if any, starts between them."""
-        parts: tuple[Part, ...] = ("others", "own") if self.place.team > 1 else ("own",)
+        parts: tuple[Part, ...] = ("peer", "local") if self.place.team > 1 else ("local",)
         for part in parts:
-            yield self.attend(part, block, moving)
-            if part == "others" and exchange:
+            yield self.attend(part, block, rotating)
+            if part == "peer" and exchange:
                 yield Start(exchange)
 
-    def attend(self, part: Part, block: int, moving: ByRow) -> Attend:
-        """A part of the team's rows of the stationary side with a block."""
-        if part == "own":
-            return Attend(part, self.stationary, block, self.own_work(moving))
-        others = self.team(self.stationary, self.place.ring_rank, exclude=self.place.team_rank)
-        return Attend(part, self.stationary, block, self._work(others, moving))
+    def attend(self, part: Part, block: int, rotating: ByRow) -> Attend:
+        """A part of the team's rows of the resident side with a block."""
+        if part == "local":
+            return Attend(part, self.resident, block, self.local_work(rotating))
+        others = self.team(self.resident, self.place.ring_rank, exclude=self.place.team_rank)
+        return Attend(part, self.resident, block, self._work(others, rotating))
 
-    def own_work(self, moving: ByRow) -> Work:
-        """What is computed of one's own rows of the stationary side with a block."""
-        return self._work(self.shard(self.stationary, self.place.inner_index), moving)
+    def local_work(self, rotating: ByRow) -> Work:
+        """What is computed of one's own rows of the resident side with a block."""
+        return self._work(self.shard(self.resident, self.place.inner_index), rotating)
 
-    def _work(self, stationary: ByRow, moving: ByRow) -> Work:
-        queries, keys = (stationary, moving) if self.stationary == "q" else (moving, stationary)
+    def _work(self, resident: ByRow, rotating: ByRow) -> Work:
+        queries, keys = (resident, rotating) if self.resident == "q" else (rotating, resident)
         return plan_work(queries, keys, self.sequences.mask, self.sees)
 
     def shard(self, side: Side, index: int) -> ByRow:

@@ -9,7 +9,7 @@ from wallfacer_dt.mesh import RING_AXIS
 
 
 def published(held: Holdings) -> Iterator[Step]:
-    """Both sides are gathered in the team; the moving side's copies are placed, and hop in smaller rings.
+    """Both sides are gathered in the team; the rotating side's copies are placed, and hop in smaller rings.
 
     Args:
         held: what ranks hold.
@@ -28,31 +28,31 @@ def published(held: Holdings) -> Iterator[Step]:
 
     def move(block: int) -> Move:
         if block == 0:
-            return Move(held.moving, 0, 0, CONTEXT, placed_at, ways.placed_from)
-        return Move(held.moving, block - 1, block, RING_AXIS, to, source)
+            return Move(held.rotating, 0, 0, CONTEXT, placed_at, ways.placed_from)
+        return Move(held.rotating, block - 1, block, RING_AXIS, to, source)
 
     def team_held(block: int) -> int:
         return (position - block) % blocks * team + member
 
     def carry(block: int) -> Carry:
         if block < blocks - 1:
-            return Carry(held.moving, block, block + 1, RING_AXIS, to, source, held.result)
+            return Carry(held.rotating, block, block + 1, RING_AXIS, to, source, held.result)
         # Home: to the member that sent the rows here in the first place, and likewise back from one's own target.
         home = index_of(held.place, team_held(block), group)
-        return Carry(held.moving, block, HOME, CONTEXT, home, ways.fetched_from, held.result)
+        return Carry(held.rotating, block, HOME, CONTEXT, home, ways.fetched_from, held.result)
 
-    yield Start(Gather(held.moving))
-    yield Start(Gather(held.stationary))
-    yield Wait(Gather(held.moving))
+    yield Start(Gather(held.rotating))
+    yield Start(Gather(held.resident))
+    yield Wait(Gather(held.rotating))
     yield Start(move(0))
-    yield Wait(Gather(held.stationary))
+    yield Wait(Gather(held.resident))
     yield Wait(move(0))
-    exchange = Exchange(held.stationary)
+    exchange = Exchange(held.resident)
     for block in range(blocks):
         last = block == blocks - 1
         if not last:
             yield Start(move(block + 1))
-        yield from held.attend_all(block, held.team(held.moving, team_held(block)), exchange if last else None)
+        yield from held.attend_all(block, held.team(held.rotating, team_held(block)), exchange if last else None)
         if held.backward:
             if block > 0:
                 yield Wait(carry(block - 1))
@@ -62,5 +62,5 @@ def published(held: Holdings) -> Iterator[Step]:
     yield Wait(exchange)
     if held.backward:
         yield Wait(carry(blocks - 1))
-        yield Start(Exchange(held.moving))
-        yield Wait(Exchange(held.moving))
+        yield Start(Exchange(held.rotating))
+        yield Wait(Exchange(held.rotating))

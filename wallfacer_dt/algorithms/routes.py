@@ -8,7 +8,7 @@ from wallfacer_dt.mesh import Coordinate
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How moving blocks come round a ring in the 2D schedule, block 0 being one's own.
+    """How rotating blocks come round a ring in the 2D schedule, block 0 being one's own.
 
     Attributes:
         ring: size of the ring.

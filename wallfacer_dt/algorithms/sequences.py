@@ -81,15 +81,15 @@ def exchanged(sequences: Sequences, side: Side, place: Coordinate) -> tuple[tupl
 
 
 @lru_cache(maxsize=64)
-def hops(axes: tuple[int, int, int], sequences: Sequences, stationary: Side) -> tuple[int, ...]:
-    """The distances round the ring, other than 0, at which some rank of the mesh needs a moving block.
+def hops(axes: tuple[int, int, int], sequences: Sequences, resident: Side) -> tuple[int, ...]:
+    """The distances round the ring, other than 0, at which some rank of the mesh needs a rotating block.
 
     The 2D schedule makes as many hops; the same on every rank.
 
     Args:
         axes: sizes of the mesh's axes ulysses, ring and team.
         sequences: what is attended.
-        stationary: the side that stays.
+        resident: the side that stays.
 
     Returns:
         Distances from 1 to ring - 1, ascending.
@@ -97,7 +97,7 @@ def hops(axes: tuple[int, int, int], sequences: Sequences, stationary: Side) -> 
     ulysses, ring, team = axes
     if not sequences.mask.spares_hops:
         return tuple(range(1, ring))
-    sign = 1 if stationary == "q" else -1
+    sign = 1 if resident == "q" else -1
     needed = {0}
     for q, k in _seen(Coordinate(ring, team, 0, 0, ulysses, 0), sequences):
         needed.update(np.unique(sign * (q // team - k // team) % ring).tolist())

@@ -8,7 +8,7 @@ from wallfacer_dt.mesh import TEAM_AXIS
 from wallfacer_dt.rows import Members
 
 Side = Literal["q", "kv"]
-Part = Literal["own", "others"]
+Part = Literal["local", "peer"]
 CONTEXT = "cp"  # both axes together
 HOME = -1  # the place of what a published schedule carries back to the rank that the rows belong to
 
@@ -25,7 +25,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Pass moving block ``held`` on: the receiver knows it as block ``block``."""
+    """Pass rotating block ``held`` on: the receiver knows it as block ``block``."""
 
     side: Side
     held: int
@@ -40,7 +40,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """Pass on what has been computed for moving block ``block``; it is added to the receiver's ``into``.
+    """Pass on what has been computed for rotating block ``block``; it is added to the receiver's ``into``.
 
     ``result`` is what that is called: gradients (``"dq"``, ``"dkv"``), or queries' outputs (``"out"``).
     """
@@ -94,17 +94,17 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Attend the stationary side's rows (own or the others') and a moving block."""
+    """Attend the resident side's rows (own or the others') and a rotating block."""
 
     part: Part
-    stationary: Side
+    resident: Side
     block: int
     work: Work
 
     def __str__(self) -> str:
-        moving = "kv" if self.stationary == "q" else "q"
+        rotating = "kv" if self.resident == "q" else "q"
         work = "; ".join(map(str, self.work))
-        return f"      attend {self.part} {self.stationary} x {moving}[{self.block}]: {work or 'nothing visible'}"
+        return f"      attend {self.part} {self.resident} x {rotating}[{self.block}]: {work or 'nothing visible'}"
 
 
 Step = Start | Wait | Attend
@@ -118,21 +118,21 @@ class Schedule:
 
     Attributes:
         steps: in program order, the same kinds of transfers on every rank.
-        stationary: the side that is gathered and stays.
-        home: what is computed for the own shard of the moving side ends up in block 0 (``"block"``), or comes out of
+        resident: the side that is gathered and stays.
+        home: what is computed for the own shard of the rotating side ends up in block 0 (``"block"``), or comes out of
             an exchange after all blocks (``"exchange"``).
-        others: the team's rows of the stationary side without one's own.
-        everyone: the whole team's rows of the moving side; only for one that is gathered.
-        slots: rows of a shard as it is sent, of queries and of keys.
-        gathered: rows of a moving side that is gathered, as they are sent.
+        peers: the team's rows of the resident side without one's own.
+        everyone: the whole team's rows of the rotating side; only for one that is gathered.
+        padded_lengths: rows of a shard as it is sent, of queries and of keys.
+        gathered: rows of a rotating side that is gathered, as they are sent.
     """
 
     steps: tuple[Step, ...]
-    stationary: Side
+    resident: Side
     home: Literal["block", "exchange"]
-    others: Members
+    peers: Members
     everyone: Members
-    slots: tuple[int, int]
+    padded_lengths: tuple[int, int]
     gathered: int
 
     def __str__(self) -> str:

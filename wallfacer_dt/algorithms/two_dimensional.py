@@ -1,9 +1,9 @@
 """The 2D schedule: see ``schedule``.
 
 Note [What hides behind what]
-A transfer is started before the work it hides behind and waited for after it. Own rows of the stationary side are
+A transfer is started before the work it hides behind and waited for after it. Own rows of the resident side are
 computed while the others' arrive, and the others' partial results of the last block leave before one's own rows of
-that block are computed. Where nothing would be left to hide the last transfer behind (the carry that brings a moving
+that block are computed. Where nothing would be left to hide the last transfer behind (the carry that brings a rotating
 block's gradient home, or the exchange of a team without ring), part of own rows x own block is kept for the end.
 """
 
@@ -26,8 +26,8 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
         The steps.
     """
     ring, me, has_team = held.place.ring, held.place.ring_rank, held.place.team > 1
-    exchanges, carries = has_team and held.is_given(held.stationary), held.is_given(held.moving)
-    gather, exchange = Gather(held.stationary), Exchange(held.stationary) if exchanges else None
+    exchanges, carries = has_team and held.is_given(held.resident), held.is_given(held.rotating)
+    gather, exchange = Gather(held.resident), Exchange(held.resident) if exchanges else None
     route = Route.of(ring, held.offsets)
     blocks = route.blocks
 
@@ -36,16 +36,16 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
         return (me + shift) % ring, (me - shift) % ring
 
     def move(block: int) -> Move:
-        return Move(held.moving, route.held_before(block), block, RING_AXIS, *hop(route.move(block)))
+        return Move(held.rotating, route.held_before(block), block, RING_AXIS, *hop(route.move(block)))
 
     def carry(block: int) -> Carry:
-        return Carry(held.moving, block, route.into(block), RING_AXIS, *hop(route.carry(block)), held.result)
+        return Carry(held.rotating, block, route.into(block), RING_AXIS, *hop(route.carry(block)), held.result)
 
     def rows(block: int) -> ByRow:
         index = index_of(held.place, (me - route.offsets[block]) % ring, held.place.team_rank)
-        return held.shard(held.moving, index)
+        return held.shard(held.rotating, index)
 
-    now, later = held.own_work(rows(0)), ()
+    now, later = held.local_work(rows(0)), ()
     if (blocks > 1 and carries) or (blocks == 1 and exchange):
         now, later = split_work(now)
 
@@ -53,10 +53,10 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
         yield Start(gather)
     if blocks > 1:
         yield Start(move(1))
-    yield Attend("own", held.stationary, 0, now)
+    yield Attend("local", held.resident, 0, now)
     if has_team:
         yield Wait(gather)
-        yield held.attend("others", 0, rows(0))
+        yield held.attend("peer", 0, rows(0))
         if blocks == 1 and exchange:
             yield Start(exchange)
     for block in range(1, blocks):
@@ -70,7 +70,7 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
                 yield Wait(carry(block - 1))
             yield Start(carry(block))
     if later:
-        yield Attend("own", held.stationary, 0, later)
+        yield Attend("local", held.resident, 0, later)
     if exchange:
         yield Wait(exchange)
     if carries and blocks > 1:

@@ -11,9 +11,9 @@ and team sizes, P = R * C. In units of U:
     published backward    (3+4g)(C-1)        + 3P/C
 
 The left part is gathered or exchanged in the team, the right part hops; a mask that leaves shards unseen by everybody
-leaves h hops of R - 1 (:func:`attention_volume` takes h). What is computed for a moving block, and carried along, costs
-R-1 hops: the block computed first is one's own and does not travel. A published placement, or its way back, costs a
-rank nothing where Algorithm 2 names the rank itself, which only this rank's formula can tell. Beside this payload
+leaves h hops of R - 1 (:func:`attention_volume` takes h). What is computed for a rotating block, and carried along,
+costs R-1 hops: the block computed first is one's own and does not travel. A published placement, or its way back, costs
+a rank nothing where Algorithm 2 names the rank itself, which only this rank's formula can tell. Beside this payload
 travel statistics, B * L * N elements each: lse with every partial output that is sent or carried, lse and delta with
 every query of a backward.
 

@@ -29,8 +29,8 @@ from wallfacer_dt.metp.modules import (
 )
 from wallfacer_dt.metp.proof import CouldNotRunError, Inputs, compare, small_inputs
 from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
-from wallfacer_dt.refusal import Extras, check_call
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
+from wallfacer_dt.validation import Extras, check_call
 
 _TRIED = 1152  # tokens, so that a window of 1024 that stands in the module's code is seen
 

@@ -19,8 +19,8 @@ from wallfacer_dt.autocast import as_computed, computed_dtype
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.holding import TENSOR_AXIS, WeightMesh
-from wallfacer_dt.refusal import refuse_in_graph
 from wallfacer_dt.transforms import is_transforming
+from wallfacer_dt.validation import refuse_in_graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ def _place(options: FeedForwardOptions) -> Coordinate:
 
 def _schedule(options: FeedForwardOptions, x: Tensor, *, backward: bool) -> Schedule:
     ring = RingOfWeights(x.shape[0], options.units)
-    return make_schedule(_place(options), ring, schedule="2d", stationary="q", backward=backward)
+    return make_schedule(_place(options), ring, schedule="2d", resident="q", backward=backward)
 
 
 def _tokens(x: Tensor) -> Operand:

@@ -75,9 +75,9 @@ def attention_events(
                         yield Begin(f"{transfer} {group}", wire(transfer, group))
                     case Wait(transfer):
                         yield End(f"{transfer} {group}")
-                    case Attend(part, stationary, block, work):
-                        moving = "kv" if stationary == "q" else "q"
-                        yield Compute(costs.of(work), f"{part} {stationary} x {moving}[{block}]")
+                    case Attend(part, resident, block, work):
+                        rotating = "kv" if resident == "q" else "q"
+                        yield Compute(costs.of(work), f"{part} {resident} x {rotating}[{block}]")
         if has_exchange:
             yield exchange("to_tokens", group)
     if has_exchange:
@@ -98,14 +98,14 @@ def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool
     """Coordinate and schedule of a rank that has as much to do as any; of a sequence that divides, no shorter one."""
     sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
     rotate = candidate.rotate if backward else candidate.rotate_forward
-    stationary = "kv" if rotate == "q" else "q"
+    resident = "kv" if rotate == "q" else "q"
     inner = candidate.ring * candidate.team
     is_even = sequence.length // candidate.size % 2 == 0
     is_balanced = candidate.order == "head_tail" and is_even if sequence.is_causal else True
     # Otherwise ends and middle of the sequence have more or less to do.
     some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
     schedules = [
-        (place, _schedule(place, sequence, candidate.order, candidate.schedule, stationary, backward))
+        (place, _schedule(place, sequence, candidate.order, candidate.schedule, resident, backward))
         for place in map(candidate.place, sorted(some))
     ]
     return max(schedules, key=lambda pair: _area(pair[1]))
@@ -117,10 +117,10 @@ def _area(schedule: Schedule) -> int:
 
 @lru_cache(maxsize=256)
 def _schedule(
-    place: Coordinate, sequence: SequenceShape, order: str, schedule: str, stationary: Side, backward: bool
+    place: Coordinate, sequence: SequenceShape, order: str, schedule: str, resident: Side, backward: bool
 ) -> Schedule:
     sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
-    return make_schedule(place, sequences, schedule=schedule, stationary=stationary, backward=backward)
+    return make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward)
 
 
 def _kind(transfer: Transfer) -> tuple[str, str]:

@@ -148,7 +148,7 @@ def causal_work(order: str, ranks: int = RANKS, team: int = TEAM, *, schedule: s
 def _schedule(place: Coordinate, order: str, mask: Mask, schedule: str) -> Schedule:
     length = 2 * CHUNK * place.size
     sequences = Sequences(length, length, order, mask)
-    return make_schedule(place, sequences, schedule=schedule, stationary="q", backward=False)
+    return make_schedule(place, sequences, schedule=schedule, resident="q", backward=False)
 
 
 def figure_5() -> Table:

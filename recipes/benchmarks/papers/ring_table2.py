@@ -62,7 +62,7 @@ def intensity(call: Call) -> Fraction:
     seen = received(call)
     place = Coordinate(call.ring, call.team, 0, min(1, call.team - 1))
     sequences = Sequences(call.tokens, call.tokens, "contiguous", Mask())
-    schedule = make_schedule(place, sequences, schedule=call.schedule, stationary="q", backward=False)
+    schedule = make_schedule(place, sequences, schedule=call.schedule, resident="q", backward=False)
     by_block: dict[int, int] = {}
     for step in schedule.steps:
         if isinstance(step, Attend):

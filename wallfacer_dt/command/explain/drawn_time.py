@@ -33,7 +33,7 @@ def draw_timeline(axes: Axes, facts: Facts, rank: int) -> None:
     end = max((bar.stop for bar in bars), default=0.0) or 1.0
     for bar in bars:
         if bar.work:
-            _draw_bar(axes, bar, 0, _OWN if bar.work.part == "own" else _OTHERS, end)
+            _draw_bar(axes, bar, 0, _OWN if bar.work.part == "local" else _OTHERS, end)
     rows = ["compute"]
     for kind, name in _KINDS.items():
         for lane in lanes(bars, kind):
@@ -46,12 +46,12 @@ def draw_timeline(axes: Axes, facts: Facts, rank: int) -> None:
     axes.set_xlabel(
         "time, in units of all pairs of own rows and one block; a transfer lasts from its start to its wait"
     )
-    tidy(axes, f"Steps of rank {rank}: in bars of work whose {_moving(facts)} it works on")
+    tidy(axes, f"Steps of rank {rank}: in bars of work whose {_rotating(facts)} it works on")
     axes.tick_params(axis="y", length=0)
     _draw_legend(axes, bars)
 
 
-def _moving(facts: Facts) -> str:
+def _rotating(facts: Facts) -> str:
     return "queries" if facts.moves == "q" else "keys"
 
 
@@ -90,7 +90,7 @@ def _level(facts: Facts, rank: int, bar: Bar) -> str:
 
 def _draw_legend(axes: Axes, bars: Sequence[Bar]) -> None:
     handles = [Patch(color=_OWN, label="own rows")]
-    if any(bar.work and bar.work.part == "others" for bar in bars):
+    if any(bar.work and bar.work.part == "peer" for bar in bars):
         handles.append(Patch(color=_OTHERS, label="the team's rows"))
     handles += [Patch(color=WITHIN, label="within a node"), Patch(color=BETWEEN, label="between nodes")]
     if any(bar.is_exposed for bar in bars):

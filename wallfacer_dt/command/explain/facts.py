@@ -61,9 +61,9 @@ class Attend:
 
     Attributes:
         group: which of the rank's groups of heads.
-        part: ``"own"`` rows or the ``"others"`` of the team.
+        part: ``"local"`` rows or the ``"peer"`` of the team.
         stays: the ranks whose rows stay.
-        block: the number of the moving block.
+        block: the number of the rotating block.
         moves: the ranks whose rows that block holds.
         tiles: rows of queries x rows of keys of both as they are stored, and what is seen of them.
         pairs: how many (query, key) pairs are computed, per head and row of the batch.
@@ -72,7 +72,7 @@ class Attend:
     """
 
     group: int
-    part: Literal["own", "others"]
+    part: Literal["local", "peer"]
     stays: tuple[int, ...]
     block: int
     moves: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Whose rows a moving block holds, followed back through the hops that brought it."""
+"""Whose rows a rotating block holds, followed back through the hops that brought it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -37,7 +37,7 @@ def make_facts(settings: Settings) -> Facts:
         OptionError: the settings do not go together.
     """
     settings.check()
-    stays = settings.stationary
+    stays = settings.resident
     places = settings.places()
     # Ranks that exchange heads have one schedule.
     schedules = {p.inner_index: _schedule(settings, p) for p in places.values() if p.ulysses_rank == 0}
@@ -49,7 +49,7 @@ def make_facts(settings: Settings) -> Facts:
 def _schedule(settings: Settings, place: Coordinate) -> Schedule:
     return make_schedule(
         place, settings.sequences, schedule=settings.schedule,
-        stationary=settings.stationary, backward=settings.backward,
+        resident=settings.resident, backward=settings.backward,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ class _Maker:
     def _attend(self, step: AttendStep, group: int) -> Attend:
         place = self.place
         team = team_of(place.inner_index, place.team)
-        stays = [place.inner_index] if step.part == "own" else [i for i in team if i != place.inner_index]
+        stays = [place.inner_index] if step.part == "local" else [i for i in team if i != place.inner_index]
         moves = self.holding.of(place.inner_index, step.block)
         pairs = sum(segments.area for segments in step.work)
         return Attend(
@@ -160,13 +160,13 @@ class _Maker:
         return group * (len(self.numbers) + 2) + 1 if self.place.ulysses > 1 else 0
 
     def _described(self, transfer: AnyTransfer) -> tuple[Kind, str, Content, int, int | None]:
-        slot = self.schedule.slots[0 if transfer.side == "q" else 1]
-        block = self.schedule.gathered if self.schedule.home == "exchange" else slot
+        padded_length = self.schedule.padded_lengths[0 if transfer.side == "q" else 1]
+        block = self.schedule.gathered if self.schedule.home == "exchange" else padded_length
         match transfer:
             case Gather(side):
-                return "gather", TEAM_AXIS, self.sizes.data(side), slot, None
+                return "gather", TEAM_AXIS, self.sizes.data(side), padded_length, None
             case Exchange(side):
-                return "exchange", TEAM_AXIS, self.sizes.result(side), slot, None
+                return "exchange", TEAM_AXIS, self.sizes.result(side), padded_length, None
             case Move():
                 return "move", transfer.axis, self.sizes.data(transfer.side), block, transfer.block
             case Carry():

@@ -114,7 +114,7 @@ class Settings:
         return backward if self.backward else forward
 
     @property
-    def stationary(self) -> Side:
+    def resident(self) -> Side:
         """The side that is gathered in the team and stays."""
         return "kv" if self.rotation == "q" else "q"
 

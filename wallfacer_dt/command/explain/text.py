@@ -195,7 +195,7 @@ def _step_table(rank: Rank) -> Table:
 def _attend_cells(step: Attend) -> list[str]:
     share = step.pairs / step.possible if step.possible else 0.0
     stays, moves = ("own", f"block {step.block} of {_listed(step.moves)}")
-    if step.part == "others":
+    if step.part == "peer":
         stays = f"rows of {_listed(step.stays)}"
     return [
         "compute",

@@ -79,7 +79,7 @@ def _bars(rank: Rank) -> Iterator[Bar]:
 
 
 def _unit(rank: Rank) -> int:
-    own = [work.possible for work in rank.attends if work.part == "own" and work.group == 0]
+    own = [work.possible for work in rank.attends if work.part == "local" and work.group == 0]
     return max(1, max(own, default=1) * _heads(rank, 0))
 
 

@@ -12,15 +12,15 @@ from wallfacer_dt.planning.timeline import Bar
 COMPUTE = "#4d4d4d"
 _LANES = {"compute": "compute", "intra": "within a node", "inter": "between nodes"}
 _KINDS = {
-    "own": ("own rows", COMPUTE),
-    "others": ("the team's rows", "#b8b8b8"),
+    "local": ("own rows", COMPUTE),
+    "peer": ("the team's rows", "#b8b8b8"),
     "heads": ("tokens for heads, and back", "#D55E00"),
     "gather": ("all-gather in a team", "#009E73"),
     "hop": ("hop round a ring", "#0072B2"),
     "carry": ("results carried along", "#56B4E9"),
     "exchange": ("all-to-all in a team", "#CC79A7"),
 }
-_DARK = ("own", "heads", "gather", "hop")
+_DARK = ("local", "heads", "gather", "hop")
 _INCHES, _LETTER = 8.0, 0.075  # of a panel, and of a letter of its labels
 
 
