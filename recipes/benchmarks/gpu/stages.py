@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
 
+from recipes.benchmarks.gpu.torch_ring import torch_ring
 from recipes.benchmarks.memory.run import fake_world
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
 from wallfacer_dt.algorithms import Backward, Forward, Mask, Operand, Scores, Work
@@ -424,6 +425,12 @@ def _loop(place: Place, ring: int, team: int, rate: float | None) -> Record:
             found = {"forward ms": place.milliseconds(attend), "ms": place.milliseconds(both)}
             if place.is_gpu and rate is None:
                 found |= _launches_and_memory(both, ring, team, size * tokens)
+            if place.is_gpu and rate is None and team == 1:
+                theirs = torch_ring(q.detach(), k.detach(), v.detach(), grad_out, mesh["cp_ring"])
+                found |= {
+                    f"torch's ring, {name}": place.milliseconds(run)
+                    for name, run in zip(("forward ms", "ms"), theirs, strict=True)
+                }
     # As many pairs: head-tail's tokens see half of the sequence.
     half = max(1, size * tokens // 2)
     key, value = (_drawn(place, kv_heads, half, dim).requires_grad_() for _ in range(2))
