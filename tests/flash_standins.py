@@ -1,19 +1,19 @@
-"""Stand-ins for flash attention's CUDA functions, computed on any device as their sources say.
+"""Stand-ins for what computes attention on CUDA, computed on any device as their sources say.
 
 Signatures of flash-attn 2.8.3, of its repository at 0251105 (FlashAttention-3 and -4) and of torch 2.13.0. What they
 refuse or get wrong is here too: how bounds are clipped, operands that are not aligned, head dims.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.kernels import FULL, Need, flash_attn, reference, register_kernel
+from wallfacer_dt.kernels import FULL, BlockKernel, How, Need, aten, flash_attn, reference, register_kernel
 
 
 def _visible(rows: int, columns: int, left: int | None, right: int | None) -> Tensor:
@@ -102,7 +102,7 @@ def _forward(
     _check(q, k, v)
     is_ragged = q.ndim == 3
     by_heads = ((x[None] if is_ragged else x).transpose(1, 2) for x in (q, k, v))
-    out, lse = reference.forward(*by_heads, band=FULL, mask=_listed(seen[0]), scale=scale, softcap=softcap)
+    out, lse = reference.forward(*by_heads, How(FULL, scale, _listed(seen[0]), softcap))
     out, lse = out.transpose(1, 2).contiguous(), lse.masked_fill((lse == -torch.inf) | lse.isnan(), blind)
     out[:, seen[1]] = torch.nan  # nobody says what is there
     return (out[0], lse[0]) if is_ragged else (out, lse)
@@ -117,9 +117,9 @@ def _backward(
     assert lse.is_contiguous()
     assert not lse.isinf().any()
     is_ragged = q.ndim == 3
-    options = {"band": FULL, "mask": _listed(seen[0]), "scale": scale, "softcap": softcap}
+    how = How(FULL, scale, _listed(seen[0]), softcap)
     tensors = ((x[None] if is_ragged else x).transpose(1, 2) for x in (grad_out, q, k, v, out))
-    grads = reference.backward(*tensors, lse[None] if is_ragged else lse, **options)
+    grads = reference.backward(*tensors, lse[None] if is_ragged else lse, how)
     nothing = [seen[1], *[~seen[0].any(0)] * 2] if is_ragged else [torch.zeros(0, dtype=torch.long)] * 3
     for x, grad, rows in zip(into, grads, nothing, strict=True):
         whole = grad.transpose(1, 2).clone()
@@ -230,22 +230,47 @@ class FlashAttention4:
         return dq, dk, dv
 
 
-def aten_namespace(calls: list[Any]) -> SimpleNamespace:
-    """torch's copy of FlashAttention-2 as ``torch.ops.aten``; notes the bounds of every forward."""
+class Aten:
+    """torch's kernels for CUDA as ``torch.ops.aten``: its copy of FlashAttention-2, memory-efficient attention, cuDNN.
 
-    def forward(
-        q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
+    Each is asked what torch's own gives of tensors without contents, so what it is given fits torch's schema.
+
+    Attributes:
+        bounds: of every forward of flash attention.
+        called: every operator that was called.
+    """
+
+    def __init__(self) -> None:
+        self.bounds: list[tuple[int, int]] = []
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        ours, torchs = getattr(self, name.removeprefix("_") + "_"), getattr(torch.ops.aten, name).default
+
+        def call(*args: Any, **options: Any) -> tuple[Any, ...]:
+            self.called.append(name)
+            bare = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
+            shapes = [x.shape for x in torchs(*bare, **options) if isinstance(x, Tensor)]
+            results = ours(*args, **options)
+            found = [x.shape for x in results if isinstance(x, Tensor)]
+            assert found == shapes[: len(found)]
+            return results
+
+        return call
+
+    def flash_attention_forward_(
+        self, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
         *, scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
-        calls.append((window_size_left, window_size_right))
+        self.bounds.append((window_size_left, window_size_right))
         assert cum_seq_q is not None or (max_q, max_k) == (q.shape[1], k.shape[1])
         return FlashAttention2._flash_attn_varlen_forward(
             q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal, window_size_left,
             window_size_right, 0.0, None, return_debug_mask,
-        )  # fmt: skip
+        )[:2]  # fmt: skip
 
-    def backward(
-        grad_out, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused,
+    def flash_attention_backward_(
+        self, grad_out, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused,
         *, scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
         assert cum_seq_q is not None or (max_q, max_k) == (q.shape[1], k.shape[1])
@@ -256,22 +281,138 @@ def aten_namespace(calls: list[Any]) -> SimpleNamespace:
         )  # fmt: skip
         return grads
 
-    return SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
+    def scaled_dot_product_efficient_attention_(
+        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+    ):
+        _check_efficient(query, key, value, attn_bias)
+        assert compute_log_sumexp
+        scores = _scores(query, key, attn_bias, is_causal, scale)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse.unsqueeze(-1)).exp() @ value  # of rows that see nothing NaN: nobody should read it
+        padded = lse.new_full((*lse.shape[:-1], lse.shape[-1] + -lse.shape[-1] % 32), torch.inf)
+        padded[..., : lse.shape[-1]] = lse.masked_fill(lse == -torch.inf, 0)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), padded
+
+    def scaled_dot_product_efficient_attention_backward_(
+        self, grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
+        grad_input_mask, is_causal=False, *, scale=None,
+    ):  # fmt: skip
+        _check_efficient(query, key, value, attn_bias)
+        _check(grad_out_, out)
+        rows = query.shape[2]
+        assert out.transpose(1, 2).is_contiguous(), "two of its strides are read"
+        assert logsumexp.shape[-1] == rows + -rows % 32
+        assert logsumexp[..., rows:].eq(torch.inf).all()
+        assert grad_input_mask == [True, True, True, False]
+        scores = _scores(query, key, attn_bias, is_causal, scale)
+        return *_gradients(grad_out_, query, key, value, out, logsumexp[..., :rows], scores, scale), None
+
+    def scaled_dot_product_cudnn_attention_(
+        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
+        return_debug_mask=False, *, scale=None,
+    ):  # fmt: skip
+        _check_cudnn(query, key, value)
+        assert attn_bias is None
+        assert compute_log_sumexp
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = _scores(query, key, None, is_causal, scale)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
+
+    def scaled_dot_product_cudnn_attention_backward_(
+        self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
+        max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        _check_cudnn(query, key, value, grad_out, out)
+        assert logsumexp.is_contiguous()
+        assert logsumexp.shape == query.shape[:-1], "it is unsqueezed"
+        assert (max_q, max_k) == (query.shape[2], key.shape[2])
+        assert attn_bias is cum_seq_q is cum_seq_k is None
+        kv_heads = key.shape[1]
+        key, value = (x.repeat_interleave(query.shape[1] // kv_heads, 1) for x in (key, value))
+        scores = _scores(query, key, None, is_causal, scale)
+        dq, dk, dv = _gradients(grad_out, query, key, value, out, logsumexp, scores, scale)
+        return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+
+
+def _check_efficient(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> None:
+    """As attention_backward.cu and kernel_backward.h do."""
+    _check(query, key, value)
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    assert query.shape[-1] == key.shape[-1]
+    if attn_bias is not None:
+        assert attn_bias.shape == (*query.shape[:-1], key.shape[2])
+        assert attn_bias.dtype == query.dtype
+        assert attn_bias.stride(-1) == 1
+        assert all(step % 8 == 0 for step, n in zip(attn_bias.stride()[:-1], attn_bias.shape, strict=False) if n > 1)
+
+
+def _check_cudnn(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> None:
+    """As sdp_utils.cpp does, and that no plan is kept for another layout."""
+    tensors = query, key, value, *others
+    _check(*tensors)
+    assert all(x.is_contiguous() for x in tensors)
+    assert query.shape[1] % key.shape[1] == 0
+    assert key.shape[2] > 1
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """Causal from the top left corner."""
+    scores = scale * query @ key.mT
+    if is_causal:
+        assert bias is None
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).tril() == 0, -torch.inf)
+    return scores if bias is None else scores + bias
+
+
+def _gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scores: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = scale * p * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True))
+    return ds @ key, ds.mT @ query, p.mT @ grad_out
 
 
 STANDINS = {"flash_attn": FlashAttention2, "flash_attn_3": FlashAttention3, "flash_attn_4": FlashAttention4}
 """By the name of the kernel."""
 
 
-def _anything(need: Need) -> bool | str:
+def _no_mask(need: Need) -> bool | str:
     return not need.masked or "takes no mask"
 
 
-KERNELS = {
+def _no_softcap(need: Need) -> bool | str:
+    return not need.softcap or "has no soft cap"
+
+
+def _neither(need: Need) -> bool | str:
+    return _no_softcap(need) if need.softcap else _no_mask(need)
+
+
+def flash_of_torch(operators: Aten) -> BlockKernel:
+    """torch's flash attention on CUDA, by these."""
+    flash = replace(aten.FLASH, functions=lambda: operators)
+    return BlockKernel(
+        "flash of CUDA on the CPU", flash.forward, flash.backward, _neither, takes_bands=True, takes_segments=True
+    )
+
+
+def _told(run: aten.Dense, supports: Callable[[Need], bool | str]) -> BlockKernel:
+    run = replace(run, operators=Aten)
+    return BlockKernel(f"{run.name} on the CPU", run.forward, run.backward, supports)
+
+
+PACKAGES = {
     f"{package.name} on the CPU": flash_attn.kernel(package, lambda _, name=package.name: STANDINS[name])
     for package in flash_attn.PACKAGES
 }
-"""The adapters with stand-ins. Whoever imports this can choose them by name."""
+TORCHS = {
+    kernel.name: kernel
+    for kernel in (flash_of_torch(Aten()), _told(aten.EFFICIENT, _no_softcap), _told(aten.CUDNN, _neither))
+}
+KERNELS = PACKAGES | TORCHS
+"""The adapters with stand-ins. Whoever imports this can choose them by name; torch's have no soft caps."""
 
-for _name, _kernel in KERNELS.items():
-    register_kernel(_name, _kernel.forward, _kernel.backward, _anything, takes_bands=True, ragged=_kernel.ragged)
+for _name, _kernel in PACKAGES.items():
+    register_kernel(_name, _kernel.forward, _kernel.backward, _no_mask, takes_bands=True, takes_segments=True)
+for _kernel in TORCHS.values():
+    register_kernel(*_kernel[:5], takes_bands=_kernel.takes_bands, takes_segments=_kernel.takes_segments)

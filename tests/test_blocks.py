@@ -20,7 +20,7 @@ from tests.strategies import examples
 from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.algorithms import Answers, blocks, recorded_mask
 from wallfacer_dt.algorithms.blocks import Captured, check_mask, known_recording, mask_key
-from wallfacer_dt.kernels import FULL, visible
+from wallfacer_dt.kernels import FULL, How, visible
 from wallfacer_dt.kernels.visible import visible_keys
 from wallfacer_dt.layout import positions
 from wallfacer_dt.testing import RankPool
@@ -52,7 +52,7 @@ def answers_of(mask: Any, heads: range = range(2), *, batch: int = 2, length: in
 
 def shown(block: BlockMask) -> Tensor:
     lengths = block.seq_lengths
-    seen = visible_keys(FULL, block, torch.empty(1, 1, lengths[0], 1), torch.empty(1, 1, lengths[1], 1))
+    seen = visible_keys(How(FULL, 1.0, block), torch.empty(1, 1, lengths[0], 1), torch.empty(1, 1, lengths[1], 1))
     assert seen is not None
     return seen
 

@@ -1,8 +1,10 @@
 """Every kernel against attention in float64 and autograd, and the merging of partial results."""
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from math import inf
 from pathlib import Path
@@ -31,6 +33,7 @@ from wallfacer_dt.kernels import (
     FULL,
     Band,
     BlockKernel,
+    How,
     Need,
     aten,
     flash_attn,
@@ -68,9 +71,8 @@ class Block(NamedTuple):
     softcap: float = 0.0
 
     @property
-    def options(self) -> dict[str, Any]:
-        mask = None if self.mask is None else listed(self.mask)
-        return {"band": self.band, "mask": mask, "scale": SCALE, "softcap": self.softcap}
+    def how(self) -> How:
+        return How(self.band, SCALE, None if self.mask is None else listed(self.mask), self.softcap)
 
     def to(self, dtype: torch.dtype) -> "Block":
         return self._replace(
@@ -182,9 +184,9 @@ def oracle(block: Block) -> Expected:
 def run(kernel: BlockKernel, block: Block, expected: Expected) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv."""
     q, k, v, grad_out, *_ = block
-    out, lse = kernel.forward(q, k, v, **block.options)
+    out, lse = kernel.forward(q, k, v, block.how)
     whole = expected.whole_out.to(q.dtype), expected.whole_lse.to(lse.dtype)
-    return out, lse, *kernel.backward(grad_out, q, k, v, *whole, **block.options)
+    return out, lse, *kernel.backward(grad_out, q, k, v, *whole, block.how)
 
 
 def assert_right(kernel: BlockKernel, block: Block) -> None:
@@ -278,9 +280,9 @@ def test_merging_blocks_is_attention_over_all_keys(kernel: BlockKernel, block: B
     for start in range(0, k.shape[2], cut):
         part = slice(start, start + cut)
         bounds = (None if bound is None else bound - start for bound in block.band)
-        options = {**block.options, "band": Band(*bounds)}
-        merge_(out, lse, *kernel.forward(q, k[:, :, part], v[:, :, part], **options))
-        dq, dk, dv = kernel.backward(grad_out, q, k[:, :, part], v[:, :, part], whole, whole_lse, **options)
+        how = block.how._replace(seen=Band(*bounds))
+        merge_(out, lse, *kernel.forward(q, k[:, :, part], v[:, :, part], how))
+        dq, dk, dv = kernel.backward(grad_out, q, k[:, :, part], v[:, :, part], whole, whole_lse, how)
         grads[0] += dq
         grads[1][:, :, part] = dk
         grads[2][:, :, part] = dv
@@ -315,8 +317,8 @@ def test_a_kernel_can_be_traced(kernel: BlockKernel, band: Band) -> None:
     block = block._replace(v=block.v[..., :8], grad_out=block.grad_out[..., :8])
 
     def both(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
-        out, lse = kernel.forward(q, k, v, **block.options)
-        return out, lse, *kernel.backward(grad_out, q, k, v, out, lse, **block.options)
+        out, lse = kernel.forward(q, k, v, block.how)
+        return out, lse, *kernel.backward(grad_out, q, k, v, out, lse, block.how)
 
     graph = make_fx(both, tracing_mode="fake")(*block[:4])
     if kernel.name == "flex":
@@ -333,8 +335,8 @@ def calls(band: Band, length: int = 16) -> list[str]:
     block = ordinary(length, length)
 
     def both(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
-        out, lse = FLASH.forward(q, k, v, **{**block.options, "band": band})
-        return FLASH.backward(grad_out, q, k, v, out, lse, **{**block.options, "band": band})
+        out, lse = FLASH.forward(q, k, v, block.how._replace(seen=band))
+        return FLASH.backward(grad_out, q, k, v, out, lse, block.how._replace(seen=band))
 
     graph = make_fx(both, tracing_mode="fake")(*block[:4]).graph
     return [str(node.target) for node in graph.nodes if node.op == "call_function" and "getitem" not in str(node)]
@@ -349,7 +351,8 @@ def test_no_mask_is_made_where_the_fused_kernel_needs_none() -> None:
     assert set(plain) < set(calls(FULL, 15))
 
 
-PACKAGES = pytest.mark.parametrize("name", flash_standins.KERNELS)
+PACKAGES = pytest.mark.parametrize("name", flash_standins.PACKAGES)
+ON_CUDA = pytest.mark.parametrize("name", flash_standins.KERNELS)
 
 
 @PACKAGES
@@ -366,22 +369,50 @@ def _shifted(x: Tensor, offset: int) -> Tensor:
     return room[offset:].view(x.shape).copy_(x)
 
 
-@given(block=blocks(masks=False))
-def test_flash_on_cuda_is_attention_of_its_block(block: Block) -> None:
+@given(block=blocks(masks=False), offset=st.sampled_from([0, 1, 8]))
+def test_flash_on_cuda_is_attention_of_its_block(block: Block, offset: int) -> None:
     """Not on CUDA: how bands, lengths and head dims are handed over, and what is done with what comes back."""
-    bounds: list[tuple[int, int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aten, "_aten", flash_standins.aten_namespace(bounds))
-        assert_right(aten.CUDA, block)
+    operators = flash_standins.Aten()
+    shifted = [_shifted(x, offset) for x in block[:4]]
+    assert_right(flash_standins.flash_of_torch(operators), Block(*shifted, *block[4:]))
     rows, columns = block.q.shape[2], block.k.shape[2]
     if block.band == FULL:
-        assert bounds == [(-1, -1)]
+        assert operators.bounds == [(-1, -1)]
     elif block.band == CAUSAL and rows == columns:
-        assert bounds == [(-1, 0 if rows > 1 else -1)]
+        assert operators.bounds == [(-1, 0 if rows > 1 else -1)]
+
+
+@given(block=blocks(), offset=st.sampled_from([0, 1, 8]))
+def test_efficient_is_attention_of_its_block(block: Block, offset: int) -> None:
+    shifted = [_shifted(x, offset) for x in block[:4]]
+    assert_right(flash_standins.KERNELS["efficient on the CPU"], Block(*shifted, *block[4:]))
+
+
+@given(block=blocks(masks=False), offset=st.sampled_from([0, 1, 8]))
+def test_cudnn_is_attention_of_its_block(block: Block, offset: int) -> None:
+    shifted = [_shifted(x, offset) for x in block[:4]]
+    assert_right(flash_standins.KERNELS["cudnn on the CPU"], Block(*shifted, *block[4:]))
+
+
+@pytest.mark.parametrize(("name", "band", "lengths", "called"), [
+    ("efficient", FULL, (40, 70), True), ("efficient", CAUSAL, (40, 70), True),
+    ("efficient", Band(-3, 2), (40, 40), True),
+    ("cudnn", FULL, (40, 70), True), ("cudnn", CAUSAL, (40, 40), True), ("cudnn", ANTI_CAUSAL, (40, 40), True),
+    ("cudnn", Band(-40, 40), (40, 40), True), ("cudnn", CAUSAL, (40, 70), False), ("cudnn", FULL, (40, 1), False),
+    ("cudnn", Band(-3, 2), (40, 40), False),
+])  # fmt: skip
+def test_what_torchs_operators_are_called_for(name: str, band: Band, lengths: tuple[int, int], called: bool) -> None:
+    """What cuDNN is not told the reference computes."""
+    operators = flash_standins.Aten()
+    run_by = replace(getattr(aten, name.upper()), operators=lambda: operators)
+    kernel = BlockKernel(name, run_by.forward, run_by.backward, lambda need: True)
+    assert_right(kernel, ordinary(*lengths)._replace(band=band))
+    op = f"_scaled_dot_product_{name}_attention"
+    assert operators.called == ([op, f"{op}_backward"] if called else [])
 
 
 @pytest.mark.parametrize("band", BANDS)
-@PACKAGES
+@ON_CUDA
 def test_bands_of_every_kind_as_windows(name: str, band: Band) -> None:
     for rows, columns in [(8, 8), (1, 1), (5, 8), (8, 5), (9, 2)]:
         assert_right(flash_standins.KERNELS[name], ordinary(rows, columns)._replace(band=band))
@@ -412,18 +443,18 @@ def test_windows_see_what_the_band_does(band: Band, rows: int, columns: int) -> 
 
 def test_what_takes_no_mask_says_so() -> None:
     block = ordinary(4, 4)
-    options = {**block.options, "mask": listed(torch.ones(1, 1, 4, 4, dtype=torch.bool))}
-    for kernel in (aten.CUDA, *flash_attn.KERNELS):
+    how = block.how._replace(mask=listed(torch.ones(1, 1, 4, 4, dtype=torch.bool)))
+    for kernel in (aten.CUDA, aten.KERNELS[2], *flash_attn.KERNELS):
         with pytest.raises(ValueError, match=f"kernel='{kernel.name}' takes no mask here: pass kernel='flex'"):
-            kernel.forward(*block[:3], **options)
+            kernel.forward(*block[:3], how)
         with pytest.raises(ValueError, match=f"kernel='{kernel.name}' takes no mask here: pass kernel='flex'"):
-            kernel.backward(block.grad_out, *block[:3], block.grad_out, block.q[..., 0], **options)
+            kernel.backward(block.grad_out, *block[:3], block.grad_out, block.q[..., 0], how)
 
 
 def stand_in(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
     """What flex_attention gives, with gradients on CPU."""
     assert scale == SCALE
-    seen = visible_keys(FULL, mask, q, k)
+    seen = visible_keys(How(FULL, SCALE, mask), q, k)
     out, lse = dense(q, k, v, torch.tensor(True) if seen is None else seen)
     return out.to(q.dtype), lse
 
@@ -449,7 +480,7 @@ def test_flex_records_gradients_below_autograd_and_within_it() -> None:
         @staticmethod
         def backward(ctx, grad_out: Tensor) -> Tensor:
             with torch._C._AutoDispatchBelowAutograd():
-                return flex.KERNEL.backward(grad_out, *block[:3], *whole, **block.options)[0]
+                return flex.KERNEL.backward(grad_out, *block[:3], *whole, block.how)[0]
 
     q = torch.zeros_like(block.q, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -472,8 +503,8 @@ def test_flex_attention_looks_the_mask_up(shape: tuple[int, int], monkeypatch: p
         with torch._C._AutoDispatchBelowAutograd():  # as in the attention operator
             got = run(flex.KERNEL, masked, expected)
         assert worst([x.double() for x in got], (*expected[:2], *expected.grads)) <= 1e-5
-    compiled = torch.compile(lambda *qkv: flex.KERNEL.forward(*qkv, **block.options), backend="aot_eager")
-    assert worst(compiled(*block[:3]), flex.KERNEL.forward(*block[:3], **block.options)) <= 1e-5
+    compiled = torch.compile(lambda *qkv: flex.KERNEL.forward(*qkv, block.how), backend="aot_eager")
+    assert worst(compiled(*block[:3]), flex.KERNEL.forward(*block[:3], block.how)) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -495,7 +526,7 @@ def test_flex_is_compiled_once_for_masks_of_a_kind(monkeypatch: pytest.MonkeyPat
             block = ordinary(rows, columns, head_dim=8).to(torch.float32)
             mask = answers.block(range(4), np.array([[0, rows]]), np.array([[number, number + columns]]))
             out, lse = flex.attend(*block[:3], mask, SCALE)
-            want = reference.forward(*block[:3], band=FULL, mask=mask, scale=SCALE, softcap=0.0)
+            want = reference.forward(*block[:3], How(FULL, SCALE, mask))
             assert worst_error([(out, want[0])]) <= 1e-5
             assert lse.shape == want[1].shape
     assert counter.frame_count <= 3
@@ -639,11 +670,11 @@ def test_kernels_without_a_soft_cap(kernel: str, need: Need) -> None:
     with pytest.raises(ValueError, match=f"kernel='{kernel}' has no soft cap .*: pass kernel='reference'"):
         select_kernel(kernel, need._replace(softcap=30.0))
     block = ordinary(2, 2)._replace(softcap=30.0)
-    for each in (aten.CPU, aten.CUDA, flex.KERNEL):
+    for each in (*aten.KERNELS, aten.CUDA, flex.KERNEL):
         with pytest.raises(ValueError, match=f"kernel='{each.name}' has no soft cap"):
-            each.forward(*block[:3], **block.options)
+            each.forward(*block[:3], block.how)
         with pytest.raises(ValueError, match=f"kernel='{each.name}' has no soft cap"):
-            each.backward(block.grad_out, *block[:3], block.grad_out, block.q[..., 0], **block.options)
+            each.backward(block.grad_out, *block[:3], block.grad_out, block.q[..., 0], block.how)
 
 
 def test_soft_caps_take_what_has_one() -> None:
@@ -665,6 +696,17 @@ def test_masks_on_cuda_take_flex() -> None:
 
 
 REFUSED = [
+    ("efficient", {"device_type": "cpu"}, "runs on cuda, in float32, bfloat16 or float16; got cpu, torch.bfloat16"),
+    ("efficient", {"dtype": torch.float64}, "runs on cuda, in float32, bfloat16 or float16; got cuda, torch.float64"),
+    ("efficient", {"capability": (7, 5)}, "runs in bfloat16 on compute capability 8.0 and later; got 7.5"),
+    ("efficient", {"softcap": 2.0}, "has no soft cap"),
+    ("cudnn", {"softcap": 2.0}, "has no soft cap"),
+    ("cudnn", {"masked": True}, "takes no mask here: pass kernel='flex'"),
+    ("cudnn", {"dtype": torch.float32}, "runs on cuda, in bfloat16 or float16, .* got cuda, torch.float32"),
+    ("cudnn", {"device_type": "cpu"}, "runs on cuda, in bfloat16 or float16, .* got cpu"),
+    ("cudnn", {"value_dim": 192}, "runs on cuda, .* with head dims of at most 128; got .* head dim 192"),
+    ("cudnn", {"deterministic": True}, "has no deterministic backward"),
+    ("cudnn", {"capability": (7, 5)}, "runs on compute capability 8.0 and later; got 7.5"),
     ("flash", {"capability": (7, 5)}, "runs on compute capability 8.0 and later; got 7.5"),
     (
         "flash",
@@ -737,7 +779,7 @@ def test_the_kernel_of_the_docs() -> None:
     for block in (ordinary(5, 7), ordinary(6, 6)._replace(band=CAUSAL), ordinary(7, 3)._replace(band=Band(1, 2))):
         assert_right(found, block)
         assert_right(found, block._replace(mask=torch.rand(2, 1, *block.q.shape[2:3], *block.k.shape[2:3]) < 0.5))
-    out, lse = found.forward(*ordinary(4, 4).to(torch.bfloat16)[:3], **ordinary(4, 4).options)
+    out, lse = found.forward(*ordinary(4, 4).to(torch.bfloat16)[:3], ordinary(4, 4).how)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     with pytest.raises(ValueError, match="kernel='mine' has no soft cap"):
         select_kernel("mine", CPU._replace(softcap=2.0))
@@ -780,14 +822,47 @@ def test_what_a_kernel_says_that_it_supports(answer: Any, kind: type[Exception],
         select_kernel(f"says {answer!r}", CPU)
 
 
-def test_another_implementation_of_torchs_is_not_called_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
-    with pytest.raises(ValueError, match=r"'flash' on cuda, which is torch's own, .*impl\('FA4'\) has put another"):
+@pytest.mark.parametrize(("activated", "name"), [("FA3", "flash_attn_3"), ("FA4", "flash_attn_4")])
+@pytest.mark.parametrize("asked", ["auto", "flash"])
+def test_flash_is_the_package_that_torch_was_told_to_call(
+    asked: str, activated: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: activated)
+    registry._say.cache_clear()
+    why = f"kernel='{asked}' is '{name}' since activate_flash_attention_impl('{activated}') was called"
+    with pytest.raises(ValueError, match=re.escape(f"{why}, which needs the package ")):
+        select_kernel(asked, CUDA)
+    with pytest.raises(ValueError, match=re.escape(f"{why}, which runs on compute capability ")):
+        select_kernel(asked, CUDA._replace(capability=(7, 5)))
+    monkeypatch.setattr(flash_attn, "_missing", lambda package: "")
+    with caplog.at_level("INFO"):
+        found = [select_kernel(asked, CUDA) for _ in range(3)]
+    assert {kernel.name for kernel in found} == {name}
+    assert [record.message for record in caplog.records] == [why]
+    # Elsewhere nothing is activated.
+    assert select_kernel(asked, CPU) == aten.CPU
+    assert select_kernel("cudnn", CUDA).name == "cudnn"
+
+
+def test_an_unknown_implementation_of_torchs_is_not_called_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA5")
+    with pytest.raises(ValueError, match=r"'flash' on cuda, which is torch's own, .*impl\('FA5'\) has put another"):
         select_kernel("auto", CUDA)
     assert select_kernel("auto", CPU).name == "flash"
 
 
-@PACKAGES
+def test_an_old_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = CUDA._replace(capability=(9, 0))
+    for version, works in [(91500, False), (91501, True)]:
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        if works:
+            assert select_kernel("cudnn", need).name == "cudnn"
+        else:
+            with pytest.raises(ValueError, match=r"kernel='cudnn' needs cuDNN 9\.15\.1 or later; got 91500"):
+                select_kernel("cudnn", need)
+
+
+@ON_CUDA
 def test_not_a_number_reaches_all_that_depends_on_it(name: str) -> None:
     """These kernels give such rows a sum that is infinite."""
     block = ordinary(6, 6)._replace(band=CAUSAL)
@@ -795,8 +870,8 @@ def test_not_a_number_reaches_all_that_depends_on_it(name: str) -> None:
     kernel = flash_standins.KERNELS[name]
     results = []
     for each in (kernel, reference.KERNEL):
-        out, lse = each.forward(*block[:3], **block.options)
-        results.append((out, lse, *each.backward(block.grad_out, *block[:3], out, lse, **block.options)))
+        out, lse = each.forward(*block[:3], block.how)
+        results.append((out, lse, *each.backward(block.grad_out, *block[:3], out, lse, block.how)))
     for mine, want in zip(*results, strict=True):
         assert want.isnan().any()
         assert mine.isnan().equal(want.isnan())

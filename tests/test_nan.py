@@ -68,13 +68,13 @@ def test_a_kernel_loses_no_nan(kernel: BlockKernel, dtype: torch.dtype, block: B
     must, may = (reached(block[:4], seen) for seen in (visible, torch.ones_like(visible)))
     if block.mask is None and block.band in (FULL, CAUSAL):  # no mask is added to scores, which spreads a NaN of k
         may = may._replace(lse=must.lse)
-    out, lse = kernel.forward(*block[:3], **block.options)
+    out, lse = kernel.forward(*block[:3], block.how)
     # The whole rows' results, into which the block's have been merged.
     whole, whole_lse = (
         torch.where(nan, torch.nan, x.to(like.dtype))
         for nan, x, like in ((must.out, expected.whole_out, out), (must.lse, expected.whole_lse, lse))
     )
-    got = Reached(lse, out, *kernel.backward(block.grad_out, *block[:3], whole, whole_lse, **block.options))
+    got = Reached(lse, out, *kernel.backward(block.grad_out, *block[:3], whole, whole_lse, block.how))
     for name, x, hit, near, want in zip(Reached._fields, got, must, may, run_all(kernel, clean, expected), strict=True):
         assert x[hit].isnan().all(), name
         assert x[~near].equal(want[~near]), name

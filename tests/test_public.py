@@ -105,7 +105,7 @@ profile
     model, sequence, device_type, *, ranks_per_node=None, memory=None, top=4, iterations=3, turns=None,
     build=None, cluster=None, path=None
 register_kernel
-    name, forward, backward, supports, version='', *, takes_bands=False, ragged=None
+    name, forward, backward, supports, version='', *, takes_bands=False, takes_segments=False
 sequence_positions
     length, order, *, document_ids=None, cu_seqlens=None
 shard_sequence

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
-from wallfacer_dt.kernels import BlockKernel, accumulation_dtype, merge_, output_with_delta
+from wallfacer_dt.kernels import BlockKernel, How, accumulation_dtype, merge_, output_with_delta
 from wallfacer_dt.layout import Spans
 
 BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2  # of everything here: (B, N, L, H) and (B, N, L)
@@ -62,35 +62,28 @@ class Scores:
     def calls(self, work: Work) -> Iterator[Tile]:
         """As the kernel takes them: segments at once, one by one, or in pieces that need no band."""
         for segments in work:
-            if self.kernel.ragged and segments.is_ragged:
+            if self.kernel.takes_segments and segments.is_ragged:
                 yield Tile(segments.q, segments.k, ragged=segments)
             else:
                 yield from segments.bands if self.kernel.takes_bands else segments.tiles
 
     def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse of a tile."""
-        if self.kernel.ragged and tile.ragged:
-            ragged = cumulative(tile.ragged, q, k)
-            return self.kernel.ragged.forward(q, k, v, ragged=ragged, scale=self.scale, softcap=self.softcap)
-        mask = self._mask(tile)
-        return self.kernel.forward(q, k, v, band=tile.band, mask=mask, scale=self.scale, softcap=self.softcap)
+        return self.kernel.forward(q, k, v, self._how(tile, q, k))
 
     def backward(
         self, tile: Tile, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of a tile."""
-        inputs = grad_out, q, k, v, out, lse
-        if self.kernel.ragged and tile.ragged:
-            ragged = cumulative(tile.ragged, q, k)
-            return self.kernel.ragged.backward(*inputs, ragged=ragged, scale=self.scale, softcap=self.softcap)
-        mask = self._mask(tile)
-        return self.kernel.backward(*inputs, band=tile.band, mask=mask, scale=self.scale, softcap=self.softcap)
+        return self.kernel.backward(grad_out, q, k, v, out, lse, self._how(tile, q, k))
 
-    def _mask(self, tile: Tile) -> BlockMask | None:
+    def _how(self, tile: Tile, q: Tensor, k: Tensor) -> How:
+        if tile.ragged:
+            return How(cumulative(tile.ragged, q, k), self.scale, softcap=self.softcap)
         if tile.asked is None:
-            return None
+            return How(tile.band, self.scale, softcap=self.softcap)
         assert self.asked is not None, "a schedule that asks has a mask to be asked"
-        return self.asked(*tile.asked)
+        return How(tile.band, self.scale, self.asked(*tile.asked), self.softcap)
 
 
 @dataclass(frozen=True, slots=True)

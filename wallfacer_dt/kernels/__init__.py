@@ -6,7 +6,7 @@ fused kernels, ``flex`` its flex_attention, for masks on CUDA; ``flash_attn`` th
 knows them by name, and a user's own.
 """
 
-from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, Need, Ragged
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
 from wallfacer_dt.kernels.merge import accumulation_dtype, merge_, output_with_delta, sinks_gradient, with_sinks
 from wallfacer_dt.kernels.registry import check_kernel, register_kernel, select_kernel
 from wallfacer_dt.kernels.visible import strips
@@ -16,6 +16,7 @@ __all__ = [
     "FULL",
     "Band",
     "BlockKernel",
+    "How",
     "Need",
     "Ragged",
     "accumulation_dtype",

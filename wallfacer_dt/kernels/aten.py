@@ -3,19 +3,30 @@
 
 Traps of the CPU's: a last dim whose stride is not 1 is read as if it were, log-sum-exps come with odd strides,
 gradients need not be contiguous, v must have q's head dim (so the smaller is padded). An empty block kills the process,
-and a row that sees no key has lse 0. So has a row whose scores are all NaN, where no mask is given and keys are fewer
-than a vector has lanes. CUDA's: see ``windows``.
+and a row that sees no key has lse 0. So has a row whose scores are all NaN, where no mask is given and keys fewer
+than a vector has lanes. Those of flash on CUDA: see ``windows``.
+
+The memory-efficient one (kernel_forward.h and kernel_backward.h in torch 2.13.0's headers, attention_backward.cu):
+causal from the top left corner, as on the CPU; no grouped heads; a bias in q's dtype of all heads whose rows start at
+multiples of 16; lse with rows padded to 32, +inf there; out laid out by tokens, of which it takes two strides only; a
+row that sees no key has lse 0.
+
+cuDNN's (MHA.cpp, sdp_utils.cpp): it is given no bias, since -inf there gave NaN, its stand-in -65504 hides nothing from
+a row that sees no key, and gradients were NaN for some lengths (pytorch issues 139298, 177842, 196678). Nor does it
+take a single key. It keeps plans by the layout of q, k and v, not of out, grad_out and lse: here all are contiguous.
 """
 
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch._subclasses.fake_tensor import FakeTensor
 
+from wallfacer_dt.kernels import reference
 from wallfacer_dt.kernels.block import (
     CAUSAL,
     FULL,
@@ -23,105 +34,130 @@ from wallfacer_dt.kernels.block import (
     NO_MASK,
     Band,
     BlockKernel,
+    Gradients,
+    How,
     Need,
-    Ragged,
-    RaggedKernel,
+    Supports,
     no_softcap,
-    refuse_mask,
-    refuse_softcap,
+    refuse,
 )
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
-from wallfacer_dt.kernels.windows import (
-    Window,
-    backward_in_windows,
-    backward_of_segments,
-    cropped,
-    forward_in_windows,
-    forward_of_segments,
-)
-
-_aten = torch.ops.aten
+from wallfacer_dt.kernels.windows import Launch, Windowed, cropped, loadable, padded
 
 _LANES = 16
 """As many numbers as the longest vector of a CPU holds."""
 
 
+@dataclass(frozen=True)
+class Dense:
+    """A kernel of torch's that sees all keys, is causal from the top left corner, or is told what rows see.
+
+    Attributes:
+        name: of the kernel.
+        run_forward: from torch's operators, q, k, v, what rows see (or None), whether it is causal, and the scale to
+            out and lse.
+        run_backward: from torch's operators, grad_out, q, k, v, out, lse and these to dq, dk and dv.
+        is_told: whether it can be told what rows see. Otherwise the reference computes such blocks, which are small
+            squares of narrow windows, and single keys.
+        operators: torch's.
+    """
+
+    name: str
+    run_forward: Callable[..., tuple[Tensor, Tensor]]
+    run_backward: Callable[..., Gradients]
+    is_told: bool = True
+    operators: Callable[[], Any] = lambda: torch.ops.aten
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """See :class:`wallfacer_dt.kernels.block.Forward`."""
+        how = self._simplest(how, q, k)
+        if _is_causal_backwards(how, q, k):
+            out, lse = self.forward(q.flip(2), k.flip(2), v.flip(2), how._replace(seen=CAUSAL))
+            return out.flip(2), lse.flip(2)
+        if not self._can_say(how, q, k):
+            return reference.forward(q, k, v, how)
+        is_causal, visible = _seen(how, q, k)
+        out, lse = self.run_forward(self.operators(), q, k, v, visible, is_causal, how.scale)
+        return out, lse if visible is None else lse.masked_fill(visible.any(-1).logical_not(), -torch.inf)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
+    ) -> Gradients:
+        """See :class:`wallfacer_dt.kernels.block.Backward`."""
+        how = self._simplest(how, q, k)
+        if _is_causal_backwards(how, q, k):
+            grad_out, q, k, v, out, lse = (x.flip(2) for x in (grad_out, q, k, v, out, lse))
+            dq, dk, dv = self.backward(grad_out, q, k, v, out, lse, how._replace(seen=CAUSAL))
+            return dq.flip(2), dk.flip(2), dv.flip(2)
+        if not self._can_say(how, q, k):
+            return reference.backward(grad_out, q, k, v, out, lse, how)
+        is_causal, visible = _seen(how, q, k)
+        lse = lse if visible is None else finite(lse)
+        return self.run_backward(self.operators(), grad_out, q, k, v, out, lse, visible, is_causal, how.scale)
+
+    def _simplest(self, how: How, q: Tensor, k: Tensor) -> How:
+        refuse(self.name, how, softcap=True, mask=not self.is_told)
+        # A block of one row stays causal, so that one causal schedule calls one kernel whatever its lengths.
+        return how if how.seen in (FULL, CAUSAL) else how._replace(seen=how.band.within(q.shape[2], k.shape[2]))
+
+    def _can_say(self, how: How, q: Tensor, k: Tensor) -> bool:
+        if self.is_told:
+            return True
+        return k.shape[2] > 1 and (how.seen == FULL or (how.seen == CAUSAL and q.shape[2] == k.shape[2]))
+
+
+def _is_causal_backwards(how: How, q: Tensor, k: Tensor) -> bool:
+    """Whether rows see what does not come before them: causal once rows are reversed, with no mask made."""
+    return how.seen == Band(0, None) and how.mask is None and q.shape[2] == k.shape[2]
+
+
+def _seen(how: How, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
+    """Whether a kernel is to be causal, or else what its rows see."""
+    if how.seen == CAUSAL and how.mask is None:
+        return True, None
+    return False, visible_keys(how, q, k)
+
+
+def _bias(visible: Tensor | None, dtype: torch.dtype, multiple: int = 1) -> Tensor | None:
+    """What is added to scores, with rows that start at multiples of some number."""
+    if visible is None:
+        return None
+    columns = visible.shape[-1]
+    room = torch.zeros((*visible.shape[:-1], columns + -columns % multiple), dtype=dtype, device=visible.device)
+    return room[..., :columns].masked_fill_(visible.logical_not(), -torch.inf)
+
+
 def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
+    aten: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    refuse_softcap("flash", softcap)
-    band = _simplest(band, q, k)
-    if _is_causal_backwards(band, mask, q, k):
-        out, lse = _cpu_forward(*_reversed(q, k, v), band=CAUSAL, mask=None, scale=scale, softcap=0.0)
-        return out.flip(2), lse.flip(2)
-    is_causal, visible = _cpu_visible(band, mask, q, k)
     width = max(q.shape[-1], v.shape[-1])
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_padded(x, width) for x in (q, k, v)), 0.0, is_causal, scale=scale, **_additive(visible, q.dtype)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_in_rows(x, width) for x in (q, k, v)), 0.0, is_causal, attn_mask=_bias(visible, q.dtype), scale=scale
     )
     # Fake tensors of torch 2.11 have another dtype here than real ones.
-    lse = lse.to(accumulation_dtype(q.dtype))
-    out = cropped(out, v)
-    if visible is not None:
-        lse = lse.masked_fill(visible.any(-1).logical_not(), -torch.inf)
-    elif k.shape[2] < _LANES:
+    out, lse = cropped(out, v), lse.to(accumulation_dtype(q.dtype))
+    # Rows lose a NaN to an lse of exactly 0, which otherwise is rare.
+    if visible is None and k.shape[2] < _LANES and (isinstance(lse, FakeTensor) or not lse.all()):
         lost = _nan_rows(q, k, is_causal)
         out, lse = out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
     return out, lse
 
 
 def _cpu_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    band: Band,
-    mask: BlockMask | None,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    refuse_softcap("flash", softcap)
-    band = _simplest(band, q, k)
-    if _is_causal_backwards(band, mask, q, k):
-        rows = _reversed(grad_out, q, k, v, out, lse)
-        dq, dk, dv = _cpu_backward(*rows, band=CAUSAL, mask=None, scale=scale, softcap=0.0)
-        return dq.flip(2), dk.flip(2), dv.flip(2)
-    is_causal, visible = _cpu_visible(band, mask, q, k)
+    aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    visible: Tensor | None, is_causal: bool, scale: float,
+) -> Gradients:  # fmt: skip
     width = max(q.shape[-1], v.shape[-1])
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_padded(x, width) for x in (grad_out, q, k, v, out)),
-        lse if visible is None else finite(lse),
-        0.0,
-        is_causal,
-        scale=scale,
-        **_additive(visible, q.dtype),
-    )
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(_in_rows(x, width) for x in (grad_out, q, k, v, out)), lse, 0.0, is_causal,
+        attn_mask=_bias(visible, q.dtype), scale=scale,
+    )  # fmt: skip
     return cropped(dq, q), cropped(dk, k), cropped(dv, v)
 
 
-def _simplest(band: Band, q: Tensor, k: Tensor) -> Band:
-    # A block of one row stays causal, so that one causal schedule calls one kernel whatever its lengths.
-    return band if band in (FULL, CAUSAL) else band.within(q.shape[2], k.shape[2])
-
-
-def _is_causal_backwards(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> bool:
-    """Whether rows see what does not come before them: causal once rows are reversed, with no mask made."""
-    return band == Band(0, None) and mask is None and q.shape[2] == k.shape[2]
-
-
-def _reversed(*tensors: Tensor) -> list[Tensor]:
-    return [x.flip(2) for x in tensors]
-
-
-def _cpu_visible(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
-    """Whether the kernel is to be causal (from the top left corner, on CPU), or else what its rows see."""
-    if band == CAUSAL and mask is None:
-        return True, None
-    return False, visible_keys(band, mask, q, k)
+def _in_rows(x: Tensor, width: int) -> Tensor:
+    return padded(x if x.stride(-1) == 1 else x.contiguous(), width)
 
 
 def _nan_rows(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
@@ -136,104 +172,92 @@ def _nan_rows(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
     return of_q | of_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-def _additive(visible: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    if visible is None:
-        return {}
-    zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return {"attn_mask": zeros.masked_fill(visible.logical_not(), -torch.inf)}
-
-
-def _cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
+def _efficient_forward(
+    aten: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    refuse_softcap("flash", softcap)
-    refuse_mask("flash", mask)
+    operands = loadable([q, *_for_each_head(q, k, v)])
+    bias = _bias_of_heads(visible, q, k)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(*operands, bias, True, 0.0, is_causal, scale=scale)
+    out = cropped(out, v)
+    if visible is not None:
+        out = out.masked_fill(visible.any(-1, keepdim=True).logical_not(), 0)
+    return out, lse[..., : q.shape[2]]
 
-    return forward_in_windows(partial(_run_forward, scale=scale), q, k, v, band)
+
+def _efficient_backward(
+    aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    visible: Tensor | None, is_causal: bool, scale: float,
+) -> Gradients:  # fmt: skip
+    *operands, out = loadable([grad_out, q, *_for_each_head(q, k, v), out])
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        *operands, _bias_of_heads(visible, q, k), out, lse, *_no_dropout(q), 0.0, [True, True, True, False], is_causal,
+        scale=scale,
+    )  # fmt: skip
+    dk, dv = (x if x.shape[1] == k.shape[1] else x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    return cropped(dq, q), cropped(dk, k), cropped(dv, v)
 
 
-def _run_forward(q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged, *, scale: float) -> tuple[Tensor, Tensor]:
-    lengths = window.lengths if isinstance(window, Ragged) else (None, None, q.shape[1], k.shape[1])
-    out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, *lengths, 0.0, window.is_causal, False, **_window_options(window, scale)
+def _for_each_head(q: Tensor, *tensors: Tensor) -> list[Tensor]:
+    groups = q.shape[1] // tensors[0].shape[1]
+    return [x if groups == 1 else x.repeat_interleave(groups, 1) for x in tensors]
+
+
+def _bias_of_heads(visible: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    bias = _bias(visible, q.dtype, multiple=16)
+    return None if bias is None else bias.expand(*q.shape[:2], q.shape[2], k.shape[2])
+
+
+def _cudnn_forward(
+    aten: Any, q: Tensor, k: Tensor, v: Tensor, _visible: None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    operands = [x.contiguous() for x in loadable([q, k, v])]
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *operands, None, True, 0.0, is_causal, False, scale=scale
+    )  # fmt: skip
+    return cropped(out, v), lse.reshape(q.shape[:-1])  # of some versions (B, N, Lq, 1)
+
+
+def _cudnn_backward(
+    aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    _visible: None, is_causal: bool, scale: float,
+) -> Gradients:  # fmt: skip
+    operands = [x.contiguous() for x in loadable([grad_out, q, k, v, out])]
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        *operands, lse.contiguous(), *_no_dropout(q), None, None, None, q.shape[2], k.shape[2], 0.0, is_causal,
+        scale=scale,
+    )  # fmt: skip
+    return cropped(dq, q), cropped(dk, k), cropped(dv, v)
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset, which only dropout reads."""
+    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    return unread, unread
+
+
+def _flash_forward(aten: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
+    lengths = launch.lengths or (None, None, q.shape[1], k.shape[1])
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, launch.is_causal, False, **_window_options(launch)
     )
     return out, lse
 
 
-def _cuda_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    band: Band,
-    mask: BlockMask | None,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    refuse_softcap("flash", softcap)
-    refuse_mask("flash", mask)
-
-    return backward_in_windows(partial(_run_backward, scale=scale), grad_out, q, k, v, out, lse, band)
-
-
-def _run_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    window: Window | Ragged,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(
+    aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
+) -> Gradients:
     # Only dropout reads it.
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
-    lengths = window.lengths if isinstance(window, Ragged) else (None, None, q.shape[1], k.shape[1])
-    options = _window_options(window, scale)
-    return _aten._flash_attention_backward(
-        grad_out, q, k, v, out, lse, *lengths, 0.0, window.is_causal, state, state, **options
+    lengths = launch.lengths or (None, None, q.shape[1], k.shape[1])
+    return aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse, *lengths, 0.0, launch.is_causal, state, state, **_window_options(launch)
     )
 
 
-def _cuda_forward_ragged(
-    q: Tensor, k: Tensor, v: Tensor, *, ragged: Ragged, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    refuse_softcap("flash", softcap)
-    return forward_of_segments(partial(_run_forward, scale=scale), q, k, v, ragged)
-
-
-def _cuda_backward_ragged(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    ragged: Ragged,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    refuse_softcap("flash", softcap)
-    return backward_of_segments(partial(_run_backward, scale=scale), grad_out, q, k, v, out, lse, ragged)
-
-
-def _window_options(window: Window | Ragged, scale: float) -> dict[str, Any]:
-    return {"scale": scale, "window_size_left": window.left, "window_size_right": window.right}
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    missing = width - x.shape[-1]
-    # Padding by nothing would still copy.
-    return F.pad(_dense(x), (0, missing)) if missing else _dense(x)
+def _window_options(launch: Launch) -> dict[str, Any]:
+    return {"scale": launch.scale, "window_size_left": launch.left, "window_size_right": launch.right}
 
 
 def _supports(need: Need) -> bool | str:
@@ -255,7 +279,7 @@ def _supports(need: Need) -> bool | str:
     if 192 < head_dim <= 224 and ((major, minor) in ((8, 6), (8, 9)) or major == 12):
         # As scaled_dot_product_attention refuses there (sdp_utils.cpp).
         return f"has no backward for head dims of 193 to 224 on compute capability {major}.{minor}; got {head_dim}"
-    other = _current_implementation()
+    other = activated()
     if other is not None:
         return (
             f"is torch's own, for which activate_flash_attention_impl({other!r}) has put another: call "
@@ -264,16 +288,55 @@ def _supports(need: Need) -> bool | str:
     return True
 
 
-def _current_implementation() -> str | None:
+def activated() -> str | None:
+    """What ``activate_flash_attention_impl`` has put in the place of torch's flash attention on CUDA, if anything."""
     # Not in every version of torch.
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
 
 
-CPU = BlockKernel("flash", _cpu_forward, _cpu_backward, _supports, f"torch {torch.__version__}")
-CUDA = CPU._replace(
-    forward=_cuda_forward,
-    backward=_cuda_backward,
-    takes_bands=True,
-    ragged=RaggedKernel(_cuda_forward_ragged, _cuda_backward_ragged),
-)
+def _supports_efficient(need: Need) -> bool | str:
+    if need.softcap:
+        return no_softcap(need.softcap)
+    if need.device_type != "cuda" or need.dtype not in (*HALF, torch.float32):
+        return f"runs on cuda, in float32, bfloat16 or float16; got {need.device_type}, {need.dtype}"
+    if need.capability and need.capability < (8, 0) and need.dtype == torch.bfloat16:
+        return f"runs in bfloat16 on compute capability 8.0 and later; got {need.capability[0]}.{need.capability[1]}"
+    return True
+
+
+def _supports_cudnn(need: Need) -> bool | str:
+    if need.softcap:
+        return no_softcap(need.softcap)
+    if need.masked:
+        return NO_MASK
+    head_dim = max(need.head_dim, need.value_dim)
+    if need.device_type != "cuda" or need.dtype not in HALF or head_dim > 128:
+        return (
+            "runs on cuda, in bfloat16 or float16, with head dims of at most 128; got "
+            f"{need.device_type}, {need.dtype}, head dim {head_dim}"
+        )
+    if need.deterministic:
+        return "has no deterministic backward"
+    if need.capability and need.capability[0] < 8:
+        return f"runs on compute capability 8.0 and later; got {need.capability[0]}.{need.capability[1]}"
+    version = torch.backends.cudnn.version() if need.capability else None
+    # What sdp_utils.cpp wants before it prefers it: earlier ones are wrong for lengths that 128 does not divide.
+    if version is not None and version <= 91500:
+        return f"needs cuDNN 9.15.1 or later; got {version}"
+    return True
+
+
+FLASH = Windowed("flash", lambda: torch.ops.aten, _flash_forward, _flash_backward, has_softcap=False)
+FLASH_ON_CPU = Dense("flash", _cpu_forward, _cpu_backward)
+EFFICIENT = Dense("efficient", _efficient_forward, _efficient_backward)
+CUDNN = Dense("cudnn", _cudnn_forward, _cudnn_backward, is_told=False)
+
+
+def _kernel(run: Dense, supports: Supports) -> BlockKernel:
+    return BlockKernel(run.name, run.forward, run.backward, supports, f"torch {torch.__version__}")
+
+
+CPU = _kernel(FLASH_ON_CPU, _supports)
+CUDA = CPU._replace(forward=FLASH.forward, backward=FLASH.backward, takes_bands=True, takes_segments=True)
+KERNELS = CPU, _kernel(EFFICIENT, _supports_efficient), _kernel(CUDNN, _supports_cudnn)

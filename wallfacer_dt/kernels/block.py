@@ -33,26 +33,67 @@ FULL = Band(None, None)
 CAUSAL = Band(None, 0)
 
 
+class Ragged(NamedTuple):
+    """Many segments in one call, one after the other in B * L rows: query t of n sees key s of m in its own segment.
+
+    Windows are aligned at the bottom right corner: t + m - n - left <= s <= t + m - n + right.
+
+    Attributes:
+        cu_seqlens_q: cumulative numbers of queries (segments + 1,), int32.
+        cu_seqlens_k: of keys. Some segments have no queries, others no keys.
+        max_seqlen_q: the most queries of a segment.
+        max_seqlen_k: the most keys.
+        left: -1: no bound.
+        right: -1: no bound.
+        blind: queries without keys, boolean (B, 1, Lq); None: there are none.
+        unseen: keys without queries, boolean (B, 1, Lk), likewise.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    left: int
+    right: int
+    blind: Tensor | None
+    unseen: Tensor | None
+
+
+class How(NamedTuple):
+    """What is computed of a block: which keys its rows see, and what becomes of their scores.
+
+    Attributes:
+        seen: which keys a row sees: a band, or segments, which only kernels that take them are given.
+        scale: of the scores.
+        mask: which of those keys it sees: a BlockMask of B or 1, N or 1, Lq and Lk, as ``flex_attention`` takes it.
+            None: all.
+        softcap: scores s become ``softcap * tanh(s / softcap)`` after the scale. 0.0: they stay.
+    """
+
+    seen: Band | Ragged
+    scale: float
+    mask: BlockMask | None = None
+    softcap: float = 0.0
+
+    @property
+    def band(self) -> Band:
+        """The band, of what is no segments."""
+        assert isinstance(self.seen, Band), "segments are for kernels that take them"
+        return self.seen
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv."""
+
+
 class Forward(Protocol):
     """Attention of one block: ``softmax(scale * q k^T) v``, with the log-sum-exp of its scores."""
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """Return out (B, N, Lq, Hv) in q's dtype and lse (B, N, Lq), float32 or, for float64, float64.
 
-        Args:
-            q: queries (B, N, Lq, H). No length is 0.
-            k: keys (B, Nkv, Lk, H), Nkv dividing N.
-            v: values (B, Nkv, Lk, Hv).
-            band: which keys a row sees.
-            mask: which of those it sees: a BlockMask of B or 1, N or 1, Lq and Lk, as ``flex_attention`` takes it.
-                None: all.
-            scale: of the scores.
-            softcap: scores s become ``softcap * tanh(s / softcap)`` after the scale. 0.0: they stay.
-
-        Returns:
-            A row that sees no key has out 0 and lse -inf.
+        Of queries (B, N, Lq, H), keys (B, Nkv, Lk, H) and values (B, Nkv, Lk, Hv); no length is 0, and Nkv divides N. A
+        row that sees no key has out 0 and lse -inf.
         """
         ...
 
@@ -61,19 +102,8 @@ class Backward(Protocol):
     """Gradients of one block, given what the whole row's softmax was."""
 
     def __call__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        mask: BlockMask | None,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
+    ) -> Gradients:
         """Return dq, dk, dv in the inputs' dtype, of what :class:`Forward` takes.
 
         ``out`` and ``lse`` are those of the whole row, over all blocks; of ``out`` only rowsum(grad_out * out)
@@ -126,79 +156,6 @@ class Supports(Protocol):
         ...
 
 
-class Ragged(NamedTuple):
-    """Many segments in one call, one after the other in B * L rows: query t of n sees key s of m in its own segment.
-
-    Windows are aligned at the bottom right corner: t + m - n - left <= s <= t + m - n + right.
-
-    Attributes:
-        cu_seqlens_q: cumulative numbers of queries (segments + 1,), int32.
-        cu_seqlens_k: of keys. Some segments have no queries, others no keys.
-        max_seqlen_q: the most queries of a segment.
-        max_seqlen_k: the most keys.
-        left: -1: no bound.
-        right: -1: no bound.
-        blind: queries without keys, boolean (B, 1, Lq); None: there are none.
-        unseen: keys without queries, boolean (B, 1, Lk), likewise.
-    """
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    left: int
-    right: int
-    blind: Tensor | None
-    unseen: Tensor | None
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether it is causal attention, of queries at the end of the keys."""
-        return (self.left, self.right) == (-1, 0)
-
-    @property
-    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """As flash attention takes them, one after the other."""
-        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
-
-
-class RaggedForward(Protocol):
-    """:class:`Forward` of segments."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, ragged: Ragged, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return out (B, N, Lq, Hv) and lse (B, N, Lq)."""
-        ...
-
-
-class RaggedBackward(Protocol):
-    """:class:`Backward` of segments."""
-
-    def __call__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        ragged: Ragged,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv."""
-        ...
-
-
-class RaggedKernel(NamedTuple):
-    """What of a kernel takes segments."""
-
-    forward: RaggedForward
-    backward: RaggedBackward
-
-
 class BlockKernel(NamedTuple):
     """A kernel: its functions, and what they can run.
 
@@ -210,7 +167,7 @@ class BlockKernel(NamedTuple):
         version: of the package that has them.
         takes_bands: whether any band is computed at the cost of what it shows. Others are given rectangles, triangles
             and narrow squares.
-        ragged: what computes many segments in one call, if there is such a thing.
+        takes_segments: whether many segments are computed in one call, see :class:`Ragged`.
     """
 
     name: str
@@ -219,7 +176,7 @@ class BlockKernel(NamedTuple):
     supports: Supports
     version: str = ""
     takes_bands: bool = False
-    ragged: RaggedKernel | None = None
+    takes_segments: bool = False
 
 
 def no_softcap(softcap: float) -> str:
@@ -231,13 +188,9 @@ NO_MASK = "takes no mask here: pass kernel='flex' or kernel='reference'"
 """What a kernel without masks says."""
 
 
-def refuse_softcap(kernel: str, softcap: float) -> None:
-    """Refuse (ValueError) a soft cap for a kernel that has none."""
-    if softcap:
-        raise ValueError(f"kernel={kernel!r} {no_softcap(softcap)}")
-
-
-def refuse_mask(kernel: str, mask: BlockMask | None) -> None:
-    """Refuse (ValueError) a mask for a kernel that takes none."""
-    if mask is not None:
+def refuse(kernel: str, how: How, *, mask: bool = False, softcap: bool = False) -> None:
+    """Refuse (ValueError) a mask, or a soft cap, for a kernel that has none."""
+    if softcap and how.softcap:
+        raise ValueError(f"kernel={kernel!r} {no_softcap(how.softcap)}")
+    if mask and how.mask is not None:
         raise ValueError(f"kernel={kernel!r} {NO_MASK}")

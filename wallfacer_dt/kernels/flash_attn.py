@@ -16,20 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.kernels.block import HALF, NO_MASK, Band, BlockKernel, Need, Ragged, RaggedKernel, refuse_mask
-from wallfacer_dt.kernels.windows import (
-    Window,
-    backward_in_windows,
-    backward_of_segments,
-    forward_in_windows,
-    forward_of_segments,
-)
+from wallfacer_dt.kernels.block import HALF, NO_MASK, BlockKernel, Gradients, Need
+from wallfacer_dt.kernels.windows import Launch, Windowed
 
 
 class Package(NamedTuple):
-    """A package, and how its functions are called, on (B, L, N, H), or of many segments on (B * L, N, H).
+    """A package, and how its functions are called.
 
     Attributes:
         name: of the kernel.
@@ -37,8 +30,8 @@ class Package(NamedTuple):
         module: where its functions are.
         functions: their names.
         majors: the first numbers of the compute capabilities that it runs on, both ways.
-        forward: from the module, q, k, v, a window or segments, scale and softcap to out and lse.
-        backward: from the module, grad_out, q, k, v, out, lse, these, scale and softcap to dq, dk and dv.
+        forward: from the module to out and lse, as of :class:`wallfacer_dt.kernels.windows.Windowed`.
+        backward: likewise.
         limits: what else it cannot run, or an empty string.
         one_width: v must have the head dim of q.
     """
@@ -49,75 +42,18 @@ class Package(NamedTuple):
     functions: tuple[str, ...]
     majors: tuple[int, ...]
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., Gradients]
     limits: Callable[[Need], str]
     one_width: bool = True
 
 
 def kernel(package: Package, load: Callable[[str], Any] = import_module) -> BlockKernel:
-    """A package as a block kernel.
-
-    Args:
-        package: it.
-        load: from a module's name the module.
-
-    Returns:
-        The kernel.
-    """
-
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
-        refuse_mask(package.name, mask)
-        run = partial(package.forward, load(package.module), scale=scale, softcap=softcap)
-        return forward_in_windows(run, q, k, v, band, one_width=package.one_width)
-
-    def backward(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        mask: BlockMask | None,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        refuse_mask(package.name, mask)
-        run = partial(package.backward, load(package.module), scale=scale, softcap=softcap)
-        return backward_in_windows(run, grad_out, q, k, v, out, lse, band, one_width=package.one_width)
-
-    def forward_ragged(
-        q: Tensor, k: Tensor, v: Tensor, *, ragged: Ragged, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
-        run = partial(package.forward, load(package.module), scale=scale, softcap=softcap)
-        return forward_of_segments(run, q, k, v, ragged, one_width=package.one_width)
-
-    def backward_ragged(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        ragged: Ragged,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        run = partial(package.backward, load(package.module), scale=scale, softcap=softcap)
-        return backward_of_segments(run, grad_out, q, k, v, out, lse, ragged, one_width=package.one_width)
-
+    """A package as a block kernel; ``load`` makes of its module's name the module, when it is called."""
+    functions = partial(load, package.module)
+    windowed = Windowed(package.name, functions, package.forward, package.backward, package.one_width)
+    supports, version = partial(_supports, package), _version(package.distribution)
     return BlockKernel(
-        package.name,
-        forward,
-        backward,
-        partial(_supports, package),
-        _version(package.distribution),
-        takes_bands=True,
-        ragged=RaggedKernel(forward_ragged, backward_ragged),
+        package.name, windowed.forward, windowed.backward, supports, version, takes_bands=True, takes_segments=True
     )
 
 
@@ -187,115 +123,79 @@ def _as_flash_attn_4(need: Need) -> str:
     )
 
 
-def _forward_2(
-    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged, *, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    options = 0.0, scale, window.is_causal, window.left, window.right, softcap, None, False
-    if isinstance(window, Ragged):
-        out, lse, *_ = flash._flash_attn_varlen_forward(q, k, v, *window.lengths, *options)
+def _forward_2(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
+    options = 0.0, launch.scale, launch.is_causal, launch.left, launch.right, launch.softcap, None, False
+    if launch.lengths:
+        out, lse, *_ = flash._flash_attn_varlen_forward(q, k, v, *launch.lengths, *options)
     else:
         out, lse, *_ = flash._flash_attn_forward(q, k, v, *options)
     return out, lse
 
 
 def _backward_2(
-    flash: Any,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    window: Window | Ragged,
-    *,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    flash: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
+) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = 0.0, scale, window.is_causal, window.left, window.right, softcap, None, deterministic
+    options = 0.0, launch.scale, launch.is_causal, launch.left, launch.right, launch.softcap, None, deterministic
     tensors = grad_out, q, k, v, out, lse, dq, dk, dv
-    if isinstance(window, Ragged):
-        flash._flash_attn_varlen_backward(*tensors, *window.lengths, *options)
+    if launch.lengths:
+        flash._flash_attn_varlen_backward(*tensors, *launch.lengths, *options)
     else:
         flash._flash_attn_backward(*tensors, *options)
     return dq, dk, dv
 
 
-def _forward_3(
-    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged, *, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
+def _forward_3(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
     out, lse, *_ = flash._flash_attn_forward(
         q, k, v,
-        softmax_scale=scale, causal=window.is_causal, window_size_left=window.left, window_size_right=window.right,
-        softcap=softcap, **_lengths(window),
+        softmax_scale=launch.scale, causal=launch.is_causal, window_size_left=launch.left,
+        window_size_right=launch.right, softcap=launch.softcap, **_lengths(launch),
     )  # fmt: skip
     return out, lse
 
 
 def _backward_3(
-    flash: Any,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    window: Window | Ragged,
-    *,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    flash: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
+) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     flash._flash_attn_backward(
         grad_out, q, k, v, out, lse,
-        dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=window.is_causal, window_size_left=window.left,
-        window_size_right=window.right, softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_lengths(window),
+        dq=dq, dk=dk, dv=dv, softmax_scale=launch.scale, is_causal=launch.is_causal, window_size_left=launch.left,
+        window_size_right=launch.right, softcap=launch.softcap,
+        deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(launch),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _forward_4(
-    flash: Any, q: Tensor, k: Tensor, v: Tensor, window: Window | Ragged, *, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
+def _forward_4(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
     out, lse, *_ = flash._flash_attn_fwd(
         q, k, v,
-        softmax_scale=scale, causal=window.is_causal, softcap=softcap or None, **_unbounded(window), return_lse=True,
-        **_lengths(window),
+        softmax_scale=launch.scale, causal=launch.is_causal, softcap=launch.softcap or None, **_unbounded(launch),
+        return_lse=True, **_lengths(launch),
     )  # fmt: skip
     return out, lse
 
 
 def _backward_4(
-    flash: Any,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    window: Window | Ragged,
-    *,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    flash: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
+) -> Gradients:
     dq, dk, dv, *_ = flash._flash_attn_bwd(
         q, k, v, out, grad_out, lse,
-        softmax_scale=scale, causal=window.is_causal, softcap=softcap, **_unbounded(window),
-        deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(window),
+        softmax_scale=launch.scale, causal=launch.is_causal, softcap=launch.softcap, **_unbounded(launch),
+        deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(launch),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _lengths(window: Window | Ragged) -> dict[str, Any]:
+def _lengths(launch: Launch) -> dict[str, Any]:
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    return dict(zip(names, window.lengths, strict=True)) if isinstance(window, Ragged) else {}
+    return dict(zip(names, launch.lengths, strict=True)) if launch.lengths else {}
 
 
-def _unbounded(window: Window | Ragged) -> dict[str, int | None]:
+def _unbounded(launch: Launch) -> dict[str, int | None]:
     """FlashAttention-4's bounds, of which none is None; a negative one would be a bound."""
-    left, right = (None if bound < 0 else bound for bound in (window.left, window.right))
+    left, right = (None if bound < 0 else bound for bound in (launch.left, launch.right))
     return {"window_size_left": left, "window_size_right": right}
 
 

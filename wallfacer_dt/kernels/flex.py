@@ -24,63 +24,29 @@ from torch.nn.attention.flex_attention import (
 )
 
 from wallfacer_dt.agreement import outside_dispatch
-from wallfacer_dt.kernels.block import FULL, Band, BlockKernel, Need, no_softcap, refuse_softcap
+from wallfacer_dt.kernels.block import FULL, BlockKernel, Gradients, How, Need, no_softcap, refuse
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one block by flex_attention, differentiable on CUDA.
-
-    Args:
-        q: queries (B, N, Lq, H).
-        k: keys (B, Nkv, Lk, H).
-        v: values (B, Nkv, Lk, Hv).
-        mask: of Lq queries and Lk keys, or None: all is visible.
-        scale: of the scores.
-
-    Returns:
-        out (B, N, Lq, Hv) and lse (B, N, Lq).
-    """
+    """out and lse of one block by flex_attention, differentiable on CUDA; no mask: all is visible."""
     run: Callable = _fused() if q.is_cuda else flex_attention
     out, aux = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 
-def block_gradients(
-    attend: Callable[..., tuple[Tensor, Tensor]],
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: BlockMask | None,
-    scale: float,
+def _gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv of one block of rows whose softmax is known. See Note [Gradients of one block from autograd].
-
-    Args:
-        attend: differentiable, of q, k, v, mask and scale: the block's own out and lse.
-        grad_out: gradient of the rows' output.
-        q: queries (B, N, Lq, H).
-        k: keys (B, Nkv, Lk, H).
-        v: values (B, Nkv, Lk, Hv).
-        out: of the whole rows (B, N, Lq, Hv).
-        lse: of the whole rows (B, N, Lq).
-        mask: of the block.
-        scale: of the scores.
-
-    Returns:
-        The gradients, in the inputs' dtype.
-    """
+    """dq, dk, dv of one block of rows whose softmax is known. See Note [Gradients of one block from autograd]."""
     wide = lse.dtype
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    block_out, block_lse = attend(*inputs, mask, scale)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    block_out, block_lse = attend(q, k, v, _blocks(how, q, k), how.scale)
     weight = (block_lse.detach() - finite(lse)).exp()
     shift = (grad_out.to(wide) * (block_out.detach().to(wide) - out)).sum(-1)
     grad_block_out = (weight.unsqueeze(-1) * grad_out).to(block_out.dtype)
-    return torch.autograd.grad((block_out, block_lse), inputs, (grad_block_out, weight * shift))
+    return torch.autograd.grad((block_out, block_lse), (q, k, v), (grad_block_out, weight * shift))
 
 
 @cache
@@ -89,8 +55,9 @@ def _fused() -> Callable:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _blocks(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> BlockMask | None:
+def _blocks(how: How, q: Tensor, k: Tensor) -> BlockMask | None:
     """A block's mask, in its band."""
+    band, mask = how.band, how.mask
     if band == FULL:
         return mask
     # Tensors, so that other bounds are not another compilation.
@@ -105,38 +72,23 @@ def _blocks(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> BlockMa
     return create_block_mask(seen, batch, heads, q.shape[2], k.shape[2], device=q.device)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, band: Band, mask: BlockMask | None, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """See :class:`wallfacer_dt.kernels.block.Forward`."""
-    refuse_softcap("flex", softcap)
+    refuse("flex", how, softcap=True)
     if isinstance(q, FakeTensor):
         return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     with outside_dispatch(), torch.no_grad():  # whatever called: one compilation
-        out, lse = attend(q, k, v, _blocks(band, mask, q, k), scale)
+        out, lse = attend(q, k, v, _blocks(how, q, k), how.scale)
     return out.contiguous(), lse.contiguous()
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    band: Band,
-    mask: BlockMask | None,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Gradients:
     """See :class:`wallfacer_dt.kernels.block.Backward`."""
-    refuse_softcap("flex", softcap)
+    refuse("flex", how, softcap=True)
     if isinstance(q, FakeTensor):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with outside_dispatch(), torch.enable_grad():
-        blocks = _blocks(band, mask, q, k)
-        dq, dk, dv = block_gradients(attend, grad_out, q, k, v, out, lse, blocks, scale)
+        dq, dk, dv = _gradients(grad_out, q, k, v, out, lse, how)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

@@ -4,11 +4,13 @@ import logging
 from functools import cache
 
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference
-from wallfacer_dt.kernels.block import Backward, BlockKernel, Forward, Need, RaggedKernel, Supports
+from wallfacer_dt.kernels.block import Backward, BlockKernel, Forward, Need, Supports
 
 _log = logging.getLogger(__name__)
 
-_OURS = {kernel.name: kernel for kernel in (aten.CPU, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
+_OURS = {kernel.name: kernel for kernel in (*aten.KERNELS, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
+_ACTIVATED = {"FA3": "flash_attn_3", "FA4": "flash_attn_4"}
+"""By torch's name of an implementation of flash attention, our adapter: torch's own unpacks two results of some."""
 _registered: dict[str, BlockKernel] = {}
 
 
@@ -20,7 +22,7 @@ def register_kernel(
     version: str = "",
     *,
     takes_bands: bool = False,
-    ragged: RaggedKernel | None = None,
+    takes_segments: bool = False,
 ) -> None:
     """Make a kernel of one's own known, to be chosen as ``kernel=name``; on every rank, before it is chosen.
 
@@ -32,7 +34,8 @@ def register_kernel(
         version: ranks whose kernels have another refuse the call.
         takes_bands: whether any band is computed at the cost of what it shows; otherwise the kernel is given blocks
             without bands as far as can be.
-        ragged: what computes many segments in one call, see :class:`wallfacer_dt.kernels.block.Ragged`.
+        takes_segments: whether many segments are computed in one call, see
+            :class:`wallfacer_dt.kernels.block.Ragged`; otherwise the kernel is given them one by one.
 
     Raises:
         TypeError: something is not what it should be.
@@ -40,7 +43,7 @@ def register_kernel(
     """
     if not (isinstance(name, str) and isinstance(version, str) and all(map(callable, (forward, backward, supports)))):
         raise TypeError("register_kernel takes a name, three functions and perhaps a version")
-    kernel = BlockKernel(name, forward, backward, supports, version, takes_bands, ragged)
+    kernel = BlockKernel(name, forward, backward, supports, version, takes_bands, takes_segments)
     if name in ("", "auto", *_OURS) or _registered.get(name, kernel) != kernel:
         raise ValueError(f"there is another kernel {name!r}: register another name")
     _registered[name] = kernel
@@ -63,7 +66,8 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
 
     Args:
         kernel: its name, or ``"auto"``: torch's own, ``"flash"``, for masks on CUDA ``"flex"``, for soft caps there
-            ``"flash_attn"``. Which it is, is logged once.
+            ``"flash_attn"``. ``"flash"`` on CUDA is the package that ``activate_flash_attention_impl`` has named. Which
+            it is, is logged once.
         need: what the call asks of it.
 
     Returns:
@@ -74,15 +78,17 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
     """
     check_kernel(kernel)
     name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
+    if name == "flash" and need.device_type == "cuda" and (activated := aten.activated()) in _ACTIVATED:
+        name, reason = _ACTIVATED[activated], f"since activate_flash_attention_impl({activated!r}) was called"
     found = _OURS[name] if name in _OURS else _registered[name]
     answer = found.supports(need)
     if not isinstance(answer, bool | str):
         raise TypeError(f"supports of kernel={name!r} must return True or why not, got {answer!r}")
     if answer is not True:
-        who = f"kernel='auto' is {name!r} {reason}, which" if reason else f"kernel={kernel!r}"
+        who = f"kernel={kernel!r} is {name!r} {reason}, which" if reason else f"kernel={kernel!r}"
         raise ValueError(f"{who} {answer or 'does not support this call'}")
     if reason:
-        _say(name, reason)
+        _say(kernel, name, reason)
     return aten.CUDA if found is aten.CPU and need.device_type == "cuda" else found
 
 
@@ -98,5 +104,5 @@ def _automatic(need: Need) -> tuple[str, str]:
 
 
 @cache
-def _say(name: str, reason: str) -> None:
-    _log.info("kernel='auto' is %r %s", name, reason)
+def _say(kernel: str, name: str, reason: str) -> None:
+    _log.info("kernel=%r is %r %s", kernel, name, reason)

@@ -7,40 +7,24 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from wallfacer_dt.agreement import outside_dispatch
-from wallfacer_dt.kernels.block import FULL, Band
+from wallfacer_dt.kernels.block import FULL, How
 
 _PAIRS = 1 << 24
 """As many pairs a mask is asked about at once, for each of which torch holds some integers."""
 
 
 def strips(rows: int, width: int, multiple: int = 1) -> Iterator[slice]:
-    """Rows, in parts that a mask is asked about at once.
-
-    Args:
-        rows: of queries.
-        width: answers for each row.
-        multiple: of which parts other than the last have a multiple of rows.
-
-    Yields:
-        The parts.
-    """
+    """Rows with ``width`` answers each, in parts that a mask is asked about at once: a multiple, but for the last."""
     step = max(1, _PAIRS // max(1, width) // multiple) * multiple
     yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def visible_keys(band: Band, mask: BlockMask | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The keys that each row sees, by band and mask together.
+def visible_keys(how: How, q: Tensor, k: Tensor) -> Tensor | None:
+    """Which of the keys (B, Nkv, Lk, H) each query (B, N, Lq, H) sees, by band and mask together.
 
-    Args:
-        band: of the block.
-        mask: of the block, for Lq queries and Lk keys, or None.
-        q: queries (B, N, Lq, H).
-        k: keys (B, Nkv, Lk, H).
-
-    Returns:
-        A boolean mask (B or 1, N or 1, Lq, Lk), or None where all is visible.
+    A boolean mask (B or 1, N or 1, Lq, Lk), or None where all is visible.
     """
-    shown = None if mask is None else _shown(mask, q, k)
+    shown, band = None if how.mask is None else _shown(how.mask, q, k), how.band
     if band == FULL:
         return shown
     rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.collectives import permute, wait
-from wallfacer_dt.kernels import FULL, Need, accumulation_dtype, merge_, select_kernel
+from wallfacer_dt.kernels import FULL, How, Need, accumulation_dtype, merge_, select_kernel
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
@@ -109,10 +109,10 @@ class Probe:
         q, grad = (self._random(sequence.batch, model.heads, rows, model.dim, dtype=dtype) for _ in range(2))
         k, v = (self._random(sequence.batch, model.keys, columns, model.dim, dtype=dtype) for _ in range(2))
         kernel = select_kernel("auto", Need(self.device.type, dtype, model.dim, model.dim))
-        options = {"band": FULL, "mask": None, "scale": model.dim**-0.5, "softcap": 0.0}
-        out, lse = kernel.forward(q, k, v, **options)
-        forward = self._repeated(lambda: kernel.forward(q, k, v, **options))
-        backward = self._repeated(lambda: kernel.backward(grad, q, k, v, out, lse, **options))
+        how = How(FULL, model.dim**-0.5)
+        out, lse = kernel.forward(q, k, v, how)
+        forward = self._repeated(lambda: kernel.forward(q, k, v, how))
+        backward = self._repeated(lambda: kernel.backward(grad, q, k, v, out, lse, how))
         return forward, backward
 
     def _contention(self, work: Callable[[], object]) -> float:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wallfacer_dt.kernels import CAUSAL, FULL, Band, BlockKernel, Need, merge_, select_kernel
+from wallfacer_dt.kernels import CAUSAL, FULL, Band, BlockKernel, How, Need, merge_, select_kernel
 
 Block = tuple[slice, slice, Band]
 
@@ -25,9 +25,8 @@ class _Gathered(torch.autograd.Function):
         keys = _in_order(parts, is_causal)
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
         for rows, columns, band in _blocks(q.shape[2], is_causal):
-            block = _kernel(q).forward(
-                q[:, :, rows], *keys[:, :, :, columns], band=band, mask=None, scale=q.shape[-1] ** -0.5, softcap=0.0
-            )
+            k_part, v_part = keys[:, :, :, columns]
+            block = _kernel(q).forward(q[:, :, rows], k_part, v_part, How(band, q.shape[-1] ** -0.5))
             merge_(out[:, :, rows], lse[:, :, rows], *block)
         ctx.save_for_backward(q, keys, out, lse)
         ctx.is_causal = is_causal
@@ -38,11 +37,10 @@ class _Gathered(torch.autograd.Function):
         q, keys, out, lse = ctx.saved_tensors
         dq, dkeys = torch.zeros_like(q), torch.zeros_like(keys)
         for rows, columns, band in _blocks(q.shape[2], ctx.is_causal):
-            of_rows = (x[:, :, rows] for x in (out, lse))
-            block = _kernel(q).backward(
-                grads[0][:, :, rows], q[:, :, rows], *keys[:, :, :, columns], *of_rows,
-                band=band, mask=None, scale=q.shape[-1] ** -0.5, softcap=0.0,
-            )  # fmt: skip
+            q_part, grad_part, out_part, lse_part = (x[:, :, rows] for x in (q, grads[0], out, lse))
+            k_part, v_part = keys[:, :, :, columns]
+            how = How(band, q.shape[-1] ** -0.5)
+            block = _kernel(q).backward(grad_part, q_part, k_part, v_part, out_part, lse_part, how)
             dq[:, :, rows] += block[0]
             for whole, part in zip(dkeys, block[1:], strict=True):
                 whole[:, :, columns] += part

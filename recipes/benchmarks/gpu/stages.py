@@ -33,6 +33,7 @@ from wallfacer_dt.kernels import (
     FULL,
     Band,
     BlockKernel,
+    How,
     Need,
     accumulation_dtype,
     merge_,
@@ -155,20 +156,20 @@ def _against_float64(
         return seen[i, j]
 
     mask = create_block_mask(mask_mod, None, None, rows, columns, device=place.device) if masked else None
-    options: dict[str, Any] = {"band": band, "mask": mask, "scale": 0.1, "softcap": softcap}
+    how = How(band, 0.1, mask, softcap)
     q_64, k_64, v_64, grad_64 = (x.double() for x in (q, k, v, grad_out))
-    out, lse = reference.forward(q_64, k_64, v_64, **options)
+    out, lse = reference.forward(q_64, k_64, v_64, how)
     # Of the whole rows, which see more than this block.
     whole_lse = torch.logaddexp(lse, torch.randn_like(lse))
     whole_out = torch.randn_like(out).to(dtype)
-    grads = reference.backward(grad_64, q_64, k_64, v_64, whole_out.double(), whole_lse, **options)
+    grads = reference.backward(grad_64, q_64, k_64, v_64, whole_out.double(), whole_lse, how)
     want = (out, lse, *grads)
     found = {}
     for each in (kernel, reference.KERNEL):
         given = whole_out, whole_lse.to(accumulation_dtype(dtype))
         found[each.name] = (
-            *each.forward(q, k, v, **options),
-            *each.backward(grad_out, q, k, v, *given, **options),
+            *each.forward(q, k, v, how),
+            *each.backward(grad_out, q, k, v, *given, how),
         )
     return _compared(found[kernel.name], found["reference"], want, dtype)
 
@@ -212,7 +213,7 @@ def _segments(place: Place, name: str, dtype: torch.dtype, work: Work, sizes: tu
     want = _attended(reference.KERNEL, work, *(x.double() for x in (q, k, v, grad_out)))
     given = [x.to(accumulation_dtype(dtype)) for x in want[:2]]
     found = [_attended(each, work, q, k, v, grad_out, *given) for each in (kernel, reference.KERNEL)]
-    calls = sum(call.calls if kernel.ragged else len(call.bands) for call in work)
+    calls = sum(call.calls if kernel.takes_segments else len(call.bands) for call in work)
     return _compared(found[0], found[1], want, dtype) | {"calls": calls}
 
 
