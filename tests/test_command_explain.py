@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.cases import fake_world
+from tests.closed_volumes import Closed
 from tests.strategies import PLACEMENTS, examples, ulysses_meshes
-from wallfacer_dt import TokenOrder, attention_volume, context_mesh, sequence_positions
+from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.algorithms import hops
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.explain import Facts, Settings, make_facts
@@ -82,13 +83,13 @@ def test_what_comes_in_is_the_volume(chosen: Settings) -> None:
     """Against closed formulas that are independent of the schedules."""
     for rank, place in zip(make_facts(chosen).ranks, chosen.places().values(), strict=True):
         is_ring = chosen.schedule == "2d" or chosen.team == 1
-        volume = attention_volume(
-            chosen.ring, chosen.team, ulysses=chosen.ulysses, batch=chosen.batch, length=chosen.length,
+        volume = Closed(
+            ring=chosen.ring, team=chosen.team, ulysses=chosen.ulysses, batch=chosen.batch, length=chosen.length,
             heads=chosen.heads, kv_heads=chosen.kv_heads, head_dim=chosen.head_dim, dtype=getattr(torch, chosen.dtype),
             schedule=chosen.schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward,
             order=chosen.order, index=place.index,
             hops=len(hops(place.axes, chosen.sequences, chosen.resident)) if is_ring else None,
-        )  # fmt: skip
+        ).volume()  # fmt: skip
         assert rank.received == (volume.backward if chosen.backward else volume.forward).bytes
         assert rank.received_from_other_nodes <= rank.received
 

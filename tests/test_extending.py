@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from wallfacer_dt import TokenOrder, context_mesh, shard_sequence
-from wallfacer_dt.algorithms import schedule, volume
 from wallfacer_dt.testing import RankPool, worst_error
 
 Ranks = Callable[[int], RankPool]
@@ -30,7 +29,7 @@ DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
         (0, 2, [({"is_causal": True, "chunk_size": 20}, {"mask_mod": "of_20"})]),
         (
             1,
-            3,
+            2,
             [({"is_causal": True, "schedule": "serial", "rotate": side}, {"is_causal": True}) for side in ("q", "kv")],
         ),
     ],
@@ -71,7 +70,3 @@ def packed() -> float:
 
 def test_the_style_of_the_docs(ranks: Ranks) -> None:
     assert max(ranks(4).run(packed)) < 1e-12
-
-
-def test_every_schedule_has_steps_and_a_volume() -> None:
-    assert tuple(schedule._STEPS) == volume.SCHEDULES

@@ -1,5 +1,6 @@
-"""What is received, counted from the collectives that run, equals the closed formulas to the byte."""
+"""What is received, counted from the collectives that run, is what is told, and what closed formulas say."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -14,34 +15,41 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cases import Case, fake_world, held, run, shard_sizes
+from tests.closed_volumes import Closed
 from tests.strategies import any_case, cases, examples, meshes, ulysses_meshes
+from tests.test_segments import planned
 from tests.test_segments import seen as pairs_seen
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
+from wallfacer_dt.algorithms import Flows, Sequences, Shape, everyone
+from wallfacer_dt.layout import ORDERS
+from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
 
 GIB = 2**30
+SAME = [
+    "ring", "team", "ulysses", "batch", "heads", "kv_heads", "shared_dim", "schedule", "rotate", "rotate_forward",
+    "replicated",
+]  # fmt: skip
 
 
-def formula(case: Case, index: int) -> AttentionVolume:
-    return attention_volume(
-        case.ring,
-        case.team,
-        ulysses=case.ulysses,
-        batch=case.batch,
-        length=case.total,
-        kv_length=case.kv_total,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim + case.shared_dim,
-        value_dim=case.value_dim or case.head_dim,
-        shared_dim=case.shared_dim,
-        dtype=getattr(torch, case.dtype),
-        schedule=case.schedule,
-        rotate=case.rotate,
-        rotate_forward=case.rotate_forward,
-        hops=hops_of(case),
-        index=index,
-    )
+def told(case: Case, index: int) -> AttentionVolume:
+    """As the package tells it, and the closed formulas with it."""
+    call: dict[str, Any] = {name: getattr(case, name) for name in SAME} | {
+        "length": case.total,
+        "kv_length": case.kv_total,
+        "head_dim": case.head_dim + case.shared_dim,
+        "value_dim": case.value_dim or case.head_dim,
+        "dtype": getattr(torch, case.dtype),
+        "hops": hops_of(case),
+        "index": index,
+    }
+    return told_of(call)
+
+
+def told_of(call: dict[str, Any]) -> AttentionVolume:
+    volume = attention_volume(**call)
+    assert volume == Closed(**call).volume()
+    return volume
 
 
 def hops_of(case: Case) -> int | None:
@@ -95,7 +103,7 @@ def test_any_case_counted_on_processes(ranks: Callable[[int], RankPool], size: i
 
 def assert_counted(ranks: Callable[[int], RankPool], case: Case) -> None:
     for index, _, counted in ranks(case.size).run(run, case):
-        volume = formula(case, index)
+        volume = told(case, index)
         assert counted == {"forward": volume.forward.bytes, "backward": volume.backward.bytes}
 
 
@@ -167,10 +175,56 @@ def test_any_case_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
 
 
 def assert_counted_on_fake_ranks(case: Case, rank: int) -> None:
-    traffic, volume = count_on_fake_ranks(case, rank), formula(case, rank)
+    traffic, volume = count_on_fake_ranks(case, rank), told(case, rank)
     assert traffic.forward.received_bytes == volume.forward.bytes
     assert traffic.backward.received_bytes == volume.backward.bytes
     assert traffic.forward.calls == traffic.backward.calls == 1
+
+
+@examples(400)
+@given(case=many_ranks(), data=st.data())
+def test_told_is_what_closed_formulas_say(case: Case, data: st.DataObject) -> None:
+    """On up to 64 ranks, at any of them, with any number of hops, replicated tokens, and shards cut by document."""
+    call: dict[str, Any] = {name: getattr(case, name) for name in SAME} | {
+        "length": case.length,
+        "kv_length": data.draw(st.none() | st.integers(1, 4 * case.size)),
+        "head_dim": case.head_dim + case.shared_dim,
+        "value_dim": case.value_dim or None,
+        "dtype": getattr(torch, case.dtype),
+        "hops": data.draw(st.none() | st.integers(0, case.ring - 1)),
+        "index": data.draw(st.integers(0, case.size - 1)),
+        "order": data.draw(st.sampled_from(ORDERS)),
+        "replicated": data.draw(st.sampled_from([0, 1, 5, 70])),
+    }
+    told_of(call)
+
+
+@examples(60)
+@given(case=many_ranks(), backward=st.booleans())
+def test_flows_of_all_ranks_are_those_of_each(case: Case, backward: bool) -> None:
+    """From whom, how often and how much; once with arrays of ranks and once with numbers."""
+    shape = Shape(case.batch, case.heads, case.kv_heads, case.head_dim + case.shared_dim, 8, case.shared_dim)
+    replicated = 0 if case.is_causal or case.window_size else 3
+    sequences = Sequences(case.total, case.kv_total, case.order, planned(case), replicated)
+    rotate = ("q" if backward else "kv") if case.schedule == "published" else "q" if case.batch == 1 else "kv"
+    how = shape, sequences, case.schedule, rotate, backward
+
+    def received(place: Coordinate) -> Counter[tuple[Any, ...]]:
+        found = Counter()
+        for flow in Flows(place, *how):
+            content = flow.content
+            arrays = (flow.receiver, flow.sources, content.sent, content.carried, content.statistics, flow.comes)
+            for *one, comes in zip(*(x.flatten().tolist() for x in np.broadcast_arrays(*arrays)), strict=True):
+                if comes:
+                    found[flow.kind, flow.side, flow.axis, flow.group, *one] += flow.times
+        return found
+
+    inner = case.ring * case.team
+    each = Counter()
+    for index in range(case.size):
+        place = Coordinate(case.ring, case.team, *divmod(index % inner, case.team), case.ulysses, index // inner)
+        each += received(place)
+    assert received(everyone(case.ulysses, case.ring, case.team)) == each
 
 
 @examples(100)
@@ -196,7 +250,7 @@ UNIT = 1024 * 6656
 def test_the_papers_example(team: int, schedule: str, units: int, gib: float) -> None:
     """Payload in units of one rank's query shard; the paper's 1.625 GiB for the ring counts P hops instead of P-1."""
     case = Case(64 // team, team, schedule=schedule, **PAPER)
-    volume = formula(case, index=1).forward
+    volume = told(case, index=1).forward
     assert volume.payload == units * UNIT
     assert volume.payload * 2 / GIB == pytest.approx(gib, abs=1e-3)
     traffic = count_on_fake_ranks(case, rank=1)
@@ -228,7 +282,7 @@ def test_the_papers_example_by_kind() -> None:
 )
 def test_1024_ranks(ring: int, team: int, schedule: str) -> None:
     case = Case(ring, team, shard=64, heads=8, kv_heads=1, head_dim=128, dtype="bfloat16", schedule=schedule)
-    traffic, volume = count_on_fake_ranks(case, rank=1023, backward=team > 1), formula(case, 1023)
+    traffic, volume = count_on_fake_ranks(case, rank=1023, backward=team > 1), told(case, 1023)
     assert traffic.forward.received_bytes == volume.forward.bytes
     if schedule == "2d":
         assert volume.forward.payload == (16 * (team - 1) + 2 * (ring - 1)) * 64 * 128

@@ -20,7 +20,7 @@ from wallfacer_dt.algorithms.feed_forward import (
     add_product_,
     linear,
 )
-from wallfacer_dt.algorithms.flows import Flow
+from wallfacer_dt.algorithms.flows import Content, Flows, Shape, everyone
 from wallfacer_dt.algorithms.head_groups import OUT, HeadGroup, Piece, head_groups
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
 from wallfacer_dt.algorithms.masks import Mask
@@ -28,17 +28,15 @@ from wallfacer_dt.algorithms.metp_volume import feed_forward_volume, metp_attent
 from wallfacer_dt.algorithms.recorded import MaskMod, UnrecordedError
 from wallfacer_dt.algorithms.replicated import Replicated
 from wallfacer_dt.algorithms.rotary import PAIRS, turned
-from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
+from wallfacer_dt.algorithms.schedule import check_schedule, make_asked_schedule, make_schedule, needed_offsets
 from wallfacer_dt.algorithms.segments import Segments, Work
 from wallfacer_dt.algorithms.sequences import Sequences, exchanged, hops
 from wallfacer_dt.algorithms.steps import Schedule, Side
 from wallfacer_dt.algorithms.volume import (
     AttentionVolume,
     Volume,
-    attention_flows,
     attention_volume,
     check_rotate,
-    check_schedule,
     resolve_rotations,
 )
 
@@ -51,9 +49,10 @@ __all__ = [
     "AttentionVolume",
     "Backward",
     "Captured",
+    "Content",
     "FeedForward",
     "FeedForwardBackward",
-    "Flow",
+    "Flows",
     "Forward",
     "Groups",
     "HeadExchange",
@@ -70,17 +69,18 @@ __all__ = [
     "Scores",
     "Segments",
     "Sequences",
+    "Shape",
     "Side",
     "Units",
     "UnrecordedError",
     "Volume",
     "Work",
     "add_product_",
-    "attention_flows",
     "attention_volume",
     "check_mask",
     "check_rotate",
     "check_schedule",
+    "everyone",
     "exchanged",
     "execute",
     "feed_forward_volume",

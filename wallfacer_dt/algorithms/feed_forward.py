@@ -63,9 +63,13 @@ class RingOfWeights:
     units: tuple[int, ...]
     mask: ClassVar[Mask] = Mask()
 
+    def inner_sizes(self, side: Side, axes: tuple[int, int, int]) -> tuple[int, ...]:
+        """By rank, how many it holds on a side."""
+        return (self.tokens,) * axes[1] if side == "q" else self.units
+
     def inner(self, side: Side, place: Coordinate) -> Sequence[Shards]:
-        """By rank, the positions that it holds on a side, in all rows of a batch."""
-        return [consecutive((self.tokens,) * place.ring if side == "q" else self.units)]
+        """The same as positions, in all rows of a batch."""
+        return [consecutive(self.inner_sizes(side, place.axes))]
 
 
 class Units(NamedTuple):

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import ByRow, Sees, Work, plan_work
-from wallfacer_dt.algorithms.sequences import Sequences
-from wallfacer_dt.algorithms.steps import Attend, Exchange, Part, Side, Start, Step
+from wallfacer_dt.algorithms.steps import CONTEXT, Attend, Exchange, Part, Side, Start, Step
 from wallfacer_dt.layout import Pieces, Shards, in_order
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.rows import Members
@@ -16,22 +16,23 @@ class Holdings:
     """Who holds which rows, seen from one rank.
 
     Attributes:
-        place: the rank's coordinate.
-        sequences: what is attended.
-        held: by side and row of the batch, the positions of every inner index.
+        place: the rank's coordinate; or of many ranks, see ``schedule.outline``.
         resident: the side that stays.
         backward: something is computed for both sides, and not for queries only.
         offsets: the distances round the ring, other than 0, at which some rank needs a rotating block, ascending.
+        mask: what is seen.
+        held: by side and row of the batch, the positions of every inner index; no rows where only transfers are asked
+            for, as then there is nothing to compute.
         sees: of a mask that is asked.
     """
 
     place: Coordinate
-    sequences: Sequences
-    held: dict[Side, Sequence[Shards]]
     resident: Side
     backward: bool
     offsets: tuple[int, ...]
-    sees: Sees | None
+    mask: Mask
+    held: dict[Side, Sequence[Shards]]
+    sees: Sees | None = None
 
     @property
     def rotating(self) -> Side:
@@ -49,11 +50,11 @@ class Holdings:
 
     def attend_all(self, block: int, rotating: ByRow, exchange: Exchange | None) -> Iterator[Step]:
         """Others' rows and then one's own with a block; the exchange, if any, starts between them."""
-        parts: tuple[Part, ...] = ("peer", "local") if self.place.team > 1 else ("local",)
-        for part in parts:
-            yield self.attend(part, block, rotating)
-            if part == "peer" and exchange:
+        if self.place.team > 1:
+            yield self.attend("peer", block, rotating)
+            if exchange:
                 yield Start(exchange)
+        yield self.attend("local", block, rotating)
 
     def attend(self, part: Part, block: int, rotating: ByRow) -> Attend:
         """A part of the team's rows of the resident side with a block."""
@@ -68,7 +69,7 @@ class Holdings:
 
     def _work(self, resident: ByRow, rotating: ByRow) -> Work:
         queries, keys = (resident, rotating) if self.resident == "q" else (rotating, resident)
-        return plan_work(queries, keys, self.sequences.mask, self.sees)
+        return plan_work(queries, keys, self.mask, self.sees) if queries else ()
 
     def shard(self, side: Side, index: int) -> ByRow:
         """By row of the batch, the positions that an inner index holds."""
@@ -80,9 +81,8 @@ class Holdings:
 
     def _pieces(self, side: Side, ring_rank: int, exclude: int | None) -> list[Pieces]:
         """By row of the batch, whose the positions of a team are."""
-        first = index_of(self.place, ring_rank, 0)
-        members = [member for member in range(self.place.team) if member != exclude]
-        return [in_order((member, shards[first + member]) for member in members) for shards in self.held[side]]
+        first, team = index_of(self.place, ring_rank, 0), range(self.place.team)
+        return [in_order((m, shards[first + m]) for m in team if m != exclude) for shards in self.held[side]]
 
     def put_together(self, side: Side, exclude: int | None = None) -> Members:
         """How the rows of one's own team are put together."""
@@ -92,3 +92,8 @@ class Holdings:
 def index_of(place: Coordinate, ring_rank: int, team_rank: int) -> int:
     """The inner index of another rank of one's own mesh."""
     return ring_rank * place.team + team_rank
+
+
+def peer_of(place: Coordinate, axis: str, position: int) -> int:
+    """The inner index of whoever a transfer over an axis names by its position there."""
+    return position if axis == CONTEXT else index_of(place, position, place.team_rank)

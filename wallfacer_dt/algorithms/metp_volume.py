@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from wallfacer_dt.algorithms.head_groups import OUT, Piece, head_groups
+from wallfacer_dt.algorithms.head_groups import OUT, head_groups
 from wallfacer_dt.algorithms.volume import AttentionVolume, Volume, attention_volume
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
@@ -110,31 +110,19 @@ def metp_attention_volume(
         ring, team, batch=batch, length=length, heads=first.q[1] - first.q[0], kv_heads=first.kv[1] - first.kv[0],
         head_dim=head_dim, dtype=dtype, schedule=schedule, rotate=rotate, rotate_forward=rotate_forward,
     )  # fmt: skip
-    inward = model_dim + bias
-    outward = model_dim if out_dim is None else out_dim
-    forward, backward = [0, 0, 0], [0, 0, 0]
+    inward, outward = model_dim + bias, model_dim if out_dim is None else out_dim
+    forward = backward = Volume(0, 0, 0)
     for group in groups:
         for owner in group.owners:
-            n = _elements(group.of(owner), inward, outward)
+            n = sum(piece.length * (outward if piece.part == OUT else inward) for piece in group.of(owner))
             sent = n if owner != index else 0
-            share = -(-n // p)
-            reduced = (p - 1) * share * (2 if owner == index else 1) if p > 1 else 0
-            _add(forward, (sent, 0, sent * dtype.itemsize))
-            _add(backward, (sent + reduced, 0, (sent + reduced) * dtype.itemsize))
+            reduced = (p - 1) * -(-n // p) * (2 if owner == index else 1)
+            forward += Volume(sent, 0, sent * dtype.itemsize)
+            backward += Volume(sent + reduced, 0, (sent + reduced) * dtype.itemsize)
         n, m = (stop - start for start, stop in (group.heads.q, group.heads.kv))
         inner = attention_volume(
             ring, team, batch=batch, length=length, heads=n, kv_heads=m, head_dim=head_dim, dtype=dtype,
             schedule=schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward, hops=hops, index=index,
         )  # fmt: skip
-        for total, one in ((forward, inner.forward), (backward, inner.backward)):
-            _add(total, (one.payload, one.statistics, one.bytes))
-    return AttentionVolume(Volume(*forward), Volume(*backward), chosen.rotate, chosen.rotate_forward)
-
-
-def _elements(pieces: Sequence[Piece], inward: int, outward: int) -> int:
-    return sum(piece.length * (outward if piece.part == OUT else inward) for piece in pieces)
-
-
-def _add(total: list[int], more: tuple[int, int, int]) -> None:
-    for i, n in enumerate(more):
-        total[i] += n
+        forward, backward = forward + inner.forward, backward + inner.backward
+    return AttentionVolume(forward, backward, chosen.rotate, chosen.rotate_forward)

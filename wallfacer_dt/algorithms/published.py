@@ -3,32 +3,27 @@
 from collections.abc import Iterator
 
 from wallfacer_dt.algorithms.holdings import Holdings, index_of
-from wallfacer_dt.algorithms.routes import PublishedRoute
 from wallfacer_dt.algorithms.steps import CONTEXT, HOME, Carry, Exchange, Gather, Move, Start, Step, Wait
 from wallfacer_dt.mesh import RING_AXIS
 
 
 def published(held: Holdings) -> Iterator[Step]:
-    """Both sides are gathered in the team; the rotating side's copies are placed, and hop in smaller rings.
-
-    Args:
-        held: what ranks hold.
-
-    Yields:
-        The steps.
-    """
-    team = held.place.team
-    me, member = held.place.ring_rank, held.place.team_rank
-    ways = PublishedRoute(held.place)
-    blocks = ways.blocks
-    group, position = divmod(me, blocks)
-    to, source = ways.next, ways.previous
-    # Algorithm 2
-    placed_at = index_of(held.place, member * blocks + me // team, me % team)
+    """Both sides are gathered in the team; the rotating side's copies are placed, and hop in smaller rings."""
+    place, team = held.place, held.place.team
+    me, member = place.ring_rank, place.team_rank
+    blocks = place.ring // team  # P / C^2, "team group size" of the algorithms
+    group, position = me // blocks, me % blocks
+    # Algorithm 2, and read backwards.
+    placed_at = index_of(place, member * blocks + me // team, me % team)
+    placed_from = index_of(place, position * team + member, group)
+    # Where one's team's rows, as one has placed them, are after the last hop.
+    fetched_from = index_of(place, member * blocks + (me // team + blocks - 1) % blocks, me % team)
+    # Algorithm 3
+    to, source = (group * blocks + (position + step) % blocks for step in (1, -1))
 
     def move(block: int) -> Move:
         if block == 0:
-            return Move(held.rotating, 0, 0, CONTEXT, placed_at, ways.placed_from)
+            return Move(held.rotating, 0, 0, CONTEXT, placed_at, placed_from)
         return Move(held.rotating, block - 1, block, RING_AXIS, to, source)
 
     def team_held(block: int) -> int:
@@ -38,8 +33,8 @@ def published(held: Holdings) -> Iterator[Step]:
         if block < blocks - 1:
             return Carry(held.rotating, block, block + 1, RING_AXIS, to, source, held.result)
         # Home: to the member that sent the rows here in the first place, and likewise back from one's own target.
-        home = index_of(held.place, team_held(block), group)
-        return Carry(held.rotating, block, HOME, CONTEXT, home, ways.fetched_from, held.result)
+        home = index_of(place, team_held(block), group)
+        return Carry(held.rotating, block, HOME, CONTEXT, home, fetched_from, held.result)
 
     yield Start(Gather(held.rotating))
     yield Start(Gather(held.resident))

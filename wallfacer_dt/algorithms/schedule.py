@@ -22,38 +22,31 @@ from wallfacer_dt.algorithms.holdings import Holdings
 from wallfacer_dt.algorithms.published import published
 from wallfacer_dt.algorithms.segments import Sees
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import Attend, Gather, Schedule, Side, Start, Step
+from wallfacer_dt.algorithms.steps import SIDES, Attend, Gather, Schedule, Side, Start, Step
 from wallfacer_dt.algorithms.two_dimensional import two_dimensional
-from wallfacer_dt.layout import length_of
 from wallfacer_dt.mesh import Coordinate
 
-_STEPS: dict[str, Callable[[Holdings], Iterator[Step]]] = {"2d": two_dimensional, "published": published}
+SCHEDULES: dict[str, Callable[[Holdings], Iterator[Step]]] = {"2d": two_dimensional, "published": published}
+
+
+def check_schedule(schedule: str, ring: int, team: int) -> None:
+    """Refuse (ValueError) a schedule that does not exist, or does not fit the mesh."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {tuple(SCHEDULES)}, got {schedule!r}")
+    if schedule == "published" and ring % team:
+        raise ValueError(
+            f"schedule='published' needs team * team to divide the ranks, got team {team} on {ring * team} ranks; "
+            "choose another team size, or schedule='2d'"
+        )
 
 
 # A schedule of many documents is megabytes, and every packing is a schedule of its own.
 @lru_cache(maxsize=64)
 def make_schedule(
-    place: Coordinate,
-    sequences: Sequences,
-    *,
-    schedule: str,
-    resident: Side,
-    backward: bool,
+    place: Coordinate, sequences: Sequences, *, schedule: str, resident: Side, backward: bool
 ) -> Schedule:
-    """The schedule of one rank, for one group of heads.
-
-    Args:
-        place: the rank's coordinate.
-        sequences: what is attended, by whom it is held.
-        schedule: its name; published, team * team must divide ring * team.
-        resident: the side that stays.
-        backward: something is computed for both sides, and not for queries only.
-
-    Returns:
-        The schedule; equal arguments give the same object.
-    """
-    offsets = hops(place.axes, sequences, resident)
-    return _make(place, sequences, offsets, None, schedule=schedule, resident=resident, backward=backward)
+    """The schedule of one rank, for one group of heads; equal arguments give the same object."""
+    return _made(place, sequences, schedule, resident, backward, hops(place.axes, sequences, resident))
 
 
 def make_asked_schedule(
@@ -66,25 +59,25 @@ def make_asked_schedule(
     resident: Side,
     backward: bool,
 ) -> Schedule:
-    """:func:`make_schedule` under a mask that is asked; kept with its answers.
+    """:func:`make_schedule` under a mask that is asked; kept with its answers, which are about what the rank computes.
 
-    Args:
-        place: as there.
-        sequences: as there.
-        answers: about what this rank computes.
-        offsets: the distances round the ring, other than 0, at which some rank needs a rotating block, ascending.
-        schedule: as there.
-        resident: as there.
-        backward: as there.
-
-    Returns:
-        The schedule.
+    ``offsets`` are the distances round the ring, other than 0, at which some rank needs a rotating block, ascending.
     """
-    key = (place, sequences, offsets, schedule, resident, backward)
+    key = (place, sequences, schedule, resident, backward, offsets)
     if key not in answers.kept:
-        how = {"schedule": schedule, "resident": resident, "backward": backward}
-        answers.kept[key] = _make(place, sequences, offsets, answers.sees, **how)
+        answers.kept[key] = _made(*key, answers.sees)
     return answers.kept[key]
+
+
+def outline(
+    place: Coordinate, sequences: Sequences, schedule: str, resident: Side, backward: bool, offsets: tuple[int, ...]
+) -> Schedule:
+    """A schedule's transfers, without what is computed between them, which takes time to plan.
+
+    All ranks have the same transfers but for whom they send to and receive from. So ``place`` may be many ranks at
+    once, with arrays in place of numbers, as ``to`` and ``source`` of its transfers then are.
+    """
+    return _made(place, sequences, schedule, resident, backward, offsets, is_planned=False)
 
 
 def needed_offsets(schedule: Schedule) -> tuple[int, ...]:
@@ -92,22 +85,23 @@ def needed_offsets(schedule: Schedule) -> tuple[int, ...]:
     return tuple(sorted({step.block for step in schedule.steps if isinstance(step, Attend) and step.work} - {0}))
 
 
-def _make(
+def _made(
     place: Coordinate,
     sequences: Sequences,
-    offsets: tuple[int, ...],
-    sees: Sees | None,
-    *,
     schedule: str,
     resident: Side,
     backward: bool,
+    offsets: tuple[int, ...],
+    sees: Sees | None = None,
+    *,
+    is_planned: bool = True,
 ) -> Schedule:
-    rotating: Side = "kv" if resident == "q" else "q"
-    held = {side: sequences.inner(side, place) for side in (resident, rotating)}
-    holdings = Holdings(place, sequences, held, resident, backward, offsets, sees)
+    held = {side: sequences.inner(side, place) if is_planned else () for side in SIDES}
+    sizes = {side: sequences.inner_sizes(side, place.axes) for side in SIDES}
+    holdings = Holdings(place, resident, backward, offsets, sequences.mask, held, sees)
     # Without a team there is nothing to gather and nothing to place: the published schedule is a ring.
-    steps = tuple(_STEPS["2d" if place.team == 1 else schedule](holdings))
-    sizes = {side: list(map(length_of, held[side][0])) for side in (resident, rotating)}
+    steps = tuple(SCHEDULES["2d" if place.team == 1 else schedule](holdings))
+    rotating = holdings.rotating
     teams = [sum(sizes[rotating][first : first + place.team]) for first in range(0, len(sizes[rotating]), place.team)]
     return Schedule(
         steps,

@@ -8,7 +8,7 @@ import numpy as np
 
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.steps import Side
-from wallfacer_dt.layout import BY_DOCUMENT, Shards, deal, deal_documents, in_order, length_of, merged
+from wallfacer_dt.layout import BY_DOCUMENT, Shards, deal, deal_documents, in_order, length_of, merged, shard_sizes
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.rows import Members
 
@@ -48,9 +48,23 @@ class Sequences:
         first = deal(self.replicated, place.axes, "contiguous")
         return tuple(np.concatenate([part, shard + self.replicated]) for part, shard in zip(first, shards, strict=True))
 
+    def sizes(self, side: Side, axes: tuple[int, int, int]) -> tuple[int, ...]:
+        """By sequence index, how many positions it takes care of on a side; asks nothing of documents."""
+        return _sizes(self.q_length if side == "q" else self.k_length, self.replicated, axes, self.order)
+
+    def inner_sizes(self, side: Side, axes: tuple[int, int, int]) -> tuple[int, ...]:
+        """By inner index, on how many it works: those of all ranks it exchanges heads with."""
+        sizes, inner = self.sizes(side, axes), axes[1] * axes[2]
+        return tuple(sum(sizes[i::inner]) for i in range(inner))
+
     def inner(self, side: Side, place: Coordinate) -> Sequence[Shards]:
         """By row of the batch and inner index, what it works on: the positions of all ranks it exchanges heads with."""
         return [_together(self, side, place.axes, row) for row in range(self.rows)]
+
+
+@lru_cache(maxsize=64)
+def _sizes(length: int, replicated: int, axes: tuple[int, int, int], order: str) -> tuple[int, ...]:
+    return tuple(map(sum, zip(shard_sizes(length, axes, order), shard_sizes(replicated, axes), strict=True)))
 
 
 @lru_cache(maxsize=64)
@@ -64,16 +78,7 @@ def _together(sequences: Sequences, side: Side, axes: tuple[int, int, int], row:
 
 @lru_cache(maxsize=64)
 def exchanged(sequences: Sequences, side: Side, place: Coordinate) -> tuple[tuple[int, ...], Members]:
-    """By rank of ``cp_ulysses`` how many rows it holds, and how all that exchange heads with this one are put together.
-
-    Args:
-        sequences: what is attended.
-        side: queries or keys.
-        place: of this rank.
-
-    Returns:
-        The numbers of rows, and where they are.
-    """
+    """By rank of ``cp_ulysses`` how many rows it holds, and how those that exchange heads are put together."""
     inner = place.ring * place.team
     held = [sequences.shards(side, place, row)[place.inner_index :: inner] for row in range(sequences.rows)]
     together = Members.made([in_order(enumerate(shards)) for shards in held], place.ulysses)
@@ -82,17 +87,9 @@ def exchanged(sequences: Sequences, side: Side, place: Coordinate) -> tuple[tupl
 
 @lru_cache(maxsize=64)
 def hops(axes: tuple[int, int, int], sequences: Sequences, resident: Side) -> tuple[int, ...]:
-    """The distances round the ring, other than 0, at which some rank of the mesh needs a rotating block.
+    """The distances round the ring, 1 to ring - 1, ascending, at which some rank of the mesh needs a rotating block.
 
     The 2D schedule makes as many hops; the same on every rank.
-
-    Args:
-        axes: sizes of the mesh's axes ulysses, ring and team.
-        sequences: what is attended.
-        resident: the side that stays.
-
-    Returns:
-        Distances from 1 to ring - 1, ascending.
     """
     ulysses, ring, team = axes
     if not sequences.mask.spares_hops:

@@ -1,13 +1,14 @@
 """What schedules consist of: transfers, their starts and waits, and what is computed in between."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.mesh import TEAM_AXIS
 from wallfacer_dt.rows import Members
 
 Side = Literal["q", "kv"]
+SIDES: tuple[Side, Side] = ("q", "kv")
 Part = Literal["local", "peer"]
 CONTEXT = "cp"  # both axes together
 HOME = -1  # the place of what a published schedule carries back to the rank that the rows belong to
@@ -17,6 +18,8 @@ HOME = -1  # the place of what a published schedule carries back to the rank tha
 class Gather:
     """All-gather one side's data in the team."""
 
+    kind: ClassVar[str] = "gather"
+    axis: ClassVar[str] = TEAM_AXIS
     side: Side
 
     def __str__(self) -> str:
@@ -33,6 +36,11 @@ class Move:
     axis: str
     to: int
     source: int
+
+    @property
+    def kind(self) -> str:
+        """``"place"`` on the published schedule's way to its ring."""
+        return "place" if self.axis == CONTEXT else "move"
 
     def __str__(self) -> str:
         return f"permute {self.axis} {self.side}[{self.block}] to {self.to} from {self.source}"
@@ -53,6 +61,11 @@ class Carry:
     source: int
     result: str
 
+    @property
+    def kind(self) -> str:
+        """``"home"`` on the published schedule's way back."""
+        return "home" if self.into == HOME else "carry"
+
     def __str__(self) -> str:
         into = "home" if self.into == HOME else f"into {self.result}[{self.into}]"
         what = f"{self.result}[{self.block}] {into}"
@@ -63,6 +76,8 @@ class Carry:
 class Exchange:
     """All-to-all of partial results in the team: everyone's go to their owner, who combines them."""
 
+    kind: ClassVar[str] = "exchange"
+    axis: ClassVar[str] = TEAM_AXIS
     side: Side
 
     def __str__(self) -> str:
@@ -134,6 +149,17 @@ class Schedule:
     everyone: Members
     padded_lengths: tuple[int, int]
     gathered: int
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """In the order in which they start."""
+        return [step.transfer for step in self.steps if isinstance(step, Start)]
+
+    def rows(self, transfer: Transfer) -> int:
+        """How many rows a transfer brings from each of its sources."""
+        if self.home == "exchange" and isinstance(transfer, Move | Carry):
+            return self.gathered
+        return self.padded_lengths[0 if transfer.side == "q" else 1]
 
     def __str__(self) -> str:
         return "\n".join(str(step) for step in self.steps)

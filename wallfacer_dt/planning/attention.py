@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from wallfacer_dt.algorithms import Schedule, Sequences, Side, Work, make_schedule, split_heads
-from wallfacer_dt.algorithms.steps import CONTEXT, HOME, Attend, Carry, Exchange, Gather, Move, Start, Transfer, Wait
+from wallfacer_dt.algorithms.steps import Attend, Carry, Move, Start, Transfer, Wait
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.planning.candidates import Candidate
@@ -47,13 +47,12 @@ def attention_events(
     by_shift = candidate.schedule == "2d" or candidate.team == 1
 
     def wire(transfer: Transfer, group: int) -> Wire:
-        kind, side = _kind(transfer)
         hops = by_shift and isinstance(transfer, Move | Carry)
         shift = (me.ring_rank - transfer.source) % me.ring if hops else 0
-        key = Key(backward, kind, side, group, shift)
+        key = Key(backward, transfer.kind, transfer.side, group, shift)
         # Nothing is sent where every rank is its own target, and where a window spares a hop that the longer sequence
         # has which stands for one that does not divide.
-        may_be_spared = kind in ("place", "home") or (hops and sequence.mask.spares_hops)
+        may_be_spared = transfer.kind in ("place", "home") or (hops and sequence.mask.spares_hops)
         return wires.get(key, _NOTHING) if may_be_spared else wires[key]
 
     def exchange(kind: str, group: int) -> Begin:
@@ -121,18 +120,6 @@ def _schedule(
 ) -> Schedule:
     sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
     return make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward)
-
-
-def _kind(transfer: Transfer) -> tuple[str, str]:
-    match transfer:
-        case Gather(side):
-            return "gather", side
-        case Move(side, _, _, axis, _, _):
-            return "place" if axis == CONTEXT else "move", side
-        case Carry(side, _, into):
-            return "home" if into == HOME else "carry", side
-        case Exchange(side):
-            return "exchange", side
 
 
 class _Costs:

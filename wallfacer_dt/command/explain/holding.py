@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from wallfacer_dt.algorithms import Schedule
-from wallfacer_dt.algorithms.steps import CONTEXT, Carry, Move, Start, Transfer
+from wallfacer_dt.algorithms.holdings import peer_of
+from wallfacer_dt.algorithms.steps import Move
+from wallfacer_dt.mesh import Coordinate
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +30,16 @@ class Holding:
         return self.known[inner, block]
 
     def _found(self, inner: int, block: int) -> tuple[int, ...]:
-        for transfer in started_by(self.schedules[inner]):
+        place = Coordinate(len(self.schedules) // self.team, self.team, *divmod(inner, self.team))
+        for transfer in self.schedules[inner].transfers:
             if isinstance(transfer, Move) and transfer.block == block:
-                source = inner_peer(transfer, transfer.source, inner, self.team)
+                source = peer_of(place, transfer.axis, transfer.source)
                 # A placement (Algorithm 2) sends what its sender has gathered.
                 return team_of(source, self.team) if block == 0 else self.of(source, transfer.held)
         return (inner,)
-
-
-def started_by(schedule: Schedule) -> list[Transfer]:
-    """A schedule's transfers, in the order in which they start."""
-    return [step.transfer for step in schedule.steps if isinstance(step, Start)]
 
 
 def team_of(inner: int, team: int) -> tuple[int, ...]:
     """The inner indices of a rank's team."""
     first = inner // team * team
     return tuple(range(first, first + team))
-
-
-def inner_peer(transfer: Move | Carry, number: int, inner: int, team: int) -> int:
-    """The inner index of a position that a transfer of some rank names on its axis."""
-    return number if transfer.axis == CONTEXT else number * team + inner % team

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from wallfacer_dt.algorithms import Heads, Schedule, make_schedule, split_heads
+from wallfacer_dt.algorithms import Content, Heads, Schedule, Shape, Side, make_schedule, split_heads
+from wallfacer_dt.algorithms.holdings import peer_of
 from wallfacer_dt.algorithms.steps import Attend as AttendStep
 from wallfacer_dt.algorithms.steps import Carry, Exchange, Gather, Move, Start, Wait
 from wallfacer_dt.algorithms.steps import Transfer as AnyTransfer
@@ -17,11 +18,12 @@ from wallfacer_dt.command.explain.facts import (
     Step,
     Transfer,
 )
-from wallfacer_dt.command.explain.holding import Holding, inner_peer, started_by, team_of
-from wallfacer_dt.command.explain.settings import Settings
-from wallfacer_dt.command.explain.sizes import Content, Sizes
+from wallfacer_dt.command.explain.holding import Holding, team_of
+from wallfacer_dt.command.explain.settings import DTYPES, Settings
 from wallfacer_dt.layout import length_of
-from wallfacer_dt.mesh import TEAM_AXIS, ULYSSES_AXIS, Coordinate
+from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
+
+_KINDS: dict[type, Kind] = {Gather: "gather", Move: "move", Carry: "carry", Exchange: "exchange"}
 
 
 def make_facts(settings: Settings) -> Facts:
@@ -59,8 +61,9 @@ class _Maker:
     def __init__(self, settings: Settings, holding: Holding, rank: int, place: Coordinate) -> None:
         self.settings, self.holding, self.rank, self.place = settings, holding, rank, place
         self.schedule = holding.schedules[place.inner_index]
-        self.numbers: Mapping[AnyTransfer, int] = {t: i for i, t in enumerate(started_by(self.schedule))}
-        self.sizes = Sizes(settings)
+        self.numbers: Mapping[AnyTransfer, int] = {t: i for i, t in enumerate(self.schedule.transfers)}
+        dim = settings.head_dim
+        self.shape = Shape(settings.batch, settings.heads, settings.kv_heads, dim, dim)
         # Without a mesh axis for them heads are not exchanged, and all of a rank's make one group.
         self.heads = split_heads(settings.heads, settings.kv_heads, place.ulysses, hidden=place.ulysses > 1)
         self.shards = settings.sequences.shards("q", place)
@@ -145,40 +148,45 @@ class _Maker:
         """The number of a schedule's transfer, whose facts are made at its start."""
         number = self._first(group) + self.numbers[transfer]
         if number not in self.transfers:
-            kind, axis, content, rows, block = self._described(transfer)
-            to, source = self._peers(transfer)
-            heads = self._own_heads[group]
+            heads, backward = _count(self._own_heads[group], transfer.side), self.settings.backward
+            content = self.shape.transferred(transfer, self.schedule.rows(transfer), heads, backward=backward)
             sends, receives = (
-                tuple(self.sizes.message(rank, [(content, rows)], heads) for rank in ranks if rank != self.rank)
-                for ranks in (to, source)
+                tuple(self._message(rank, content) for rank in ranks if rank != self.rank)
+                for ranks in self._peers(transfer)
             )
-            self.transfers[number] = Transfer(number, kind, axis, content.names, group, block, sends, receives)
+            block = transfer.block if isinstance(transfer, Move) else None
+            block = transfer.into if isinstance(transfer, Carry) else block
+            self.transfers[number] = Transfer(
+                number, _KINDS[type(transfer)], transfer.axis, self._names(transfer), group, block, sends, receives
+            )
         return number
 
     def _first(self, group: int) -> int:
         """The number of a group's first transfer; before it the one that brings its heads, after them its results."""
         return group * (len(self.numbers) + 2) + 1 if self.place.ulysses > 1 else 0
 
-    def _described(self, transfer: AnyTransfer) -> tuple[Kind, str, Content, int, int | None]:
-        padded_length = self.schedule.padded_lengths[0 if transfer.side == "q" else 1]
-        block = self.schedule.gathered if self.schedule.home == "exchange" else padded_length
-        match transfer:
-            case Gather(side):
-                return "gather", TEAM_AXIS, self.sizes.data(side), padded_length, None
-            case Exchange(side):
-                return "exchange", TEAM_AXIS, self.sizes.result(side), padded_length, None
-            case Move():
-                return "move", transfer.axis, self.sizes.data(transfer.side), block, transfer.block
-            case Carry():
-                return "carry", transfer.axis, self.sizes.carried(transfer.side), block, transfer.into
-
     def _peers(self, transfer: AnyTransfer) -> tuple[list[int], list[int]]:
-        me, team = self.place.inner_index, self.place.team
+        """To whom it goes, and from whom it comes."""
+        place = self.place
         if isinstance(transfer, Move | Carry):
-            to, source = (inner_peer(transfer, number, me, team) for number in (transfer.to, transfer.source))
+            to, source = (peer_of(place, transfer.axis, position) for position in (transfer.to, transfer.source))
             return [self._peer(to)], [self._peer(source)]
-        mates = [self._peer(i) for i in team_of(me, team)]
+        mates = [self._peer(i) for i in team_of(place.inner_index, place.team)]
         return mates, mates
+
+    def _names(self, transfer: AnyTransfer) -> str:
+        is_result = isinstance(transfer, Exchange | Carry)
+        return self._result(transfer.side) if is_result else self._data(transfer.side)
+
+    def _data(self, side: Side) -> str:
+        if side == "kv":
+            return "k, v"
+        return "q, dO, lse, delta" if self.settings.backward else "q"
+
+    def _result(self, side: Side) -> str:
+        if not self.settings.backward:
+            return "out, lse"
+        return "dq" if side == "q" else "dk, dv"
 
     def _exchange_heads(self, do: str, kind: Kind, group: int) -> Communicate:
         number = self._first(group) + (-1 if kind == "heads" else len(self.numbers))
@@ -189,7 +197,6 @@ class _Maker:
     def _ulysses(self, number: int, kind: Kind, group: int) -> Transfer:
         """Tokens for a group of heads, or their results for tokens, with the other ranks of the axis."""
         place, inner = self.place, self.place.inner_index
-        contents = (self.sizes.data("q"), self.sizes.data("kv")) if kind == "heads" else self.sizes.results()
         sends, receives = [], []
         for other in range(place.ulysses):
             if other == place.ulysses_rank:
@@ -198,15 +205,30 @@ class _Maker:
             theirs = length_of(self.shards[other * place.ring * place.team + inner])
             mine = length_of(self.shards[place.index])
             rank = self.settings.rank(other, *divmod(inner, place.team))
-            away = self._message(rank, contents, mine, self.heads[other][group])
-            here = self._message(rank, contents, theirs, self._own_heads[group])
+            away, here = (
+                self._exchanged(rank, kind, rows, heads[group])
+                for rows, heads in ((mine, self.heads[other]), (theirs, self._own_heads))
+            )
             for messages, message in ((sends, away), (receives, here)) if kind == "heads" else (
                 (sends, here), (receives, away),
             ):  # fmt: skip
                 if message.elements:
                     messages.append(message)
-        what = ", ".join(content.names for content in contents)
+        name = self._data if kind == "heads" else self._result
+        sides: tuple[Side, ...] = ("q", "kv") if kind == "heads" or self.settings.backward else ("q",)
+        what = ", ".join(map(name, sides))
         return Transfer(number, kind, ULYSSES_AXIS, what, group, None, tuple(sends), tuple(receives))
 
-    def _message(self, rank: int, contents: Sequence[Content], rows: int, heads: Heads) -> Message:
-        return self.sizes.message(rank, [(content, rows) for content in contents], heads)
+    def _exchanged(self, rank: int, kind: Kind, rows: int, heads: Heads) -> Message:
+        counts = _count(heads, "q"), _count(heads, "kv")
+        backward = self.settings.backward
+        return self._message(rank, self.shape.exchanged(f"to_{kind}", (rows, rows), counts, backward=backward))
+
+    def _message(self, rank: int, content: Content) -> Message:
+        elements = content.payload + content.statistics
+        return Message(rank, elements, content.nbytes(DTYPES[self.settings.dtype]))
+
+
+def _count(heads: Heads, side: Side) -> int:
+    start, stop = heads.of(side)
+    return stop - start
