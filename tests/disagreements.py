@@ -1,5 +1,6 @@
 """What ranks run to show that calls which differ are found out, on every rank, and by name."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -20,9 +21,11 @@ import wallfacer_dt as w
 from tests.cases import Inner, mesh_of, told
 from tests.metp_refusals import Attention as Projections
 from tests.metp_refusals import D, FeedForward, H, WithOptions, attention, metp, with_tp
+from wallfacer_dt.agreement import agree, hear_all, refusing_together
 from wallfacer_dt.calls import Call
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.kernels import Need, select_kernel
+from wallfacer_dt.mesh import name_of
 
 ODD = 2  # the rank that differs
 
@@ -204,6 +207,23 @@ def split_otherwise() -> None:
     w.split_context_axis(axis, *((4, 1) if is_odd() else (2, 2)))
 
 
+def split_otherwise_elsewhere() -> None:
+    """The ranks of one slice say the same, and those of the other."""
+    axis = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+    w.split_context_axis(axis, *((1, 2) if dist.get_rank() < ODD else (2, 1)))
+
+
+def split_along_another_axis() -> None:
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    w.split_context_axis(axes["dp" if is_odd() else "cp"], 2)
+
+
+def told_by_all_but_one() -> None:
+    name = name_of(mesh())
+    with refusing_together(name):
+        hear_all("something", iter(()) if not is_odd() else (nothing for nothing in ()), name)
+
+
 def styled_otherwise(**options: Any) -> None:
     options = {"is_causal": True} | (options if is_odd() else {})
     parallelize_module(Inner(), mesh(), w.WallFacerParallel(check=False, **told(mesh(), **options)))
@@ -352,6 +372,9 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "a mesh that one rank refuses": of_swapped_axes,
     "context_mesh of other sizes": made_otherwise,
     "split_context_axis of other sizes": split_otherwise,
+    "split_context_axis of other sizes on another slice": split_otherwise_elsewhere,
+    "split_context_axis along another axis": split_along_another_axis,
+    "what one rank cannot tell": told_by_all_but_one,
     "a style's window": partial(styled_otherwise, window_size=(4, 0)),
     "a style's schedule": partial(styled_otherwise, schedule="published"),
     "another style": styled_as_another_axis,
@@ -405,6 +428,24 @@ def one_does_not_come(late: Late) -> str:
         except RuntimeError as error:
             return str(error)
     return ""
+
+
+def in_a_forked_process() -> str:
+    """What a process says that is forked from this one, as a data loader's worker is, when it wants to meet."""
+    on, (read, write) = w.context_mesh("cpu", dist.get_world_size()), os.pipe()
+    name = name_of(on)
+    agree("before", (), name)
+    if not os.fork():
+        try:
+            agree("in another process", (), name)
+            said = "nothing"
+        except RuntimeError as error:
+            said = str(error)
+        os.write(write, said.encode())
+        os._exit(0)
+    os.wait()
+    attend(on=on)
+    return os.read(read, 1000).decode()
 
 
 def in_a_new_world(folder: str) -> list[str]:

@@ -1,20 +1,31 @@
 """Ranks that differ find out, all of them, by name: at the call, or on a device before its result is used."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.disagreements import (
     DIFFERENCES,
     ODD,
     Late,
     documents_of_other_integers,
+    in_a_forked_process,
     in_a_new_world,
     one_does_not_come,
     outcome,
 )
+from wallfacer_dt import context_mesh
+from wallfacer_dt.agreement import agree, hear_all
 from wallfacer_dt.agreement.meeting import Meeting
+from wallfacer_dt.mesh import name_of
 from wallfacer_dt.testing import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -55,6 +66,9 @@ MESSAGES = {
     "a mesh that one rank refuses": "mesh must have axes ('cp_ulysses', 'cp_ring', 'cp_team')",
     "context_mesh of other sizes": f"ring {SAME}2, rank 1: 2, rank 2: 4",
     "split_context_axis of other sizes": f"ring {SAME}2, rank 1: 2, rank 2: 4",
+    "split_context_axis of other sizes on another slice": f"ring {SAME}1, rank 1: 1, rank 2: 2",
+    "split_context_axis along another axis": f"axis {SAME}('cp',), rank 1: ('cp',), rank 2: ('dp',)",
+    "what one rank cannot tell": "cannot pickle 'generator' object",
     "a style's window": f"window_size {SAME}",
     "a style's schedule": f"schedule {SAME}2d, rank 1: 2d, rank 2: published",
     "another style": f"it {SAME}RingParallel applied, rank 1: RingParallel applied, rank 2: UlyssesParallel applied",
@@ -113,6 +127,51 @@ def test_what_was_made_in_another_world_is_refused(own_ranks: RankPool, tmp_path
         assert "is of a process group that has been destroyed since; make a new mesh" in mesh
         assert "is of a process group that has been destroyed since; make a new mesh" in order
         assert fresh == "nothing"
+
+
+def test_a_process_forked_from_a_rank_is_refused(own_ranks: RankPool) -> None:
+    """It would wait for ever, on its parent's connections."""
+    for said in own_ranks.run(in_a_forked_process):
+        assert "ranks cannot meet in a process forked from theirs" in said
+
+
+IMPORTED_IN_A_MODE = """
+import torch
+with torch.inference_mode(), torch.autocast("cpu"):
+    from wallfacer_dt.agreement import outside_dispatch
+x = torch.ones(2, 2, requires_grad=True)
+with torch.no_grad(), outside_dispatch(), torch.enable_grad():
+    y = x @ x
+print(y.requires_grad, y.dtype)
+"""
+
+
+def test_what_a_user_has_does_not_depend_on_where_this_is_imported() -> None:
+    said = subprocess.run([sys.executable, "-c", IMPORTED_IN_A_MODE], check=True, capture_output=True, text=True)
+    assert said.stdout.split() == ["True", "torch.float32"]
+
+
+def in_modes() -> list[int]:
+    """The numbers of calls that are made wherever a caller may be."""
+    name, numbers = name_of(context_mesh("cpu", dist.get_world_size())), []
+
+    def meet() -> None:
+        numbers.append(agree("anywhere", [("dtype", torch.get_default_dtype())], name))
+        numbers.append(len(hear_all("anything", dist.get_rank(), name)))
+
+    meet()
+    thread = Thread(target=meet)
+    thread.start()
+    thread.join()
+    for mode in (torch.inference_mode(), torch.device("meta"), FakeTensorMode(), CommDebugMode()):
+        with mode:
+            meet()
+    torch.func.vmap(lambda x: [x, meet()][0])(torch.ones(2))
+    return numbers
+
+
+def test_ranks_meet_in_any_mode(own_ranks: RankPool) -> None:
+    assert own_ranks.run(in_modes) == [[n for call in range(7) for n in (2 + 2 * call, 3)]] * 3
 
 
 def test_not_everything_is_remembered() -> None:

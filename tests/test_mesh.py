@@ -15,9 +15,10 @@ from tests.cases import fake_world
 from tests.strategies import examples
 from wallfacer_dt import context_mesh, split_context_axis
 from wallfacer_dt import mesh as mesh_module
-from wallfacer_dt.mesh import PLACEMENTS, context_groups, placed_ranks
+from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, name_of, placed_ranks, whole_context_group
 
 SIZES = st.integers(1, 3)
+GONE = "is of a process group that has been destroyed since; make a new mesh"
 
 
 def test_neighbouring_ranks_are_where_the_placement_says() -> None:
@@ -73,19 +74,58 @@ def test_a_mesh_is_asked_once_and_refused_in_a_new_world() -> None:
             mesh = context_mesh("cpu", 2, 2)
             other = context_mesh("cpu", 4)
             assert [context_groups(mesh), context_groups(mesh), context_groups(other)] == [1, 1, 2]
-        with fake_world(4), pytest.raises(ValueError, match="is of a process group that has been destroyed since"):
+        with fake_world(4), pytest.raises(ValueError, match=GONE):
             context_groups(mesh)
+        with pytest.raises(ValueError, match=GONE):
+            context_groups(mesh)
+
+
+def test_a_mesh_that_is_first_seen_in_a_new_world_has_no_groups_there() -> None:
+    """Those that are called like its own are of other ranks."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "cp_team"))
+    with fake_world(4):
+        context_mesh("cpu", 2, 2, placement="ring_in_node")
+        for ask in (context_groups, name_of, mesh_ranks):
+            with pytest.raises(ValueError, match=GONE):
+                ask(mesh)
 
 
 def test_nothing_is_kept_of_a_mesh_that_is_gone() -> None:
     with fake_world(4):
         mesh = context_mesh("cpu", 2, 2)
         context_groups(mesh)
-        kept = mesh_module._groups_of._worlds[dist.group.WORLD]
-        assert [key[0] for key in kept] == [id(mesh)]
+        key = id(mesh)
+        assert set(mesh_module._known[key].facts) == {"groups as "}
         del mesh
         gc.collect()
-        assert not kept
+        assert key not in mesh_module._known
+
+
+def groups_made(rank: int) -> list[list[int]]:
+    """For two meshes, on whose slices some ranks are alike and others are not."""
+    with fake_world(8, rank):
+        first, second = torch.arange(8).view(2, 2, 2), torch.tensor([[[0, 1], [2, 3]], [[4, 6], [5, 7]]])
+        axes = ("pp", "cp_ring", "cp_team")
+        slices = [DeviceMesh("cpu", ranks, mesh_dim_names=axes)[axes[1:]] for ranks in (first, second, first)]
+        with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as new_group:
+            for mesh in slices:
+                whole_context_group(mesh)
+        return [call.args[0] for call in new_group.call_args_list]
+
+
+def test_every_rank_makes_the_same_groups() -> None:
+    """Since all must make each of them."""
+    assert groups_made(0) == groups_made(7) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3], [4, 6, 5, 7]]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_meshes_are_made_wherever_tensors_are(device: str) -> None:
+    """As where a model is made without its weights."""
+    with fake_world(8), torch.device(device):
+        assert mesh_ranks(context_mesh("cpu", 4, 2, placement="ring_in_node")) == (0, 4, 1, 5, 2, 6, 3, 7)
+        axis = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))["cp"]
+        assert mesh_ranks(split_context_axis(axis, 2, 2)) == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(

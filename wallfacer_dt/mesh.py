@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -88,63 +88,51 @@ class ContextGroups:
         return self.team, self.ring, self.ulysses
 
 
-class _Known(Generic[_T]):
-    """What has been found out about meshes, while they and the world live: torch works it out anew at every call.
+class _Known(NamedTuple):
+    """A mesh, the world in which it was first seen, and what has been found out about it."""
 
-    Kept by identity, since meshes that compare equal may have other process groups.
-    """
-
-    def __init__(self) -> None:
-        self._worlds: weakref.WeakKeyDictionary[
-            dist.ProcessGroup, dict[tuple[int, str], tuple[weakref.ref[DeviceMesh], _T]]
-        ] = weakref.WeakKeyDictionary()
-
-    def of(self, mesh: DeviceMesh, how: str, find: Callable[[], _T]) -> _T:
-        """What ``find`` found out about the mesh in one of several ways, now or before."""
-        _check_world(mesh)
-        known, key = self._worlds.setdefault(_world(), {}), (id(mesh), how)
-        if key not in known or known[key][0]() is not mesh:
-            known[key] = weakref.ref(mesh, lambda _: known.pop(key, None)), find()
-        return known[key][1]
-
-    def forget(self, mesh: DeviceMesh) -> None:
-        """Find it out anew the next time."""
-        known = self._worlds.get(_world(), {})
-        for key in [key for key in known if key[0] == id(mesh)]:
-            del known[key]
+    mesh: weakref.ref[DeviceMesh]
+    world: weakref.ref[dist.ProcessGroup]
+    facts: dict[str, Any]
 
 
-_groups_of: _Known[ContextGroups] = _Known()
-_members_of: _Known[tuple[int, ...]] = _Known()
-_names_of: _Known[str] = _Known()
-_seen_in: dict[int, tuple[weakref.ref[DeviceMesh], weakref.ref[dist.ProcessGroup]]] = {}
+# By identity, since meshes that compare equal may have other process groups.
+_known: dict[int, _Known] = {}
 
 
-def _check_world(mesh: DeviceMesh) -> None:
-    """Refuse (ValueError) a mesh that has been used in another world: names of process groups are given again."""
-    key, world = id(mesh), _world()
-    if key not in _seen_in or _seen_in[key][0]() is not mesh:
-        _seen_in[key] = weakref.ref(mesh, lambda _: _seen_in.pop(key, None)), weakref.ref(world)
-    elif _seen_in[key][1]() is not world:
-        raise ValueError(f"{mesh} is of a process group that has been destroyed since; make a new mesh")
+def _fact(mesh: DeviceMesh, name: str, find: Callable[[], _T]) -> _T:
+    """What ``find`` finds out about a mesh, now or before, while it and its world live: torch works it out every time.
 
-
-def name_of(mesh: DeviceMesh) -> str:
-    """The name under which the ranks of a mesh compare their calls on it, all of which ask; empty for other ranks.
-
-    Args:
-        mesh: any mesh.
-
-    Returns:
-        The name.
-
-    Raises:
-        TypeError: it is none.
-        ValueError: its process groups have been destroyed.
+    Refuses (TypeError, ValueError) what is no mesh, and one of another world: names of process groups are given again.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    return _names_of.of(mesh, "", lambda: _name(mesh))
+    key, world = id(mesh), dist.group.WORLD
+    known = _known.get(key)
+    if world is not None and (known is None or known.mesh() is not mesh) and _has_groups_here(mesh):
+        known = _known[key] = _Known(weakref.ref(mesh, lambda _: _known.pop(key, None)), weakref.ref(world), {})
+    if known is None or world is None or known.world() is not world:
+        raise ValueError(f"{mesh} is of a process group that has been destroyed since; make a new mesh")
+    if name not in known.facts:
+        with outside_modes():  # a mesh holds its ranks in a tensor
+            known.facts[name] = find()
+    return known.facts[name]
+
+
+def _has_groups_here(mesh: DeviceMesh) -> bool:
+    """Whether groups that are called like this rank's on the mesh are of its ranks, and not of another mesh's."""
+    place = mesh.get_coordinate() or ()
+    with outside_modes():
+        for axis, group in enumerate(mesh.get_all_groups() if place else ()):
+            line = mesh.mesh[tuple(slice(None) if other == axis else at for other, at in enumerate(place))]
+            if sorted(dist.get_process_group_ranks(group)) != sorted(line.tolist()):
+                return False
+    return True
+
+
+def name_of(mesh: DeviceMesh) -> str:
+    """The name under which the ranks of a mesh compare their calls on it, all of which ask; empty for other ranks."""
+    return _fact(mesh, "name", lambda: _name(mesh))
 
 
 def _name(mesh: DeviceMesh) -> str:
@@ -241,18 +229,21 @@ def split_context_axis(
         TypeError: the mesh is none, or a size is not an int.
         ValueError: it has several axes, sizes do not multiply to its size, or the placement is unknown.
     """
-    name = name_of(mesh)
-    with refusing_together(name):
+    name_of(mesh)  # which refuses what is none
+    everyone = name_of(_root(mesh))
+    with refusing_together(everyone):
         _check_axes(ring, team, ulysses, placement)
         if mesh.ndim != 1 or ulysses * ring * team != mesh.size():
             raise ValueError(
                 f"mesh must have one axis of ulysses * ring * team = {ulysses * ring * team} ranks, got "
                 f"{tuple(mesh.shape)}"
             )
-        told = {"ring": ring, "team": team, "ulysses": ulysses, "placement": placement}
-        agree("split_context_axis", told.items(), name)
+        told = {"ring": ring, "team": team, "ulysses": ulysses, "placement": placement, "axis": mesh.mesh_dim_names}
+        agree("split_context_axis", told.items(), everyone)
     with outside_modes():
-        layout = torch.tensor(_rows_like(mesh))[:, placed_ranks(ring, team, ulysses=ulysses, placement=placement)]
+        layout = torch.tensor(_rows_like(mesh), device="cpu")[
+            :, placed_ranks(ring, team, ulysses=ulysses, placement=placement)
+        ]
     # As `context_mesh` makes it: without an axis of one rank for Ulysses.
     names, layout = (CONTEXT_AXES, layout) if ulysses > 1 else (CONTEXT_AXES[1:], layout.squeeze(1))
     inner = DeviceMesh(mesh.device_type, layout, mesh_dim_names=("others", *names))[names]
@@ -262,7 +253,7 @@ def split_context_axis(
 
 def placed_ranks(ring: int, team: int, *, ulysses: int, placement: str) -> Tensor:
     """Which rank is where in a context mesh over ranks 0 to P - 1: (ulysses, ring, team), contiguous."""
-    ranks = torch.arange(ulysses * ring * team)
+    ranks = torch.arange(ulysses * ring * team, device="cpu")
     layout = {
         "team_in_node": lambda: ranks.view(ulysses, ring, team),
         "ring_in_node": lambda: ranks.view(ulysses, team, ring).transpose(1, 2),
@@ -272,22 +263,12 @@ def placed_ranks(ring: int, team: int, *, ulysses: int, placement: str) -> Tenso
 
 
 def context_groups(mesh: DeviceMesh, *, any_axis: str = "") -> ContextGroups:
-    """Find this rank's coordinate and process groups in a mesh of axes (cp_ulysses, cp_ring, cp_team), or some of them.
+    """This rank's coordinate and process groups in a mesh of axes (cp_ulysses, cp_ring, cp_team), or some of them.
 
-    Args:
-        mesh: the context mesh, possibly a slice of a larger one.
-        any_axis: the axis as which a mesh of one axis of any other name is taken; empty: as none.
-
-    Returns:
-        Coordinate and groups.
-
-    Raises:
-        TypeError: not a DeviceMesh.
-        ValueError: other axes, a rank outside the mesh, or a mesh whose groups order ranks differently.
+    A mesh of one axis of another name is taken for one of ``any_axis``, if that is given. Refuses (TypeError,
+    ValueError) other axes, a slice that leaves some out, a rank outside, and a mesh whose groups order ranks otherwise.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    return _groups_of.of(mesh, any_axis, lambda: _find_groups(mesh, any_axis))
+    return _fact(mesh, f"groups as {any_axis}", lambda: _find_groups(mesh, any_axis))
 
 
 def _find_groups(mesh: DeviceMesh, any_axis: str) -> ContextGroups:
@@ -297,14 +278,13 @@ def _find_groups(mesh: DeviceMesh, any_axis: str) -> ContextGroups:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
     check_ascending(mesh)
     _check_whole(mesh, names)
-    size = dict(zip(names, mesh.shape, strict=True))
-    rank = dict(zip(names, place, strict=True))
-    group = dict(zip(names, (str(group.group_name) for group in mesh.get_all_groups()), strict=True))
+    found = zip(mesh.shape, place, mesh.get_all_groups(), strict=True)
+    axes = {name: (size, rank, str(group.group_name)) for name, (size, rank, group) in zip(names, found, strict=True)}
+    ulysses, ring, team = (axes.get(axis, (1, 0, "")) for axis in CONTEXT_AXES)
     coordinate = Coordinate(
-        size.get(RING_AXIS, 1), size.get(TEAM_AXIS, 1), rank.get(RING_AXIS, 0), rank.get(TEAM_AXIS, 0),
-        size.get(ULYSSES_AXIS, 1), rank.get(ULYSSES_AXIS, 0),
-    )  # fmt: skip
-    return ContextGroups(coordinate, *(group.get(axis, "") for axis in CONTEXT_AXES))
+        ring=ring[0], team=team[0], ulysses=ulysses[0], ring_rank=ring[1], team_rank=team[1], ulysses_rank=ulysses[1]
+    )
+    return ContextGroups(coordinate, ulysses[2], ring[2], team[2])
 
 
 def whole_context_group(mesh: DeviceMesh, axes: tuple[str, ...] = CONTEXT_AXES[1:]) -> tuple[str, tuple[int, ...]]:
@@ -313,12 +293,7 @@ def whole_context_group(mesh: DeviceMesh, axes: tuple[str, ...] = CONTEXT_AXES[1
     Not by flattening the mesh: torch would then gather DTensors that are sharded over these axes in one step, which
     takes shards that are nested, or placed otherwise, for others (torch 2.13.0).
 
-    Args:
-        mesh: a mesh with these axes.
-        axes: by default ``cp_ring`` and ``cp_team``.
-
-    Returns:
-        The group's name, and for every index along these axes (the last innermost) its rank in that group.
+    Gives the group's name, and for every index along these axes (the last innermost) its rank in that group.
     """
     with outside_modes():
         inner = mesh if mesh.mesh_dim_names == axes or mesh.ndim == 1 else mesh[axes]
@@ -326,19 +301,20 @@ def whole_context_group(mesh: DeviceMesh, axes: tuple[str, ...] = CONTEXT_AXES[1
         if inner.ndim == 1:
             group = inner.get_group()
         else:
-            made = _whole_groups.setdefault(_world(), {})
-            if ranks not in made:
+            made, rows = _whole_groups.setdefault(_world(), {}), _rows_like(inner)
+            if rows not in made:
                 # As any group of torch's: all that are alike are made, in one order, on every rank.
-                made |= {row: dist.new_group(list(row)) for row in _rows_like(inner)}
-            group = made[ranks]
+                groups = {row: dist.new_group(list(row)) for row in rows}
+                made[rows] = groups[ranks]
+            group = made[rows]
             assert isinstance(group, dist.ProcessGroup), "this rank is in its mesh"
     _inherit_timeout(group, torch.device(mesh.device_type))
     return str(group.group_name), tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
 
-_whole_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+_Rows = tuple[tuple[int, ...], ...]
+# This rank's, by world and by the ranks of all that were made with it: so every rank has made these, or none has.
+_whole_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Rows, Any]] = weakref.WeakKeyDictionary()
 
 
 def _world() -> dist.ProcessGroup:
@@ -349,9 +325,7 @@ def _world() -> dist.ProcessGroup:
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     """The mesh's ranks, its last axis innermost."""
-    # A mesh holds its ranks in a tensor.
-    with outside_modes():
-        return _members_of.of(mesh, "", lambda: tuple(mesh.mesh.flatten().tolist()))
+    return _fact(mesh, "ranks", lambda: tuple(mesh.mesh.flatten().tolist()))
 
 
 def _context_names(mesh: DeviceMesh, any_axis: str) -> tuple[str, ...]:
@@ -413,10 +387,10 @@ def _inherit_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
         group._get_backend(device)._set_default_timeout(timeout)
 
 
-def _rows_like(mesh: DeviceMesh) -> list[tuple[int, ...]]:
+def _rows_like(mesh: DeviceMesh) -> _Rows:
     """The ranks of all slices of the root mesh that are like this one."""
     rows = mesh._layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size())
-    return [tuple(row) for row in rows.tolist()]
+    return tuple(map(tuple, rows.tolist()))
 
 
 @contextmanager
@@ -425,12 +399,6 @@ def temporary_groups(mesh: DeviceMesh) -> Iterator[None]:
 
     All its ranks together. Not where groups are split from the world's, as NCCL's are once it is bound to a device:
     torch names these by how many there are, so that the next would be called like one that is gone (2.13.0, as read).
-
-    Args:
-        mesh: made before.
-
-    Yields:
-        Nothing.
     """
     world = _world()
     made = _whole_groups.setdefault(world, {})
@@ -438,8 +406,8 @@ def temporary_groups(mesh: DeviceMesh) -> Iterator[None]:
     yield
     if getattr(world, "bound_device_id", None) is not None:
         return
-    groups = [*mesh.get_all_groups(), *(made.pop(ranks) for ranks in sorted(made.keys() - before))]
-    _groups_of.forget(mesh)
+    groups = [*mesh.get_all_groups(), *(made.pop(rows) for rows in sorted(made.keys() - before))]
+    _known.pop(id(mesh), None)
     for group in groups:
         # Of an axis of all ranks torch takes the world's.
         if group is not world:

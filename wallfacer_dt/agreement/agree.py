@@ -17,7 +17,7 @@ import functools
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -32,6 +32,10 @@ from wallfacer_dt.compiler import untraced
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_E = TypeVar("_E", bound=Exception)
+
+_FORWARD = "the call that this is the backward of"
+_HEARD = 256
 
 
 class _Said(NamedTuple):
@@ -39,13 +43,13 @@ class _Said(NamedTuple):
 
     error: str
     what: str
-    pairs: Sequence[tuple[str, str]]
+    names: tuple[str, ...]
+    values: tuple[str, ...]
 
 
-class _Open(NamedTuple):
+class Open(NamedTuple):
     """A call that has been posted and not been looked at yet."""
 
-    number: int
     said: _Said
     likeness: int
     pending: Pending
@@ -62,105 +66,85 @@ def agree(
 ) -> int:
     """Compare a call with that of all ranks of a mesh, and refuse on all of them if one differs.
 
-    A rank that refuses its own arguments comes here with its error, so that the others do not wait for it.
+    The mesh is told by its name, which is empty for none. A signature is pairs of a name and a value whose text is the
+    same on every rank. A backward says the number of its forward. A rank that refuses its own arguments comes here with
+    its error, so that the others do not wait for it. Ranks wait for each other now, or if not ``at_once`` only at the
+    first call that is like this one, ``forward`` aside.
 
-    Args:
-        what: the kind of call.
-        signature: pairs of a name and a value whose text is the same on every rank.
-        mesh: its name; empty for none, which has nobody to agree with.
-        forward: of a backward the number of the call that it belongs to.
-        error: why this rank cannot make the call at all.
-        at_once: wait for all ranks now. Otherwise only at the first call that is like this one, ``forward`` aside.
-
-    Returns:
-        The call's number on this mesh's ranks, from 1; 0 where there is nobody to agree with.
-
-    Raises:
-        ValueError: on every rank, naming what differs and where, of this call or of the last one; or the mesh is of a
-            world that is gone. With the ranks that have it too as an attribute ``met``.
-        RuntimeError: a rank did not come within the timeout.
+    Gives the call's number on the mesh's ranks, from 1; 0 where there is nobody to agree with. Raises, with the ranks
+    that have it too as an attribute ``met``: a ValueError on every rank, naming what differs and where, of this call or
+    of the last one, or that the mesh is of a world that is gone; a RuntimeError where a rank did not come in time.
     """
-    found = _find(mesh, what or error)
+    found = _meeting(mesh, what or error)
     if found is None:
         return 0
     text, meeting = found
     _settle(meeting)
-    pairs = (("mesh", text), *((name, str(value)) for name, value in signature))
-    likeness = _digest((what, pairs))
+    pairs = tuple(signature)
+    names, values = ("mesh", *(name for name, _ in pairs)), (text, *(str(value) for _, value in pairs))
+    record = likeness = _likeness((what, names, values))
     if forward:
-        pairs = (*pairs, (_FORWARD, str(forward)))
+        names, values = (*names, _FORWARD), (*values, str(forward))
+    if forward or error:
+        record = _digest((likeness, forward, error))
     meeting.number += 1
-    record = _digest((likeness, forward, error))
-    meeting.open = _Open(meeting.number, _Said(error, what, pairs), likeness, meeting.post(record))
+    meeting.open = Open(_Said(error, what, names, values), likeness, meeting.post(record))
     if at_once or error or likeness not in meeting.seen:
         _settle(meeting)
     return meeting.number
 
 
-_FORWARD = "the call that this is the backward of"
-
-
 def settle() -> None:
     """Look at all that has been posted, as far as that is still to be done; raises as :func:`agree`."""
     world = this_world()
-    for meeting in () if world is None else world.meetings.values():
+    for meeting in () if world is None else tuple(world.meetings.values()):
         _settle(meeting)
 
 
 def _settle(meeting: Meeting) -> None:
     if meeting.open is None:
         return
-    (number, said, likeness, pending), meeting.open = meeting.open, None
-    try:
+    (said, likeness, pending), meeting.open = meeting.open, None
+    with _naming_call(meeting, said.values[0], said.what or said.error):
         records = meeting.wait(pending)
         if len(set(records)) == 1:
             if not said.error:
                 meeting.remember(likeness)
             return
         told = [_Said(*json.loads(text)) for text in meeting.exchange(json.dumps(said).encode())]
-    except RuntimeError as error:
-        mesh = dict(said.pairs).get("mesh")
-        late = RuntimeError(f"call {number} on the {mesh}: {error}; this rank came to: {said.what or said.error}")
-        raise _met(late, meeting.ranks) from error
     difference = _difference(dict(zip(meeting.ranks, told, strict=True)))
-    raise _met(ValueError(f"call {number} on this mesh: {difference}"), meeting.ranks)
+    raise _met(ValueError(f"call {meeting.number} on this mesh: {difference}"), meeting.ranks)
+
+
+@contextmanager
+def _naming_call(meeting: Meeting, mesh: str, came_to: str) -> Iterator[None]:
+    """Have a wait in vain say in which call, which all other ranks hear in the same way."""
+    try:
+        yield
+    except RuntimeError as error:
+        late = RuntimeError(f"call {meeting.number} on the {mesh}: {error}; this rank came to: {came_to}")
+        raise _met(late, meeting.ranks) from error
 
 
 def hear_all(what: str, mine: Any, mesh: str) -> dict[int, Any]:
-    """What all ranks of a mesh have, by rank.
-
-    Args:
-        what: the kind of call.
-        mine: anything that can be pickled.
-        mesh: its name.
-
-    Returns:
-        Theirs, one's own among them.
-    """
-    agree(what, (), mesh)
-    found = _find(mesh, what)
+    """What all ranks of a mesh (its name) have, by rank, one's own among it: anything that can be pickled."""
+    told = pickle.dumps(mine)  # which may fail: before others wait for it
+    found = _meeting(mesh, what)
     if found is None:
         return {dist.get_rank(): mine}
-    meeting = found[1]
-    return dict(zip(meeting.ranks, map(pickle.loads, meeting.exchange(pickle.dumps(mine))), strict=True))
-
-
-_HEARD = 256
+    text, meeting = found
+    agree(what, (), mesh)
+    with _naming_call(meeting, text, what):
+        heard = meeting.exchange(told)
+    return dict(zip(meeting.ranks, map(pickle.loads, heard), strict=True))
 
 
 def hear_once(x: Tensor, key: Hashable, mine: Any, mesh: str) -> dict[int, Any] | None:
-    """:func:`hear_all`, but for what all ranks have said of the same key before.
+    """:func:`hear_all`, but for what ranks have said of the same key before, which must be the same on all of them.
 
-    Args:
-        x: one of an operator's tensors.
-        key: the same on every rank.
-        mine: anything that can be pickled.
-        mesh: its name.
-
-    Returns:
-        Theirs by rank; None where others are not heard.
+    None where others are not heard: if x, one of an operator's tensors, is fake, or there are none.
     """
-    found = None if isinstance(x, FakeTensor) else _find(mesh, str(key))
+    found = None if isinstance(x, FakeTensor) else _meeting(mesh, str(key))
     if found is None:
         return None
     heard = found[1].heard
@@ -172,14 +156,7 @@ def hear_once(x: Tensor, key: Hashable, mine: Any, mesh: str) -> dict[int, Any] 
 
 @contextmanager
 def refusing_together(mesh: str) -> Iterator[None]:
-    """Have all ranks refuse when one does; see Note [Refusing together].
-
-    Args:
-        mesh: its name.
-
-    Yields:
-        Nothing.
-    """
+    """Have all ranks of a mesh (its name) refuse when one does; see Note [Refusing together]."""
     try:
         yield
     except Exception as error:  # a mask_mod may raise anything
@@ -205,23 +182,11 @@ def waits_at_once(device: torch.device) -> bool:
 
 
 def agree_on(
-    x: Tensor,
-    what: str,
-    signature: Iterable[tuple[str, Hashable]],
-    mesh: str,
-    forward: Tensor | None = None,
+    x: Tensor, what: str, signature: Iterable[tuple[str, Hashable]], mesh: str, forward: Tensor | None = None
 ) -> int:
-    """:func:`agree` in an operator's body, at once where its tensors are on the CPU. Fake tensors pass by.
+    """:func:`agree` in the body of an operator, of whose tensors x is one, at once on the CPU. Fake tensors pass by.
 
-    Args:
-        x: one of the operator's tensors.
-        what: the kind of call.
-        signature: as for :func:`agree`; looked at only where there is somebody to agree with.
-        mesh: its name.
-        forward: of a backward the number () of the call that it belongs to.
-
-    Returns:
-        The call's number.
+    A backward says the number () of its forward. The signature is looked at only if there is somebody to agree with.
     """
     if isinstance(x, FakeTensor):
         return 0
@@ -236,48 +201,34 @@ def fake_number() -> Tensor:
 
 @untraced("ranks cannot meet while a compiler traces")  # which it may want to where it has broken a graph off
 def _tell(error: Exception, mesh: str) -> None:
-    """Unless all ranks of the mesh have it already."""
-    ranks = _ranks_here(mesh)
+    """Unless all ranks of the mesh have it already, or there is no such mesh in this world."""
+    world = this_world()
+    found = None if world is None else world.find(mesh)
+    ranks = frozenset(() if found is None else found.ranks)
     if not ranks.issubset(getattr(error, "met", ())):
         with suppress(ValueError, RuntimeError):  # one's own error says more than the comparison
             agree("", (), mesh, error=str(error) or repr(error))
         _met(error, ranks)
 
 
-def _ranks_here(mesh: str) -> frozenset[int]:
-    """The ranks of a mesh; none where there is no such mesh in this world."""
-    world = this_world()
-    found = None if world is None else world.find(mesh)
-    return frozenset() if found is None else frozenset(found.ranks)
-
-
-def _find(mesh: str, what: str) -> tuple[str, Meeting] | None:
+def _meeting(mesh: str, came_to: str) -> tuple[str, Meeting] | None:
     """What the mesh is, and the meeting of its ranks; None where there is nobody to meet."""
     if not mesh:
         return None
     (_, text, ranks, _), world = named(mesh), this_world()
     assert world is not None, "a mesh has been named in it"
-    if len(ranks) == 1 or dist.get_backend() == "fake":
-        return None
     try:
-        return text, world.meeting(ranks)
+        meeting = world.meeting(ranks)
     except RuntimeError as error:
-        late = RuntimeError(f"not all ranks came to the first call on the {text}: {error}; this rank came to: {what}")
+        late = RuntimeError(
+            f"not all ranks came to the first call on the {text}: {error}; this rank came to: {came_to}"
+        )
         raise _met(late, ranks) from error
+    return None if meeting is None else (text, meeting)
 
 
 def named(mesh: str) -> Named:
-    """What a name stands for in this world.
-
-    Args:
-        mesh: name of a mesh.
-
-    Returns:
-        The mesh.
-
-    Raises:
-        ValueError: no such mesh has been named.
-    """
+    """What a name stands for in this world, or a refusal (ValueError) of one for which no mesh has been named here."""
     world = this_world()
     found = None if world is None else world.find(mesh)
     if found is None and is_lasting(mesh):
@@ -299,24 +250,17 @@ def _difference(told: dict[int, _Said]) -> str:
     if refusing:
         rank = min(refusing)
         return f"rank {rank} of the mesh cannot make this call: {refusing[rank]}"
-    kinds = {rank: said.what for rank, said in told.items()}
-    if len(set(kinds.values())) > 1:
-        return f"it must be the same on every rank of the mesh, got {_listing(kinds)}"
-    by_rank = {rank: dict(said.pairs) for rank, said in told.items()}
+    by_rank = {rank: dict(zip(said.names, said.values, strict=True)) for rank, said in told.items()}
     names = dict.fromkeys(name for pairs in by_rank.values() for name in pairs)
     # What some ranks have no value for follows from something else that differs.
-    for name in sorted(names, key=lambda name: not all(name in pairs for pairs in by_rank.values())):
-        values = {rank: pairs.get(name, "nothing") for rank, pairs in by_rank.items()}
-        if len(set(values.values())) > 1:
-            return f"{name} must be the same on every rank of the mesh, got {_listing(values)}"
+    ordered = sorted(names, key=lambda name: not all(name in pairs for pairs in by_rank.values()))
+    differing = {"it": {rank: said.what for rank, said in told.items()}}
+    differing |= {name: {rank: pairs.get(name, "nothing") for rank, pairs in by_rank.items()} for name in ordered}
     # As the projections of a module, told by name, of which a rank takes one for another.
-    return (
-        f"it must be the same on every rank of the mesh, got {_listing({r: ', '.join(p) for r, p in by_rank.items()})}"
-    )
-
-
-def _listing(values: dict[int, str]) -> str:
-    return ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+    order = {rank: ", ".join(pairs) for rank, pairs in by_rank.items()}
+    name, values = next((found for found in differing.items() if len(set(found[1].values())) > 1), ("it", order))
+    listing = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+    return f"{name} must be the same on every rank of the mesh, got {listing}"
 
 
 def _digest(what: object) -> int:
@@ -324,7 +268,7 @@ def _digest(what: object) -> int:
     return int.from_bytes(digest, signed=True) or 1
 
 
-_E = TypeVar("_E", bound=Exception)
+_likeness = functools.lru_cache(1024)(_digest)  # of texts alone, so that what is equal is the same
 
 
 def _met(error: _E, ranks: Iterable[int]) -> _E:

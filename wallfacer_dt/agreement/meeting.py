@@ -12,14 +12,17 @@ the same for all of its members (torch 2.13.0).
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 # Private; run on torch 2.13.0.
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,26 +32,26 @@ _KEPT = 1024
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Where no tracing mode (fake tensors, say) and no transform of torch.func sees what is done.
-
-    Yields:
-        Nothing.
-    """
-    with _disable_current_modes(), torch._C._DisableFuncTorch():
+    """Where no tracing mode (fake tensors, say) and no transform of torch.func sees what is done."""
+    # Torch's way takes as long where there is no mode.
+    is_in_mode = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
+    with _disable_current_modes() if is_in_mode else nullcontext(), torch._C._DisableFuncTorch():
         yield
 
 
-_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+@cache
+def _usual_keys() -> tuple[Any, Any]:
+    """The dispatcher's, included and excluded, of a thread that has just begun: this one may be in a mode already."""
+    with ThreadPoolExecutor(1) as thread:
+        found = [torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set]
+        included, excluded = (thread.submit(keys).result() for keys in found)
+    return included, excluded
 
 
 @contextmanager
 def outside_dispatch() -> Iterator[None]:
-    """As if called by the user: operators run below autograd, and below torch.vmap if in a dispatch mode.
-
-    Yields:
-        Nothing.
-    """
-    with outside_modes(), torch._C._ForceDispatchKeyGuard(*_KEYS):
+    """As if called by the user: operators run below autograd, and below torch.vmap if in a dispatch mode."""
+    with outside_modes(), torch._C._ForceDispatchKeyGuard(*_usual_keys()):
         yield
 
 
@@ -61,12 +64,7 @@ class Pending(NamedTuple):
 
 
 class Meeting:
-    """Ranks that compare their calls. All of them make one together, at their first call.
-
-    Args:
-        ranks: of the world, ascending; this one is among them.
-        timeout: of a wait.
-    """
+    """Ranks that compare their calls, in ascending order. All of them make one together, at their first call."""
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         self.ranks, self.timeout = tuple(ranks), timeout
@@ -96,17 +94,7 @@ class Meeting:
             del self.seen[next(iter(self.seen))]
 
     def wait(self, pending: Pending) -> list[int]:
-        """All ranks' records.
-
-        Args:
-            pending: posted before.
-
-        Returns:
-            One for each rank.
-
-        Raises:
-            RuntimeError: some did not come within the timeout; says which.
-        """
+        """All ranks' records, or a RuntimeError that says which of them did not come within the timeout."""
         with outside_modes():
             try:
                 pending.work.wait()

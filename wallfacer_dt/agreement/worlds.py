@@ -8,6 +8,7 @@ program, a pickled module) has a lasting name instead, which is that of the mesh
 """
 
 import hashlib
+import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -38,6 +39,7 @@ class World:
         self.meshes: dict[str, Named] = {}
         self.names: dict[tuple[str, tuple[str, ...]], str] = {}
         self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self.parents: dict[tuple[int, ...], Meeting] | None = None  # in a process forked from one that was in the world
 
     def find(self, name: str) -> Named | None:
         """The mesh of a name, lasting or not, if it has been named in this world."""
@@ -45,11 +47,13 @@ class World:
             return self.meshes.get(name)
         return next((mesh for mesh in self.meshes.values() if mesh.text == name.removeprefix(_LASTING)), None)
 
-    def meeting(self, ranks: tuple[int, ...]) -> Meeting:
-        """The meeting of these ranks, which all of them make at their first call."""
-        if ranks not in self.meetings:
+    def meeting(self, ranks: tuple[int, ...]) -> Meeting | None:
+        """That of these ranks, which all of them make at their first call; None for one, or ranks only imagined."""
+        if ranks not in self.meetings and len(ranks) > 1 and dist.get_backend() != "fake":
+            if self.parents is not None:
+                raise RuntimeError("ranks cannot meet in a process forked from theirs, as the worker of a loader is")
             self.meetings[ranks] = Meeting(ranks, _timeout())
-        return self.meetings[ranks]
+        return self.meetings.get(ranks)
 
 
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, World] = weakref.WeakKeyDictionary()
@@ -68,19 +72,23 @@ def this_world() -> World | None:
     return found
 
 
+def _forked() -> None:
+    """Leave the connections to the process that this one is forked from, whose threads wait on them."""
+    world = this_world()
+    if world is not None:
+        world.parents, world.meetings = world.meetings, {}
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_forked)
+
+
 def name_mesh(what: str, ranks: Sequence[int], groups: Sequence[str]) -> str:
     """The name under which ranks compare their calls on a mesh, see Note [Names of meshes].
 
-    Meshes that are alike and have process groups of their own get names of their own, in the order in which they are
-    named first; so it is asked for only where all ranks of the mesh ask.
-
-    Args:
-        what: device type and axes, in words.
-        ranks: of the world, as they lie in the mesh.
-        groups: names of this rank's process groups on its axes.
-
-    Returns:
-        The name.
+    It is made of the device type and axes in words, the ranks as they lie in the mesh, and the names of this rank's
+    process groups on its axes. Meshes that are alike and have groups of their own get names of their own, in the order
+    in which they are named first; so it is asked for only where all ranks of the mesh ask.
     """
     world = this_world()
     assert world is not None, "a mesh has been made, so there is a world"
