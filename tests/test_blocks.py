@@ -119,8 +119,8 @@ def test_contents_as_a_number() -> None:
     assert Captured([torch.arange(12)[::2]]).contents == Captured([torch.arange(12)[::2].contiguous()]).contents
 
 
-def digests() -> tuple[int, int]:
-    """Taken by a forward, and with its backward."""
+def digests() -> tuple[int, int, bool]:
+    """Taken by a forward, and with its backward; whether all were of the captured tensor itself."""
     ids, taken, digest = torch.arange(8) // 3, [], blocks._digest
     q = torch.randn(1, 1, 8, 4, dtype=torch.float64, requires_grad=True)
     mesh = context_mesh("cpu")
@@ -129,12 +129,33 @@ def digests() -> tuple[int, int]:
         out = context_parallel_attention(q, q, q, mesh, **how)
         forward = len(taken)
         out.sum().backward()
-    return forward, len(taken)
+    return forward, len(taken), all(x is ids for x in taken)
 
 
 def test_a_call_reads_what_its_mask_captures_once(ranks: Ranks) -> None:
-    """And its backward once: there may be megabytes of it."""
-    assert ranks(1).run(digests) == [(1, 2)]
+    """And its backward once: there may be megabytes of it. Of a device's no more than once, by the tensor."""
+    assert ranks(1).run(digests) == [(1, 2, True)]
+
+
+class OnDevice(Tensor):
+    """As if it had to be waited for."""
+
+    is_cpu = False
+    waits = 0
+
+    def cpu(self) -> Tensor:
+        OnDevice.waits += 1
+        return self.as_subclass(Tensor)
+
+
+def test_what_is_on_a_device_is_read_when_it_has_been_written_into() -> None:
+    x, waits = torch.arange(6).as_subclass(OnDevice), OnDevice.waits
+    first = Captured([x]).contents
+    assert Captured([x]).contents == first
+    assert OnDevice.waits == waits + 1
+    x.add_(1)
+    assert Captured([x]).contents != first
+    assert OnDevice.waits == waits + 2
 
 
 def name_of(mask: Any, length: int = 20, **may: bool) -> str:

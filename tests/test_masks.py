@@ -3,6 +3,7 @@
 Ranks of this module cut masks in blocks of a few positions, so that short sequences have many of each kind.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "window without bounds": {"window_size": (-1, -1)},
     "causal window told by its left alone": CAUSAL | {"window_size": (3, None)},
     "window longer than the sequence": CAUSAL | {"window_size": (100, 0)},
+    "window longer than any, on both sides": {"window_size": (sys.maxsize, sys.maxsize)},
+    "window longer than any on the right": {"window_size": (3, sys.maxsize)},
     "documents that differ by row": {"batch": 2, "documents": ((3, 20, 9), (31, 1))},
     "documents that differ by row, causal, head_tail": CAUSAL
     | HEAD_TAIL

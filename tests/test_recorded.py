@@ -1,5 +1,6 @@
 """What a mask depends on may change at any time: the next call sees it, and what cannot be written down is refused."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -18,7 +19,7 @@ from wallfacer_dt.comparison import worst_error
 from wallfacer_dt.testing import RankPool, attention_oracle
 
 Ranks = Callable[[int], RankPool]
-CASE = Case(2, 1, shard=8)
+CASE, CPU = Case(2, 1, shard=8), torch.device("cpu")
 REACH = [3]
 Change = tuple[Any, Callable[[], Any], Callable[[], Any]]
 
@@ -282,11 +283,11 @@ def test_a_call_sees_what_its_mask_depends_on_now(ranks: Ranks, name: str) -> No
 
 
 def recorded(mask: Any) -> Recording:
-    return record(mask, torch.device("cpu"), (16, 16))[0]
+    return record(mask, CPU, (16, 16))[0]
 
 
 def answers(mask: Any) -> Tensor:
-    recording, captured = record(mask, torch.device("cpu"), (16, 16))
+    recording, captured = record(mask, CPU, (16, 16))
     return create_mask(recording.mask_mod(captured), 2, 2, 16, 16, device="cpu")
 
 
@@ -307,7 +308,21 @@ def of_shapes(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return q - kv < t.shape[0] + t.size(0) + len(t) + q.ndim + t.numel()
 
 
-@pytest.mark.parametrize("mask", [*MASK_MODS.values(), with_steps_in_place, with_many_results, of_shapes])
+def scripted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    bounds = torch.zeros(2, dtype=torch.int64)
+    bounds += 7
+    return (q > bounds[1]) | (kv < q)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    scripted = torch.jit.script(scripted)
+
+
+MADE = [with_steps_in_place, with_many_results, of_shapes, scripted]
+
+
+@pytest.mark.parametrize("mask", [*MASK_MODS.values(), *MADE])
 def test_what_is_replayed_is_what_the_mask_says(mask: Any) -> None:
     want = torch.tensor([
         [[[bool(mask(*map(torch.tensor, (b, h, i, j)))) for j in range(16)] for i in range(16)] for h in range(2)]
@@ -334,6 +349,38 @@ def test_values_of_another_type_are_other_values() -> None:
     assert len({recorded(reach_of(n)).name for n in values}) == len(values)
     masks = [lambda b, h, q, kv, d=dtype: q.to(d) <= kv for dtype in (torch.int32, torch.float32)]
     assert len({recorded(mask).name for mask in masks}) == 2
+
+
+def test_a_name_says_nothing_of_the_device() -> None:
+    """Which on every rank is another one; a BlockMask, too, is made of tensors on its positions' device."""
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q - kv < torch.arange(4, device=q.device).to(kv.device).sum()
+
+    assert record(mask, CPU, None)[0].name == record(mask, torch.device("meta"), None)[0].name
+
+
+def errors_in_inference() -> list[float]:
+    """Of the output, under a mask that captures what was made outside and in inference mode, and afterwards."""
+    index, mesh, leaves, _ = prepare(CASE)
+    rows, found, outside = rows_of(CASE, index, CASE.total), [], tags()
+    with torch.inference_mode():
+        within = tags() % 2
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (outside[q] == outside[kv]) | (within[q] > within[kv])
+
+    want = attention_oracle(*draw(CASE), mask_mod=mask).out[:, :, rows]
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            out = context_parallel_attention(*leaves, mesh, **told(mesh, mask_mod=mask))
+        found.append(worst_error([(out, want)]))
+    return found
+
+
+def test_a_mask_in_inference_mode(ranks: Ranks) -> None:
+    for found in ranks(2).run(errors_in_inference):
+        assert worst_error([(torch.tensor(found), torch.zeros(2))]) < 1e-10
 
 
 def test_what_a_mask_reads_of_row_and_head() -> None:
@@ -380,6 +427,22 @@ REFUSED["takes a value out of a tensor of positions (`TensorBase.item`), which P
 )
 
 
+def out_of_sight(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        reach = int(q)
+    return kv <= reach
+
+
+def of_other_contents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    t = torch.zeros(2, dtype=torch.int64)
+    t.data = torch.ones_like(t)
+    return kv <= q * t[0]
+
+
+REFUSED["calls `aten._local_scalar_dense.default` in a way that torch does not show"] = out_of_sight
+REFUSED["sets `data` of a tensor"] = of_other_contents
+
+
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_cannot_be_written_down_is_refused(text: str) -> None:
     with pytest.raises(TypeError) as error:
@@ -387,11 +450,12 @@ def test_what_cannot_be_written_down_is_refused(text: str) -> None:
     assert f"mask_mod {text}" in str(error.value)
 
 
-def test_a_captured_tensor_that_is_changed_is_refused() -> None:
+@pytest.mark.parametrize("way", [lambda t: t, lambda t: t.data, lambda t: t[:4], Tensor.detach])
+def test_a_captured_tensor_that_is_changed_is_refused(way: Callable[[Tensor], Tensor]) -> None:
     t = tags()
 
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        t.add_(1)
+        way(t).add_(1)
         return t[q] == t[kv]
 
     with pytest.raises(TypeError, match="changes in place what it is given or captures"):

@@ -249,7 +249,8 @@ class ContextAttention(Setting):
             mask,
             "ids" if extras.document_ids is not None else "cu_seqlens" if extras.cu_seqlens is not None else "",
             needs_gradient(q, k, v, extras.k_shared, extras.sinks),
-            Captured(sharding.replicate(x.detach(), q) for x in captured),
+            # The same objects at every call, of which it is known whether they have been written into.
+            Captured(sharding.replicate(x.detach() if x.requires_grad else x, q) for x in captured),
         )
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, told: Told) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 from wallfacer_dt.layout import Spans
 
 UNBOUNDED = 1 << 62
+_FAR = UNBOUNDED >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class Mask:
     prefix: int = 0
     documents: tuple[tuple[int, ...], ...] = ()
     asked: bool = False
+
+    def __post_init__(self) -> None:
+        """Bring bounds beyond any position to where positions can be added to them in 64 bits."""
+        for name in ("left", "right", "prefix"):
+            bound = getattr(self, name)
+            object.__setattr__(self, name, bound if bound is None else min(bound, _FAR))
 
     @property
     def rows(self) -> int:

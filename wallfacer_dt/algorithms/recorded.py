@@ -37,7 +37,10 @@ _OF_SHAPE = {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_
 
 
 class _Value(NamedTuple):
-    """A tensor in a recording: the number-th of the positions, of what is captured, or of what a step gives."""
+    """A tensor in a recording: the number-th of the positions, of what is captured, or of what a step gives.
+
+    Or the device of the positions, which is another one on every rank.
+    """
 
     kind: str
     number: int
@@ -73,13 +76,10 @@ class Recording:
         """The mask, reading these tensors."""
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            known: dict[str, Any] = {"at": (b, h, q, k), "captured": captured, "step": []}
+            known: dict[str, Any] = {"at": (b, h, q, k), "device": (q.device,), "captured": captured, "step": []}
 
             def value(x: Any) -> Any:
-                if not isinstance(x, _Value):
-                    return x
-                found = known[x.kind][x.number]
-                return found if isinstance(found, Tensor) else tree_leaves(found)[x.leaf]
+                return tree_leaves(known[x.kind][x.number])[x.leaf] if isinstance(x, _Value) else x
 
             for step in self._steps:
                 args, kwargs = tree_map(value, (step.args, step.kwargs), is_leaf=_is_value)
@@ -98,11 +98,6 @@ def _name_of(function: Any) -> str:
     owner = getattr(getattr(function, "__self__", None), "__name__", "")
     name = getattr(function, "__qualname__", None) or str(function)
     return f"{owner}.__get__" if name.endswith(".__get__") else f"{owner}.{name}" if owner else name
-
-
-def _changes_in_place(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return last.startswith(("__i", "__set")) or (last.endswith("_") and not last.endswith("__"))
 
 
 def record(
@@ -137,23 +132,23 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, at: list[Tensor]) -> None:
         super().__init__()
+        self._device = at[0].device
         self._values = {id(x): _Value("at", place) for place, x in enumerate(at)}
         self._steps: list[_Step] = []
         # What may be another for every pair; all, once something has been changed in place to what may be.
         self._varying: set[_Value] = set(self._values.values())
         self._all_vary = False
-        self._made = _Made()
-        # As long as it lives nothing else gets its id.
+        self._operations = _Operations()
+        # As long as it lives nothing else gets its id, or its memory.
         self._alive: list[Any] = [*at]
-        self._versions = [(x, x._version) for x in at]
         self.captured: list[Tensor] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Where what is done is written down."""
-        with self._made, self:
+        with self._operations, self:
             yield
-        if any(x._version != version for x, version in self._versions):
+        if not self._operations.changed.isdisjoint(map(_memory, (*self._alive[:4], *self.captured))):
             raise _unwritten("changes in place what it is given or captures")
 
     def recording(self, result: Any) -> Recording:
@@ -172,18 +167,21 @@ class _Recorder(TorchFunctionMode):
         name = _name_of(func)
         if not str(getattr(func, "__module__", None) or "torch").startswith("torch"):
             raise _unwritten(f"calls `{name}`, which is no function of torch")
+        if name.endswith("__set__"):
+            raise _unwritten(f"sets `{name.partition('.')[0]}` of a tensor")
         written = tree_map(self._written, (args, kwargs))
         used = {x for x in tree_leaves(written, _is_value) if _is_value(x)}
         varies = self._all_vary or not self._varying.isdisjoint(used)
-        result = func(*args, **kwargs)
+        with self._operations.shown() as changes:
+            result = func(*args, **kwargs)
         leaves = tree_leaves(result)
-        if any(isinstance(x, Tensor) for x in leaves) or name.endswith("__setitem__"):
+        if changes or any(isinstance(x, Tensor) for x in leaves):
             for leaf, x in enumerate(leaves):
                 if isinstance(x, Tensor) and id(x) not in self._values:
                     self._values[id(x)] = _Value("step", len(self._steps), leaf)
             if varies:
                 self._varying |= used | {_Value("step", len(self._steps), leaf) for leaf in range(len(leaves))}
-                self._all_vary |= "out" in kwargs or _changes_in_place(name)
+                self._all_vary |= bool(changes)
             self._alive.append(result)
             self._steps.append(_Step(func, *written))
         elif varies and name.removesuffix(".__get__").rpartition(".")[2] not in _OF_SHAPE:
@@ -195,39 +193,72 @@ class _Recorder(TorchFunctionMode):
             return self._value(x)
         if isinstance(x, slice) and any(isinstance(end, Tensor) for end in (x.start, x.stop, x.step)):
             raise _unwritten("slices by a tensor")
+        if isinstance(x, torch.device) and x == self._device:
+            return _Value("device", 0)
         if isinstance(x, _PLAIN):
             return x
         raise _unwritten(f"hands torch a {type(x).__name__}: capture numbers and tensors of torch")
 
     def _value(self, x: Tensor) -> _Value:
         if id(x) not in self._values:
-            if self._made.has(x):
+            if self._operations.has_made(x):
                 raise _unwritten("makes a tensor in a way that torch does not show")
             if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or torch._is_functional_tensor(x):
                 raise _unwritten(f"captures a {type(x).__name__} of layout {x.layout}: capture a plain tensor")
             self._values[id(x)] = _Value("captured", len(self.captured))
             self.captured.append(x)
-            self._versions.append((x, x._version))
         return self._values[id(x)]
 
 
-class _Made(TorchDispatchMode):
-    """Knows all tensors that torch makes while it is active; refuses random ones."""
+class _Operations(TorchDispatchMode):
+    """Sees all that is done with tensors while it is active, by whatever way; refuses what is random."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._tensors: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}
+        self._changes: list[int] | None = None
+        # The memory that has been written into.
+        self.changed: set[int] = set()
 
-    def has(self, x: Tensor) -> bool:
-        """Whether a tensor has been made."""
-        return id(x) in self._tensors
+    def has_made(self, x: Tensor) -> bool:
+        """Whether a tensor comes from an operation."""
+        return id(x) in self._made
+
+    @contextmanager
+    def shown(self) -> Iterator[list[int]]:
+        """Where a function runs that torch has shown; gives what memory it writes into."""
+        self._changes = changes = []
+        try:
+            yield changes
+        finally:
+            self._changes = None
+            self.changed.update(changes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._changes is None:  # as operations of TorchScript, which are shown from here
+            if not torch._C._is_torch_function_mode_enabled():
+                raise _unwritten(f"calls `{func}` in a way that torch does not show")
+            with self:
+                return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _unwritten(f"draws random numbers (`{func}`), which ranks would draw differently")
-        result = func(*args, **(kwargs or {}))
-        self._tensors |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
+        if func._schema.is_mutable:
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            written = [
+                given.get(argument.name)
+                for argument in func._schema.arguments
+                if argument.alias_info and argument.alias_info.is_write
+            ]
+            self._changes += [_memory(x) for x in tree_leaves(written) if isinstance(x, Tensor)]
+        result = func(*args, **kwargs)
+        self._made |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
+
+
+def _memory(x: Tensor) -> int:
+    """What views of one another share."""
+    return x.untyped_storage()._cdata
 
 
 class UnrecordedError(TypeError):

@@ -149,9 +149,9 @@ def visibility(
         seen = seen & ((j <= i) | (j < prefix_length))
     left, right = window_size or (None, None)
     if left is not None and left != -1:
-        seen = seen & (j >= i - left)
+        seen = seen & (i - j <= left)
     if right is not None and right != -1:
-        seen = seen & (j <= i + right)
+        seen = seen & (j - i <= right)
     if cu_seqlens is not None:
         document_ids = (torch.arange(q_length)[:, None] >= cu_seqlens.cpu()).sum(-1)
     if document_ids is not None:
