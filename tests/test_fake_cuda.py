@@ -1,7 +1,7 @@
 """What attention does on CUDA, seen on fake tensors: shapes, strides, dtypes, devices and every op, but no contents.
 
-The bodies of both operators run as on a GPU, on one rank of a world that does not exist, down to torch's fused kernels, in
-whose place its meta functions answer. What is missing: numbers; autograd's engine, which wants a stream of the device
+The bodies of both operators run as on a GPU, on one rank of a world that does not exist, down to torch's fused kernels,
+in whose place its meta functions answer. Missing are numbers; autograd's engine, which wants a stream of the device
 (nodes are called here, one after the other); flex_attention, whose masks are read on the host; Triton's merge.
 
 The same on torch's CPU wheel and, where there is no GPU, on its CUDA wheels.
@@ -95,7 +95,9 @@ class Watch(TorchDispatchMode):
             self.faults += operands(func, args, kwargs)
         result = func(*fakes[0], **fakes[1])
         results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        is_read = name == "index" and any(x.dtype == torch.bool for x in given[1:])
+        # A mask becomes indices, but where it is filled with one number.
+        is_read = name.startswith(("index", "_index_put")) and any(x.dtype == torch.bool for x in given[1:])
+        is_read = is_read and given[-1].numel() > 1
         if any(x.is_cuda for x in given) and (name in WAITS or is_read or any(not x.is_cuda for x in results)):
             self.faults.append(f"{name} waits for the device")
         # A number among tensors is an argument of a kernel, but where it is copied.
@@ -166,6 +168,7 @@ class Variant(NamedTuple):
     length: int = 192
     batch: int = 1
     rotate: str = "auto"
+    kernel: str = "auto"
     rank: int = 0
     has_sinks: bool = False
     is_strided: bool = False  # last dims do not lie together
@@ -210,7 +213,7 @@ class Call:
         ids = (torch.arange(length) // 19).unsqueeze(0)
         self.tensors = {"document_ids": ids} if mask == "documents" else {}
         rows = shard_sequence(torch.arange(length), order, dim=0).numel()
-        options = MASKS[mask] | {"order": order, "length": length}
+        options = MASKS[mask] | {"order": order, "length": length, "kernel": variant.kernel}
         if mesh == "published":
             options["schedule"] = "published"
         elif variant.rotate != "auto":
