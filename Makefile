@@ -9,13 +9,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 # Files of tests at a time; each has processes of its own.
 JOBS ?= 2
 AT_A_TIME := -n $(JOBS) --dist loadfile
+# Other versions of torch that pyproject.toml allows, and tests of what is private or new in one of them.
+TORCHES ?= 2.11.0 2.14.1 2.15.0
+TORCH_TESTS ?= public fake_cuda transforms trace kernels checkpoint recorded masks blocks plan_memory generated \
+  metp_styles agreement styles dtensor compile metp_attention equivalence
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
 # Both stamps fill the same .venv, and the checks of `test` should stop at the first failure.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo titan gpu test test-all test-random test-fast mutants format lint clean
+.PHONY: help demo titan gpu test test-all test-random test-fast torches mutants format lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +49,13 @@ test-random: .venv/stamp-dev  ## properties with examples never tried, until one
 test-fast: .venv/stamp-dev  ## the quick tests only
 	$(BIN)/python -m pytest -m "not slow and not ranks" -q -x
 
+torches: $(TORCHES:%=.venvs/torch-%/stamp)  ## tests of private APIs on other versions of torch (TORCHES="2.15.0", TORCH_TESTS="trace")
+	@failed=; for torch in $(TORCHES); do \
+	  echo "torch $$torch"; \
+	  PYTHONPATH=. .venvs/torch-$$torch/bin/python -m pytest $(AT_A_TIME) -p no:cacheprovider $(PYTEST) \
+	    $(TORCH_TESTS:%=tests/test_%.py) || failed="$$failed $$torch"; \
+	done; [ -z "$$failed" ] || { echo "make: tests failed on torch$$failed" >&2; exit 1; }
+
 mutants: .venv/stamp-dev  ## break the code line by line and see tests fail (MUTANTS="--sample 10", "--only word")
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
@@ -64,9 +75,9 @@ lint: .venv/stamp-dev  ## every check but the tests
 	$(BIN)/pydoclint wallfacer_dt
 	$(BIN)/codespell
 
-clean:  ## remove caches and build outputs; .venv and runs/ stay
+clean:  ## remove caches and build outputs; .venv, .venvs and runs/ stay
 	rm -rf build dist *.egg-info .*_cache .hypothesis
-	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/stamp-EXTRA: this package and its EXTRA are installed. A .venv that works is kept, so that a
 # torch already in it (CPU or CUDA) stays. Torch comes first, alone: whichever wheel that picks
@@ -84,4 +95,13 @@ clean:  ## remove caches and build outputs; .venv and runs/ stay
 	@$(PIP) $(TORCH) setuptools
 	@$(PIP) --no-build-isolation -e '.[$*]'
 	@$(if $(filter dev,$*),$(PIP) --force-reinstall --no-deps docstring_parser_fork)
+	@touch $@
+
+# Of torch and the triton that belongs to it, whatever version it is, constraints.txt says nothing here.
+.venvs/torch-%/stamp: pyproject.toml constraints.txt
+	@echo "Installing torch $* into $(@D) (minutes) ..."
+	@for python in $(PYTHON); do $$python $(IS_NEW_ENOUGH) 2>/dev/null && exec $$python -m venv --clear $(@D); done; exit 1
+	@grep -Ev '^(torch|triton)==' constraints.txt >$(@D)/constraints.txt
+	@$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c $(@D)/constraints.txt torch==$* triton numpy \
+	  expecttest hypothesis pytest pytest-xdist matplotlib rich typer
 	@touch $@

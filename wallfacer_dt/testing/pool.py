@@ -197,9 +197,12 @@ def _share_a_device() -> None:
     device = plain.create_default_device()
 
     class SharedDevice(plain):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        # torch 2.15 gives an option by keyword: `enable_reconfigure`.
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: bool) -> None:
             options = plain._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
+            for name, value in more.items():
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedDevice  # pyrefly: ignore[bad-assignment]
