@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cases import held
 from tests.strategies import examples
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, split_heads
-from wallfacer_dt.layout import ORDERS, Spans, deal, in_order, length_of
+from wallfacer_dt.layout import ORDERS, Spans, deal, in_order
 from wallfacer_dt.rows import Members
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -118,10 +118,8 @@ def exchange_of(
     rank: int, groups: tuple[tuple[Heads, ...], ...], queries: Sequence[Spans], keys: Sequence[Spans]
 ) -> HeadExchange:
     """Of all ranks, by whom the queries and the keys are held."""
-    sizes = [tuple(map(length_of, shards)) for shards in (queries, keys)]
-    members = [Members.made([in_order(enumerate(shards))], len(shards)) for shards in (queries, keys)]
-    name = str(dist.group.WORLD.group_name)
-    return HeadExchange(name, rank, groups, (sizes[0], sizes[1]), (members[0], members[1]))
+    of_queries, of_keys = (Members.made([in_order(enumerate(shards))], len(shards)) for shards in (queries, keys))
+    return HeadExchange(str(dist.group.WORLD.group_name), rank, groups, (of_queries, of_keys))
 
 
 def exchanged(case: Exchange) -> int:

@@ -338,12 +338,12 @@ def test_what_is_put_together_is_in_order_and_comes_apart_again(chosen: Drawn) -
             for member, mate in zip(sent, chosen.mates[i], strict=True):
                 for row, stored in zip(member, shards, strict=True):
                     row[:, : len(stored[mate])] = torch.tensor(stored[mate], dtype=torch.int64)
-            together = members.together.of(sent, 2)
+            together = members.together(sent, 2)
             mates = [mate for mate in chosen.mates[i] if mate != left_out]
             expected = [chosen.ordered([p for mate in mates for p in row[mate]]) for row in shards]
             assert together.equal(torch.tensor(expected, dtype=torch.int64)[:, None].expand_as(together))
             for member, mate in enumerate(chosen.mates[i]):
-                apart = members.of[member].of([together], 2)
+                apart = members.rows[member].of(together, 2)
                 theirs = [row[mate] if mate != left_out else [] for row in shards]
                 assert apart.equal(torch.tensor(theirs, dtype=torch.int64)[:, None].expand_as(apart))
         most = max(sum(len(shards[0][m]) for m in mates) for mates in chosen.mates.values())

@@ -343,26 +343,95 @@ def peak_bytes(ring: int, team: int, rotate: str, rotate_forward: str = "kv") ->
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-class Packed(Bodies):
-    """How often tensors are laid end to end."""
+BY_NEED = ("contiguous", "reshape")  # what copies only where it must
+COPIES = ("cat", "clone", "constant_pad_nd", "copy_", "index", "index_copy_", "index_select", "stack")
+KIB = 2**10
 
-    count = 0
+
+class Copies(Bodies):
+    """Copies and their bytes, those of new dtypes by themselves; what is sent and what arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.copied = self.converted = self.sent = self.arrived = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.count += func is torch.ops.aten.cat.default
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name.partition("::")[2]
+        if name in COPIES or (name in BY_NEED and out.untyped_storage() is not args[0].untyped_storage()):
+            self.count += 1
+            self.copied += out.nbytes
+        elif name == "to" and out.dtype != args[0].dtype:
+            self.converted += out.nbytes
+        elif name == "all_to_all_single":
+            self.arrived += sum(args[1]) * out.itemsize
+            self.sent += sum(args[2]) * out.itemsize
+        elif name == "all_gather_into_tensor":
+            self.arrived += out.nbytes - args[0].nbytes
+            self.sent += args[0].nbytes
+        return out
 
 
-def test_keys_and_values_are_packed_once_however_far_they_go() -> None:
-    counts = []
-    for ring in (3, 9):
-        with fake_world(ring):
-            mesh = context_mesh("cpu", ring, 1)
-            with FakeTensorMode(), Packed() as packed:
-                q = torch.empty(1, 2, 64, 32)
-                context_parallel_attention(q, q, q, mesh)
-        counts.append(packed.count)
-    assert counts == [1, 1]
+def copies(
+    ring: int, team: int, ulysses: int, heads: int, layout: str = "BNLH", **options: Any
+) -> tuple[Copies, Copies]:
+    """Of the forward and of the backward; q, k and v are 1 KiB a head each."""
+    with fake_world(ring * team * ulysses, rank=1):
+        mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
+        with FakeTensorMode():
+            shape = (1, heads, 16, 32) if layout == "BNLH" else (1, 16, heads, 32)
+            leaves = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+            q, k, v = (x if layout == "BNLH" else x.transpose(1, 2) for x in leaves)
+            with Copies() as forward:
+                out = context_parallel_attention(q, k, v, mesh, **told(mesh, **options))
+            with Copies() as backward:
+                out.backward(torch.empty_like(out))
+    return forward, backward
+
+
+@pytest.mark.parametrize("layout", ["BNLH", "BLNH"])
+@pytest.mark.parametrize(("heads", "groups"), [(8, 1), (32, 4)])
+def test_tokens_are_copied_once_on_their_way_to_heads_and_back(heads: int, groups: int, layout: str) -> None:
+    """Into what is sent, and out of what arrives or, an eighth, stays here; in a few calls for all eight ranks.
+
+    They are at most two for a tensor that is sent, since nothing is sent to oneself, one for the tokens of all ranks,
+    three for the heads of all ranks. A gradient that autograd makes is by heads, and that of tokens by tokens.
+    """
+    given, results = (3, 6), (2, 3)
+    for way, seen in enumerate(copies(1, 1, 8, heads, layout)):
+        gradient = way * (layout == "BLNH")
+        assert seen.copied == seen.sent + seen.arrived * 8 / 7 + gradient * heads * KIB
+        assert seen.count == groups * (3 * given[way] + 5 * results[way]) + gradient
+
+
+STATISTIC = 8 * 16 * 4 / KIB
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "most"),
+    [
+        # k and v; q, dO and two statistics, dq before its first hop, dk and dv as they are laid out
+        ((8, 1, 1), "BNLH", (16 + 8 * STATISTIC, 16 + 2 * STATISTIC + 16 + 16)),
+        ((8, 1, 1), "BLNH", (16 + 8 * STATISTIC, 16 + 2 * STATISTIC + 16 + 16)),
+        # k and v, others' q, their out and lse; k and v, others' q, dO and two statistics, their dq, dk and dv in
+        # float32 before their hop, dq as it is laid out
+        ((2, 4, 1), "BNLH", (16 + 24 + 24 + 11 * STATISTIC, 16 + 17 + 51 + 24 + 32)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_sent_is_copied_once_however_far_it_goes(
+    mesh: tuple[int, int, int], layout: str, most: tuple[float, float]
+) -> None:
+    """In KiB: into a send buffer, and where rows of several ranks are put together; what arrives is used as it lies."""
+    for seen, bound in zip(copies(*mesh, 8, layout), most, strict=True):
+        assert seen.copied <= bound * KIB
+
+
+def test_a_longer_ring_copies_only_what_its_merges_do() -> None:
+    """Keys and values, and what is carried home, are sent on where they arrived; lse is written by a merge."""
+    (short, back), (long, far_back) = copies(3, 1, 1, 8), copies(9, 1, 1, 8)
+    assert long.copied - short.copied <= 6 * STATISTIC * KIB
+    assert far_back.copied == back.copied
 
 
 @pytest.mark.parametrize("rotate_forward", ["kv", "q"])

@@ -391,8 +391,8 @@ class Call:
         mine = self.heads[place.ulysses_rank]
         if place.ulysses == 1:
             return compute(mine[0], tensors)
-        (q_rows, queries), (k_rows, keys) = (exchanged(self.sequences, side, place) for side in ("q", "kv"))
-        exchange = HeadExchange(self.groups.ulysses, place.ulysses_rank, self.heads, (q_rows, k_rows), (queries, keys))
+        together = exchanged(self.sequences, "q", place), exchanged(self.sequences, "kv", place)
+        exchange = HeadExchange(self.groups.ulysses, place.ulysses_rank, self.heads, together)
         return exchange.run(tensors, kinds, lambda number, given: compute(mine[number], given), result_kinds)
 
     def _scores(self, heads: Heads) -> Scores:

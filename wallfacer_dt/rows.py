@@ -1,8 +1,8 @@
 """Rows of several tensors put together in another order, and taken apart again: few pieces by slices, many by index."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -16,81 +16,144 @@ _FEW = 64
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which rows of some tensors make a new one.
+    """Which rows of a tensor make another one, by row of the batch or for all: (n, 2) first of a piece, and how many.
 
-    Attributes:
-        pieces: by row of the batch, or one for all: (n, 3) of the tensor's number, the first row, and how many.
+    Where rows of the batch differ, the dim of these rows comes after that of the batch, which is the first.
     """
 
     pieces: tuple[np.ndarray, ...]
-    _indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def at(cls, by_row: Sequence[Spans]) -> "Rows":
-        """Rows of one tensor."""
-        return cls(tuple(_pieces(np.zeros(len(spans), np.int64), spans[:, 0], _lengths(spans)) for spans in by_row))
+        """The rows in these spans."""
+        return cls(tuple(_merged(spans[:, 0], spans[:, 1] - spans[:, 0]) for spans in by_row))
 
-    def of(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The new tensor; where rows of the batch differ, ``dim`` comes after that of the batch, which is the first."""
-        if len(self.pieces) == 1 and len(self.pieces[0]) <= _FEW:
-            narrowed = [parts[part].narrow(dim, start, n) for part, start, n in self.pieces[0].tolist()]
-            return joined(narrowed or [parts[0].narrow(dim, 0, 0)], dim)
-        index = self._index(parts, dim)
-        whole = joined(parts, dim)
+    @cached_property
+    def length(self) -> int:
+        """How many rows."""
+        return int(self.pieces[0][:, 1].sum())
+
+    @property
+    def are_few(self) -> bool:
+        """Whether slices make them."""
+        return len(self.pieces) == 1 and len(self.pieces[0]) <= _FEW
+
+    def of(self, x: Tensor, dim: int) -> Tensor:
+        """The other tensor, a view where it can be."""
+        if self.are_few:
+            return _joined(
+                [x.narrow(dim, start, n) for start, n in self.pieces[0].tolist()] or [x.narrow(dim, 0, 0)], dim
+            )
+        index = self._index(x)
         if len(index) == 1:
-            return whole.index_select(dim, index[0])
+            return x.index_select(dim, index[0])
         rows = torch.arange(len(index), device=index.device).unsqueeze(-1)
-        return whole.movedim(dim, 1)[rows, index].movedim(1, dim)
+        return x.movedim(dim, 1)[rows, index].movedim(1, dim)
 
-    def _index(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """(rows, length) of the parts laid end to end."""
-        x, sizes = parts[0], tuple(part.shape[dim] for part in parts)
-        if (sizes, x.device) in self._indices:
-            return self._indices[sizes, x.device]
-        first = np.cumsum(sizes) - sizes
-        rows = [np.repeat(first[part] + start - (np.cumsum(n) - n), n) for part, start, n in (p.T for p in self.pieces)]
+    def _index(self, x: Tensor) -> Tensor:
+        """(rows of the batch, length)."""
+        if x.device in self._indices:
+            return self._indices[x.device]
+        rows = [np.repeat(start - (np.cumsum(n) - n), n) for start, n in (pieces.T for pieces in self.pieces)]
         index = torch.tensor(np.stack([row + np.arange(len(row)) for row in rows]), device=x.device)
         if not isinstance(x, FakeTensor):
-            self._indices[sizes, x.device] = index
+            self._indices[x.device] = index
         return index
 
 
-class Members(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Members:
     """How the rows of several members are put together, ascending in position, and taken apart.
 
     Attributes:
-        together: the rows of all, out of what the members hold.
-        of: by member, its rows out of these.
+        pieces: by row of the batch, or one for all: (n, 3) whose a piece is, its first row there, and how many.
+        rows: by member, its rows out of those of all.
     """
 
-    together: Rows
-    of: tuple[Rows, ...]
+    pieces: tuple[np.ndarray, ...]
+    rows: tuple[Rows, ...]
+    _orders: dict[tuple[int, ...], Rows] = field(default_factory=dict, repr=False)
 
     @classmethod
     def made(cls, by_row: Sequence[Pieces], members: int) -> "Members":
         """By row of the batch, or for all, whose pieces they are."""
-        whole = [_pieces(pieces.member, pieces.start, _lengths(pieces.span)) for pieces in by_row]
-        stored = [np.stack([stored_at(pieces.span), *pieces.span.T], -1) for pieces in by_row]
-        apart = []
-        for member in range(members):
-            rows = [some[pieces.member == member] for some, pieces in zip(stored, by_row, strict=True)]
-            apart.append(Rows(tuple(_pieces(0 * row[:, 0], row[:, 0], row[:, 2] - row[:, 1]) for row in rows)))
-        return cls(Rows(tuple(whole)), tuple(apart))
+        whole = tuple(np.stack([p.member, p.start, p.span[:, 1] - p.span[:, 0]], -1) for p in by_row)
+        stored = [(p.member, stored_at(p.span), some[:, 2]) for p, some in zip(by_row, whole, strict=True)]
+        rows = [[_merged(start[of == i], n[of == i]) for of, start, n in stored] for i in range(members)]
+        return cls(whole, tuple(Rows(tuple(some)) for some in rows))
+
+    @cached_property
+    def length(self) -> int:
+        """Rows of all."""
+        return sum(rows.length for rows in self.rows)
+
+    def together(self, parts: Sequence[Tensor], dim: int, out: Tensor | None = None) -> Tensor:
+        """The rows of all, from what members hold, perhaps more than that; a view where it can be, or in ``out``."""
+        if len(self.pieces) == 1 and len(self.pieces[0]) <= _FEW:
+            some = [parts[member].narrow(dim, start, n) for member, start, n in self.pieces[0].tolist()]
+            some = some or [parts[0].narrow(dim, 0, 0)]
+            return _joined(some, dim) if out is None else torch.cat(some, dim, out=out)
+        # To write every part where its rows belong is one copy less, and takes twice as long (torch 2.13.0, CPU).
+        sizes = tuple(part.shape[dim] for part in parts)
+        if sizes not in self._orders:
+            first = np.cumsum(sizes) - sizes
+            self._orders[sizes] = Rows(
+                tuple(_merged(first[of] + start, n) for of, start, n in (p.T for p in self.pieces))
+            )
+        whole = self._orders[sizes].of(_joined(parts, dim), dim)
+        return whole if out is None else out.copy_(whole)
 
 
-def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+def pairs(rows: tuple[Rows, ...], x: Tensor, stacked: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of a tensor, and where they are in others of which each has some, (others, ...) stacked.
+
+    Views, one pair for as many as are evenly spaced; of rows in many pieces the first is a copy.
+    """
+    for first, count, start, step, at, n in _runs(rows):
+        there = cut(x, dim, start, n)
+        there = there.as_strided((count, *there.shape), (step * x.stride(dim), *there.stride()), there.storage_offset())
+        yield there, cut(cut(stacked, 0, first, count), dim + 1, at, n)
+    for some, part in zip(rows, stacked.unbind(0), strict=True):
+        if not some.are_few:
+            yield some.of(x, dim), cut(part, dim, 0, some.length)
+
+
+@lru_cache(maxsize=1024)
+def _runs(rows: tuple[Rows, ...]) -> list[tuple[int, int, int, int, int, int]]:
+    """Pieces of neighbours: whose first, of how many, its first row, rows to the next, where, and how many rows."""
+    found: list[tuple[int, int, int, int, int, int]] = []
+    for member, some in enumerate(rows):
+        pieces = some.pieces[0] if some.are_few else some.pieces[0][:0]
+        for (start, n), at in zip(pieces.tolist(), (np.cumsum(pieces[:, 1]) - pieces[:, 1]).tolist(), strict=True):
+            for i, (first, count, start_of_first, step, *alike) in enumerate(found):
+                step = start - start_of_first if count == 1 else step
+                # Strides of a tensor are not negative.
+                if (
+                    alike == [at, n]
+                    and first + count == member
+                    and start == start_of_first + count * step
+                    and step >= 0
+                ):
+                    found[i] = (first, count + 1, start_of_first, step, at, n)
+                    break
+            else:
+                found.append((member, 1, start, 0, at, n))
+    return found
+
+
+def cut(x: Tensor, dim: int, start: int, n: int) -> Tensor:
+    """``x.narrow``, where it leaves something out."""
+    return x if n == x.shape[dim] else x.narrow(dim, start, n)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """``torch.cat``, which copies even a single tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def _lengths(spans: Spans) -> np.ndarray:
-    return spans[:, 1] - spans[:, 0]
-
-
-def _pieces(part: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Pieces without empty ones, those that follow one another made one."""
-    part, start, length = (x[length > 0] for x in (part, start, length))
-    apart = np.append(True, (part[1:] != part[:-1]) | (start[1:] != start[:-1] + length[:-1]))[: len(part)]
-    first = np.flatnonzero(apart)
-    lengths = np.add.reduceat(length, first) if len(first) else length
-    return np.stack([part[apart], start[apart], lengths], -1)
+def _merged(start: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """(pieces, 2) without empty ones, those that follow one another made one."""
+    start, n = start[n > 0], n[n > 0]
+    first = np.flatnonzero(np.append(True, start[1:] != start[:-1] + n[:-1])[: len(start)])
+    return np.stack([start[first], np.add.reduceat(n, first) if len(first) else n], -1)

@@ -52,7 +52,7 @@ def shard_sequence(
     rows = _rows(x, dim, x.shape[dim], order, document_ids, cu_seqlens)
     return (
         Rows.at([_dealt(x.shape[dim], order, row)[place.index] for row in rows])
-        .of([x], dim)
+        .of(x, dim)
         .clone(memory_format=torch.contiguous_format)
     )
 
@@ -121,7 +121,7 @@ def unshard_sequence(
     shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
     rows = _rows(x, dim, length, order, document_ids, cu_seqlens)
     by_row = [in_order(enumerate(_dealt(length, order, row))) for row in rows]
-    return Members.made(by_row, len(sizes)).together.of(shards, dim).contiguous()
+    return Members.made(by_row, len(sizes)).together(shards, dim).contiguous()
 
 
 def sequence_positions(

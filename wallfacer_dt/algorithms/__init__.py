@@ -1,6 +1,6 @@
 """Context-parallel attention: schedules as data, one loop that executes them, and the volumes they move."""
 
-from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
+from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import (
     Answers,
     Captured,
@@ -10,7 +10,7 @@ from wallfacer_dt.algorithms.blocks import (
     mask_name,
     recorded_mask,
 )
-from wallfacer_dt.algorithms.execute import Arithmetic, Groups, execute
+from wallfacer_dt.algorithms.execute import Groups, execute
 from wallfacer_dt.algorithms.feed_forward import (
     ACTIVATIONS,
     FeedForward,

@@ -4,9 +4,10 @@ Precision: partial results accumulate in float32 (float64 for float64). What gat
 in that dtype too, so the error does not grow with the ring; what is sent once travels in the inputs' dtype.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +16,22 @@ from torch.nn.attention.flex_attention import BlockMask
 from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
+from wallfacer_dt.collectives import Layout
 from wallfacer_dt.kernels import BlockKernel, How, accumulation_dtype, merge_, output_with_delta
 from wallfacer_dt.layout import Spans
+from wallfacer_dt.rows import cut
 
 BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2  # of everything here: (B, N, L, H) and (B, N, L)
 
 Asked = Callable[[Spans, Spans], BlockMask]
 """What ``mask_mod`` says of queries and keys at these positions."""
+
+
+class Sent(NamedTuple):
+    """Tensors in one flat buffer, as they travel."""
+
+    buffer: Tensor
+    layout: Layout
 
 
 @dataclass(slots=True)
@@ -32,15 +42,17 @@ class Operand:
         data: what a transfer sends. Keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every
             head's key. Queries: (q,) forward, (q, grad_out, lse, delta) backward.
         partial: forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the
-            first call of a kernel.
+            first call of a kernel, then as the kernel gave it, and from the second on in the accumulation dtype.
         out: backward, for queries: an output with rowsum(grad_out * out) = delta.
-        message: data as it was received, to be sent on without packing it again.
+        sent: data where it was received, to be sent on as it is.
+        sent_partial: partial likewise.
     """
 
     data: tuple[Tensor, ...]
     partial: tuple[Tensor, ...] = ()
     out: Tensor | None = field(default=None, repr=False)
-    message: Tensor | None = field(default=None, repr=False)
+    sent: Sent | None = field(default=None, repr=False)
+    sent_partial: Sent | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +98,50 @@ class Scores:
         return How(tile.band, self.scale, self.asked(*tile.asked), self.softcap)
 
 
+class Arithmetic(ABC):
+    """What is computed on segments of queries and keys: partial results that are combined in some way."""
+
+    gives_to_keys: ClassVar[bool]  # whether something is computed for the keys, too, as a backward does
+
+    @abstractmethod
+    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
+        """Compute segments, and combine what comes of them with the operands' partial results."""
+
+    @abstractmethod
+    def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
+        """The partial result of an operand that has seen nothing, in the accumulation dtype."""
+
+    @abstractmethod
+    def combine_(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        """Combine a partial result in the accumulation dtype with another one, in place."""
+
+    def home_dtypes(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """In what a partial result is sent to its owner, once; ``dtype`` is the inputs'."""
+        return (dtype,) * len(partial)
+
+    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """A partial result as its owner has it; ``dtype`` is the inputs'."""
+        return tuple(x.to(own) for x, own in zip(partial, self.home_dtypes(partial, dtype), strict=True))
+
+    def combined(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Two partial results, of which the first may be empty, and is changed in place once it is wide."""
+        if not partial:
+            return tuple(more)
+        wide = _widened(partial)
+        self.combine_(wide, more)
+        return wide
+
+    def add(self, operand: Operand, more: Sequence[Tensor], tile: Tile, rows: Rows) -> None:
+        """Combine what a tile gives with the operand's partial result."""
+        if _covers(tile, rows, operand.data[0]):
+            operand.partial = self.combined(operand.partial, more)
+        else:
+            operand.partial = _widened(operand.partial or self.nothing(operand))
+            self.combine_([_part(x, tile, rows) for x in operand.partial], more)
+
+
 @dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(Arithmetic):
     """out and lse of queries over keys."""
 
     scores: Scores
@@ -98,45 +152,33 @@ class Forward:
         """Merge what segments give into the queries' partial result."""
         (q,) = query.data
         for tile in self.scores.calls(work):
-            out, lse = self.scores.forward(tile, _part(q, tile, tile.q), *_keys(keys, tile))
-            if not query.partial and _covers(tile, tile.q, q):
-                query.partial = (out.to(lse.dtype), lse)
-                continue
-            if not query.partial:
-                query.partial = self.nothing(query)
-            self.combine([_part(x, tile, tile.q) for x in query.partial], (out, lse))
+            self.add(query, self.scores.forward(tile, _part(q, tile, tile.q), *_keys(keys, tile)), tile, tile.q)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
-        """The partial result of queries that have seen no key."""
+        """Of queries that have seen no key."""
         (q,) = operand.data
         wide = accumulation_dtype(q.dtype)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
         return q.new_zeros((*q.shape[:-1], self.value_dim), dtype=wide), lse
 
-    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A partial result as it is sent to its owner, once; ``dtype`` is the inputs'."""
-        out, lse = partial
-        return out.to(dtype), lse
+    def home_dtypes(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The lse stays as it is."""
+        return dtype, partial[1].dtype
 
-    def combine(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-        """Merge a partial result over other keys into one, in place."""
-        (out, lse), (more_out, more_lse) = partial, more
-        merge_(out, lse, more_out, more_lse)
+    def combine_(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        """Merge in a partial result over other keys."""
+        merge_(*partial, *more)
 
 
-class Sums:
+class Sums(Arithmetic):
     """Partial results that are added up, each of its operand's shape."""
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The sum of nothing."""
         return tuple(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in operand.data)
 
-    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A partial sum as it is sent to its owner, once; ``dtype`` is the inputs'."""
-        return tuple(x.to(dtype) for x in partial)
-
-    def combine(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-        """Add a partial sum to another, in place."""
+    def combine_(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        """Add a partial sum."""
         for mine, theirs in zip(partial, more, strict=True):
             mine.add_(theirs)
 
@@ -156,10 +198,10 @@ class Backward(Sums):
         if query.out is None:
             query.out = output_with_delta(grad_out, delta)
         for tile in self.scores.calls(work):
-            rows = [_part(x, tile, tile.q) for x in (grad_out, q, query.out, lse)]
-            dq, dk, dv = self.scores.backward(tile, rows[0], rows[1], *_keys(keys, tile), rows[2], rows[3])
-            self._add(query, (dq,), tile, tile.q)
-            self._add(keys, _key_grads(keys, dk, dv), tile, tile.k)
+            grad, queries, out, sums = [_part(x, tile, tile.q) for x in (grad_out, q, query.out, lse)]
+            dq, dk, dv = self.scores.backward(tile, grad, queries, *_keys(keys, tile), out, sums)
+            self.add(query, (dq,), tile, tile.q)
+            self.add(keys, _key_grads(keys, dk, dv), tile, tile.k)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The gradients of an operand that took no part."""
@@ -167,18 +209,10 @@ class Backward(Sums):
         inputs = operand.data[:1] if len(operand.data) == 4 else operand.data
         return Sums.nothing(self, Operand(inputs))
 
-    def _add(self, operand: Operand, grads: Sequence[Tensor], tile: Tile, rows: Rows) -> None:
-        if not operand.partial and _covers(tile, rows, operand.data[0]):
-            operand.partial = tuple(grad.to(accumulation_dtype(grad.dtype)) for grad in grads)
-            return
-        if not operand.partial:
-            operand.partial = self.nothing(operand)
-        self.combine([_part(x, tile, rows) for x in operand.partial], grads)
-
 
 def _keys(keys: Operand, tile: Tile) -> tuple[Tensor, Tensor]:
     """A tile's keys and values, the keys with the part that heads share."""
-    k, v, *shared = (_part(x, tile, tile.k) for x in keys.data)
+    k, v, *shared = [_part(x, tile, tile.k) for x in keys.data]
     if shared:
         k = torch.cat([k, shared[0].expand(-1, k.shape[HEADS_DIM], -1, -1)], -1)
     return k, v
@@ -196,9 +230,13 @@ def _key_grads(keys: Operand, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
 def _part(x: Tensor, tile: Tile, rows: Rows) -> Tensor:
     """Rows of an operand's tensor, in the rows of the batch that a tile is for."""
     if tile.batch is not None:
-        x = x.narrow(BATCH_DIM, tile.batch, 1)
-    return x.narrow(SEQUENCE_DIM, rows[0], rows[1] - rows[0])
+        x = cut(x, BATCH_DIM, tile.batch, 1)
+    return cut(x, SEQUENCE_DIM, rows[0], rows[1] - rows[0])
 
 
 def _covers(tile: Tile, rows: Rows, x: Tensor) -> bool:
     return rows == (0, x.shape[SEQUENCE_DIM]) and (tile.batch is None or x.shape[BATCH_DIM] == 1)
+
+
+def _widened(partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple([x.to(accumulation_dtype(x.dtype)) for x in partial])

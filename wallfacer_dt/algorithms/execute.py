@@ -1,14 +1,12 @@
 """Executing a schedule: a loop over its steps, and what each transfer packs and unpacks."""
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Operand
-from wallfacer_dt.algorithms.segments import Work
+from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Arithmetic, Operand, Sent
+from wallfacer_dt.algorithms.shares import packed_shares
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     HOME,
@@ -17,24 +15,15 @@ from wallfacer_dt.algorithms.steps import (
     Exchange,
     Gather,
     Move,
-    Part,
     Schedule,
     Start,
     Transfer,
     Wait,
 )
-from wallfacer_dt.collectives import (
-    Field,
-    all_gather,
-    exchange,
-    fields_of,
-    pack,
-    permute,
-    unpack,
-    wait,
-)
+from wallfacer_dt.collectives import Layout, all_gather, exchange, layout, pack, permute, wait
+from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
-from wallfacer_dt.rows import Members, joined
+from wallfacer_dt.rows import cut
 
 
 class Groups(NamedTuple):
@@ -50,35 +39,11 @@ class Groups(NamedTuple):
     context: str
     context_ranks: tuple[int, ...]
 
-    def named(self, axis: str) -> str:
-        """The name of the process group of an axis."""
-        return {RING_AXIS: self.ring, TEAM_AXIS: self.team, CONTEXT: self.context}[axis]
-
-    def rank(self, axis: str, number: int) -> int:
-        """The rank, in an axis' process group, of a position on it."""
-        return self.context_ranks[number] if axis == CONTEXT else number
-
-
-class Arithmetic(Protocol):
-    """What a schedule computes: on segments of queries and keys, with partial results that add up in some way.
-
-    Attributes:
-        gives_to_keys: whether something is computed for the keys, too, as a backward does.
-    """
-
-    gives_to_keys: ClassVar[bool]
-
-    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
-        """Compute segments, and add what comes of them to the operands' partial results."""
-
-    def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
-        """The partial result of an operand that has seen nothing."""
-
-    def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A partial result as it is sent to its owner, once; ``dtype`` is the inputs'."""
-
-    def combine(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-        """Add another partial result to one, in place."""
+    def permute(self, buffer: Tensor, way: Move | Carry) -> Tensor:
+        """Start to pass a buffer on along an axis, receiving as much: pending."""
+        if way.axis == CONTEXT:
+            return permute(buffer, self.context_ranks[way.to], self.context_ranks[way.source], self.context)
+        return permute(buffer, way.to, way.source, {RING_AXIS: self.ring, TEAM_AXIS: self.team}[way.axis])
 
 
 def execute(
@@ -88,174 +53,162 @@ def execute(
     resident: Operand,
     rotating: Operand,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Run a schedule on this rank's operands.
+    """What a schedule computes for this rank's own shards of the resident and of the rotating side.
 
-    Args:
-        schedule: this rank's.
-        arithmetic: what to compute, forward or backward.
-        groups: the process groups, and this rank's coordinate.
-        resident: own shard of the side that stays.
-        rotating: own shard of the side that moves.
-
-    Returns:
-        What was computed for the own shard of the resident and of the rotating side: in the forward (out, lse) for
-        queries and nothing for keys, gradients in the backward; in the accumulation dtype.
+    In the forward (out, lse) for queries and nothing for keys, in the backward gradients; as a kernel gave them, or in
+    the accumulation dtype.
     """
-    rows = [operand.data[0].shape[SEQUENCE_DIM] for operand in (resident, rotating)]
-    padded_lengths = schedule.padded_lengths if schedule.resident == "q" else schedule.padded_lengths[::-1]
-    padded = (
-        _padded(operand, padded_length)
-        for operand, padded_length in zip((resident, rotating), padded_lengths, strict=True)
-    )
-    run = _Run(schedule, arithmetic, groups, *padded)
+    run = _Run(schedule, arithmetic, groups, resident, rotating)
     for step in schedule.steps:
         match step:
-            case Start(transfer):
-                run.start(transfer)
-            case Wait(transfer):
-                run.wait(transfer)
-            case Attend(part, _, block, work):
-                run.attend(part, block, work)
-    results = run.results()
-    return _cut(results[0], rows[0]), _cut(results[1], rows[1])
+            case Attend():
+                run.attend(step)
+            case Start():
+                run.start(step.transfer)
+            case Wait():
+                run.wait(step.transfer)
+    return run.results()
 
 
 class _Run:
-    """The operands of one execution while it is under way."""
+    """The operands of one execution while it is under way.
+
+    Shards may differ in length: what is sent is padded with zeros, and an owner takes of what arrives what it has.
+    """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        arithmetic: Arithmetic,
-        groups: Groups,
-        resident: Operand,
-        rotating: Operand,
+        self, schedule: Schedule, arithmetic: Arithmetic, groups: Groups, resident: Operand, rotating: Operand
     ) -> None:
         self.schedule, self.arithmetic, self.groups = schedule, arithmetic, groups
-        self.local = resident
-        self.peers = Operand(())
+        self.local, self.peers, self.home = resident, Operand(()), Operand(rotating.data)
         self.blocks = {0: rotating}
-        self.home: tuple[Tensor, ...] = ()
-        self.pending: dict[Transfer, tuple[Tensor, tuple[Field, ...]]] = {}
+        self.pending: dict[Transfer, Sent] = {}
 
-    def attend(self, part: Part, block: int, work: Work) -> None:
+    def attend(self, step: Attend) -> None:
         """Attend a part of the resident side and a rotating block."""
-        resident, rotating = self.local if part == "local" else self.peers, self.blocks[block]
+        resident, rotating = self.local if step.part == "local" else self.peers, self.blocks[step.block]
         query, keys = (resident, rotating) if self.schedule.resident == "q" else (rotating, resident)
-        self.arithmetic.attend(query, keys, work)
+        self.arithmetic.attend(query, keys, step.work)
 
     def start(self, transfer: Transfer) -> None:
-        """Start a transfer and remember its pending buffer with the fields of what it will bring."""
+        """Start a transfer, and remember what is pending with the layout of what it will bring."""
         match transfer:
-            case Gather(side):
-                data = (self.local if side == self.schedule.resident else self.blocks[0]).data
-                pending = all_gather(pack(data), self.groups.team), fields_of(data)
-            case Move(_, held, _, axis, to, source):
-                operand = self.blocks[held]
-                message = pack(operand.data) if operand.message is None else operand.message
-                pending = self._permute(message, axis, to, source), fields_of(operand.data)
-            case Carry(_, block, _, axis, to, source, _):
-                partial = self._partial(self.blocks[block])
-                pending = self._permute(pack(partial), axis, to, source), fields_of(partial)
+            case Gather():
+                sent = self._sent(self.local if transfer.side == self.schedule.resident else self.blocks[0], transfer)
+                pending = all_gather(sent.buffer, self.groups.team)
+            case Move():
+                sent = self._sent(self.blocks[transfer.held], transfer)
+                pending = self.groups.permute(sent.buffer, transfer)
+            case Carry():
+                sent = self._sent_partial(self.blocks[transfer.block])
+                pending = self.groups.permute(sent.buffer, transfer)
             case Exchange():
-                shares = self._shares(transfer)
-                pending = exchange(joined([pack(x) for x in shares], 0), self.groups.team), fields_of(shares[0])
-        self.pending[transfer] = pending
+                sent = self._shares(transfer)
+                pending = exchange(sent.buffer, self.groups.team)
+        self.pending[transfer] = Sent(pending, sent.layout)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer and take up what it brought."""
-        pending, fields = self.pending.pop(transfer)
+        pending, places = self.pending.pop(transfer)
         buffer = wait(pending)
         match transfer:
-            case Gather(side) if side == self.schedule.resident:
-                self.peers = Operand(self._assemble(buffer, fields, self.schedule.peers))
+            case Gather() if transfer.side == self.schedule.resident:
+                by_tensor = zip(*_each(buffer, places), strict=True)
+                self.peers = Operand(tuple([self.schedule.peers.together(x, SEQUENCE_DIM) for x in by_tensor]))
             case Gather():
-                data = self._assemble(buffer, fields, self.schedule.everyone)
-                self.blocks[0] = _padded(Operand(data), self.schedule.gathered)
-            case Move(_, _, block, _, _, _):
-                self._forget(block)
-                self.blocks[block] = Operand(unpack(buffer, fields), message=buffer)
-            case Carry(_, _, into) if into == HOME:
-                self.home = unpack(buffer, fields)
-            case Carry(_, _, into):
-                self.arithmetic.combine(self._partial(self.blocks[into]), unpack(buffer, fields))
+                self.blocks[0] = self._everyone(_each(buffer, places))
+            case Move():
+                # One's own block is needed where what comes home is added to it.
+                if transfer.block > (self.schedule.home == "block"):
+                    del self.blocks[transfer.block - 1]
+                self.blocks[transfer.block] = Operand(places.views(buffer), sent=Sent(buffer, places))
+            case Carry() if transfer.into == HOME:
+                self.home.partial = places.views(buffer)
+            case Carry():
+                block = self.blocks[transfer.into]
+                # What there is of it here is added to what arrives, which is wide and can be sent on as it is.
+                arrived = _cut(places.views(buffer), block)
+                if block.partial:
+                    self.arithmetic.combine_(arrived, block.partial)
+                block.partial, block.sent_partial = arrived, Sent(buffer, places)
             case Exchange():
-                mine = self._mine(transfer)
-                for share in buffer.view(self.groups.place.team - 1, -1).unbind(0):
-                    self.arithmetic.combine(mine, unpack(share, fields))
+                operand = self._mine(transfer)
+                for share in _each(buffer, places):
+                    operand.partial = self.arithmetic.combined(operand.partial, _cut(share, operand))
 
     def results(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What was computed for the own shards of the resident and the rotating side."""
         both, queries_stay = self.arithmetic.gives_to_keys, self.schedule.resident == "q"
         own = self._partial(self.local) if both or queries_stay else ()
         if self.schedule.home == "exchange":
-            return own, self.home
+            return own, self.home.partial
         return own, self._partial(self.blocks[0]) if both or not queries_stay else ()
 
-    def _forget(self, arrived: int) -> None:
-        """Let go of the blocks before one that has arrived, but for one's own, which what comes home is added to."""
-        for block in list(self.blocks):
-            if block < arrived and not (block == 0 and self.schedule.home == "block"):
-                del self.blocks[block]
+    def _sent(self, operand: Operand, transfer: Gather | Move) -> Sent:
+        """An operand's data as it travels: as it came, or one's own shard, as long as the longest."""
+        if operand.sent is not None:
+            return operand.sent
+        places = layout(*[(_shape(x, self._padded_length(transfer)), x.dtype) for x in operand.data])
+        return Sent(pack(operand.data, places), places)
 
-    def _permute(self, buffer: Tensor, axis: str, to: int, source: int) -> Tensor:
-        rank = self.groups.rank
-        return permute(buffer, rank(axis, to), rank(axis, source), self.groups.named(axis))
+    def _sent_partial(self, operand: Operand) -> Sent:
+        """What has been computed for a block as it travels, wide; the block lets go of it."""
+        sent = operand.sent_partial
+        if sent is None:
+            partial = self._partial(operand)
+            places = layout(*[(x.shape, accumulation_dtype(x.dtype)) for x in partial])
+            sent = Sent(pack(partial, places), places)
+        operand.partial, operand.sent_partial = (), None
+        return sent
 
-    def _assemble(self, buffer: Tensor, fields: Sequence[Field], team: Members) -> tuple[Tensor, ...]:
-        """The rows of a team, of every field, from the messages of all its members."""
-        members = [unpack(message, fields) for message in buffer.view(self.groups.place.team, -1).unbind(0)]
-        return tuple(team.together.of(parts, SEQUENCE_DIM) for parts in zip(*members, strict=True))
-
-    def _shares(self, transfer: Exchange) -> list[tuple[Tensor, ...]]:
-        """What an exchange sends: for every other team member the partial result of its rows."""
+    def _shares(self, transfer: Exchange) -> Sent:
+        """What an exchange sends: to every other team member the partial result of its rows."""
         if transfer.side == self.schedule.resident:
-            partial, rows = self._partial(self.peers), self.schedule.peers
+            partial, members = self._partial(self.peers), self.schedule.peers
             self.peers = Operand(())
         else:
-            partial, rows = self.home, self.schedule.everyone
-        me, team = self.groups.place.team_rank, self.groups.place.team
-        padded_length = self._padded_length(transfer.side)
-        return [
-            self.arithmetic.outgoing(_rows_of(member, partial, rows, padded_length), self.local.data[0].dtype)
-            for member in range(team)
-            if member != me
-        ]
+            partial, members = self.home.partial, self.schedule.everyone
+        dtypes = self.arithmetic.home_dtypes(partial, self.local.data[0].dtype)
+        length = self._padded_length(transfer)
+        places = layout(*[(_shape(x, length), dtype) for x, dtype in zip(partial, dtypes, strict=True)])
+        place, rows = self.groups.place, [members.rows] * len(partial)
+        return Sent(packed_shares(partial, rows, SEQUENCE_DIM, [places] * place.team, place.team_rank), places)
 
-    def _padded_length(self, side: str) -> int:
-        return self.schedule.padded_lengths[0 if side == "q" else 1]
-
-    def _mine(self, transfer: Exchange) -> tuple[Tensor, ...]:
+    def _mine(self, transfer: Exchange) -> Operand:
         """One's own rows, to which an exchange adds what the others computed for them."""
         if transfer.side == self.schedule.resident:
-            return self._partial(self.local)
-        padded_length = self._padded_length(transfer.side)
-        self.home = _rows_of(self.groups.place.team_rank, self.home, self.schedule.everyone, padded_length)
+            return self.local
+        rows = self.schedule.everyone.rows[self.groups.place.team_rank]
+        self.home.partial = tuple(rows.of(x, SEQUENCE_DIM) for x in self.home.partial)
         return self.home
 
+    def _everyone(self, members: Sequence[tuple[Tensor, ...]]) -> Operand:
+        """The rotating side of a whole team, put together where it is sent from."""
+        everyone, length = self.schedule.everyone, self.schedule.gathered
+        places = layout(*[(_shape(x, length), x.dtype) for x in members[0]])
+        buffer = members[0][0].new_zeros(places.size, dtype=places.dtype)
+        views = places.views(buffer)
+        for view, parts in zip(views, zip(*members, strict=True), strict=True):
+            everyone.together(parts, SEQUENCE_DIM, out=cut(view, SEQUENCE_DIM, 0, everyone.length))
+        return Operand(views, sent=Sent(buffer, places))
+
+    def _padded_length(self, transfer: Transfer) -> int:
+        return self.schedule.padded_lengths[0 if transfer.side == "q" else 1]
+
     def _partial(self, operand: Operand) -> tuple[Tensor, ...]:
-        if not operand.partial:
-            operand.partial = self.arithmetic.nothing(operand)
-        return operand.partial
+        return operand.partial or self.arithmetic.nothing(operand)
 
 
-def _rows_of(member: int, tensors: Sequence[Tensor], team: Members, padded_length: int) -> tuple[Tensor, ...]:
-    """The rows of one team member out of a team's tensors, as long as the padded length."""
-    return tuple(_filled(team.of[member].of([x], SEQUENCE_DIM), padded_length) for x in tensors)
+def _each(buffer: Tensor, places: Layout) -> list[tuple[Tensor, ...]]:
+    """The tensors of every one who sent its share of a buffer."""
+    return [places.views(buffer, start) for start in range(0, buffer.numel(), places.size)]
 
 
-def _padded(operand: Operand, padded_length: int) -> Operand:
-    """An operand whose data is as long as what is sent of it; nothing touches what is added."""
-    if operand.data[0].shape[SEQUENCE_DIM] == padded_length:
-        return operand
-    out = None if operand.out is None else _filled(operand.out, padded_length)
-    return Operand(tuple(_filled(x, padded_length) for x in operand.data), out=out)
+def _cut(tensors: Sequence[Tensor], own: Operand) -> tuple[Tensor, ...]:
+    """As many rows as an operand has, of what has arrived for it."""
+    rows = own.data[0].shape[SEQUENCE_DIM]
+    return tuple([cut(x, SEQUENCE_DIM, 0, rows) for x in tensors])
 
 
-def _cut(tensors: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
-    return tuple(x.narrow(SEQUENCE_DIM, 0, rows) if rows < x.shape[SEQUENCE_DIM] else x for x in tensors)
-
-
-def _filled(x: Tensor, padded_length: int) -> Tensor:
-    missing = padded_length - x.shape[SEQUENCE_DIM]
-    return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (0, missing)) if missing else x
+def _shape(x: Tensor, rows: int) -> tuple[int, ...]:
+    return (*x.shape[:SEQUENCE_DIM], rows, *x.shape[SEQUENCE_DIM + 1 :])

@@ -81,15 +81,7 @@ def head_groups(
     >>> [(group.heads.q, group.owners) for group in groups]
     [((0, 2), (0,)), ((2, 4), (1,))]
 
-    Args:
-        heads: query heads.
-        kv_heads: key and value heads, a divisor of ``heads``.
-        head_dim: H.
-        axes: sizes of the axes of the mesh that weights are sharded over.
-        fused: one weight holds q, k and v.
-
-    Returns:
-        The groups.
+    ``axes`` are those of the mesh that weights are sharded over; ``fused``: one weight holds q, k and v.
     """
     share = heads // kv_heads
     parts = stored_parts(heads, kv_heads, head_dim, fused=fused)

@@ -9,19 +9,20 @@ Heads are exchanged in groups: while one group's attention is computed, the next
 results are on theirs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM
-from wallfacer_dt.collectives import Field, all_to_all, flattened, unpack, wait
+from wallfacer_dt.algorithms.shares import packed_shares, shares
+from wallfacer_dt.collectives import Layout, all_to_all, layout, wait
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.rows import Members
+from wallfacer_dt.rows import Members, Rows, pairs
 
 Kind = Literal["q", "kv", "shared"]
 """Which heads of a tensor a rank is sent: its query heads, its key heads, or (of one head for all) that one."""
@@ -56,14 +57,8 @@ def split_heads(heads: int, kv_heads: int, ulysses: int, *, hidden: bool) -> tup
     Heads(q=(6, 8), kv=(1, 2)) Heads(q=(0, 0), kv=(0, 0))
     Heads(q=(8, 10), kv=(1, 2)) Heads(q=(0, 0), kv=(0, 0))
 
-    Args:
-        heads: query heads, at least ``ulysses``.
-        kv_heads: key and value heads, a divisor of ``heads``.
-        ulysses: size of the axis.
-        hidden: make several groups of a rank's heads, where it has several key heads.
-
-    Returns:
-        The groups.
+    ``heads`` is at least ``ulysses`` and a multiple of ``kv_heads``; ``hidden`` makes several groups of a rank's heads,
+    where it has several key heads.
     """
     bounds = [0]
     for rank in range(ulysses):
@@ -100,11 +95,17 @@ def _divided(groups: list[Heads]) -> list[Heads]:
     return groups
 
 
-class Leaving(NamedTuple):
-    """An exchange under way: the pending buffer, and by rank the fields of its message."""
+@lru_cache(maxsize=256)
+def _head_rows(heads: tuple[tuple[Heads, ...], ...], number: int, kind: Kind) -> tuple[Rows, ...]:
+    """By rank, its heads in one group, out of all heads."""
+    return tuple(Rows.at([np.array([groups[number].of(kind)])]) for groups in heads)
+
+
+class _Leaving(NamedTuple):
+    """An exchange under way: what is pending, by rank the layout of what it sends, and what is not sent."""
 
     pending: Tensor
-    fields: tuple[tuple[Field, ...], ...]
+    layouts: Sequence[Layout]
     own: tuple[Tensor, ...]
 
 
@@ -116,15 +117,13 @@ class HeadExchange:
         group: name of the process group of axis ``cp_ulysses``.
         rank: this rank's position on it.
         heads: by rank, its groups of heads.
-        rows: by rank of the axis, how many queries and how many keys it holds.
-        together: how these are put together, of queries and of keys.
+        tokens: how the ranks' tokens are put together, of queries and of keys.
     """
 
     group: str
     rank: int
     heads: tuple[tuple[Heads, ...], ...]
-    rows: tuple[tuple[int, ...], tuple[int, ...]]
-    together: tuple[Members, Members]
+    tokens: tuple[Members, Members]
 
     def run(
         self,
@@ -135,115 +134,86 @@ class HeadExchange:
     ) -> list[Tensor]:
         """Compute something by heads that is given, and wanted, by tokens.
 
-        Args:
-            tensors: (B, N, L, ...) of this rank's tokens.
-            kinds: which heads each has.
-            compute: from a group's number and its tensors with all tokens in order to its results, likewise.
-            result_kinds: which heads each result has.
-
-        Returns:
-            The results for this rank's tokens, with all heads; a head that several ranks computed is summed.
+        Tensors and results are (B, N, L, ...) of this rank's tokens with all heads; those of ``compute`` have all
+        tokens in order and the heads of the group whose number it is given. A head that several ranks computed is
+        summed. A result lies in memory as the first tensor of its kind does.
         """
         count = len(self.heads[0])
         leaving = []
-        coming = self._gather(0, tensors, kinds)
+        coming = self._start(0, tensors, kinds, HEADS_DIM)
         for number in range(count):
             gathered = self._gathered(coming, kinds)
             if number + 1 < count:
-                coming = self._gather(number + 1, tensors, kinds)
+                coming = self._start(number + 1, tensors, kinds, HEADS_DIM)
             results = compute(number, gathered)
             del gathered  # before the next group's are put together
-            leaving.append(self._scatter(number, results, result_kinds))
-        arrived = [self._wait(one) for one in leaving]
-        return [self._all_heads(arrived, i, kind) for i, kind in enumerate(result_kinds)]
-
-    def _gather(self, number: int, tensors: Sequence[Tensor], kinds: Sequence[Kind]) -> Leaving:
-        """Start sending a group's heads of this rank's tokens to the ranks that compute them."""
-        messages = [self._heads_of(rank, number, tensors, kinds) for rank in range(len(self.heads))]
-        mine = self.heads[self.rank][number]
-        fields = [
-            tuple(
-                Field((x.shape[0], _size(mine.of(kind)), self._rows(rank, kind), *x.shape[3:]), x.dtype)
-                for x, kind in zip(tensors, kinds, strict=True)
-            )
-            for rank in range(len(self.heads))
+            leaving.append(self._start(number, results, result_kinds, SEQUENCE_DIM))
+        wholes = [
+            self._empty(x, kind, tensors[kinds.index(kind)])
+            for x, kind in zip(leaving[0].own, result_kinds, strict=True)
         ]
-        return self._start(messages, fields)
+        for number in range(count):
+            self._put(number, leaving.pop(0), result_kinds, wholes)
+        return wholes
 
-    def _gathered(self, leaving: Leaving, kinds: Sequence[Kind]) -> tuple[Tensor, ...]:
+    def _start(self, number: int, tensors: Sequence[Tensor], kinds: Sequence[Kind], dim: int) -> _Leaving:
+        """Start sending every other rank, of a group of heads, its heads of one's own tokens or its tokens of these."""
+        rows = [(_head_rows(self.heads, number, kind), self.tokens[kind != "q"].rows) for kind in kinds]
+
+        def of(heads: int, tokens: int) -> Layout:
+            sizes = [(by_heads[heads].length, by_tokens[tokens].length) for by_heads, by_tokens in rows]
+            return layout(*[((len(x), *n, *x.shape[3:]), x.dtype) for x, n in zip(tensors, sizes, strict=True)])
+
+        ranks = range(len(self.heads))
+        by_heads, by_tokens = [of(rank, self.rank) for rank in ranks], [of(self.rank, rank) for rank in ranks]
+        sent, received = (by_heads, by_tokens) if dim == HEADS_DIM else (by_tokens, by_heads)
+        theirs = [some[dim - HEADS_DIM] for some in rows]
+        own = tuple(some[self.rank].of(x, dim) for x, some in zip(tensors, theirs, strict=True))
+        arriving, leaving = ([0 if r == self.rank else one.size for r, one in enumerate(x)] for x in (received, sent))
+        buffer = packed_shares(tensors, theirs, dim, sent, self.rank)
+        return _Leaving(all_to_all(buffer, leaving, arriving, self.group), received, own)
+
+    def _arrived(self, coming: _Leaving) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Wait: the tensors of neighbouring ranks, stacked, with the first rank; one's own among them."""
+        buffer = wait(coming.pending)
+        for first, count, start in shares(coming.layouts, self.rank):
+            yield first, coming.layouts[first].views(buffer, start, count)
+        yield self.rank, tuple(x.unsqueeze(0) for x in coming.own)
+
+    def _gathered(self, coming: _Leaving, kinds: Sequence[Kind]) -> tuple[Tensor, ...]:
         """Wait, and put the tokens of all ranks together in order."""
-        arrived = self._wait(leaving)
-        return tuple(self._in_order([message[i] for message in arrived], kind) for i, kind in enumerate(kinds))
+        parts = {}
+        for first, stacked in self._arrived(coming):
+            parts |= enumerate(zip(*(x.unbind(0) for x in stacked), strict=True), first)
+        by_tensor = zip(*(parts[rank] for rank in range(len(parts))), strict=True)
+        return tuple(
+            self.tokens[kind != "q"].together(x, SEQUENCE_DIM) for x, kind in zip(by_tensor, kinds, strict=True)
+        )
 
-    def _scatter(self, number: int, tensors: Sequence[Tensor], kinds: Sequence[Kind]) -> Leaving:
-        """Start sending what was computed for a group's heads to the ranks that hold its tokens."""
-        messages = [
-            tuple(self._rows_of(rank, x, kind) for x, kind in zip(tensors, kinds, strict=True))
-            for rank in range(len(self.heads))
-        ]
-        fields = [
-            tuple(
-                Field((x.shape[0], _size(heads[number].of(kind)), self._rows(self.rank, kind), *x.shape[3:]), x.dtype)
-                for x, kind in zip(tensors, kinds, strict=True)
-            )
-            for heads in self.heads
-        ]
-        return self._start(messages, fields)
+    def _put(self, number: int, leaving: _Leaving, kinds: Sequence[Kind], wholes: Sequence[Tensor]) -> None:
+        """Wait, and put what was computed of a group of heads in place."""
+        for first, stacked in self._arrived(leaving):
+            for parts, kind, whole in zip(stacked, kinds, wholes, strict=True):
+                rows = _head_rows(self.heads, number, kind)[first : first + len(parts)]
+                if self._are_summed(kind):
+                    for some, part in zip(rows, parts.split(1), strict=True):
+                        for there, here in pairs((some,), whole, part, HEADS_DIM):
+                            there.add_(here)
+                else:
+                    for there, here in pairs(rows, whole, parts, HEADS_DIM):
+                        there.copy_(here)
 
-    def _all_heads(self, arrived: Sequence[Sequence[tuple[Tensor, ...]]], i: int, kind: Kind) -> Tensor:
-        pieces = [
-            (heads[number].of(kind), arrived[number][rank][i])
-            for rank, heads in enumerate(self.heads)
-            for number in range(len(heads))
-            if not heads[number].is_empty
-        ]
-        pieces.sort(key=lambda piece: piece[0])
-        if all(before[0][1] == after[0][0] for before, after in pairwise(pieces)):
-            return torch.cat([piece for _, piece in pieces], HEADS_DIM)
-        first = pieces[0][1]
-        shape = (first.shape[0], max(stop for (_, stop), _ in pieces), *first.shape[2:])
-        whole = first.new_zeros(shape, dtype=accumulation_dtype(first.dtype))
-        for (start, stop), piece in pieces:
-            whole.narrow(HEADS_DIM, start, stop - start).add_(piece)
-        return whole
+    def _are_summed(self, kind: Kind) -> bool:
+        """Whether several ranks compute some head."""
+        ranges = [some.of(kind) for groups in self.heads for some in groups]
+        return sum(stop - start for start, stop in ranges) > max(stop for _, stop in ranges)
 
-    def _start(self, messages: Sequence[tuple[Tensor, ...]], fields: Sequence[tuple[Field, ...]]) -> Leaving:
-        own = messages[self.rank]  # which is not sent
-        messages = [() if rank == self.rank else message for rank, message in enumerate(messages)]
-        pieces = [flattened(message) for message in messages]
-        sent = [sum(piece.numel() for piece in message) for message in pieces]
-        buffer = torch.cat([piece for message in pieces for piece in message])
-        received = [sum(field.nbytes for field in message) // buffer.itemsize for message in fields]
-        received[self.rank] = 0
-        return Leaving(all_to_all(buffer, sent, received, self.group), tuple(fields), own)
-
-    def _wait(self, leaving: Leaving) -> list[tuple[Tensor, ...]]:
-        buffer = wait(leaving.pending)
-        arrived, offset = [], 0
-        for rank, fields in enumerate(leaving.fields):
-            if rank == self.rank:
-                arrived.append(leaving.own)
-                continue
-            size = sum(field.nbytes for field in fields) // buffer.itemsize
-            arrived.append(unpack(buffer.narrow(0, offset, size), fields))
-            offset += size
-        return arrived
-
-    def _heads_of(self, rank: int, number: int, tensors: Sequence[Tensor], kinds: Sequence[Kind]) -> tuple[Tensor, ...]:
-        heads = self.heads[rank][number]
-        ranges = [heads.of(kind) for kind in kinds]
-        return tuple(x.narrow(HEADS_DIM, start, stop - start) for x, (start, stop) in zip(tensors, ranges, strict=True))
-
-    def _rows(self, rank: int, kind: Kind) -> int:
-        return self.rows[kind != "q"][rank]
-
-    def _in_order(self, parts: Sequence[Tensor], kind: Kind) -> Tensor:
-        return self.together[kind != "q"].together.of(parts, SEQUENCE_DIM)
-
-    def _rows_of(self, rank: int, x: Tensor, kind: Kind) -> Tensor:
-        """The rows of one rank's tokens, out of those of all in order."""
-        return self.together[kind != "q"].of[rank].of([x], SEQUENCE_DIM)
-
-
-def _size(heads: tuple[int, int]) -> int:
-    return heads[1] - heads[0]
+    def _empty(self, part: Tensor, kind: Kind, like: Tensor) -> Tensor:
+        """Where results with all heads are put, zeros where they are summed."""
+        heads = max(some.of(kind)[1] for groups in self.heads for some in groups)
+        batch, _, rows, *rest = part.shape
+        by_tokens = bool(rest) and like.stride(HEADS_DIM) < like.stride(SEQUENCE_DIM)
+        shape = (batch, rows, heads, *rest) if by_tokens else (batch, heads, rows, *rest)
+        are_summed = self._are_summed(kind)
+        whole = part.new_zeros(shape, dtype=accumulation_dtype(part.dtype)) if are_summed else part.new_empty(shape)
+        return whole.transpose(HEADS_DIM, SEQUENCE_DIM) if by_tokens else whole

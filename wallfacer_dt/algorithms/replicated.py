@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM
 from wallfacer_dt.algorithms.execute import Groups
-from wallfacer_dt.collectives import all_gather, all_to_all, wait
+from wallfacer_dt.collectives import all_gather, all_to_all, group_size, wait
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 
@@ -34,67 +34,72 @@ class Replicated:
         """The rows that this rank takes care of: its part of the replicated ones, and its shard."""
         if not self.count:
             return x
-        return torch.cat([self._parts(x)[self._index], self._after(x)], SEQUENCE_DIM)
+        before, own = self._own
+        return torch.cat([x.narrow(SEQUENCE_DIM, before, own), _after(x, self.count)], SEQUENCE_DIM)
 
     def everyone(self, x: Tensor) -> Tensor:
         """From results for own rows the results for all replicated rows and the shard; gathers."""
         if not self.count:
             return x
-        own = self._sizes[self._index]
-        mine = x.narrow(SEQUENCE_DIM, 0, own)
-        gathered = self._padded(mine)
-        for group, size in self._axes():
-            if size > 1:
-                gathered = wait(all_gather(gathered.contiguous().view(-1), group))
-        parts = gathered.view(-1, *self._padded(mine).shape).unbind(0)
-        rows = [part.narrow(SEQUENCE_DIM, 0, n) for part, n in zip(parts, self._sizes, strict=True)]
-        return torch.cat([*rows, self._after(x, own)], SEQUENCE_DIM)
+        _, own = self._own
+        mine = self._padded(x.narrow(SEQUENCE_DIM, 0, own)).contiguous()
+        gathered = mine.view(-1)
+        for group in self._axes:
+            gathered = wait(all_gather(gathered, group))
+        parts = zip(gathered.view(-1, *mine.shape).unbind(0), self._sizes, strict=True)
+        rows = [part.narrow(SEQUENCE_DIM, 0, n) for part, n in parts]
+        return torch.cat([*rows, _after(x, own)], SEQUENCE_DIM)
 
     def summed(self, x: Tensor) -> Tensor:
         """From gradients of all replicated results and the shard those of own rows; sums over ranks."""
         if not self.count:
             return x
         wide = accumulation_dtype(x.dtype)
-        parts = [self._padded(part).to(wide) for part in self._parts(x)]
-        shape, flat = parts[0].shape, torch.stack(parts)
-        for group, size in reversed(self._axes()):
-            if size > 1:
-                share = flat.numel() // size
-                pending = all_to_all(flat.contiguous().view(-1), [share] * size, [share] * size, group)
-                flat = wait(pending).view(size, -1, *shape).sum(0)
-        mine = flat.view(shape).narrow(SEQUENCE_DIM, 0, self._sizes[self._index]).to(x.dtype)
-        return torch.cat([mine, self._after(x)], SEQUENCE_DIM)
+        parts = x.narrow(SEQUENCE_DIM, 0, self.count).split(self._sizes, SEQUENCE_DIM)
+        flat = torch.stack([self._padded(part).to(wide) for part in parts])
+        shape = flat.shape[1:]
+        for group in reversed(self._axes):
+            size = group_size(group)
+            splits = [flat.numel() // size] * size
+            pending = all_to_all(flat.contiguous().view(-1), splits, splits, group)
+            flat = wait(pending).view(size, -1, *shape).sum(0)
+        mine = flat.view(shape).narrow(SEQUENCE_DIM, 0, self._own[1]).to(x.dtype)
+        return torch.cat([mine, _after(x, self.count)], SEQUENCE_DIM)
 
     def placed(self, x: Tensor) -> Tensor:
         """From gradients of own rows those of all: zero for the replicated rows that others take care of."""
         if not self.count:
             return x
-        own, before = self._sizes[self._index], sum(self._sizes[: self._index])
-        around = (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (before, self.count - before - own)
-        return torch.cat([F.pad(x.narrow(SEQUENCE_DIM, 0, own), around), self._after(x, own)], SEQUENCE_DIM)
-
-    @property
-    def _index(self) -> int:
-        return self.groups.place.index
+        before, own = self._own
+        padded = _filled(x.narrow(SEQUENCE_DIM, 0, own), before, self.count - before - own)
+        return torch.cat([padded, _after(x, own)], SEQUENCE_DIM)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
         """By rank, how many of the replicated rows it takes care of."""
         return shard_sizes(self.count, self.groups.place.axes)
 
-    def _axes(self) -> list[tuple[str, int]]:
-        place = self.groups.place
-        return [(self.groups.team, place.team), (self.groups.ring, place.ring), (self.groups.ulysses, place.ulysses)]
+    @property
+    def _own(self) -> tuple[int, int]:
+        """The replicated rows before those that this rank takes care of, and how many these are."""
+        index = self.groups.place.index
+        return sum(self._sizes[:index]), self._sizes[index]
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """By rank, the replicated rows that it takes care of."""
-        return x.narrow(SEQUENCE_DIM, 0, self.count).split(self._sizes, SEQUENCE_DIM)
-
-    def _after(self, x: Tensor, replicated: int | None = None) -> Tensor:
-        """The shard, behind all replicated rows or so many of them."""
-        start = self.count if replicated is None else replicated
-        return x.narrow(SEQUENCE_DIM, start, x.shape[SEQUENCE_DIM] - start)
+    @property
+    def _axes(self) -> list[str]:
+        groups, place = self.groups, self.groups.place
+        axes = ((groups.team, place.team), (groups.ring, place.ring), (groups.ulysses, place.ulysses))
+        return [group for group, size in axes if size > 1]
 
     def _padded(self, x: Tensor) -> Tensor:
-        missing = max(self._sizes) - x.shape[SEQUENCE_DIM]
-        return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (0, missing))
+        return _filled(x, 0, max(self._sizes) - x.shape[SEQUENCE_DIM])
+
+
+def _after(x: Tensor, rows: int) -> Tensor:
+    """What comes behind some rows."""
+    return x.narrow(SEQUENCE_DIM, rows, x.shape[SEQUENCE_DIM] - rows)
+
+
+def _filled(x: Tensor, before: int, after: int) -> Tensor:
+    """Rows with zeros around them."""
+    return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (before, after)) if before or after else x

@@ -8,7 +8,7 @@ import numpy as np
 
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.steps import Side
-from wallfacer_dt.layout import BY_DOCUMENT, Shards, deal, deal_documents, in_order, length_of, merged, shard_sizes
+from wallfacer_dt.layout import BY_DOCUMENT, Shards, deal, deal_documents, in_order, merged, shard_sizes
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.rows import Members
 
@@ -77,12 +77,11 @@ def _together(sequences: Sequences, side: Side, axes: tuple[int, int, int], row:
 
 
 @lru_cache(maxsize=64)
-def exchanged(sequences: Sequences, side: Side, place: Coordinate) -> tuple[tuple[int, ...], Members]:
-    """By rank of ``cp_ulysses`` how many rows it holds, and how those that exchange heads are put together."""
+def exchanged(sequences: Sequences, side: Side, place: Coordinate) -> Members:
+    """How the rows are put together of all ranks, by rank of ``cp_ulysses``, that exchange heads with this one."""
     inner = place.ring * place.team
     held = [sequences.shards(side, place, row)[place.inner_index :: inner] for row in range(sequences.rows)]
-    together = Members.made([in_order(enumerate(shards)) for shards in held], place.ulysses)
-    return tuple(map(length_of, held[0])), together
+    return Members.made([in_order(enumerate(shards)) for shards in held], place.ulysses)
 
 
 @lru_cache(maxsize=64)

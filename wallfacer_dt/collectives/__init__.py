@@ -6,22 +6,22 @@ be read only after :func:`wait`; a wait that takes longer than its process group
 
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, broadcast, exchange, permute, wait
 from wallfacer_dt.collectives.groups import absent_group, group_rank, group_ranks, group_size
-from wallfacer_dt.collectives.message import Field, fields_of, flattened, pack, unpack
+from wallfacer_dt.collectives.send_buffer import Layout, layout, layout_of, pack, settle
 
 __all__ = [
-    "Field",
+    "Layout",
     "absent_group",
     "all_gather",
     "all_to_all",
     "broadcast",
     "exchange",
-    "fields_of",
-    "flattened",
     "group_rank",
     "group_ranks",
     "group_size",
+    "layout",
+    "layout_of",
     "pack",
     "permute",
-    "unpack",
+    "settle",
     "wait",
 ]

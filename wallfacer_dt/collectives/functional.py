@@ -6,6 +6,7 @@ send and receive of torch 2.13 are missing in 2.11 and write into buffers that t
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from wallfacer_dt.collectives.groups import group_rank, group_size
 
 _ops = torch.ops._c10d_functional
+_all_to_all, _wait = _ops.all_to_all_single.default, _ops.wait_tensor.default
 
 
 def all_gather(buffer: Tensor, group: str) -> Tensor:
@@ -25,15 +27,18 @@ def all_gather(buffer: Tensor, group: str) -> Tensor:
 
 def permute(buffer: Tensor, to: int, source: int, group: str) -> Tensor:
     """Start sending ``buffer`` (n,) to rank ``to`` while receiving as much from ``source``: pending (n,)."""
-    size = group_size(group)
-    sent = [buffer.numel() if rank == to else 0 for rank in range(size)]
-    received = [buffer.numel() if rank == source else 0 for rank in range(size)]
-    return all_to_all(buffer, sent, received, group)
+    size, n = group_size(group), buffer.numel()
+    return all_to_all(buffer, _one(size, to, n), _one(size, source, n), group)
+
+
+@lru_cache(maxsize=1024)
+def _one(size: int, rank: int, n: int) -> list[int]:
+    return [n if other == rank else 0 for other in range(size)]
 
 
 def all_to_all(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """Start sending ``sent[j]`` elements of ``buffer`` to rank j, receiving ``received[j]`` from it: pending."""
-    return _ops.all_to_all_single(buffer, list(received), list(sent), group)
+    return _all_to_all(buffer, received, sent, group)
 
 
 def broadcast(buffer: Tensor, source: int, group: str) -> Tensor:
@@ -57,4 +62,4 @@ def exchange(buffer: Tensor, group: str) -> Tensor:
 
 def wait(pending: Tensor) -> Tensor:
     """Wait until a started operation has arrived."""
-    return _ops.wait_tensor(pending)
+    return _wait(pending)

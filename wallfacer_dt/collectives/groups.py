@@ -9,15 +9,7 @@ _ABSENT = "absent"
 
 
 def absent_group(rank: int, size: int) -> str:
-    """The name of a process group that does not exist, for tensors on the meta device: nothing can be sent in it.
-
-    Args:
-        rank: of the one who looks.
-        size: number of ranks.
-
-    Returns:
-        A name that :func:`group_size` and :func:`group_rank` know.
-    """
+    """The name of a process group that does not exist, for tensors on the meta device, with a size and this rank."""
     return f"{_ABSENT} {rank} {size}"
 
 

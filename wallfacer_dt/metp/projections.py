@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.algorithms import OUT, HeadGroup, Piece
-from wallfacer_dt.collectives import Field, all_to_all, broadcast, pack, unpack, wait
+from wallfacer_dt.collectives import Layout, all_to_all, broadcast, layout, pack, wait
 from wallfacer_dt.kernels import accumulation_dtype
 
 
@@ -92,9 +91,8 @@ class Projections:
         if owner == self.holders.index:
             buffer = pack(self.rows(pieces))
         else:
-            carrier = self.own.q
-            elements = sum(field.nbytes for field in self.fields(pieces)) // carrier.itemsize
-            buffer = carrier.new_empty(1).expand(elements)
+            places = self.layout(pieces)
+            buffer = self.own.q.new_empty(1, dtype=places.dtype).expand(places.size)
         if self.holders.size == 1:
             return buffer
         return broadcast(buffer, self.holders.ranks[owner], self.holders.group)
@@ -103,14 +101,10 @@ class Projections:
         """This rank's rows of some pieces: of every piece its weight's, and its bias's."""
         return [x[piece.start : piece.stop] for piece in pieces for x in self.stored(piece.part) if x is not None]
 
-    def fields(self, pieces: Sequence[Piece]) -> tuple[Field, ...]:
-        """The fields of a message of these."""
-        return tuple(
-            Field((piece.length, *x.shape[1:]), x.dtype)
-            for piece in pieces
-            for x in self.stored(piece.part)
-            if x is not None
-        )
+    def layout(self, pieces: Sequence[Piece]) -> Layout:
+        """The layout of a buffer with the rows of some pieces."""
+        stored = ((piece, x) for piece in pieces for x in self.stored(piece.part) if x is not None)
+        return layout(*[((piece.length, *x.shape[1:]), x.dtype) for piece, x in stored])
 
     def stored(self, part: int, weights: Weights | None = None) -> tuple[Tensor | None, Tensor | None]:
         """The weight and the bias that hold a part, of these weights or one's own."""
@@ -134,7 +128,7 @@ class Sent(NamedTuple):
         arrived: dict[Piece, tuple[Tensor, ...]] = {}
         for owner, pending in self.pending.items():
             buffer = wait(pending) if self.projections.holders.size > 1 else pending
-            tensors = iter(unpack(buffer, self.projections.fields(self.group.of(owner))))
+            tensors = iter(self.projections.layout(self.group.of(owner)).views(buffer))
             for piece in self.group.of(owner):
                 count = sum(x is not None for x in self.projections.stored(piece.part))
                 arrived[piece] = tuple(next(tensors) for _ in range(count))
@@ -171,13 +165,14 @@ class Reduction:
         self._advance()
         holders = self.projections.holders
         for owner in group.owners:
-            message = pack(self._rows_of(group, owner, grads))
+            places = self.projections.layout(group.of(owner))
+            share = -(-places.size // holders.size)
+            buffer = pack(self._rows_of(group, owner, grads), places._replace(size=share * holders.size))
             if holders.size == 1:
-                self._take(group, owner, message)
+                self._take(group, owner, buffer)
                 continue
-            message = F.pad(message, (0, -message.numel() % holders.size))
-            share = [message.numel() // holders.size] * holders.size
-            self._summing.append((group, owner, all_to_all(message, share, share, holders.group)))
+            splits = [share] * holders.size
+            self._summing.append((group, owner, all_to_all(buffer, splits, splits, holders.group)))
 
     def _advance(self) -> None:
         """Take up what has come home, and send home what is summed."""
@@ -214,11 +209,9 @@ class Reduction:
                 rows += [x[start : start + piece.length] for x in both if x is not None]
         return rows
 
-    def _take(self, group: HeadGroup, owner: int, message: Tensor) -> None:
+    def _take(self, group: HeadGroup, owner: int, buffer: Tensor) -> None:
         pieces = group.of(owner)
-        fields = self.projections.fields(pieces)
-        count = sum(f.nbytes for f in fields) // message.itemsize
-        tensors = iter(unpack(message[:count], fields))
+        tensors = iter(self.projections.layout(pieces).views(buffer))
         for piece in pieces:
             for into in self.projections.stored(piece.part, self.grads):
                 if into is not None:

@@ -1,0 +1,88 @@
+"""Send buffers: tensors of several dtypes in one flat buffer, without padding."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wallfacer_dt.collectives import layout, layout_of, pack, settle
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
+    torch.manual_seed(draw(st.integers(0, 99)))
+    shapes = draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=4))
+    return [torch.randn(shape).to(draw(st.sampled_from(DTYPES))) for shape in shapes]
+
+
+@given(tensors(), st.integers(1, 3))
+def test_round_trip_of_several_in_one_buffer(some: list[torch.Tensor], copies: int) -> None:
+    buffer = pack(some)
+    assert buffer.nbytes == sum(x.nbytes for x in some)
+    gathered = torch.cat([buffer] * copies)
+    for row in gathered.view(copies, -1).unbind(0):
+        for got, want in zip(layout_of(some).views(row), some, strict=True):
+            assert got.dtype == want.dtype
+            assert got.equal(want)
+
+
+@given(tensors(), st.integers(1, 3), st.integers(1, 3))
+def test_what_is_written_in_place_is_what_arrives(some: list[torch.Tensor], before: int, count: int) -> None:
+    """Stacked, and behind another buffer's elements; also where wide tensors begin in the middle of their elements."""
+    places = layout_of(some)
+    first = layout(((before,), places.dtype))
+    buffer = torch.empty(first.size + count * places.size, dtype=places.dtype)
+    first.views(buffer)[0].fill_(3)
+    apart: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for stacked, x in zip(places.views(buffer, first.size, count, apart), some, strict=True):
+        for i, view in enumerate(stacked.unbind(0)):
+            view.copy_(x + i)
+    settle(apart)
+    assert first.views(buffer)[0].eq(3).all()
+    for i in range(count):
+        one = places.views(buffer, first.size + i * places.size)
+        assert all(got.equal(x + i) for got, x in zip(one, some, strict=True))
+
+
+def test_a_longer_place_is_filled_up_with_zeros() -> None:
+    x, y = torch.ones(1, 2, 3, 4), torch.ones(2, dtype=torch.bfloat16)
+    places = layout(((1, 2, 5, 4), torch.float64), ((2,), torch.bfloat16))
+    wide, narrow = places.views(pack([x, y], places._replace(size=places.size + 3)))
+    assert wide[:, :, :3].eq(1).all()
+    assert wide[:, :, 3:].eq(0).all()
+    assert narrow.equal(y)
+    assert pack([x, y], places._replace(size=places.size + 3))[-3:].eq(0).all()
+
+
+def test_any_strides() -> None:
+    x = torch.arange(6.0).view(2, 3).T
+    assert layout_of([x]).views(pack([x]))[0].equal(x)
+
+
+def test_a_strided_row_is_made_dense() -> None:
+    """A column of one head and one token flattens to a strided view without a copy."""
+    column, half = torch.arange(6.0).view(2, 1, 3)[..., :1], torch.ones(2, dtype=torch.bfloat16)
+    buffer = pack([column, half])
+    assert buffer.is_contiguous()
+    assert layout_of([column, half]).views(buffer)[0].equal(column)
+    assert pack([column]).is_contiguous()
+
+
+def test_bits_survive() -> None:
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
+    half = torch.zeros(3, dtype=torch.bfloat16)
+    back, _ = layout_of([special, half]).views(pack([special, half]))
+    assert back.view(torch.int32).equal(special.view(torch.int32))
+
+
+def test_a_tensor_of_no_element_is_a_field() -> None:
+    """A rank that computes no head of a group is sent none."""
+    some = [torch.ones(2, 3), torch.empty(2, 0, 3, dtype=torch.bfloat16), torch.arange(4.0).double()]
+    buffer = pack(some)
+    assert buffer.nbytes == 24 + 32
+    for got, want in zip(layout_of(some).views(buffer), some, strict=True):
+        assert got.shape == want.shape
+        assert got.equal(want)
+    nothing = [torch.empty(2, 0), torch.empty(0, dtype=torch.float64)]
+    assert [x.shape for x in layout_of(nothing).views(pack(nothing))] == [(2, 0), (0,)]

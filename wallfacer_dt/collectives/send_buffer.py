@@ -1,0 +1,97 @@
+"""Several tensors in one flat buffer, so that what travels together is one transfer.
+
+A buffer has the narrowest dtype among its tensors; wider ones come first, as their bits. No padding, so it is as large
+as its tensors. What is sent is copied once, from where it lies to its place; what arrives is seen in its place.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Apart = list[tuple[Tensor, Tensor]]
+"""What could not be seen in its place: its bits there, and a copy."""
+
+
+class _Place(NamedTuple):
+    """Where one tensor is, in elements of the buffer; its strides in its own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    size: int
+
+
+class Layout(NamedTuple):
+    """Where tensors are in a buffer of ``size`` elements."""
+
+    dtype: torch.dtype
+    size: int
+    places: tuple[_Place, ...]
+
+    def views(
+        self, buffer: Tensor, start: int = 0, count: int | None = None, apart: Apart | None = None
+    ) -> tuple[Tensor, ...]:
+        """The tensors that begin at an element of a buffer; ``count``: stacked, of so many that follow one another.
+
+        A wide tensor that begins in the middle of its elements cannot be seen there: it is a copy, and among ``apart``
+        for whoever writes to it, and then calls :func:`settle`.
+        """
+        lead, over = ((), ()) if count is None else ((count,), (self.size,))
+        first = buffer.storage_offset() + start
+        found = []
+        for place in self.places:
+            if place.dtype == self.dtype:
+                found.append(buffer.as_strided(lead + place.shape, over + place.strides, first + place.start))
+                continue
+            view = bits = buffer.as_strided((*lead, place.size), (*over, 1), first + place.start)
+            ratio = place.dtype.itemsize // self.dtype.itemsize
+            if (first + place.start) % ratio or any(stride % ratio for stride in over):
+                view = bits.clone(memory_format=torch.contiguous_format)
+                if apart is not None:
+                    apart.append((bits, view))
+            found.append(view.view(place.dtype).view(lead + place.shape))
+        return tuple(found)
+
+
+def settle(apart: Apart) -> None:
+    """Put in place what has been written apart from it."""
+    for bits, written in apart:
+        bits.copy_(written)
+
+
+@lru_cache(maxsize=4096)
+def layout(*fields: tuple[Sequence[int], torch.dtype]) -> Layout:
+    """The layout of tensors of these shapes and dtypes, worked out once."""
+    carrier = min((dtype for _, dtype in fields), key=lambda dtype: dtype.itemsize)
+    places: dict[int, _Place] = {}
+    start = 0
+    for i in sorted(range(len(fields)), key=lambda i: -fields[i][1].itemsize):
+        shape, dtype = tuple(fields[i][0]), fields[i][1]
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        size = math.prod(shape) * dtype.itemsize // carrier.itemsize
+        places[i] = _Place(shape, strides, dtype, start, size)
+        start += size
+    return Layout(carrier, start, tuple(places[i] for i in range(len(fields))))
+
+
+def layout_of(tensors: Sequence[Tensor]) -> Layout:
+    """The layout of tensors like these."""
+    return layout(*[(x.shape, x.dtype) for x in tensors])
+
+
+def pack(tensors: Sequence[Tensor], places: Layout | None = None) -> Tensor:
+    """Tensors in a buffer of their own, zeros where it has room for more; a dense tensor alone is its own buffer."""
+    places, first = places or layout_of(tensors), tensors[0]
+    if len(tensors) == 1 and first.is_contiguous() and (first.numel(), first.dtype) == (places.size, places.dtype):
+        return first.view(-1)
+    is_full = all(place.shape == x.shape for place, x in zip(places.places, tensors, strict=True))
+    is_full = is_full and places.size == sum(place.size for place in places.places)
+    buffer = (first.new_empty if is_full else first.new_zeros)(places.size, dtype=places.dtype)
+    for view, x in zip(places.views(buffer), tensors, strict=True):
+        (view if is_full else view[tuple(map(slice, x.shape))]).copy_(x)
+    return buffer
