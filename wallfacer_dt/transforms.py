@@ -23,14 +23,7 @@ _library = torch.library.Library("wallfacer_dt", "FRAGMENT")
 def operator(name: str, body: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> OpOverload:
     """Make an operator, as ``torch.library.custom_op`` does, but for what that looks up and checks at every call.
 
-    Args:
-        name: in the package's namespace.
-        body: what it does; its results are new tensors.
-        schema: without the name and without defaults, which torch would fill in slowly.
-        fake: what it gives for fake tensors.
-
-    Returns:
-        The operator.
+    The schema is without name and defaults (torch fills these in slowly); what the body returns are new tensors.
     """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, untraced("an operator is opaque")(body), "CompositeExplicitAutograd")
@@ -39,61 +32,48 @@ def operator(name: str, body: Callable[..., Any], schema: str, fake: Callable[..
 
 
 def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Register an operator's derivative, once differentiable, in reverse mode.
-
-    Args:
-        op: of :func:`operator`.
-        backward: as ``torch.library.register_autograd`` takes it.
-        setup_context: likewise.
-    """
+    """Register an operator's derivative, once differentiable, in reverse mode; as ``torch.library.register_autograd``."""
+    name = op.name()
 
     def below(keys: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
-    def forward(ctx: Any, keys: Any, *args: Any) -> Any:
-        output = below(keys, *args)
-        setup_context(ctx, args, output)
-        return output
+    class Derivative(torch.autograd.Function):
+        @staticmethod
+        def forward(keys: Any, *args: Any) -> Any:
+            return op(*args) if keys is None else below(keys, *args)
 
-    def backward_of_all(ctx: Any, *grads: Any) -> Any:
-        return None, *(backward(ctx, *grads) or ())
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup_context(ctx, inputs[1:], output)
 
-    plain: Any = type(
-        "Function",
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)},
-    )
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return None, *(backward(ctx, *grads) or ())
+
+        @staticmethod
+        def jvp(*_: Any) -> NoReturn:
+            raise NotImplementedError(f"{name} has no forward-mode derivative")
+
+        @staticmethod
+        def vmap(*_: Any) -> NoReturn:
+            raise NotImplementedError(f"{name} cannot be mapped over by torch.vmap; call it once for each")
+
+    # What the method of the class does first, at every call, is for functions that are called by a user: it looks at
+    # their signature, and for tensors of a transform that has ended, which the dispatcher has unwrapped by now.
+    apply = super(torch.autograd.Function, Derivative).apply
 
     def dispatched(keys: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return plain.apply(keys, *args)
-        return below(keys, *args)
-
-    _library.impl(op.name(), dispatched, "Autograd", with_keyset=True)
-    name = op.name()
-
-    def refuse_jvp(*_: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} has no forward-mode derivative")
-
-    def refuse_vmap(*_: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} cannot be mapped over by torch.vmap; call it once for each")
-
-    rules: dict[str, Callable[..., Any]] = {
-        "forward": op,
-        "setup_context": setup_context,
-        "backward": backward,
-        "jvp": refuse_jvp,
-        "vmap": refuse_vmap,
-    }
-    members = {key: staticmethod(rule) for key, rule in rules.items()}
-    function: Any = type("Function", (torch.autograd.Function,), members)
+        is_wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        return apply(keys, *args) if is_wanted else below(keys, *args)
 
     def transformed(*args: Any) -> Any:
         if _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Functionalize:
             raise NotImplementedError(f"{name} changes nothing in place: leave torch.func.functionalize out")
-        return function.apply(*args)
+        return Derivative.apply(None, *args)
 
+    _library.impl(name, dispatched, "Autograd", with_keyset=True)
     _library.impl(name, transformed, "FuncTorchDynamicLayerFrontMode")
 
 
