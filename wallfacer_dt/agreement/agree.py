@@ -17,8 +17,8 @@ import functools
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -81,8 +81,17 @@ def agree(
         RuntimeError: a rank did not come within the timeout.
     """
     found = _find(mesh, what or error)
-    if found is None:
-        return 0
+    return 0 if found is None else _agree(found, what, signature, forward, error, at_once)
+
+
+def _agree(
+    found: tuple[str, Meeting],
+    what: str,
+    signature: Iterable[tuple[str, Hashable]],
+    forward: int,
+    error: str,
+    at_once: bool,
+) -> int:
     text, meeting = found
     _settle(meeting)
     pairs = (("mesh", text), *((name, str(value)) for name, value in signature))
@@ -170,21 +179,19 @@ def hear_once(x: Tensor, key: Hashable, mine: Any, mesh: str) -> dict[int, Any] 
     return heard[key]
 
 
-@contextmanager
-def refusing_together(mesh: str) -> Iterator[None]:
-    """Have all ranks refuse when one does; see Note [Refusing together].
+class refusing_together:  # noqa: N801  # a context manager, and no generator: every call enters some
+    """Have all ranks of a mesh refuse when one does; see Note [Refusing together]."""
 
-    Args:
-        mesh: its name.
+    def __init__(self, mesh: str) -> None:
+        self.mesh = mesh
 
-    Yields:
-        Nothing.
-    """
-    try:
-        yield
-    except Exception as error:  # a mask_mod may raise anything
-        _tell(error, mesh)
-        raise
+    def __enter__(self) -> None:
+        """Nothing is done before somebody refuses."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Tell the other ranks; the error goes on."""
+        if isinstance(error, Exception):  # a mask_mod may raise anything
+            _tell(error, self.mesh)
 
 
 def settling(body: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -218,15 +225,16 @@ def agree_on(
         what: the kind of call.
         signature: as for :func:`agree`; looked at only where there is somebody to agree with.
         mesh: its name.
-        forward: of a backward the number () of the call that it belongs to.
+        forward: of a backward the number of the call that it belongs to, alone () or before other things (2,).
 
     Returns:
         The call's number.
     """
-    if isinstance(x, FakeTensor):
+    found = None if isinstance(x, FakeTensor) else _find(mesh, what)
+    if found is None:
         return 0
-    known = 0 if forward is None else int(forward)
-    return agree(what, signature, mesh, forward=known, at_once=waits_at_once(x.device))
+    number = 0 if forward is None else int(forward.view(-1)[0])
+    return _agree(found, what, signature, number, "", waits_at_once(x.device))
 
 
 def fake_number() -> Tensor:
