@@ -418,12 +418,12 @@ def test_the_rule_itself_refuses_too() -> None:
         given = AttentionOptions(rotate="kv", rotate_forward="kv", kernel="flash")
         setting = Setting(options=given, order="contiguous", place=Coordinate(2, 2, 0, 0), groups=("", ring, team))
         options = Options(1.0, 0.0, setting, "")
-        torch.ops.wallfacer_dt.attention(good, good, good, None, None, None, *options.told())
+        torch.ops.wallfacer_dt.attention(good, good, good, None, None, None, None, *options.told())
         with pytest.raises((ValueError, RuntimeError), match=r"(?s)v must .*'cp_team'.*Replicate"):
-            torch.ops.wallfacer_dt.attention(good, good, bad, None, None, None, *options.told())
+            torch.ops.wallfacer_dt.attention(good, good, bad, None, None, None, None, *options.told())
         shared = torch.zeros(1, 1, 8, 4)
         for k_shared in (DTensor.from_local(shared, mesh, bad.placements), shared):
             with pytest.raises(
                 (ValueError, RuntimeError), match=r"(?s)k_shared.*'cp_team'.*Replicate|mixed torch.Tensor"
             ):
-                torch.ops.wallfacer_dt.attention(good, good, good, k_shared, None, None, *options.told())
+                torch.ops.wallfacer_dt.attention(good, good, good, k_shared, None, None, None, *options.told())

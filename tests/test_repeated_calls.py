@@ -54,7 +54,7 @@ class Told(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.wallfacer_dt.attention.default:
-            self.options = Options.of(*args[6:])
+            self.options = Options.of(*args[7:])
         return func(*args, **(kwargs or {}))
 
 

@@ -470,7 +470,7 @@ def any_of(kind: type, without: Collection[str] = (), **known: Any) -> st.Search
         options=any_of(AttentionOptions, {"mask_mod", "order", "scale", "softcap"}),
         place=any_of(Coordinate),
     ),
-    rest=st.tuples(st.text(), st.text(), st.text(), st.booleans()),
+    rest=st.tuples(st.text(), st.text(), st.booleans()),
 )
 def test_operators_take_options_as_text(numbers: tuple[float, float], setting: Setting, rest: tuple[Any, ...]) -> None:
     """What comes out is what went in: numbers to the last bit, integers, truths, any text."""

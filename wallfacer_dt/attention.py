@@ -25,15 +25,17 @@ from wallfacer_dt.algorithms import (
     recorded_mask,
     resolve_rotations,
 )
-from wallfacer_dt.autocast import as_computed
-from wallfacer_dt.calls import groups_here, needs_gradient
+from wallfacer_dt.autocast import as_computed, is_autocast_on_anywhere
+from wallfacer_dt.calls import groups_here
 from wallfacer_dt.compiler import untraced
+from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
 from wallfacer_dt.ops import CODE
+from wallfacer_dt.ops import attention as operator
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, Options, Setting, Told, options_of, with_options
 from wallfacer_dt.order import check_order_fits, check_order_is_told
-from wallfacer_dt.validation import NO_EXTRAS, Extras, check_call, kind_of
+from wallfacer_dt.validation import check_call, kind_of
 
 _KINDS = 256  # of tensors, that are remembered
 
@@ -86,24 +88,24 @@ def context_parallel_attention(
             every rank before any tensor is sent.
         NotImplementedError: forward-mode differentiation.
     """
-    extras = Extras(document_ids, cu_seqlens, sinks, k_shared)
+    inputs = AttentionInputs(q, k, v, k_shared, sinks, document_ids, cu_seqlens)
     with refusing_together(name_of(mesh)):
-        chosen = options_of(
-            "context_parallel_attention", options, own=("cu_seqlens", "document_ids", "k_shared", "sinks")
-        )
+        chosen = options_of("context_parallel_attention", options, own=INPUTS[3:])
         attention = ContextAttention.on(mesh, chosen)
-        q, k, v, extras = under_autocast(q, k, v, extras)
-        told = attention.checked(q, k, v, extras)
-    return attention.run(q, k, v, extras, told)
+        inputs = under_autocast(inputs)
+        told = attention.checked(inputs)
+    return attention.run(inputs, told)
 
 
-def under_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Extras]:
+def under_autocast(inputs: AttentionInputs) -> AttentionInputs:
     """A call's tensors as ``scaled_dot_product_attention`` would take them; ``k_shared`` as k.
 
     Sinks stay as they are: no rounding of theirs would save anything, and what they are folded into is float32.
     """
-    q, k, v, k_shared = as_computed(q, k, v, extras.k_shared)
-    return q, k, v, extras._replace(k_shared=k_shared)
+    if not is_autocast_on_anywhere():
+        return inputs
+    q, k, v, k_shared = as_computed(*inputs[:4])
+    return inputs._replace(q=q, k=k, v=v, k_shared=k_shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +125,8 @@ class ContextAttention(Setting):
     def on(cls, mesh: DeviceMesh, options: AttentionOptions, *, any_axis: str = "") -> "ContextAttention":
         """Resolve a mesh and options, refusing what does not fit; see :func:`context_parallel_attention`.
 
-        All ranks call it together: the published schedule makes a process group of ring and team.
-
-        Args:
-            mesh: the context mesh.
-            options: the call's.
-            any_axis: ``"cp_ring"`` or ``"cp_ulysses"``: as which a mesh of one axis of any other name is taken.
-
-        Returns:
-            The attention.
+        All ranks call it together: the published schedule makes a process group of ring and team. A mesh of one axis of
+        any other name is taken as ``any_axis`` (``"cp_ring"`` or ``"cp_ulysses"``).
         """
         groups = context_groups(mesh, any_axis=any_axis)
         place = groups.coordinate
@@ -183,31 +178,30 @@ class ContextAttention(Setting):
         check_order_is_told(options.order, self.place.size)
         return replace(self, options=options, mask_key=mask_key(mask_mod), captured=())
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = NO_EXTRAS, scale: float | None = None
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, scale: float | None = None) -> Tensor:
         """Attention on tensors that have been checked; ``scale``, checked as well, goes before one's own."""
-        return self.run(q, k, v, extras, self.resolve(q, k, v, extras, scale).told())
+        return self.run(inputs, self.resolve(inputs, scale).told())
 
-    def checked(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scale: float | None = None) -> Told:
+    def checked(self, inputs: AttentionInputs, scale: float | None = None) -> Told:
         """What the operator is told, of tensors that are checked; of a kind that has been checked, they are not again.
 
         Whatever else a call depends on is looked at every time: documents, a mask, and what is no plain tensor.
         """
-        kind = None if self.mask_key else kind_of(q, k, v, extras)
+        kind = None if self.mask_key else kind_of(inputs)
         if kind is None:
-            check_call(q, k, v, extras, self)
-            return self.resolve(q, k, v, extras, scale).told()
-        known, key = self.known, (kind, scale, needs_gradient(q, k, v, extras.k_shared, extras.sinks))
+            check_call(inputs, self)
+            return self.resolve(inputs, scale).told()
+        known, key = self.known, (kind, scale, inputs.need_gradients())
         if key not in known:
-            check_call(q, k, v, extras, self)
+            check_call(inputs, self)
             if len(known) == _KINDS:
                 known.clear()
-            known[key] = self.resolve(q, k, v, extras, scale).told()
+            known[key] = self.resolve(inputs, scale).told()
         return known[key]
 
-    def resolve(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scale: float | None = None) -> Options:
+    def resolve(self, inputs: AttentionInputs, scale: float | None = None) -> Options:
         """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything."""
+        q, k, v, k_shared = inputs[:4]
         options, place = self.options, self.place
         if torch.compiler.is_exporting():
             self._check_lasts("an exported program")
@@ -224,7 +218,7 @@ class ContextAttention(Setting):
         forward, backward = resolve_rotations(
             options.rotate, options.rotate_forward, options.schedule, index(place.ring), index(place.team),
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype, ulysses=index(place.ulysses),
-            value_dim=value_dim, shared_dim=0 if extras.k_shared is None else int(extras.k_shared.shape[-1]),
+            value_dim=value_dim, shared_dim=0 if k_shared is None else int(k_shared.shape[-1]),
             lengths=self._ratio(q, k, lengths),
         )  # fmt: skip
         compiling, exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
@@ -247,19 +241,21 @@ class ContextAttention(Setting):
             setting,
             CODE,
             mask,
-            "ids" if extras.document_ids is not None else "cu_seqlens" if extras.cu_seqlens is not None else "",
-            needs_gradient(q, k, v, extras.k_shared, extras.sinks),
+            inputs.need_gradients(),
             # The same objects at every call, of which it is known whether they have been written into.
             Captured(sharding.replicate(x.detach() if x.requires_grad else x, q) for x in captured),
         )
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, told: Told) -> Tensor:
+    def run(self, inputs: AttentionInputs, told: Told) -> Tensor:
         """Call the operator."""
-        documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
-        if documents is not None:
-            documents = sharding.replicate(documents if documents.ndim == 2 else documents.unsqueeze(0), q)
-        out, _, _ = torch.ops.wallfacer_dt.attention(q, k, v, extras.k_shared, extras.sinks, documents, *told)
-        return out
+        ids, ends = inputs[5:]
+        if ids is not None:
+            inputs = inputs._replace(
+                document_ids=sharding.replicate(ids if ids.ndim == 2 else ids.unsqueeze(0), inputs.q)
+            )
+        if ends is not None:
+            inputs = inputs._replace(cu_seqlens=sharding.replicate(ends, inputs.q))
+        return operator(*inputs, *told)[0]
 
     def _ratio(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[int, int]:
         """Queries and keys, as far as they matter for which of them to move: not at all where they are as many."""

@@ -17,6 +17,11 @@ def is_autocast_on(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
+def is_autocast_on_anywhere() -> bool:
+    """Whether it is on for some device type."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def computed_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     """The dtype that a tensor of this dtype is computed in."""
     if not dtype.is_floating_point or dtype == torch.float64 or not is_autocast_on(device_type):
@@ -26,6 +31,8 @@ def computed_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
 
 def as_computed(*tensors: Any) -> tuple[Any, ...]:
     """The tensors in the dtype that they are computed in; gradients are in their own. What is no tensor stays."""
+    if not is_autocast_on_anywhere():
+        return tensors
     return tuple(_as_computed(x) if isinstance(x, Tensor) else x for x in tensors)
 
 
@@ -39,7 +46,7 @@ def outside_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(body)
     def run(x: Tensor, *rest: Any) -> Any:
-        if not is_autocast_on(x.device.type):
+        if not is_autocast_on_anywhere():
             return body(x, *rest)
         with torch.autocast(x.device.type, enabled=False):
             return body(x, *rest)

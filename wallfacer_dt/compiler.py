@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +34,16 @@ def untraced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return outside
 
     return decorate
+
+
+def opaque(body: Callable[P, R]) -> Callable[P, R]:
+    """An operator's body, into which, and whatever it calls, a compiler that runs it is not to look.
+
+    :func:`untraced` does so too, at every call; this marks the code, and so that of all closures of it.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(body.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return body
 
 
 def constant(function: Callable[P, R]) -> Callable[P, R]:

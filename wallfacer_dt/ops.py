@@ -21,7 +21,8 @@ from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import refusing_together, settling
 from wallfacer_dt.algorithms import known_recording
 from wallfacer_dt.autocast import outside_autocast
-from wallfacer_dt.calls import agree_on_backward, agreed_call, make_call
+from wallfacer_dt.calls import agreed_call
+from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.options import MASK_SCHEMA, Options
 from wallfacer_dt.transforms import differentiable, not_differentiable, operator
@@ -42,25 +43,11 @@ CODE = _digest_of_sources()
 
 
 @outside_autocast
-def attention_body(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_shared: Tensor | None,
-    sinks: Tensor | None,
-    documents: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::attention`` does on one rank.
 
     Args:
-        q: queries (B, N, L, H).
-        k: keys (B, Nkv, L, H), or (B, Nkv, L, H - Hs) with ``k_shared``.
-        v: values (B, Nkv, L, Hv).
-        k_shared: the end of every head's key (B, 1, L, Hs).
-        sinks: for every head a logit without a value (N,).
-        documents: where documents are in the whole sequence, on the CPU, a row for each of the batch or one for all.
-        *rest: what :meth:`Options.told` gives.
+        *args: :class:`AttentionInputs`, and what :meth:`Options.told` gives.
 
     Returns:
         out (B, N, L, Hv) in q's dtype and memory layout; lse (B, N, L) in the accumulation dtype, contiguous; the
@@ -69,68 +56,35 @@ def attention_body(
     Raises:
         ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
     """
-    options = Options.of(*rest)
-    call, number = agreed_call("attention", options, q, k, v, k_shared, sinks, documents)
+    inputs, options = AttentionInputs(*args[:_COUNT]), Options.of(*args[_COUNT:])
+    call, number = agreed_call("attention", options, inputs)
     said = torch.tensor([number, options.captured.contents], device="cpu")
-    out, lse = call.forward(q, _present(k, v, k_shared), sinks)
-    return _laid_out(out, _like(q, v.shape[-1])), lse.contiguous(), said
+    out, lse = call.forward(inputs.q, inputs.keys, inputs.sinks)
+    return _laid_out(out, _like(inputs.q, inputs.v.shape[-1])), lse.contiguous(), said
 
 
 @outside_autocast
-def attention_backward_body(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_shared: Tensor | None,
-    sinks: Tensor | None,
-    documents: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    number: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def attention_backward_body(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """What ``wallfacer_dt::attention_backward`` does on one rank.
 
     Args:
         grad_out: gradient of the output (B, N, L, Hv).
-        q: queries (B, N, L, H).
-        k: keys (B, Nkv, L, H).
-        v: values (B, Nkv, L, Hv).
-        k_shared: as the forward was given it.
-        sinks: as the forward was given them.
-        documents: as the forward was given it.
-        out: the forward's output.
-        lse: the forward's log-sum-exp.
-        number: what the forward gave last.
-        *rest: what :meth:`Options.told` gives.
+        *args: the forward's tensors, its three results, and its options.
 
     Returns:
-        dq, dk, dv and the gradients of k_shared and sinks, each in its input's dtype and memory layout; that of an
-        absent input is empty.
+        The gradients of q, k, v, k_shared and sinks, each in its input's dtype and memory layout; that of an absent
+        input is empty.
 
     Raises:
         ValueError: on every rank: ranks are at the backwards of different calls.
     """
-    options = Options.of(*rest)
-    with refusing_together(options.setting.mesh):
-        if options.captured and options.captured.contents != int(number[1]):
-            raise ValueError(
-                "a tensor that mask_mod captures has been written into since the forward, whose mask is gone with it: "
-                "write into it after the backward, or capture another tensor"
-            )
-        call = make_call(options, q, k, v, k_shared, documents)
-        needed = call.needed(options)
-    agree_on_backward("attention", q, options.setting.mesh, number[0])
-    call = call.heard(options, q, k, v, k_shared, sinks, needed)
-    grads, dsinks = call.backward(grad_out, out, lse, q, _present(k, v, k_shared), sinks)
-    laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, _present(q, k, v, k_shared), strict=True)]
-    dq, dk, dv, dk_shared = (*laid_out, q.new_empty(0))[:4]
-    return dq, dk, dv, dk_shared, q.new_empty(0) if dsinks is None else dsinks
-
-
-def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(x for x in tensors if x is not None)
+    inputs, (out, lse, said) = AttentionInputs(*args[:_COUNT]), args[_COUNT : _COUNT + 3]
+    call, _ = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, said)
+    grads, dsinks = call.backward(grad_out, out, lse, inputs.q, inputs.keys, inputs.sinks)
+    laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)]
+    if inputs.k_shared is None:
+        laid_out.append(inputs.q.new_empty(0))
+    return *laid_out, inputs.q.new_empty(0) if dsinks is None else dsinks
 
 
 def _like(x: Tensor, head_dim: int) -> Tensor:
@@ -155,24 +109,25 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
     return _like(q, v.shape[-1]), lse, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-def _attention_backward_fake(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, sinks: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, k_shared, sinks))
+def _attention_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(args[0].new_empty(0) if x is None else torch.empty_like(x) for x in args[: len(_GRADIENTS)])
 
+
+_COUNT = len(INPUTS)
+_OUTPUTS = "out", "lse", "said"
+_GRADIENTS = INPUTS[:5]
 
 attention = operator(
     "attention",
     settling(attention_body),
-    f"(Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, {MASK_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"({INPUTS_SCHEMA}, {MASK_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     _attention_fake,
 )
 attention_backward = operator(
     "attention_backward",
     settling(attention_backward_body),
-    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? k_shared, Tensor? sinks, Tensor? documents, "
-    f"Tensor out, Tensor lse, Tensor number, {MASK_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad_out, {INPUTS_SCHEMA}, Tensor out, Tensor lse, Tensor said, {MASK_SCHEMA}) "
+    f"-> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _attention_backward_fake,
 )
 
@@ -180,11 +135,11 @@ BODIES = {attention: attention_body, attention_backward: attention_backward_body
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *told, captured = inputs[_TENSORS:]
-    ctx.save_for_backward(*inputs[:_TENSORS], *output[:2], *captured)
+    *told, captured = inputs[_COUNT:]
+    ctx.save_for_backward(*inputs[:_COUNT], *output[:2], *captured)
     ctx.options = told
     # Not saved with them: a checkpoint that computes them again would put a number in its place that is new.
-    ctx.number = output[2]
+    ctx.said = output[2]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # What a mask does must not be forgotten before the backward has come.
@@ -192,23 +147,20 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) ->
     ctx.recording = known_recording(mask) if mask else None
 
 
-def _autograd(ctx, grad_out: Tensor | None, grad_lse: None, grad_number: None) -> tuple[Tensor | None, ...]:
+def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     nothing = (None,) * (len(ctx.options) + 1)
     if grad_out is None:
-        return (*[None] * _TENSORS, *nothing)
+        return (*[None] * _COUNT, *nothing)
     with refusing_together(Options.of(*ctx.options).setting.mesh):  # what one rank has written into meanwhile
         read = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
-    saved, captured = read[: _TENSORS + 2], read[_TENSORS + 2 :]
-    grads = attention_backward(grad_out, *saved, ctx.number, *ctx.options, list(captured))
+    saved, captured = read[: _COUNT + 2], read[_COUNT + 2 :]
+    grads = attention_backward(grad_out, *saved, ctx.said, *ctx.options, list(captured))
     placed = [
         None if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
-        for name, grad, x in zip(_INPUTS, grads, saved, strict=False)
+        for name, grad, x in zip(_GRADIENTS, grads, saved, strict=False)
     ]
-    return (*placed, None, *nothing)
+    return (*placed, *[None] * (_COUNT - len(_GRADIENTS)), *nothing)
 
-
-_INPUTS = ("q", "k", "v", "k_shared", "sinks", "documents")
-_TENSORS = len(_INPUTS)
 
 differentiable(attention, _autograd, _setup_context)
 not_differentiable(attention_backward, "context-parallel attention has no second derivative")
@@ -221,10 +173,7 @@ def _axes(options: Sequence[Any]) -> sharding.Axes:
     return sharding.Axes(*Options.of(*options).setting.groups)
 
 
-sharding.register(attention, _axes, inputs=_INPUTS, outputs=("out", "lse", "number"))
+sharding.register(attention, _axes, INPUTS, _OUTPUTS)
 sharding.register(
-    attention_backward,
-    _axes,
-    inputs=("grad_out", *_INPUTS, "out", "lse", "number"),
-    outputs=("grad_q", "grad_k", "grad_v", "grad_k_shared", "grad_sinks"),
+    attention_backward, _axes, ("grad_out", *INPUTS, *_OUTPUTS), tuple(f"grad_{name}" for name in _GRADIENTS)
 )

@@ -200,7 +200,6 @@ class Options(NamedTuple):
             Of a mask there is the key in a compiled graph only, which asks it whether it still does the same.
         code: :data:`wallfacer_dt.ops.CODE`.
         mask: name of an arbitrary mask's recording, or empty.
-        packed: what the tensor ``documents`` is: ``"ids"``, ``"cu_seqlens"``, or empty for none.
         gradients: whether some of the tensors need one, so that there will be a backward.
         captured: the tensors that an arbitrary mask reads, in order, which an operator with masks takes after the text.
     """
@@ -210,7 +209,6 @@ class Options(NamedTuple):
     setting: Setting
     code: str
     mask: str = ""
-    packed: str = ""
     gradients: bool = False
     captured: Captured = Captured()
 
@@ -262,19 +260,9 @@ def _read(text: str) -> tuple[Any, ...]:
 def options_of(
     who: str, told: AttentionKeywords, *, without: Collection[str] = (), own: Collection[str] = ()
 ) -> AttentionOptions:
-    """The options that keywords tell.
+    """The options that ``who`` was told by keywords, not checked yet; TypeError for one that is no option.
 
-    Args:
-        who: a function or style, for messages.
-        told: its keywords.
-        without: options that mean nothing to it.
-        own: names of its other parameters, which may have been meant.
-
-    Returns:
-        The options, not checked yet.
-
-    Raises:
-        TypeError: a keyword is no option.
+    Some may mean nothing to it (``without``), and other parameters of its may have been meant (``own``).
     """
     for name in told:
         if name in without or name not in OPTIONS:

@@ -8,7 +8,7 @@ Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0 and 2.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, Ru
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
 
 from wallfacer_dt.compiler import constant
+from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.mesh import CONTEXT_AXES
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
@@ -42,50 +43,27 @@ class Axes(NamedTuple):
     team: str
 
 
-def check(
-    q: Tensor, k: Tensor, v: Tensor, axes: Axes, k_shared: Tensor | None = None, sinks: Tensor | None = None
-) -> None:
-    """Refuse (ValueError) DTensors that attention cannot be given.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        axes: of the context mesh.
-        k_shared: the end of every head's key.
-        sinks: a logit more for every head.
-    """
-    if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
+def check(inputs: AttentionInputs, axes: Axes) -> None:
+    """Refuse (ValueError) DTensors that attention cannot be given."""
+    known = {name: _of(x) for name, x in zip(INPUTS, inputs, strict=True) if isinstance(x, DTensor)}
+    if not known.keys() >= {"q", "k", "v"}:
         return
-    shared = _of(k_shared) if isinstance(k_shared, DTensor) else None
-    placements_for(_of(q), _of(k), _of(v), axes, shared)
-    if isinstance(sinks, DTensor) and sinks.device_mesh != q.device_mesh:
-        raise ValueError(f"q and sinks must be DTensors on one mesh, got {q.device_mesh} and {sinks.device_mesh}")
+    sinks = known.get("sinks")
+    placements_for(known, axes)
+    if sinks is not None and sinks.mesh != known["q"].mesh:
+        raise ValueError(f"q and sinks must be DTensors on one mesh, got {known['q'].mesh} and {sinks.mesh}")
 
 
-def placements_for(
-    q: Sharded, k: Sharded, v: Sharded, axes: Axes, k_shared: Sharded | None = None
-) -> tuple[Placement, ...]:
+def placements_for(inputs: Mapping[str, Sharded], axes: Axes) -> tuple[Placement, ...]:
     """The placements in which attention takes q, k and v and leaves its output: those of q, where they can be.
 
     An axis besides the context mesh's that shards the sequence too (torch's sequence parallelism) shards the heads
-    instead, or where they do not divide, nothing. k and v follow q.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        axes: of the context mesh.
-        k_shared: the end of every head's key, or None.
-
-    Returns:
-        One placement for every axis of the mesh.
-
-    Raises:
-        ValueError: a placement that attention cannot be given, naming tensor, axis and placement.
+    instead, or where they do not divide, nothing. k and v follow q. A placement that attention cannot be given is
+    refused (ValueError) by its tensor, axis and placement.
     """
+    tensors = {name: inputs[name] for name in ("q", "k", "v", "k_shared") if name in inputs}
+    q, k = tensors["q"], tensors["k"]
     mesh = q.mesh
-    tensors = {"q": q, "k": k, "v": v} | ({} if k_shared is None else {"k_shared": k_shared})
     for name, x in tensors.items():
         if x.mesh != mesh:
             raise ValueError(f"q and {name} must be DTensors on one mesh, got {mesh} and {x.mesh}")
@@ -142,17 +120,17 @@ def sharded_dims(x: DTensor) -> set[int]:
 
 
 def register(
-    op: OpOverload, axes_of: Callable[[Sequence[Any]], Axes], *, inputs: Sequence[str], outputs: Sequence[str]
+    op: OpOverload, axes_of: Callable[[Sequence[Any]], Axes], inputs: Sequence[str], outputs: Sequence[str]
 ) -> None:
-    """Register the rule of an operator whose tensors come first.
+    """Register the rule of an operator whose tensors come first, and last a list of others, which all ranks have alike.
 
     Args:
-        op: the operator. Last comes a list of others, which all ranks have alike.
+        op: the operator.
         axes_of: from the arguments after its tensors the names of its axes' groups.
-        inputs: names of the tensor arguments, q, k and v among them; others may be absent in a call. ``k_shared`` is
-            sharded as they are but has one head for all, ``sinks`` are by heads, ``documents`` are rows of the batch
-            about the whole sequence, ``number`` is that of the call.
-        outputs: names of the outputs; all but ``number``, ``grad_k_shared`` and ``grad_sinks`` are sharded as q is.
+        inputs: names of the tensor arguments, those of :class:`AttentionInputs` among them. ``k_shared`` is sharded as
+            q, k and v are but has one head for all, ``sinks`` are by heads, documents are about the whole sequence, and
+            ids have a row for each of the batch or one for all; ``said`` is what ranks compare.
+        outputs: names of the outputs; what is not named here is sharded as q is.
     """
 
     def strategy(schema: OpSchema) -> OpStrategy:
@@ -166,32 +144,34 @@ def register(
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
         whole = {name: Sharded(spec.mesh, spec.placements, spec.shape) for name, spec in specs.items()}
         q = whole["q"]
-        placements = placements_for(q, whole["k"], whole["v"], axes, whole.get("k_shared"))
+        placements = placements_for(whole, axes)
+        alike = (Replicate(),) * len(placements)
         by_heads = tuple(Shard(0) if _is_shard(p, HEADS) else Replicate() for p in placements)
         by_name = {
             "k_shared": tuple(Replicate() if _is_shard(p, HEADS) else p for p in placements),
             # Every head has its part in the gradient of what heads share.
             "grad_k_shared": tuple(Partial() if _is_shard(p, HEADS) else p for p in placements),
-            "documents": tuple(p if _is_shard(p, BATCH) else Replicate() for p in placements),
-            "number": (Replicate(),) * len(placements),
+            "document_ids": tuple(p if _is_shard(p, BATCH) else Replicate() for p in placements),
+            "cu_seqlens": alike,
+            "said": alike,
             "sinks": by_heads,
             "grad_sinks": tuple(
                 Partial() if _is_shard(p, BATCH, SEQUENCE) else own for p, own in zip(placements, by_heads, strict=True)
             ),
         }
-        if "documents" in specs and specs["documents"].shape[0] == 1:
-            by_name["documents"] = (Replicate(),) * len(placements)
+        if "document_ids" in specs and specs["document_ids"].shape[0] == 1:
+            by_name["document_ids"] = alike
         wanted = [
             DTensorSpec(q.mesh, by_name.get(name, placements), tensor_meta=spec.tensor_meta)
             for name, spec in specs.items()
         ]
         read = list(getattr(captured, "children", ()))
         metas = [x.strategies[0].output_spec.tensor_meta for x in read]
-        wanted += [DTensorSpec(q.mesh, (Replicate(),) * len(placements), tensor_meta=meta) for meta in metas]
+        wanted += [DTensorSpec(q.mesh, alike, tensor_meta=meta) for meta in metas]
         sources = [*tensors.values(), *read]
         costs = [generate_redistribute_costs(x, spec) for x, spec in zip(sources, wanted, strict=True)]
         for absent in {"k_shared", "sinks"} - specs.keys():  # then its gradient is an empty tensor
-            by_name[f"grad_{absent}"] = (Replicate(),) * len(placements)
+            by_name[f"grad_{absent}"] = alike
         results = tuple(DTensorSpec(q.mesh, by_name.get(name, placements)) for name in outputs)
         return OpStrategy([OpSpec(output_specs=results, input_specs=wanted, redistribute_cost=costs)])
 

@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
@@ -24,9 +23,10 @@ from wallfacer_dt.agreement import agree, refusing_together
 from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.equivalence import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, check_once
+from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.mesh import Coordinate, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
-from wallfacer_dt.validation import Extras, check_call, refused_in_graph
+from wallfacer_dt.validation import check_call, refused_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
 
@@ -60,7 +60,7 @@ class _Call(NamedTuple):
     """What a call, or a module, asks for beside q, k and v."""
 
     scale: float | None
-    extras: Extras
+    tensors: dict[str, Tensor]
     mask: MaskMod | None
 
 
@@ -146,7 +146,7 @@ class _ContextParallel(ParallelStyle):
 
     def _check_held(self, module: nn.Module, tensors: Sequence[str] = ()) -> None:
         """Refuse (ValueError) a module that holds something: tensors of these names, or submodules."""
-        held = [*tensors, *(what for what, child in module.named_children() if not _does_nothing(child))]
+        held = [*tensors, *(what for what, child in module._modules.items() if not _does_nothing(child))]
         if held:
             raise ValueError(
                 f"{type(self).__name__} replaces an inner attention called as attention(q, k, v), which has no "
@@ -157,11 +157,12 @@ class _ContextParallel(ParallelStyle):
     def _read_attributes(self, module: nn.Module) -> dict[str, Any]:
         """Attributes that are named like an option, and ask for something; refuse (ValueError) another than told."""
         # Of a module's missing attributes torch looks up every one in three dicts; a compiler guards what it is asked.
-        names = _NEUTRAL.keys()
+        names: Iterable[str] = _NEUTRAL
         if not torch.compiler.is_compiling():
-            names = names & {*vars(module), *module._modules, *_options_of(type(module))}
+            kinds = (vars(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object))
+            names = {name for held in (vars(module), module._modules, *kinds) for name in _NEUTRAL.keys() & held.keys()}
         found = {key: getattr(module, key) for key in names if hasattr(module, key)}
-        found = {key: value for key, value in found.items() if value is not None and not _does_nothing(value)}
+        found = {key: value for key, value in found.items() if not _does_nothing(value)}
         if found:
             self._read_options(found, f"{type(self).__name__}: the module {type(module).__name__} has")
         return found
@@ -173,7 +174,7 @@ class _ContextParallel(ParallelStyle):
     def _read_options(self, options: dict[str, Any], where: str) -> _Call:
         """Take what attention implements, and refuse (ValueError) what this style was not told."""
         scale = self.options.scale
-        extras: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
         masks: dict[str, Any] = {}
         for name, value in options.items():
             if value is None and name in _TOLD:
@@ -183,13 +184,13 @@ class _ContextParallel(ParallelStyle):
                     raise ValueError(f"{where} {name}={value!r}, the style was given scale={scale}")
                 scale = value
             elif name in _TENSORS and isinstance(value, Tensor):
-                _add(extras, _TENSORS[name], value, where)
+                _add(tensors, _TENSORS[name], value, where)
             elif name in _MASKS and (isinstance(value, BlockMask) or (name == "mask_mod" and callable(value))):
                 if not self._is_own_mask(value, f"{where} {name}"):
                     _add(masks, "mask_mod", value, where)
             else:
                 self._check_option(name, value, f"{where} {name}=")
-        return _Call(scale, Extras(**extras), masks.get("mask_mod"))
+        return _Call(scale, tensors, masks.get("mask_mod"))
 
     def _check_option(self, name: str, value: Any, where: str) -> None:
         """Refuse (ValueError) an option other than the style's."""
@@ -267,31 +268,28 @@ class _Forward:
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         attention = self.attention
         with refusing_together(attention.mesh):
-            scale, extras, mask = self._read(q, k, args, kwargs)
+            scale, tensors, mask = self._read(q, k, args, kwargs)
             masked = attention if mask is None else attention.with_mask(mask)
-            q, k, v, extras = under_autocast(q, k, v, extras)
-            told = masked.checked(q, k, v, extras, scale)
-        return masked.run(q, k, v, extras, told)
+            inputs = under_autocast(AttentionInputs(q, k, v, **tensors))
+            told = masked.checked(inputs, scale)
+        return masked.run(inputs, told)
 
     def _traced(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         attention = self.attention
         # A graph may hold what refuses tensors of one kind; and every rank exports by itself.
         kinds = {isinstance(x, DTensor) if isinstance(x, Tensor) else None for x in (q, k, v)}
         in_graph = kinds in ({False}, {True}) and not torch.compiler.is_exporting()
+        inputs, is_read = AttentionInputs(q, k, v), False
         try:
-            scale, extras, _ = self._read(q, k, args, kwargs)
-        except (TypeError, ValueError) as error:
-            if in_graph:
-                return refused_in_graph(q, k, v, Extras(), str(error), attention)
-            raise
-        q, k, v, extras = under_autocast(q, k, v, extras)
-        try:
-            check_call(q, k, v, extras, attention)
+            scale, tensors, _ = self._read(q, k, args, kwargs)
+            inputs, is_read = under_autocast(AttentionInputs(q, k, v, **tensors)), True
+            check_call(inputs, attention)
         except (TypeError, ValueError, NotImplementedError) as error:
             if in_graph:
-                return refused_in_graph(q, k, v, extras, str(error) if isinstance(q, DTensor) else "", attention)
+                at_run = is_read and not isinstance(q, DTensor)
+                return refused_in_graph(inputs, "" if at_run else str(error), attention)
             raise
-        return attention(q, k, v, extras, scale)
+        return attention(inputs, scale)
 
     def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
         if len(args) > len(self.names):
@@ -306,9 +304,9 @@ class _Forward:
         if told.get("enable_gqa") is False and q.shape[1] != k.shape[1]:
             raise ValueError(f"enable_gqa=False, but q has shape {sizes(q)} and k {sizes(k)}")
         check_scale(call.scale)
-        shared = call.extras.k_shared
+        shared = call.tensors.get("k_shared")
         if self.style.layout == "BLNH" and shared is not None and shared.ndim == 4:
-            return call._replace(extras=call.extras._replace(k_shared=shared.transpose(1, 2)))
+            call.tensors["k_shared"] = shared.transpose(1, 2)
         return call
 
 
@@ -354,10 +352,10 @@ class UlyssesParallel(_ContextParallel):
     _without = ("schedule", "rotate", "rotate_forward")
 
 
-def _add(extras: dict[str, Any], name: str, value: Any, where: str) -> None:
-    if extras.get(name, value) is not value:
+def _add(known: dict[str, Any], name: str, value: Any, where: str) -> None:
+    if known.get(name, value) is not value:
         raise ValueError(f"{where} {name} twice, under two names")
-    extras[name] = value
+    known[name] = value
 
 
 def _asked_window(name: str, value: Any, is_causal: bool) -> tuple[int, int] | None:
@@ -374,14 +372,8 @@ def _mask_mod_of(mask: MaskMod) -> Any:
     return mask.mask_mod if isinstance(mask, BlockMask) else mask
 
 
-@cache
-def _options_of(kind: type) -> frozenset[str]:
-    """What a class has that is named like an option."""
-    return frozenset(key for key in _NEUTRAL if hasattr(kind, key))
-
-
 def _does_nothing(thing: Any) -> bool:
-    return isinstance(thing, nn.Identity) or (isinstance(thing, nn.Dropout) and thing.p == 0)
+    return thing is None or isinstance(thing, nn.Identity) or (isinstance(thing, nn.Dropout) and thing.p == 0)
 
 
 def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:

@@ -13,87 +13,81 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt.compiler import untraced
+from wallfacer_dt.compiler import opaque
+
+is_transformed: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one of a transform of ``torch.func``."""
 
 _library = torch.library.Library("wallfacer_dt", "FRAGMENT")
+_bodies: dict[OpOverload, Callable[..., Any]] = {}
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def operator(name: str, body: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> OpOverload:
     """Make an operator, as ``torch.library.custom_op`` does, but for what that looks up and checks at every call.
 
-    Args:
-        name: in the package's namespace.
-        body: what it does; its results are new tensors.
-        schema: without the name and without defaults, which torch would fill in slowly.
-        fake: what it gives for fake tensors.
-
-    Returns:
-        The operator.
+    The schema is without name and defaults (torch fills these in slowly); what the body returns are new tensors.
     """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, untraced("an operator is opaque")(body), "CompositeExplicitAutograd")
+    _library.impl(name, opaque(body), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wallfacer_dt::{name}", fake, lib=_library)
-    return getattr(torch.ops.wallfacer_dt, name).default
+    op = getattr(torch.ops.wallfacer_dt, name).default
+    _bodies[op] = body
+    return op
 
 
 def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Register an operator's derivative, once differentiable, in reverse mode.
-
-    Args:
-        op: of :func:`operator`.
-        backward: as ``torch.library.register_autograd`` takes it.
-        setup_context: likewise.
+    """Register an operator's derivative, once differentiable, in reverse mode: as ``torch.library.register_autograd``
+    takes it.
     """
+    name = op.name()
+    body = _bodies[op]
 
     def below(keys: Any, *args: Any) -> Any:
+        keys &= torch._C._after_autograd_keyset
         with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+            # No mode, no subclass, no view that conjugates or negates: the dispatcher would come to the body.
+            is_last = keys.highestPriorityTypeId() in _DEVICES
+            return body(*args) if is_last else op.redispatch(keys, *args)
 
-    def forward(ctx: Any, keys: Any, *args: Any) -> Any:
-        output = below(keys, *args)
-        setup_context(ctx, args, output)
-        return output
+    class Derivative(torch.autograd.Function):
+        @staticmethod
+        def forward(keys: Any, *args: Any) -> Any:
+            return op(*args) if keys is None else below(keys, *args)
 
-    def backward_of_all(ctx: Any, *grads: Any) -> Any:
-        return None, *(backward(ctx, *grads) or ())
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup_context(ctx, inputs[1:], output)
 
-    plain: Any = type(
-        "Function",
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)},
-    )
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return None, *(backward(ctx, *grads) or ())
+
+        @staticmethod
+        def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
+            raise NotImplementedError(f"{name} has no forward-mode derivative")
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+            raise NotImplementedError(f"{name} cannot be mapped over by torch.vmap; call it once for each")
+
+    # What the method of the class does first, at every call, is for functions that are called by a user: it looks at
+    # their signature, and for tensors of a transform that has ended, which the dispatcher has unwrapped by now.
+    apply = super(torch.autograd.Function, Derivative).apply  # pyrefly: ignore[missing-attribute]
 
     def dispatched(keys: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return plain.apply(keys, *args)
-        return below(keys, *args)
-
-    _library.impl(op.name(), dispatched, "Autograd", with_keyset=True)
-    name = op.name()
-
-    def refuse_jvp(*_: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} has no forward-mode derivative")
-
-    def refuse_vmap(*_: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} cannot be mapped over by torch.vmap; call it once for each")
-
-    rules: dict[str, Callable[..., Any]] = {
-        "forward": op,
-        "setup_context": setup_context,
-        "backward": backward,
-        "jvp": refuse_jvp,
-        "vmap": refuse_vmap,
-    }
-    members = {key: staticmethod(rule) for key, rule in rules.items()}
-    function: Any = type("Function", (torch.autograd.Function,), members)
+        is_wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        return apply(keys, *args) if is_wanted else below(keys, *args)
 
     def transformed(*args: Any) -> Any:
         if _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Functionalize:
             raise NotImplementedError(f"{name} changes nothing in place: leave torch.func.functionalize out")
-        return function.apply(*args)
+        return Derivative.apply(None, *args)
 
+    _library.impl(name, dispatched, "Autograd", with_keyset=True)
     _library.impl(name, transformed, "FuncTorchDynamicLayerFrontMode")
 
 
@@ -114,9 +108,9 @@ def is_transforming() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
-def is_transformed(x: Tensor) -> bool:
-    """Whether a tensor is one of a transform of ``torch.func``."""
-    return _functorch.is_functorch_wrapped_tensor(x)
+def has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode differentiation is under way, of this tensor among others."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_transforms(name: str, x: Tensor) -> None:

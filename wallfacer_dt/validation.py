@@ -2,11 +2,10 @@
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -14,65 +13,28 @@ from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import refusing_together
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.documents import check_documents
+from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels import Need, select_kernel
 from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
 from wallfacer_dt.options import SCHEMA, Options, Setting
 from wallfacer_dt.order import check_order_is_told
-from wallfacer_dt.transforms import check_transforms, is_transformed
+from wallfacer_dt.transforms import check_transforms, has_tangent, is_transformed
 
 
-class Extras(NamedTuple):
-    """What attention may be given besides q, k and v.
+def refused_in_graph(inputs: AttentionInputs, error: str, setting: Setting) -> Tensor:
+    """Put a refusal into the graph that is being traced: something of q's shape; see Note [Refusing together].
 
-    Attributes:
-        document_ids: (B, N) or (N,), int, on the CPU: the document of every token of the whole sequence.
-        cu_seqlens: (documents + 1,), int, on the CPU: the documents' cumulative lengths, for all rows of the batch.
-        sinks: (N,): a logit more for every head.
-        k_shared: (B, 1, L, Hs): the end of every head's key.
+    Without an error it is these plain tensors that are refused, which then say so when the operator runs.
     """
-
-    document_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    sinks: Tensor | None = None
-    k_shared: Tensor | None = None
-
-
-NO_EXTRAS = Extras()
-
-
-def refused_in_graph(q: Tensor, k: Tensor, v: Tensor, extras: Extras, error: str, setting: Setting) -> Tensor:
-    """Put a refusal into the graph that is being traced; see Note [Refusing together].
-
-    Args:
-        q: as the call was given it.
-        k: as the call was given it.
-        v: as the call was given it.
-        extras: as the call was given them.
-        error: why; empty where plain tensors themselves are refused, which then say so when the operator runs.
-        setting: what they were checked against.
-
-    Returns:
-        Something of q's shape, in the graph.
-    """
-    if isinstance(q, DTensor):
-        return refuse_in_graph(q, q.shape[-1], error, setting.mesh)
+    if isinstance(inputs.q, DTensor):
+        return refuse_in_graph(inputs.q, inputs.q.shape[-1], error, setting.mesh)
     options = Options(1.0, float(setting.options.softcap or 0.0), setting, "")
-    given = (x.detach() if isinstance(x, Tensor) else None for x in extras)
-    return torch.ops.wallfacer_dt.refuse(q.detach(), k.detach(), v.detach(), *given, error, *options.told()[:3])
+    given = (x.detach() if isinstance(x, Tensor) else None for x in inputs)
+    return torch.ops.wallfacer_dt.refuse(*given, error, *options.told()[:3])
 
 
 def refuse_in_graph(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
-    """Put the refusal of a block into the graph that is being traced; see Note [Refusing together].
-
-    Args:
-        x: as the block was given it.
-        out_dim: of what the block would give.
-        error: why.
-        mesh: name of its mesh.
-
-    Returns:
-        Something of the result's shape, in the graph.
-    """
+    """The same for a block on x, whose result would be of x's shape but for the last dim."""
     if isinstance(x, DTensor):
         return _like(x, refuse_in_graph(x.to_local(), out_dim, error, mesh))
     return torch.ops.wallfacer_dt.refuse_block(x.detach(), out_dim, error, mesh)
@@ -83,40 +45,41 @@ def _like(x: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras, setting: Setting) -> None:
+def check_call(inputs: AttentionInputs, setting: Setting) -> None:
     """Refuse (TypeError, ValueError, NotImplementedError) tensors that attention cannot be given."""
-    _check_each(q, k, v, extras.k_shared)
-    _check_together(q, k, v, extras.k_shared, setting)
-    _check_lengths(q, k, setting)
-    _check_documents(q, k, extras, setting)
-    _check_sinks(q, extras.sinks)
+    _check_each(inputs)
+    _check_together(inputs, setting)
+    _check_lengths(inputs.q, inputs.k, setting)
+    _check_documents(inputs, setting)
+    _check_sinks(inputs.q, inputs.sinks)
     # A compiler asks the operator's rule, which checks the same, and kernels are chosen when the operator runs.
     if not torch.compiler.is_compiling():
-        sharding.check(q, k, v, sharding.Axes(*setting.groups), extras.k_shared, extras.sinks)
-        told = setting.options
-        select_kernel(told.kernel, Need.of(q, v, masked=bool(setting.mask_key), softcap=told.softcap or 0.0))
+        sharding.check(inputs, sharding.Axes(*setting.groups))
+        masked, softcap = bool(setting.mask_key), setting.options.softcap or 0.0
+        select_kernel(setting.options.kernel, Need.of(inputs.q, inputs.v, masked=masked, softcap=softcap))
 
 
-def kind_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Hashable:
+def kind_of(inputs: AttentionInputs) -> Hashable:
     """All that :func:`check_call` sees of plain tensors, but for what kernels say, whom the operator asks every time.
 
     None where it looks at more: documents' contents, placements, transforms of torch.func, tangents.
     """
-    if extras.document_ids is not None or extras.cu_seqlens is not None:
+    if inputs.document_ids is not None or inputs.cu_seqlens is not None:
         return None
     kind = []
-    for x in (q, k, v, extras.sinks, extras.k_shared):
+    for x in inputs[:5]:
         if x is None:
             kind.append(None)
-        elif type(x) not in (Tensor, Parameter) or is_transformed(x) or unpack_dual(x).tangent is not None:
+        elif type(x) not in (Tensor, Parameter) or is_transformed(x) or has_tangent(x):
             return None
         else:
             kind += (x.shape, x.dtype, x.device)
     return tuple(kind)
 
 
-def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v), ("k_shared", k_shared)):
+def _check_each(inputs: AttentionInputs) -> None:
+    q = inputs.q
+    for name, x in zip(INPUTS[:4], inputs, strict=False):
         if x is None and name == "k_shared":
             continue
         if not isinstance(x, Tensor):
@@ -125,7 +88,7 @@ def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> Non
             raise TypeError(f"q, k and v must all be DTensors or all plain tensors, but q and {name} differ")
         if not torch.compiler.is_compiling():
             check_transforms(name, x)
-            if unpack_dual(x).tangent is not None:
+            if has_tangent(x):
                 raise NotImplementedError(
                     f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"
                 )
@@ -134,13 +97,12 @@ def _check_each(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None) -> Non
             raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {sizes(x)}")
 
 
-def _check_together(q: Tensor, k: Tensor, v: Tensor, k_shared: Tensor | None, setting: Setting) -> None:
-    others = [k, v] if k_shared is None else [k, v, k_shared]
+def _check_together(inputs: AttentionInputs, setting: Setting) -> None:
+    q, k, v, k_shared = inputs[:4]
+    others = inputs.keys
 
     def shapes() -> str:
-        return ", ".join(
-            f"{name} {sizes(x)}" for name, x in zip(("q", "k", "v", "k_shared"), [q, *others], strict=False)
-        )
+        return ", ".join(f"{name} {sizes(x)}" for name, x in zip(INPUTS, (q, *others), strict=False))
 
     if any(x.dtype != q.dtype for x in others):
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them")
@@ -199,19 +161,18 @@ def _check_lengths(q: Tensor, k: Tensor, setting: Setting) -> None:
             )
 
 
-def _check_documents(q: Tensor, k: Tensor, extras: Extras, setting: Setting) -> None:
-    kinds = {"ids": extras.document_ids, "cu_seqlens": extras.cu_seqlens}
-    given = {kind: documents for kind, documents in kinds.items() if documents is not None}
-    if not given:
+def _check_documents(inputs: AttentionInputs, setting: Setting) -> None:
+    q, (kind, documents) = inputs.q, inputs.documents
+    if documents is None:
         if setting.order == BY_DOCUMENT:
             raise ValueError(f"order={BY_DOCUMENT!r} needs document_ids or cu_seqlens at every call")
         return
-    if len(given) > 1:
+    if inputs.cu_seqlens is not None and kind == "ids":
         raise ValueError("documents are given twice: pass document_ids or cu_seqlens")
     check_order_is_told(setting.order, setting.place.size)
     told = setting.options
     other = setting.mask_key or told.prefix_length or told.replicated or told.kv_length not in (None, told.length)
-    if other or q.shape[2] != k.shape[2]:
+    if other or q.shape[2] != inputs.k.shape[2]:
         raise ValueError("documents go with causal and window masks, not with a prefix, mask_mod, replicated tokens "
                          "or keys of another length")  # fmt: skip
     length = setting.lengths[0] if setting.lengths else q.shape[2] * setting.place.size
@@ -222,8 +183,7 @@ def _check_documents(q: Tensor, k: Tensor, extras: Extras, setting: Setting) -> 
                 f"in order={BY_DOCUMENT!r} the shards of {length} tokens are none of a DTensor's: pad it to a multiple "
                 f"of {setting.place.size}, or pass local tensors and length"
             )
-    for kind, documents in given.items():
-        check_documents(documents, kind, q.shape[0], length)
+    check_documents(documents, kind, q.shape[0], length)
 
 
 def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
@@ -245,28 +205,16 @@ def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 @torch.library.custom_op(
     "wallfacer_dt::refuse",
     mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? cu_seqlens, Tensor? sinks, Tensor? k_shared, "
-        f"str error, {SCHEMA}) -> Tensor"
-    ),
+    schema=f"({INPUTS_SCHEMA}, str error, {SCHEMA}) -> Tensor",
 )
-def _refuse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    document_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    sinks: Tensor | None,
-    k_shared: Tensor | None,
-    error: str,
-    *rest: Any,
-) -> Tensor:
-    told = Options.of(*rest)
+def _refuse(*args: Any) -> Tensor:
+    inputs, error = AttentionInputs(*args[: len(INPUTS)]), args[len(INPUTS)]
+    told = Options.of(*args[len(INPUTS) + 1 :])
     setting = replace(told.setting, options=told.options)
     with refusing_together(setting.mesh):
         if error:
             raise ValueError(error)
-        check_call(q, k, v, Extras(document_ids, cu_seqlens, sinks, k_shared), setting)
+        check_call(inputs, setting)
     raise AssertionError("what a compiler refused, these tensors do not show")
 
 

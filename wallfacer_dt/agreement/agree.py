@@ -76,8 +76,17 @@ def agree(
     of the last one, or that the mesh is of a world that is gone; a RuntimeError where a rank did not come in time.
     """
     found = _meeting(mesh, what or error)
-    if found is None:
-        return 0
+    return 0 if found is None else _agree(found, what, signature, forward, error, at_once)
+
+
+def _agree(
+    found: tuple[str, Meeting],
+    what: str,
+    signature: Iterable[tuple[str, Hashable]],
+    forward: int,
+    error: str,
+    at_once: bool,
+) -> int:
     text, meeting = found
     _settle(meeting)
     pairs = tuple(signature)
@@ -154,14 +163,19 @@ def hear_once(x: Tensor, key: Hashable, mine: Any, mesh: str) -> dict[int, Any] 
     return heard[key]
 
 
-@contextmanager
-def refusing_together(mesh: str) -> Iterator[None]:
-    """Have all ranks of a mesh (its name) refuse when one does; see Note [Refusing together]."""
-    try:
-        yield
-    except Exception as error:  # a mask_mod may raise anything
-        _tell(error, mesh)
-        raise
+class refusing_together:  # noqa: N801  # a context manager, and no generator: every call enters some
+    """Have all ranks of a mesh refuse when one does; see Note [Refusing together]."""
+
+    def __init__(self, mesh: str) -> None:
+        self.mesh = mesh
+
+    def __enter__(self) -> None:
+        """Nothing is done before somebody refuses."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Tell the other ranks; the error goes on."""
+        if isinstance(error, Exception):  # a mask_mod may raise anything
+            _tell(error, self.mesh)
 
 
 def settling(body: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -186,12 +200,14 @@ def agree_on(
 ) -> int:
     """:func:`agree` in the body of an operator, of whose tensors x is one, at once on the CPU. Fake tensors pass by.
 
-    A backward says the number () of its forward. The signature is looked at only if there is somebody to agree with.
+    A backward says the number of its forward, alone () or before other things (2,). The signature is looked at only
+    if there is somebody to agree with.
     """
-    if isinstance(x, FakeTensor):
+    found = None if isinstance(x, FakeTensor) else _meeting(mesh, what)
+    if found is None:
         return 0
-    known = 0 if forward is None else int(forward)
-    return agree(what, signature, mesh, forward=known, at_once=waits_at_once(x.device))
+    number = 0 if forward is None else int(forward.view(-1)[0])
+    return _agree(found, what, signature, number, "", waits_at_once(x.device))
 
 
 def fake_number() -> Tensor:

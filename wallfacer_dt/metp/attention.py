@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement import fake_number, refusing_together, settling
+from wallfacer_dt.agreement import fake_number, settling
 from wallfacer_dt.algorithms import HeadGroup, Heads, add_product_, head_groups, linear, turned
 from wallfacer_dt.autocast import outside_autocast
-from wallfacer_dt.calls import Call, agree_on_backward, agreed_call, make_call
+from wallfacer_dt.calls import Call, agreed_call, make_call
 from wallfacer_dt.compiler import as_text, from_text
+from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
 from wallfacer_dt.options import SCHEMA, Options
@@ -71,9 +72,9 @@ class BlockOptions(NamedTuple):
 
 _TENSORS = (
     "Tensor x, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor? q_bias, Tensor? k_bias, Tensor? v_bias, "
-    "Tensor? cos, Tensor? sin, Tensor? documents"
+    "Tensor? cos, Tensor? sin, Tensor? document_ids, Tensor? cu_seqlens"
 )
-_COUNT = 11
+_COUNT = 12
 _RESULTS = 3  # that the backward takes
 _NAME = "METP's attention"
 
@@ -91,23 +92,20 @@ class _Block(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any], number: Tensor | None) -> "_Block":
         """From an operator's arguments, of the backward with the forward's number; compared with the other ranks'."""
-        x, q, k, v, out, *biases, cos, sin, documents = tensors
+        x, q, k, v, out, *biases, cos, sin, document_ids, cu_seqlens = tensors
         assert x is not None
         assert q is not None
         assert out is not None
         block, attention = BlockOptions.of(rest[0]), Options.of(*rest[1:])
         projections = Projections(Weights(q, k, v, out.t(), *biases), block.holders)
         groups = block.groups(fused=projections.is_fused)
-        given = [(*shaped(x, block, group.heads), None) for group in groups]
+        documents = {"document_ids": document_ids, "cu_seqlens": cu_seqlens}
+        given = [shaped(x, block, group.heads)._replace(**documents) for group in groups]
+        further = None if number is not None else _signature(x, projections.own, block, attention.setting.lengths)
+        first, called = agreed_call(_NAME, attention, given[0], number, mesh=block.whole, further=further)
         if number is None:
-            further = _signature(x, projections.own, block, attention.setting.lengths)
-            first, called = agreed_call(_NAME, attention, *given[0], None, documents, mesh=block.whole, further=further)
             number = torch.tensor(called, device="cpu")
-        else:
-            with refusing_together(block.whole):
-                first = make_call(attention, *given[0], documents)
-            agree_on_backward(_NAME, x, block.whole, number)
-        calls = zip(groups, [first, *(make_call(attention, *tensors, documents) for tensors in given[1:])], strict=True)
+        calls = zip(groups, [first, *(make_call(attention, inputs) for inputs in given[1:])], strict=True)
         return cls(x, projections, None if cos is None or sin is None else (cos, sin), block, list(calls), number)
 
     def turns(self) -> Iterator["_Turn"]:
@@ -146,7 +144,7 @@ class _Turn(NamedTuple):
 
     def forward(self, y: Tensor, attended: Tensor, sums: Tensor) -> None:
         """Add to y (B L, Do), and fill in this group's heads of the others."""
-        out, sums[:, self._heads] = self.call.forward(*self._projected(), None)
+        out, sums[:, self._heads] = self.call.forward(*self._projected())
         attended[:, self._heads] = out
         add_product_(y, _by_tokens(out), self.weights.out)
 
@@ -156,7 +154,7 @@ class _Turn(NamedTuple):
         out, lse = attended[:, self._heads], sums[:, self._heads].contiguous()
         d_out = torch.mm(_by_tokens(out).t(), dy)
         grad_out = block.by_heads(torch.mm(dy, weights.out.t()))
-        (dq, dk, dv), _ = self.call.backward(grad_out, out, lse, *self._projected(), None)
+        (dq, dk, dv), _ = self.call.backward(grad_out, out, lse, *self._projected())
         by_tokens = [_by_tokens(d) for d in (block.turned(dq, back=True), block.turned(dk, back=True), dv)]
         for d, weight in zip(by_tokens, weights.inward, strict=True):
             add_product_(dx, d, weight)
@@ -183,7 +181,8 @@ def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Args:
         *args: x (B, L, D); this rank's rows of the projections q, k and v (rows, D), or of one fused, k and v None;
             the output's columns (Do, columns); biases (rows,) or None; cos and sin (1 or B, L, H / 2) or None;
-            documents, as attention's operator takes them; what :class:`BlockOptions` and :class:`Options` have told.
+            document_ids and cu_seqlens, as attention's operator takes them; what :class:`BlockOptions` and
+            :class:`Options` have told.
 
     Returns:
         y (B, L, Do) without the output projection's bias, attention's output (B, N, L, H) and lse (B, N, L), and the
@@ -232,12 +231,12 @@ def metp_attention_backward_body(grad_y: Tensor, *args: Any) -> tuple[Tensor, ..
     )
 
 
-def shaped(x: Tensor | None, block: BlockOptions, heads: Heads | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def shaped(x: Tensor | None, block: BlockOptions, heads: Heads | None = None) -> AttentionInputs:
     """What has the shapes of q, k and v of x (B, L, D), all heads or some, and no memory."""
     assert x is not None
     counts = (block.heads, block.kv_heads) if heads is None else (stop - start for start, stop in (heads.q, heads.kv))
     q, k = (x.new_empty(1).expand(x.shape[0], n, x.shape[1], block.head_dim) for n in counts)
-    return q, k, k
+    return AttentionInputs(q, k, k)
 
 
 def _by_tokens(x: Tensor) -> Tensor:
@@ -304,7 +303,7 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _autograd(ctx, grad_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    rest = (None,) * (3 + len(ctx.options))
+    rest = (None,) * (_COUNT - 8 + len(ctx.options))
     if grad_y is None:
         return (*[None] * 8, *rest)
     saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it

@@ -30,7 +30,7 @@ from wallfacer_dt.metp.modules import (
 from wallfacer_dt.metp.proof import CouldNotRunError, Inputs, compare, small_inputs
 from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
-from wallfacer_dt.validation import Extras, check_call
+from wallfacer_dt.validation import check_call
 
 _TRIED = 1152  # tokens, so that a window of 1024 that stands in the module's code is seen
 
@@ -182,8 +182,7 @@ class METPAttentionParallel(ParallelStyle):
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             x, args, kwargs = rotary.parameters.split(args, kwargs)
-            extras = Extras(kwargs.pop("document_ids", None), kwargs.pop("cu_seqlens", None))
-            documents = extras.cu_seqlens if extras.document_ids is None else extras.document_ids
+            documents = {name: kwargs.pop(name, None) for name in ("document_ids", "cu_seqlens")}
 
             def check() -> None:
                 if x is None:
@@ -197,19 +196,18 @@ class METPAttentionParallel(ParallelStyle):
                 for angle in rotary.angles(module, args, kwargs, inside):
                     if angle is not None and angle.device != inside.device:
                         raise ValueError(f"cos and sin must be on x's device {inside.device}, got {angle.device}")
-                check_call(*shaped(as_computed(inside)[0], block), extras, attention)
+                check_call(shaped(as_computed(inside)[0], block)._replace(**documents), attention)
 
             refusal = boundary.refusal(x, linear(module, self.output).out_features, check)
             if refusal is not None:
                 return refusal
             inside, leave = boundary.enter(x)
             cos, sin = rotary.angles(module, args, kwargs, inside)
-            rows = documents if documents is None or documents.ndim == 2 else documents.unsqueeze(0)
             tensors = as_computed(inside, *self._shards(module))
-            options = attention.resolve(*shaped(tensors[0], block), extras)
+            options = attention.resolve(shaped(tensors[0], block))
             block_options = block._replace(gradients=needing_gradients(x, module, names))
             y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
-                *tensors, cos, sin, rows, block_options.told(), *options.told()[:3]
+                *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:3]
             )
             y = watched(y, module.parameters(), boundary.weights.name)
             return leave(boundary.with_bias(y, linear(module, self.output).bias))
@@ -278,9 +276,9 @@ class METPAttentionParallel(ParallelStyle):
             found = rotary.as_in(module, (args, kwargs)).angles(module, args, kwargs, x)
             angles = (None if angle is None else angle.to(x.device) for angle in found)
             x, *tensors = as_computed(x, *tensors)
-            options = alone.resolve(*shaped(x, block), Extras())
+            options = alone.resolve(shaped(x, block))
             y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
-                x, *tensors, *angles, None, block.told(), *options.told()[:3]
+                x, *tensors, *angles, None, None, block.told(), *options.told()[:3]
             )
             bias = inputs.get(f"{self.output}.bias")
             return y if bias is None else y + bias.to(y.dtype)

@@ -24,7 +24,6 @@ from wallfacer_dt.algorithms import (
     make_schedule,
 )
 from wallfacer_dt.autocast import outside_autocast
-from wallfacer_dt.calls import agree_on_backward
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.ops import CODE
 
@@ -123,7 +122,7 @@ def feed_forward_backward_body(
         The gradients of x and of this rank's weights, from all ranks' tokens; that of an absent one is empty.
     """
     options = _options(rest)
-    agree_on_backward(_NAME, x, options.whole, number)
+    agree_on(x, f"the backward of {_NAME}", (), options.whole, number)
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForwardBackward(ACTIVATIONS[options.activation], units, grad_out.contiguous())
     schedule = _schedule(options, x, backward=True)

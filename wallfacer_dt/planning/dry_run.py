@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wallfacer_dt.agreement import fake_number
 from wallfacer_dt.collectives import absent_group
+from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body
 from wallfacer_dt.ops import CODE, attention_backward_body, attention_body
@@ -54,13 +55,12 @@ def attention_peaks(
 
     q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
     options = _options(candidate, sequence, index)
+    inputs = AttentionInputs(q, k, v)
     with _following(q, k, v) as alive:
-        out, lse, number = attention_body(q, k, v, None, None, None, *options.told())
+        out, lse, number = attention_body(*inputs, *options.told())
         kept, forward = alive.now, alive.peak
         alive.reset()
-        grads = attention_backward_body(
-            torch.empty_like(out), q, k, v, None, None, None, out, lse, number, *options.told()
-        )
+        grads = attention_backward_body(torch.empty_like(out), *inputs, out, lse, number, *options.told())
         backward = alive.peak
         del grads
     return Peaks(kept, forward, backward)
