@@ -24,7 +24,6 @@ import torch
 import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.kernels import reference
 from wallfacer_dt.kernels.block import (
@@ -132,16 +131,14 @@ def _cpu_forward(
     aten: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     width = max(q.shape[-1], v.shape[-1])
+    bias = _bias(visible, q.dtype)
+    if bias is None and k.shape[2] < _LANES:
+        bias = q.new_zeros(q.shape[2], k.shape[2])  # hides nothing, and so no NaN
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_in_rows(x, width) for x in (q, k, v)), 0.0, is_causal, attn_mask=_bias(visible, q.dtype), scale=scale
+        *(_in_rows(x, width) for x in (q, k, v)), 0.0, is_causal, attn_mask=bias, scale=scale
     )
     # Fake tensors of torch 2.11 have another dtype here than real ones.
-    out, lse = cropped(out, v), lse.to(accumulation_dtype(q.dtype))
-    # Rows lose a NaN to an lse of exactly 0, which otherwise is rare.
-    if visible is None and k.shape[2] < _LANES and (isinstance(lse, FakeTensor) or not lse.all()):
-        lost = _nan_rows(q, k, is_causal)
-        out, lse = out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
-    return out, lse
+    return cropped(out, v), lse.to(accumulation_dtype(q.dtype))
 
 
 def _cpu_backward(
@@ -158,18 +155,6 @@ def _cpu_backward(
 
 def _in_rows(x: Tensor, width: int) -> Tensor:
     return padded(x if x.stride(-1) == 1 else x.contiguous(), width)
-
-
-def _nan_rows(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    """Rows (B, N, Lq) with a score that is NaN because a key is, or because q is or is infinite."""
-    of_q = (q @ q.new_zeros(q.shape[-1])).isnan()
-    of_k = k.isnan().any(-1)
-    if is_causal:
-        last = torch.arange(q.shape[2], device=q.device).clamp_max(k.shape[2] - 1)
-        of_k = of_k.cumsum(-1)[..., last].bool()
-    else:
-        of_k = of_k.any(-1, keepdim=True)
-    return of_q | of_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
 def _efficient_forward(
