@@ -106,9 +106,9 @@ class Flow(NamedTuple):
         side: whose data they carry, ``"q"``, ``"kv"``, or ``""`` for both.
         axis: of the mesh, or ``"cp"`` for ring and team together.
         group: of heads.
+        times: how often.
         receiver: sequence indices, of what shape the coordinate says.
         sources: (n, *that shape) whom each receives from; itself where nothing comes.
-        times: how often.
         content: of what comes from one source, once; spread over the sources.
     """
 
@@ -116,9 +116,9 @@ class Flow(NamedTuple):
     side: str
     axis: str
     group: int
+    times: int
     receiver: Ints
     sources: Ints
-    times: int
     content: Content
 
     @property
@@ -165,26 +165,28 @@ class Flows:
             # Everyone's part of the output is gathered, and what everyone says of it summed, as long as the longest.
             sent = shape.batch * max(shard_sizes(replicated, place.axes)) * shape.heads * shape.value_dim
             content = Content(carried=sent) if self.backward else Content(sent)
-            yield self._flow("replicated", "q", CONTEXT, 0, self._some(0 * place.index, place.size), content)
+            sources = self._some(0 * place.index, place.size)
+            yield Flow("replicated", "q", CONTEXT, 0, 1, place.index, sources, content)
 
     def inner(self) -> Iterator[Flow]:
         """Of the ring and the team alone, for every group of heads: read off the schedule."""
         place, resident = self.place, "kv" if self.rotate == "q" else "q"
         offsets = hops(place.axes, self.sequences, resident) if self.offsets is None else self.offsets
         schedule = outline(place, self.sequences, self.schedule, resident, self.backward, offsets)
-        alike: dict[tuple[str, str, bytes], list[Transfer]] = {}
+        alike: dict[tuple[str, str, str, bytes], list[Transfer]] = {}
         for transfer in schedule.transfers:
             source = np.asarray(transfer.source).tobytes() if isinstance(transfer, Move | Carry) else b""
-            alike.setdefault((transfer.kind, transfer.side, source), []).append(transfer)
+            alike.setdefault((transfer.kind, transfer.side, transfer.axis, source), []).append(transfer)
         heads = self._heads
         for group in range(heads.shape[1]):
             for transfer, *more in alike.values():
+                times = 1 + len(more)
                 mine = heads[place.ulysses_rank, group, int(transfer.side == "kv")]
                 content = self.shape.transferred(transfer, schedule.rows(transfer), mine, backward=self.backward)
                 # Of a group without heads there is no attention.
                 sources = np.where(mine > 0, self._sources(transfer), place.index)
                 of = transfer.kind, transfer.side, transfer.axis, group
-                yield self._flow(*of, sources, content, 1 + len(more))
+                yield Flow(*of, times, place.index, sources, content)
 
     def _sources(self, transfer: Transfer) -> np.ndarray:
         place = self.place
@@ -202,12 +204,7 @@ class Flows:
             mine, others = (np.moveaxis(heads[u, group], -1, 0) for u in (place.ulysses_rank, sources // inner))
             for kind, *of in (("to_heads", theirs, mine), ("to_tokens", own, others)):
                 content = self.shape.exchanged(kind, *of, backward=self.backward)
-                yield self._flow(kind, "", ULYSSES_AXIS, group, sources, content)
-
-    def _flow(
-        self, kind: str, side: str, axis: str, group: int, sources: np.ndarray, content: Content, times: int = 1
-    ) -> Flow:
-        return Flow(kind, side, axis, group, self.place.index, sources, times, content)
+                yield Flow(kind, "", ULYSSES_AXIS, group, 1, place.index, sources, content)
 
     @property
     def _heads(self) -> np.ndarray:

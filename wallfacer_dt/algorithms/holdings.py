@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from wallfacer_dt.algorithms.masks import Mask
-from wallfacer_dt.algorithms.segments import ByRow, Sees, Work, plan_work
+from wallfacer_dt.algorithms.segments import ByRow, Sees, plan_work
 from wallfacer_dt.algorithms.steps import CONTEXT, Attend, Exchange, Part, Side, Start, Step
 from wallfacer_dt.layout import Pieces, Shards, in_order
 from wallfacer_dt.mesh import Coordinate
@@ -58,18 +58,13 @@ class Holdings:
 
     def attend(self, part: Part, block: int, rotating: ByRow) -> Attend:
         """A part of the team's rows of the resident side with a block."""
+        place, resident = self.place, self.resident
         if part == "local":
-            return Attend(part, self.resident, block, self.local_work(rotating))
-        others = self.team(self.resident, self.place.ring_rank, exclude=self.place.team_rank)
-        return Attend(part, self.resident, block, self._work(others, rotating))
-
-    def local_work(self, rotating: ByRow) -> Work:
-        """What is computed of one's own rows of the resident side with a block."""
-        return self._work(self.shard(self.resident, self.place.inner_index), rotating)
-
-    def _work(self, resident: ByRow, rotating: ByRow) -> Work:
-        queries, keys = (resident, rotating) if self.resident == "q" else (rotating, resident)
-        return plan_work(queries, keys, self.mask, self.sees) if queries else ()
+            rows = self.shard(resident, place.inner_index)
+        else:
+            rows = self.team(resident, place.ring_rank, exclude=place.team_rank)
+        queries, keys = (rows, rotating) if resident == "q" else (rotating, rows)
+        return Attend(part, resident, block, plan_work(queries, keys, self.mask, self.sees) if queries else ())
 
     def shard(self, side: Side, index: int) -> ByRow:
         """By row of the batch, the positions that an inner index holds."""

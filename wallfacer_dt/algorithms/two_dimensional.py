@@ -8,7 +8,6 @@ block's gradient home, or the exchange of a team without ring), part of own rows
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from wallfacer_dt.algorithms.holdings import Holdings, index_of
 from wallfacer_dt.algorithms.segments import ByRow, split_work
@@ -16,62 +15,32 @@ from wallfacer_dt.algorithms.steps import Attend, Carry, Exchange, Gather, Move,
 from wallfacer_dt.mesh import RING_AXIS
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """How rotating blocks come round a ring, block 0 being one's own.
-
-    Attributes:
-        offsets: by block, how far it has come: first one way round, ascending, then what is nearer the other way.
-        ahead: how many blocks come the first way.
-    """
-
-    offsets: tuple[int, ...]
-    ahead: int
-
-    @classmethod
-    def of(cls, ring: int, distances: Sequence[int]) -> "_Route":
-        """The route that visits blocks at these distances, from 1 to ring - 1, ascending."""
-        if len(distances) == ring - 1:
-            return cls((0, *distances), ring - 1)
-        ahead = [distance for distance in distances if 2 * distance <= ring]
-        back = [distance - ring for distance in reversed(distances) if 2 * distance > ring]
-        return cls((0, *ahead, *back), len(ahead))
-
-    def held_before(self, block: int) -> int:
-        """The block that is passed on to become this one."""
-        return 0 if block == 1 + self.ahead else block - 1
-
-    def into(self, block: int) -> int:
-        """The block to which the result of this one is added where it goes next."""
-        return 0 if block in (self.ahead, len(self.offsets) - 1) else block + 1
-
-
 def two_dimensional(held: Holdings) -> Iterator[Step]:
     """Every rank's own block moves round its ring."""
     ring, me, has_team = held.place.ring, held.place.ring_rank, held.place.team > 1
     exchanges, carries = has_team and held.is_given(held.resident), held.is_given(held.rotating)
     gather, exchange = Gather(held.resident), Exchange(held.resident) if exchanges else None
-    route = _Route.of(ring, held.offsets)
-    blocks = len(route.offsets)
+    come, ahead = _route(ring, held.offsets)
+    blocks = len(come)
 
     def hop(start: int, stop: int) -> tuple[int, int]:
         """To whom and from whom a block goes that becomes another."""
-        shift = route.offsets[stop] - route.offsets[start]
+        shift = come[stop] - come[start]
         return (me + shift) % ring, (me - shift) % ring
 
     def move(block: int) -> Move:
-        before = route.held_before(block)
+        before = 0 if block == 1 + ahead else block - 1
         return Move(held.rotating, before, block, RING_AXIS, *hop(before, block))
 
     def carry(block: int) -> Carry:
-        into = route.into(block)
+        into = 0 if block in (ahead, blocks - 1) else block + 1
         return Carry(held.rotating, block, into, RING_AXIS, *hop(block, into), held.result)
 
     def rows(block: int) -> ByRow:
-        index = index_of(held.place, (me - route.offsets[block]) % ring, held.place.team_rank)
+        index = index_of(held.place, (me - come[block]) % ring, held.place.team_rank)
         return held.shard(held.rotating, index)
 
-    now, later = held.local_work(rows(0)), ()
+    now, later = held.attend("local", 0, rows(0)).work, ()
     if (blocks > 1 and carries) or (blocks == 1 and exchange):
         now, later = split_work(now)
 
@@ -101,3 +70,16 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
         yield Wait(exchange)
     if carries and blocks > 1:
         yield Wait(carry(blocks - 1))
+
+
+def _route(ring: int, distances: Sequence[int]) -> tuple[Sequence[int], int]:
+    """By block how far it has come, and how many come the first way round.
+
+    Block 0 is one's own. The distances, ascending, are visited outwards from it; what is nearer the other way comes
+    that way, unless all are visited.
+    """
+    if len(distances) == ring - 1:
+        return (0, *distances), ring - 1
+    ahead = [distance for distance in distances if 2 * distance <= ring]
+    back = [distance - ring for distance in reversed(distances) if 2 * distance > ring]
+    return (0, *ahead, *back), len(ahead)
