@@ -70,7 +70,10 @@ MESSAGES = {
     "an order of another turn in a style": ("ValueError", "but on attention's mesh it deals to 0, 1, 2, 3"),
     "an order of another turn, tried by document": ("ValueError", "but on attention's mesh it deals to 0, 1, 2, 3"),
     "an order of other ranks": ("ValueError", "but on attention's mesh it deals to 0, 1, 2, 3"),
-    "unknown kernel": ("ValueError", "kernel must be one of ('auto', 'flash', 'efficient', 'cudnn', 'flex', 'reference', "),
+    "unknown kernel": (
+        "ValueError",
+        "kernel must be one of ('auto', 'flash', 'efficient', 'cudnn', 'flex', 'reference', ",
+    ),
     "is_causal that is no bool": ("TypeError", "is_causal must be a bool, got 1"),
     "scale that is no number": ("TypeError", "scale must be a float or None, got 'big'"),
     "lengths of q and k under a mask": ("ValueError", "under a mask q, k and v must agree in length"),

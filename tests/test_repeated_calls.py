@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cases import Inner, fake_world
 from wallfacer_dt import TokenOrder, WallFacerParallel, attention, context_mesh, register_kernel
 from wallfacer_dt.kernels import Need, select_kernel
+from wallfacer_dt.ops import BODIES
 from wallfacer_dt.options import Options
 from wallfacer_dt.testing import worst_error
 
@@ -132,6 +133,73 @@ def test_a_module_s_attributes(change: str) -> None:
     apply(module)
     with pytest.raises(ValueError, match=text):
         module(x(), x(), x())
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_an_attribute_of_a_module_s_class(base: bool) -> None:
+    kind = type("Kind", (type("Base", (Inner,), {}),), {})
+    module = styled(kind())
+    module(x(), x(), x())
+    kind.__mro__[base].softcap = 2.0
+    with pytest.raises(ValueError, match=r"has softcap=2\.0, which this style does not implement"):
+        module(x(), x(), x())
+
+
+class Seen(TorchDispatchMode):
+    """The operators of this package that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "wallfacer_dt":
+            self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_the_dispatcher_does_on_its_way() -> None:
+    """A call comes to the operator's body without it; not where a mode is to see it, or a view is to be negated."""
+    module, q = styled(), x().requires_grad_()
+    module(q, x(), x()).sum().backward()
+    with Seen() as seen:
+        module(q, x(), x()).sum().backward()
+        with torch.no_grad():
+            module(q, x(), x())
+    forward, backward = BODIES
+    assert seen.ops == [forward, backward, forward]
+    negative = torch.complex(x(), x(seed=1)).conj().imag
+    assert negative.is_neg()
+    for grad in (False, True):
+        given = [part.requires_grad_(grad) for part in (x(), x(seed=2))]
+        found, wanted = (module(negative, *given), F.scaled_dot_product_attention(-x(seed=1), *given))
+        assert worst_error([(found.detach(), wanted.detach())]) < 1e-6
+
+
+def test_a_compiler_does_not_look_into_an_operator() -> None:
+    """Where it has left a frame alone, it looks at what that calls."""
+    torch._dynamo.reset()
+    module, frames = styled(), []
+
+    @torch._dynamo.disable(recursive=False)
+    def alone(q: Tensor) -> Tensor:
+        return torch.ops.wallfacer_dt.attention(q, *rest)[0] + probe(q)
+
+    def probe(q: Tensor) -> Tensor:
+        return q.sin()
+
+    with Told() as seen:
+        module(x(), x(), x())
+    rest = [x(), x(), None, None, None, None, *seen.options.told()]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        frames.append([node.target for node in graph.graph.nodes if node.op in ("call_function", "call_method")])
+        return graph
+
+    wanted = alone(x())
+    found = torch.compile(lambda q: alone(q) * 2, backend=backend)(x())
+    assert worst_error([(found, wanted * 2)]) < 1e-6
+    assert len(frames) == 2, frames  # of the probe and of the product
 
 
 def dual() -> Tensor:

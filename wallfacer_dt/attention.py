@@ -234,7 +234,7 @@ class ContextAttention(Setting):
             mask_key=self.mask_key if compiling else 0,  # eager code has just asked
             mesh=lasting(self.mesh) if exporting else self.mesh,
         )
-        mask, captured = self._mask(q, k, lengths)
+        mask, captured = self._mask(q, k)
         return Options(
             1 / math.sqrt(head_dim) if scale is None else float(scale),
             float(options.softcap or 0.0),
@@ -248,12 +248,11 @@ class ContextAttention(Setting):
 
     def run(self, inputs: AttentionInputs, told: Told) -> Tensor:
         """Call the operator."""
-        ids, ends = inputs[5:]
+        ids, ends = inputs.document_ids, inputs.cu_seqlens
         if ids is not None:
-            inputs = inputs._replace(
-                document_ids=sharding.replicate(ids if ids.ndim == 2 else ids.unsqueeze(0), inputs.q)
-            )
-        if ends is not None:
+            rows = ids if ids.ndim == 2 else ids.unsqueeze(0)
+            inputs = inputs._replace(document_ids=sharding.replicate(rows, inputs.q))
+        elif ends is not None:
             inputs = inputs._replace(cu_seqlens=sharding.replicate(ends, inputs.q))
         return operator(*inputs, *told)[0]
 
@@ -261,23 +260,18 @@ class ContextAttention(Setting):
         """Queries and keys, as far as they matter for which of them to move: not at all where they are as many."""
         if self.has_mask or (not lengths and q.shape[2] == k.shape[2]):
             return 1, 1
-        replicated = self.options.replicated
-        return (lengths[0], lengths[1]) if lengths else (index(q.shape[2]) - replicated, index(k.shape[2]) - replicated)
+        return self.whole(q.shape, k.shape, shards=not isinstance(q, DTensor))
 
-    def _mask(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[str, tuple[Tensor, ...]]:
+    def _mask(self, q: Tensor, k: Tensor) -> tuple[str, tuple[Tensor, ...]]:
         """The name of the mask, and what it captures."""
         if self.options.mask_mod is None:
             return "", ()
-        distributed = isinstance(q, DTensor)
-        q_length, k_length = lengths or (
-            index(q.shape[2]) * (1 if distributed else self.place.size),
-            index(k.shape[2]) * (1 if distributed else self.place.size),
-        )
         sharded = sharding.sharded_dims(q) if isinstance(q, DTensor) else ()
         may = {"by_row": sharding.BATCH not in sharded, "by_head": sharding.HEADS not in sharded}
+        lengths = self.whole(q.shape, k.shape, shards=not isinstance(q, DTensor))
         if torch.compiler.is_compiling():
-            return mask_name(self.mask_key, (q_length, k_length), q.device.type, **may), self.captured
-        return recorded_mask(self.options.mask_mod, (q_length, k_length), q.device.type, **may)
+            return mask_name(self.mask_key, lengths, q.device.type, **may), self.captured
+        return recorded_mask(self.options.mask_mod, lengths, q.device.type, **may)
 
 
 def _unpickled(

@@ -8,15 +8,10 @@ from torch import Tensor, nn
 
 
 class BoundForward:
-    """What a styled module does when it is called; its method ``forward`` is to be the module's.
+    """What a styled module does when it is called, by a function that takes it first; ``forward`` is to be its own.
 
     A method bound to the module itself would be found again in a pickled one by its name, and be the class's: without
     the style.
-
-    Args:
-        function: takes the module first.
-        module: the module.
-        style: name of the style.
     """
 
     def __init__(self, function: Callable[..., Tensor], module: nn.Module, style: str) -> None:

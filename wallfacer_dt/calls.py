@@ -1,14 +1,14 @@
 """One call of attention on one rank: what is compared before anything is sent, and what runs."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wallfacer_dt.agreement import agree_on, hear_once, is_lasting, named, refusing_together
+from wallfacer_dt.agreement import agree_on, hear_once, is_lasting, named, tell
 from wallfacer_dt.algorithms import (
     Answers,
     Arithmetic,
@@ -38,7 +38,7 @@ from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels import BlockKernel, Need, select_kernel, sinks_gradient, with_sinks
 from wallfacer_dt.mesh import Coordinate
-from wallfacer_dt.options import Options, Setting
+from wallfacer_dt.options import Options
 
 
 def agreed_call(
@@ -50,27 +50,18 @@ def agreed_call(
     mesh: str = "",
     further: Mapping[str, Hashable] | None = None,
 ) -> tuple["Call", int]:
-    """Make a call and compare it with the other ranks' calls, all of which must do so.
+    """Make a call, or the backward of one, and compare it with the other ranks' calls, all of which must do so.
 
-    Args:
-        what: the kind of call.
-        options: the operator's.
-        inputs: the operator's.
-        forward: in the backward, what :meth:`Call.said` was in the forward.
-        mesh: name of the mesh on which it is compared, the attention's own by default.
-        further: by name, what else must be the same.
-
-    Returns:
-        The call, and its number on the mesh.
-
-    Raises:
-        ValueError: on every rank: calls differ, or one cannot be made.
+    The backward says what its ``forward`` gave: the call's number, and that of what its mask captured. Calls are
+    compared on the attention's own mesh, or on one of a name that is told, and ``further`` are things, by name, that
+    must be the same, too. Gives the call, and its number on the mesh; raises a ValueError on every rank where calls
+    differ, or one cannot be made.
     """
     setting, q = options.setting, inputs.q
     mesh = mesh or setting.mesh
-    with refusing_together(mesh):
+    try:
         if forward is None and setting.mask_key:
-            lengths = _lengths(setting, q.shape, inputs.k.shape)
+            lengths = setting.whole(q.shape, inputs.k.shape)
             check_mask(setting.mask_key, options.mask, options.captured, lengths, q.device.type)
         if forward is not None and options.captured and options.captured.contents != int(forward[1]):
             raise ValueError(
@@ -79,6 +70,9 @@ def agreed_call(
             )
         call = make_call(options, inputs)
         needed = call.needed()
+    except Exception as error:  # a mask_mod may raise anything
+        tell(error, mesh)
+        raise
 
     def signature() -> Iterator[tuple[str, Hashable]]:
         yield from (further or {}).items()
@@ -91,15 +85,19 @@ def agreed_call(
         number = agree_on(q, what, signature(), mesh)
     else:
         number = agree_on(q, f"the backward of {what}", (), mesh, forward)
-    return call.heard(inputs, needed), number
+    return call.heard(inputs, needed) if needed else call, number
 
 
 def make_call(options: Options, inputs: AttentionInputs) -> "Call":
     """Make a call, or say (ValueError) why it cannot be made."""
-    # What documents, a mask's answers or another world may change is not kept, nor are these kept alive.
-    is_kept = inputs.documents[1] is None and not options.mask and not is_lasting(options.setting.mesh)
+    # What documents or a mask's answers may change is not kept, nor are these kept alive.
+    is_kept = inputs.document_ids is None and inputs.cu_seqlens is None and not options.mask
     q, k, hidden = inputs.q.shape, inputs.k.shape, inputs.k_shared is None
     plan = _kept_plan(options, q, k, hidden) if is_kept else _plan(options, q, k, hidden, *inputs.documents)
+    if plan.is_elsewhere:
+        setting, groups = options.setting, plan.groups
+        here = groups_here(setting.mesh, setting.place, setting.groups)
+        plan = replace(plan, groups=Groups(setting.place, *here, groups.context, groups.context_ranks))
     need = Need.of(inputs.q, inputs.v, masked=bool(options.mask), softcap=options.softcap)
     answers = None
     if options.mask:
@@ -116,6 +114,7 @@ class _Plan:
     groups: Groups
     sequences: Sequences
     all_heads: tuple[tuple[Heads, ...], ...]
+    is_elsewhere: bool
     schedules: dict[bool, Schedule] = field(default_factory=dict)
 
     @property
@@ -137,15 +136,13 @@ class _Plan:
 def _plan(
     options: Options, q: torch.Size, k: torch.Size, hidden: bool, packed: str = "", documents: Tensor | None = None
 ) -> _Plan:
-    setting = options.setting
-    place, names = setting.place, setting.groups
-    if is_lasting(setting.mesh):
-        names = groups_here(setting.mesh, place, names)
-    groups = Groups(place, *names, setting.context, setting.context_ranks)
-    q_length, k_length = _lengths(setting, q, k)
+    setting, place = options.setting, options.setting.place
+    q_length, k_length = setting.whole(q, k)
     mask = _mask(options, packed, documents, q_length)
     heads = split_heads(q[1], k[1], place.ulysses, hidden=place.ulysses > 1 and hidden)
-    return _Plan(options, groups, Sequences(q_length, k_length, setting.order, mask, setting.options.replicated), heads)
+    sequences = Sequences(q_length, k_length, setting.order, mask, setting.options.replicated)
+    groups = Groups(place, *setting.groups, setting.context, setting.context_ranks)
+    return _Plan(options, groups, sequences, heads, is_lasting(setting.mesh))
 
 
 _kept_plan = lru_cache(256)(_plan)
@@ -164,14 +161,6 @@ def groups_here(mesh: str, place: Coordinate, groups: tuple[str, str, str]) -> t
             "not; every rank loads its own"
         )
     return ulysses, ring, team
-
-
-def _lengths(setting: Setting, q: torch.Size, k: torch.Size) -> tuple[int, int]:
-    """Queries and keys in the whole sequence."""
-    if setting.lengths:
-        return setting.lengths[0], setting.lengths[1]
-    ranks, replicated = setting.place.size, setting.options.replicated
-    return (q[2] - replicated) * ranks, (k[2] - replicated) * ranks
 
 
 def _mask(options: Options, packed: str, documents: Tensor | None, length: int) -> Mask:
@@ -242,8 +231,6 @@ class Call(NamedTuple):
 
         Where nobody is heard (one rank, or ranks that are only imagined) all hops are made.
         """
-        if self.answers is None:
-            return self
         options = self.plan.options
         same = tuple((name, str(value)) for name, value in _signature(options, inputs).items())
         mesh = options.setting.mesh

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from wallfacer_dt.compiler import sizes
+
 
 def check_documents(documents: Tensor, kind: str, batch: int, length: int | None) -> None:
     """Refuse (TypeError, ValueError) a tensor that cannot be what ``kind`` says, by its shape and dtype.
@@ -29,7 +31,7 @@ def check_documents(documents: Tensor, kind: str, batch: int, length: int | None
         raise TypeError(f"{name} must be int64 or int32, got {documents.dtype}")
     if documents.device.type != "cpu":
         raise ValueError(f"{name} must be on the CPU, where the schedule is made, got {documents.device}")
-    shape = tuple(documents.shape)
+    shape = sizes(documents)
     if kind == "cu_seqlens":
         if len(shape) != 1 or shape[0] < 2:
             raise ValueError(f"cu_seqlens must have shape (documents + 1,), got {shape}; for rows that differ pass ids")

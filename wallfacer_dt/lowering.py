@@ -24,13 +24,10 @@ from torch.utils._pytree import tree_map_only
 
 
 def keep_order(op: OpOverload) -> None:
-    """Have Inductor lower ``op`` as one call that keeps its order among all collectives.
+    """Have Inductor lower a functional operator as one call that keeps its order among all collectives.
 
     Inductor is told when the operator is first traced into a graph after it was imported, and nobody imports it for
     that: a graph that it generates code for has been traced, unless the code is found in a cache.
-
-    Args:
-        op: a functional operator.
     """
 
     def lowered(*args: Any) -> Any:

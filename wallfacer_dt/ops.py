@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering, sharding
-from wallfacer_dt.agreement import refusing_together, settling
+from wallfacer_dt.agreement import settle, tell
 from wallfacer_dt.algorithms import known_recording
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import agreed_call
@@ -44,46 +44,37 @@ CODE = _digest_of_sources()
 
 @outside_autocast
 def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``wallfacer_dt::attention`` does on one rank.
+    """What ``wallfacer_dt::attention`` does on one rank, from :class:`AttentionInputs` and what :class:`Options` told.
 
-    Args:
-        *args: :class:`AttentionInputs`, and what :meth:`Options.told` gives.
-
-    Returns:
-        out (B, N, L, Hv) in q's dtype and memory layout; lse (B, N, L) in the accumulation dtype, contiguous; the
-        call's number on its mesh, and that of the contents of what a mask captures (2,), int64, on the CPU.
-
-    Raises:
-        ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
+    It gives out (B, N, L, Hv) in q's dtype and memory layout; lse (B, N, L) in the accumulation dtype, contiguous; the
+    call's number on its mesh, and that of the contents of what a mask captures (2,), int64, on the CPU. It raises a
+    ValueError on every rank where ranks disagree in shapes, dtype or options; for when, see Note [Comparing calls].
     """
     inputs, options = AttentionInputs(*args[:_COUNT]), Options.of(*args[_COUNT:])
     call, number = agreed_call("attention", options, inputs)
-    said = torch.tensor([number, options.captured.contents], device="cpu")
     out, lse = call.forward(inputs.q, inputs.keys, inputs.sinks)
-    return _laid_out(out, _like(inputs.q, inputs.v.shape[-1])), lse.contiguous(), said
+    out, lse = _laid_out(out, inputs.q), lse.contiguous()
+    if number:
+        settle()
+    return out, lse, _said(number, options.captured.contents if options.captured else 0)
 
 
 @outside_autocast
 def attention_backward_body(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """What ``wallfacer_dt::attention_backward`` does on one rank.
 
-    Args:
-        grad_out: gradient of the output (B, N, L, Hv).
-        *args: the forward's tensors, its three results, and its options.
-
-    Returns:
-        The gradients of q, k, v, k_shared and sinks, each in its input's dtype and memory layout; that of an absent
-        input is empty.
-
-    Raises:
-        ValueError: on every rank: ranks are at the backwards of different calls.
+    From grad_out (B, N, L, Hv) and the forward's tensors, results and options it gives the gradients of q, k, v,
+    k_shared and sinks, each in its input's dtype and memory layout; that of an absent input is empty. It raises a
+    ValueError on every rank where ranks are at the backwards of different calls.
     """
     inputs, (out, lse, said) = AttentionInputs(*args[:_COUNT]), args[_COUNT : _COUNT + 3]
-    call, _ = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, said)
+    call, number = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, said)
     grads, dsinks = call.backward(grad_out, out, lse, inputs.q, inputs.keys, inputs.sinks)
-    laid_out = [_laid_out(g, torch.empty_like(x)) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)]
+    laid_out = [_laid_out(g, x) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)]
     if inputs.k_shared is None:
         laid_out.append(inputs.q.new_empty(0))
+    if number:
+        settle()
     return *laid_out, inputs.q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -97,11 +88,19 @@ def _like(x: Tensor, head_dim: int) -> Tensor:
     return x.new_empty((batch, heads, length, head_dim))
 
 
-def _laid_out(result: Tensor, like: Tensor) -> Tensor:
+def _laid_out(result: Tensor, x: Tensor) -> Tensor:
     """The result as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
-    if result.dtype == like.dtype and result.stride() == like.stride():
+    if result.dtype == x.dtype and result.stride() == x.stride() and x.is_contiguous():
         return result
-    return like.copy_(result)
+    like = _like(x, result.shape[-1])
+    return result if result.dtype == x.dtype and result.stride() == like.stride() else like.copy_(result)
+
+
+def _said(number: int, contents: int) -> Tensor:
+    """Torch makes a tensor of numbers in ten times the time that it makes zeros, of which one rank's are."""
+    if number or contents:
+        return torch.tensor([number, contents], device="cpu")
+    return torch.zeros(2, dtype=torch.int64, device="cpu")
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,13 +118,13 @@ _GRADIENTS = INPUTS[:5]
 
 attention = operator(
     "attention",
-    settling(attention_body),
+    attention_body,
     f"({INPUTS_SCHEMA}, {MASK_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     _attention_fake,
 )
 attention_backward = operator(
     "attention_backward",
-    settling(attention_backward_body),
+    attention_backward_body,
     f"(Tensor grad_out, {INPUTS_SCHEMA}, Tensor out, Tensor lse, Tensor said, {MASK_SCHEMA}) "
     f"-> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _attention_backward_fake,
@@ -151,8 +150,11 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
     nothing = (None,) * (len(ctx.options) + 1)
     if grad_out is None:
         return (*[None] * _COUNT, *nothing)
-    with refusing_together(Options.of(*ctx.options).setting.mesh):  # what one rank has written into meanwhile
+    try:
         read = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
+    except Exception as error:  # what one rank has written into meanwhile
+        tell(error, Options.of(*ctx.options).setting.mesh)
+        raise
     saved, captured = read[: _COUNT + 2], read[_COUNT + 2 :]
     grads = attention_backward(grad_out, *saved, ctx.said, *ctx.options, list(captured))
     placed = [

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import index
 from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
@@ -173,7 +174,7 @@ class Setting:
 
     def __hash__(self) -> int:
         """Of what is seldom another, since it is asked for at every call."""
-        return hash((self.mesh, self.place))
+        return hash(self.mesh)
 
     @property
     def has_mask(self) -> bool:
@@ -185,6 +186,14 @@ class Setting:
         """Of the whole sequence, queries and keys; empty where shards are equal."""
         length, kv_length = self.options.length, self.options.kv_length
         return () if length is None else (length, length if kv_length is None else kv_length)
+
+    def whole(self, q: Sequence[int], k: Sequence[int], *, shards: bool = True) -> tuple[int, int]:
+        """Queries and keys in the whole sequence, from the shapes of shards, or of all of it."""
+        if self.lengths:
+            return self.lengths[0], self.lengths[1]
+        ranks, replicated = self.place.size if shards else 1, self.options.replicated
+        # A compiler takes a length for a symbol, of which there is no text: it becomes a number.
+        return index(q[2] - replicated) * ranks, index(k[2] - replicated) * ranks
 
 
 Told = tuple[float, float, str, list[Tensor]]
@@ -222,7 +231,8 @@ class Options(NamedTuple):
     @classmethod
     def of(cls, scale: float, softcap: float, text: str, captured: Sequence[Tensor] = ()) -> "Options":
         """What :meth:`told` gave."""
-        return cls(scale, softcap, *_read(text), captured=Captured(captured))
+        found = _options(scale, softcap, text)
+        return found._replace(captured=Captured(captured)) if captured else found
 
     @property
     def options(self) -> AttentionOptions:
@@ -250,11 +260,11 @@ def _values(data: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 @lru_cache(1024)
-def _read(text: str) -> tuple[Any, ...]:
+def _options(scale: float, softcap: float, text: str) -> Options:
     options, place, others, *rest = from_text(text)
     known = AttentionOptions(**dict(zip(_IN_TEXT, options, strict=True)))
     named = dict(zip(_SETTING, others, strict=True))
-    return Setting(options=known, place=Coordinate(*place), **named), *rest
+    return Options(scale, softcap, Setting(options=known, place=Coordinate(*place), **named), *rest)
 
 
 def options_of(

@@ -124,13 +124,10 @@ def register(
 ) -> None:
     """Register the rule of an operator whose tensors come first, and last a list of others, which all ranks have alike.
 
-    Args:
-        op: the operator.
-        axes_of: from the arguments after its tensors the names of its axes' groups.
-        inputs: names of the tensor arguments, those of :class:`AttentionInputs` among them. ``k_shared`` is sharded as
-            q, k and v are but has one head for all, ``sinks`` are by heads, documents are about the whole sequence, and
-            ids have a row for each of the batch or one for all; ``said`` is what ranks compare.
-        outputs: names of the outputs; what is not named here is sharded as q is.
+    ``axes_of`` gives the context mesh's groups from the arguments between. Of the inputs, which are named as in
+    :class:`AttentionInputs`, ``k_shared`` is sharded as q, k and v are but has one head for all, ``sinks`` are by
+    heads, documents are about the whole sequence, ids with a row for each of the batch or one for all; ``said`` is what
+    ranks compare. What is not named in the rule, and other outputs, are sharded as q is.
     """
 
     def strategy(schema: OpSchema) -> OpStrategy:

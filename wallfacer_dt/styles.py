@@ -8,7 +8,7 @@ shared keys, a mask), or is refused by name; what stands in its code is found by
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Unpack
 
@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.agreement import agree, refusing_together
+from wallfacer_dt.agreement import agree, refusing_together, tell
 from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.equivalence import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, check_once
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.mesh import Coordinate, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
-from wallfacer_dt.validation import check_call, refused_in_graph
+from wallfacer_dt.validation import check_call, refuse_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
 
@@ -48,6 +48,7 @@ _TOLD = (
     "sliding_window",
     "prefix_length",
 )
+_ALIASES = {"sliding_window": "window_size"} | dict.fromkeys(SOFTCAP_NAMES, "softcap")
 # Options that ask for nothing when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dropout": (None, 0),
@@ -124,10 +125,9 @@ class _ContextParallel(ParallelStyle):
         return module
 
     def _read_module(self, module: nn.Module) -> tuple[list[str], dict[str, Any]]:
-        """Refuse a module that is not plain attention.
+        """The names of a module's positional options after q, k, v, and its defaults, which a call may leave out.
 
-        Returns:
-            The names of its positional options after q, k, v; and its defaults, of the options that a call leaves out.
+        What is not plain attention is refused (ValueError).
         """
         name, kind = type(self).__name__, type(module).__name__
         if isinstance(getattr(module.forward, "__self__", None), _Forward):
@@ -157,10 +157,12 @@ class _ContextParallel(ParallelStyle):
     def _read_attributes(self, module: nn.Module) -> dict[str, Any]:
         """Attributes that are named like an option, and ask for something; refuse (ValueError) another than told."""
         # Of a module's missing attributes torch looks up every one in three dicts; a compiler guards what it is asked.
-        names: Iterable[str] = _NEUTRAL
+        names: Collection[str] = _NEUTRAL
+        options = _NEUTRAL.keys()
         if not torch.compiler.is_compiling():
-            kinds = (vars(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object))
-            names = {name for held in (vars(module), module._modules, *kinds) for name in _NEUTRAL.keys() & held.keys()}
+            kinds = [vars(kind) for kind in type(module).__mro__ if kind is not nn.Module]
+            places = (vars(module), module._modules, *kinds)
+            names = [name for held in places if not options.isdisjoint(held) for name in options & held.keys()]
         found = {key: getattr(module, key) for key in names if hasattr(module, key)}
         found = {key: value for key, value in found.items() if not _does_nothing(value)}
         if found:
@@ -199,27 +201,17 @@ class _ContextParallel(ParallelStyle):
             if value is not told.is_causal:
                 raise ValueError(f"{where}{value!r}, the style was given is_causal={told.is_causal}")
             return
-        own: dict[str, Any] = {"prefix_length": told.prefix_length} | dict.fromkeys(SOFTCAP_NAMES, told.softcap or 0)
-        asked = value
-        if name in ("window_size", "sliding_window"):
-            own[name] = told.window
-            asked = _asked_window(name, value, told.is_causal)
-        if name in own and not isinstance(asked, Tensor) and asked == own[name]:
-            return
+        option, lacks = _ALIASES.get(name, name), "does not implement"
+        if option in ("prefix_length", "softcap", "window_size"):
+            given = getattr(told, option) or None
+            own, asked = given or 0, value
+            if option == "window_size":
+                own, asked = told.window, _asked_window(name, value, told.is_causal)
+            if not isinstance(asked, Tensor) and asked == own:
+                return
+            lacks = f"{lacks} unless it is given {option}" if given is None else f"was not given: {option}={given}"
         if not _is_one_of(value, _NEUTRAL.get(name, ())):
-            raise ValueError(f"{where}{_short(value)}, which this style {self._lacks(name)}")
-
-    def _lacks(self, name: str) -> str:
-        """What to say of an option that has another value than the style's."""
-        told = self.options
-        stated = {"prefix_length": told.prefix_length or None} | dict.fromkeys(SOFTCAP_NAMES, told.softcap)
-        stated |= dict.fromkeys(("window_size", "sliding_window"), told.window_size)
-        if name not in stated:
-            return "does not implement"
-        what = {"soft_cap": "softcap", "sliding_window": "window_size"}.get(name, name)
-        if stated[name] is None:
-            return f"does not implement unless it is given {what}"
-        return f"was not given: {what}={stated[name]}"
+            raise ValueError(f"{where}{_short(value)}, which this style {lacks}")
 
     def _is_own_mask(self, mask: MaskMod, where: str) -> bool:
         """Whether a call's mask is the style's; refuse (ValueError) another one, and any that a compiler would see."""
@@ -267,11 +259,14 @@ class _Forward:
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         attention = self.attention
-        with refusing_together(attention.mesh):
+        try:
             scale, tensors, mask = self._read(q, k, args, kwargs)
             masked = attention if mask is None else attention.with_mask(mask)
             inputs = under_autocast(AttentionInputs(q, k, v, **tensors))
             told = masked.checked(inputs, scale)
+        except Exception as error:  # a mask_mod may raise anything
+            tell(error, attention.mesh)
+            raise
         return masked.run(inputs, told)
 
     def _traced(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -279,15 +274,13 @@ class _Forward:
         # A graph may hold what refuses tensors of one kind; and every rank exports by itself.
         kinds = {isinstance(x, DTensor) if isinstance(x, Tensor) else None for x in (q, k, v)}
         in_graph = kinds in ({False}, {True}) and not torch.compiler.is_exporting()
-        inputs, is_read = AttentionInputs(q, k, v), False
         try:
             scale, tensors, _ = self._read(q, k, args, kwargs)
-            inputs, is_read = under_autocast(AttentionInputs(q, k, v, **tensors)), True
+            inputs = under_autocast(AttentionInputs(q, k, v, **tensors))
             check_call(inputs, attention)
         except (TypeError, ValueError, NotImplementedError) as error:
             if in_graph:
-                at_run = is_read and not isinstance(q, DTensor)
-                return refused_in_graph(inputs, "" if at_run else str(error), attention)
+                return refuse_in_graph(q, q.shape[-1], str(error), attention.mesh)
             raise
         return attention(inputs, scale)
 
@@ -299,8 +292,12 @@ class _Forward:
         if twice := [name for name in kwargs if name in told]:
             raise TypeError(f"attention got multiple values for argument {twice[0]!r}")
         told |= kwargs
-        self.style._check_held(self.module)
-        call = self.style._read_options(self.style._read_attributes(self.module) | self.defaults | told, where)
+        if self.module._modules:
+            self.style._check_held(self.module)
+        asked = self.style._read_attributes(self.module) | self.defaults | told
+        if not asked:
+            return _Call(self.style.options.scale, {}, None)
+        call = self.style._read_options(asked, where)
         if told.get("enable_gqa") is False and q.shape[1] != k.shape[1]:
             raise ValueError(f"enable_gqa=False, but q has shape {sizes(q)} and k {sizes(k)}")
         check_scale(call.scale)

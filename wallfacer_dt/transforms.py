@@ -47,6 +47,8 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
     body = _bodies[op]
 
     def below(keys: Any, *args: Any) -> Any:
+        if keys is None:  # under a transform
+            return op(*args)
         keys &= torch._C._after_autograd_keyset
         with torch._C._AutoDispatchBelowAutograd():
             # No mode, no subclass, no view that conjugates or negates: the dispatcher would come to the body.
@@ -54,9 +56,7 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
             return body(*args) if is_last else op.redispatch(keys, *args)
 
     class Derivative(torch.autograd.Function):
-        @staticmethod
-        def forward(keys: Any, *args: Any) -> Any:
-            return op(*args) if keys is None else below(keys, *args)
+        forward = staticmethod(below)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -87,8 +87,8 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
             raise NotImplementedError(f"{name} changes nothing in place: leave torch.func.functionalize out")
         return Derivative.apply(None, *args)
 
-    _library.impl(name, dispatched, "Autograd", with_keyset=True)
-    _library.impl(name, transformed, "FuncTorchDynamicLayerFrontMode")
+    _library.impl(name, opaque(dispatched), "Autograd", with_keyset=True)
+    _library.impl(name, opaque(transformed), "FuncTorchDynamicLayerFrontMode")
 
 
 def not_differentiable(op: OpOverload, why: str) -> None:

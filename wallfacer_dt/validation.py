@@ -1,8 +1,6 @@
 """What tensors attention accepts; and refusals in a graph, see Note [Refusing together] in ``agreement``."""
 
 from collections.abc import Hashable
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,36 +11,40 @@ from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement import refusing_together
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.documents import check_documents
-from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
+from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.kernels import Need, select_kernel
 from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
-from wallfacer_dt.options import SCHEMA, Options, Setting
+from wallfacer_dt.options import Setting
 from wallfacer_dt.order import check_order_is_told
 from wallfacer_dt.transforms import check_transforms, has_tangent, is_transformed
 
 
-def refused_in_graph(inputs: AttentionInputs, error: str, setting: Setting) -> Tensor:
-    """Put a refusal into the graph that is being traced: something of q's shape; see Note [Refusing together].
-
-    Without an error it is these plain tensors that are refused, which then say so when the operator runs.
-    """
-    if isinstance(inputs.q, DTensor):
-        return refuse_in_graph(inputs.q, inputs.q.shape[-1], error, setting.mesh)
-    options = Options(1.0, float(setting.options.softcap or 0.0), setting, "")
-    given = (x.detach() if isinstance(x, Tensor) else None for x in inputs)
-    return torch.ops.wallfacer_dt.refuse(*given, error, *options.told()[:3])
-
-
 def refuse_in_graph(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
-    """The same for a block on x, whose result would be of x's shape but for the last dim."""
+    """Put a refusal into the graph that is being traced, of which it comes out as x but for the last dim.
+
+    See Note [Refusing together]. It is said as it was when it was traced: as long as a compiler takes what it says of
+    shapes (:func:`wallfacer_dt.compiler.sizes`) for constants, other shapes are another graph.
+    """
     if isinstance(x, DTensor):
-        return _like(x, refuse_in_graph(x.to_local(), out_dim, error, mesh))
-    return torch.ops.wallfacer_dt.refuse_block(x.detach(), out_dim, error, mesh)
+        local = refuse_in_graph(x.to_local(), out_dim, error, mesh)
+        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
+    return torch.ops.wallfacer_dt.refuse(x.detach(), out_dim, error, mesh)
 
 
-def _like(x: DTensor, local: Tensor) -> DTensor:
-    """A shard as a DTensor placed as x; of a refusal no more is needed."""
-    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
+@torch.library.custom_op(
+    "wallfacer_dt::refuse", mutates_args=(), schema="(Tensor x, int out_dim, str error, str mesh) -> Tensor"
+)
+def _refuse(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
+    with refusing_together(mesh):
+        raise ValueError(error)
+
+
+@_refuse.register_fake
+def _refuse_fake(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_dim))
+
+
+lowering.keep_order(torch.ops.wallfacer_dt.refuse.default)
 
 
 def check_call(inputs: AttentionInputs, setting: Setting) -> None:
@@ -200,43 +202,3 @@ def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
             f"sinks must be a floating point tensor of one logit per query head ({sizes(q)[1]},), got "
             f"{sizes(sinks)} {sinks.dtype}"
         )
-
-
-@torch.library.custom_op(
-    "wallfacer_dt::refuse",
-    mutates_args=(),
-    schema=f"({INPUTS_SCHEMA}, str error, {SCHEMA}) -> Tensor",
-)
-def _refuse(*args: Any) -> Tensor:
-    inputs, error = AttentionInputs(*args[: len(INPUTS)]), args[len(INPUTS)]
-    told = Options.of(*args[len(INPUTS) + 1 :])
-    setting = replace(told.setting, options=told.options)
-    with refusing_together(setting.mesh):
-        if error:
-            raise ValueError(error)
-        check_call(inputs, setting)
-    raise AssertionError("what a compiler refused, these tensors do not show")
-
-
-@_refuse.register_fake
-def _refuse_fake(q: Tensor, *rest: object) -> Tensor:
-    return torch.empty_like(q)
-
-
-@torch.library.custom_op(
-    "wallfacer_dt::refuse_block",
-    mutates_args=(),
-    schema="(Tensor x, int out_dim, str error, str mesh) -> Tensor",
-)
-def _refuse_block(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
-    with refusing_together(mesh):
-        raise ValueError(error)
-
-
-@_refuse_block.register_fake
-def _refuse_block_fake(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_dim))
-
-
-lowering.keep_order(torch.ops.wallfacer_dt.refuse.default)
-lowering.keep_order(torch.ops.wallfacer_dt.refuse_block.default)

@@ -11,7 +11,9 @@ from wallfacer_dt.agreement.agree import (
     hear_once,
     named,
     refusing_together,
+    settle,
     settling,
+    tell,
     waits_at_once,
 )
 from wallfacer_dt.agreement.meeting import outside_dispatch, outside_modes
@@ -30,7 +32,9 @@ __all__ = [
     "outside_dispatch",
     "outside_modes",
     "refusing_together",
+    "settle",
     "settling",
+    "tell",
     "waits_at_once",
     "world_timeout",
 ]

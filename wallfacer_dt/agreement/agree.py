@@ -76,17 +76,8 @@ def agree(
     of the last one, or that the mesh is of a world that is gone; a RuntimeError where a rank did not come in time.
     """
     found = _meeting(mesh, what or error)
-    return 0 if found is None else _agree(found, what, signature, forward, error, at_once)
-
-
-def _agree(
-    found: tuple[str, Meeting],
-    what: str,
-    signature: Iterable[tuple[str, Hashable]],
-    forward: int,
-    error: str,
-    at_once: bool,
-) -> int:
+    if found is None:
+        return 0
     text, meeting = found
     _settle(meeting)
     pairs = tuple(signature)
@@ -163,19 +154,14 @@ def hear_once(x: Tensor, key: Hashable, mine: Any, mesh: str) -> dict[int, Any] 
     return heard[key]
 
 
-class refusing_together:  # noqa: N801  # a context manager, and no generator: every call enters some
-    """Have all ranks of a mesh refuse when one does; see Note [Refusing together]."""
-
-    def __init__(self, mesh: str) -> None:
-        self.mesh = mesh
-
-    def __enter__(self) -> None:
-        """Nothing is done before somebody refuses."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Tell the other ranks; the error goes on."""
-        if isinstance(error, Exception):  # a mask_mod may raise anything
-            _tell(error, self.mesh)
+@contextmanager
+def refusing_together(mesh: str) -> Iterator[None]:
+    """Have all ranks of a mesh (its name) refuse when one does; see Note [Refusing together]."""
+    try:
+        yield
+    except Exception as error:  # a mask_mod may raise anything
+        tell(error, mesh)
+        raise
 
 
 def settling(body: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -203,11 +189,10 @@ def agree_on(
     A backward says the number of its forward, alone () or before other things (2,). The signature is looked at only
     if there is somebody to agree with.
     """
-    found = None if isinstance(x, FakeTensor) else _meeting(mesh, what)
-    if found is None:
+    if isinstance(x, FakeTensor):
         return 0
-    number = 0 if forward is None else int(forward.view(-1)[0])
-    return _agree(found, what, signature, number, "", waits_at_once(x.device))
+    known = 0 if forward is None or _meeting(mesh, what) is None else int(forward.view(-1)[0])
+    return agree(what, signature, mesh, forward=known, at_once=waits_at_once(x.device))
 
 
 def fake_number() -> Tensor:
@@ -216,8 +201,11 @@ def fake_number() -> Tensor:
 
 
 @untraced("ranks cannot meet while a compiler traces")  # which it may want to where it has broken a graph off
-def _tell(error: Exception, mesh: str) -> None:
-    """Unless all ranks of the mesh have it already, or there is no such mesh in this world."""
+def tell(error: Exception, mesh: str) -> None:
+    """What :func:`refusing_together` does with an error: ranks hear it, unless all of the mesh have it already.
+
+    For what every call passes: to catch one costs nothing where there is none, and a context does.
+    """
     world = this_world()
     found = None if world is None else world.find(mesh)
     ranks = frozenset(() if found is None else found.ranks)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ class World:
 
 
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, World] = weakref.WeakKeyDictionary()
+_last: tuple[Any, Any] = (lambda: None, lambda: None)
 _numbers = count(1)
 _LASTING, _OF_WORLD = "like the ", " of world "
 
@@ -66,10 +67,13 @@ def this_world() -> World | None:
     world = dist.group.WORLD
     if world is None:
         return None
-    found = _worlds.get(world)
-    if found is None:
-        found = _worlds[world] = World()
-    return found
+    global _last
+    group, last = _last
+    if group() is not world:  # to look into the dictionary takes longer, and every call asks several times
+        if world not in _worlds:
+            _worlds[world] = World()
+        group, last = _last = weakref.ref(world), weakref.ref(_worlds[world])
+    return last()
 
 
 def _forked() -> None:
