@@ -121,7 +121,7 @@ def pairs(rows: tuple[Rows, ...], x: Tensor, stacked: Tensor, dim: int) -> Itera
 
 @lru_cache(maxsize=1024)
 def _runs(rows: tuple[Rows, ...]) -> list[tuple[int, int, int, int, int, int]]:
-    """Pieces of neighbours: whose first, of how many, its first row, rows to the next, where, and how many rows."""
+    """Pieces of neighbours: whose first, of how many, its first row, rows to the next one; where they go, how many."""
     found: list[tuple[int, int, int, int, int, int]] = []
     for member, some in enumerate(rows):
         pieces = some.pieces[0] if some.are_few else some.pieces[0][:0]

@@ -239,4 +239,4 @@ def _covers(tile: Tile, rows: Rows, x: Tensor) -> bool:
 
 
 def _widened(partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple([x.to(accumulation_dtype(x.dtype)) for x in partial])
+    return tuple([x if (wide := accumulation_dtype(x.dtype)) == x.dtype else x.to(wide) for x in partial])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Arithmetic, Operand, Sent
@@ -148,15 +149,14 @@ class _Run:
         """An operand's data as it travels: as it came, or one's own shard, as long as the longest."""
         if operand.sent is not None:
             return operand.sent
-        places = layout(*[(_shape(x, self._padded_length(transfer)), x.dtype) for x in operand.data])
+        places = _layout(operand.data, [x.dtype for x in operand.data], self._padded_length(transfer))
         return Sent(pack(operand.data, places), places)
 
     def _sent_partial(self, operand: Operand) -> Sent:
         """What has been computed for a block as it travels, wide; the block lets go of it."""
-        sent = operand.sent_partial
+        sent, partial = operand.sent_partial, self._partial(operand)
         if sent is None:
-            partial = self._partial(operand)
-            places = layout(*[(x.shape, accumulation_dtype(x.dtype)) for x in partial])
+            places = _layout(partial, [accumulation_dtype(x.dtype) for x in partial])
             sent = Sent(pack(partial, places), places)
         operand.partial, operand.sent_partial = (), None
         return sent
@@ -169,8 +169,7 @@ class _Run:
         else:
             partial, members = self.home.partial, self.schedule.everyone
         dtypes = self.arithmetic.home_dtypes(partial, self.local.data[0].dtype)
-        length = self._padded_length(transfer)
-        places = layout(*[(_shape(x, length), dtype) for x, dtype in zip(partial, dtypes, strict=True)])
+        places = _layout(partial, dtypes, self._padded_length(transfer))
         place, rows = self.groups.place, [members.rows] * len(partial)
         return Sent(packed_shares(partial, rows, SEQUENCE_DIM, [places] * place.team, place.team_rank), places)
 
@@ -185,7 +184,7 @@ class _Run:
     def _everyone(self, members: Sequence[tuple[Tensor, ...]]) -> Operand:
         """The rotating side of a whole team, put together where it is sent from."""
         everyone, length = self.schedule.everyone, self.schedule.gathered
-        places = layout(*[(_shape(x, length), x.dtype) for x in members[0]])
+        places = _layout(members[0], [x.dtype for x in members[0]], length)
         buffer = members[0][0].new_zeros(places.size, dtype=places.dtype)
         views = places.views(buffer)
         for view, parts in zip(views, zip(*members, strict=True), strict=True):
@@ -210,5 +209,7 @@ def _cut(tensors: Sequence[Tensor], own: Operand) -> tuple[Tensor, ...]:
     return tuple([cut(x, SEQUENCE_DIM, 0, rows) for x in tensors])
 
 
-def _shape(x: Tensor, rows: int) -> tuple[int, ...]:
-    return (*x.shape[:SEQUENCE_DIM], rows, *x.shape[SEQUENCE_DIM + 1 :])
+def _layout(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], rows: int | None = None) -> Layout:
+    """The layout of tensors like these, but for the number of rows."""
+    shapes = [x.shape if rows is None else (*x.shape[:2], rows, *x.shape[3:]) for x in tensors]
+    return layout(*zip(shapes, dtypes, strict=True))

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
-from wallfacer_dt.collectives import Layout, settle
+from wallfacer_dt.collectives import Layout, pack
 from wallfacer_dt.rows import Rows, pairs
 
 
@@ -22,20 +23,20 @@ def shares(layouts: Sequence[Layout], me: int) -> Iterator[tuple[int, int, int]]
 def packed_shares(
     tensors: Sequence[Tensor], rows: Sequence[tuple[Rows, ...]], dim: int, layouts: Sequence[Layout], me: int
 ) -> Tensor:
-    """Of every tensor the rows that each other rank is to get, in its layout, which may have room for more."""
-    size = sum(one.size for rank, one in enumerate(layouts) if rank != me)
+    """Of every tensor the rows that each other rank is to get, in its layout; zeros where that has room for more."""
+    others = [rank for rank in range(len(layouts)) if rank != me]
+    if not all(layouts[rank].is_even for rank in others):
+        parts = [[some[rank].of(x, dim) for x, some in zip(tensors, rows, strict=True)] for rank in others]
+        return torch.cat([pack(part, layouts[rank]) for rank, part in zip(others, parts, strict=True)])
     is_full = all(
         place.shape[dim] == some[rank].length
-        for rank, one in enumerate(layouts)
-        if rank != me
-        for place, some in zip(one.places, rows, strict=True)
+        for rank in others
+        for place, some in zip(layouts[rank].places, rows, strict=True)
     )
-    buffer = (tensors[0].new_empty if is_full else tensors[0].new_zeros)(size, dtype=layouts[0].dtype)
-    apart: list[tuple[Tensor, Tensor]] = []
+    size, dtype = sum(layouts[rank].size for rank in others), layouts[0].dtype
+    buffer = (tensors[0].new_empty if is_full else tensors[0].new_zeros)(size, dtype=dtype)
     for first, count, start in shares(layouts, me):
-        views = layouts[first].views(buffer, start, count, apart)
-        for x, stacked, some in zip(tensors, views, rows, strict=True):
+        for x, stacked, some in zip(tensors, layouts[first].views(buffer, start, count), rows, strict=True):
             for there, here in pairs(some[first : first + count], x, stacked, dim):
                 here.copy_(there)
-    settle(apart)
     return buffer

@@ -6,7 +6,7 @@ be read only after :func:`wait`; a wait that takes longer than its process group
 
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, broadcast, exchange, permute, wait
 from wallfacer_dt.collectives.groups import absent_group, group_rank, group_ranks, group_size
-from wallfacer_dt.collectives.send_buffer import Layout, layout, layout_of, pack, settle
+from wallfacer_dt.collectives.send_buffer import Layout, layout, layout_of, pack
 
 __all__ = [
     "Layout",
@@ -22,6 +22,5 @@ __all__ = [
     "layout_of",
     "pack",
     "permute",
-    "settle",
     "wait",
 ]

@@ -12,9 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Apart = list[tuple[Tensor, Tensor]]
-"""What could not be seen in its place: its bits there, and a copy."""
-
 
 class _Place(NamedTuple):
     """Where one tensor is, in elements of the buffer; its strides in its own."""
@@ -33,13 +30,10 @@ class Layout(NamedTuple):
     size: int
     places: tuple[_Place, ...]
 
-    def views(
-        self, buffer: Tensor, start: int = 0, count: int | None = None, apart: Apart | None = None
-    ) -> tuple[Tensor, ...]:
+    def views(self, buffer: Tensor, start: int = 0, count: int | None = None) -> tuple[Tensor, ...]:
         """The tensors that begin at an element of a buffer; ``count``: stacked, of so many that follow one another.
 
-        A wide tensor that begins in the middle of its elements cannot be seen there: it is a copy, and among ``apart``
-        for whoever writes to it, and then calls :func:`settle`.
+        A wide tensor that begins in the middle of its elements cannot be seen there: it is a copy.
         """
         lead, over = ((), ()) if count is None else ((count,), (self.size,))
         first = buffer.storage_offset() + start
@@ -48,20 +42,17 @@ class Layout(NamedTuple):
             if place.dtype == self.dtype:
                 found.append(buffer.as_strided(lead + place.shape, over + place.strides, first + place.start))
                 continue
-            view = bits = buffer.as_strided((*lead, place.size), (*over, 1), first + place.start)
+            bits = buffer.as_strided((*lead, place.size), (*over, 1), first + place.start)
             ratio = place.dtype.itemsize // self.dtype.itemsize
             if (first + place.start) % ratio or any(stride % ratio for stride in over):
-                view = bits.clone(memory_format=torch.contiguous_format)
-                if apart is not None:
-                    apart.append((bits, view))
-            found.append(view.view(place.dtype).view(lead + place.shape))
+                bits = bits.clone(memory_format=torch.contiguous_format)
+            found.append(bits.view(place.dtype).view(lead + place.shape))
         return tuple(found)
 
-
-def settle(apart: Apart) -> None:
-    """Put in place what has been written apart from it."""
-    for bits, written in apart:
-        bits.copy_(written)
+    @property
+    def is_even(self) -> bool:
+        """Whether the tensors of all of several buffers in a row are seen in their places."""
+        return self.size * self.dtype.itemsize % max(place.dtype.itemsize for place in self.places) == 0
 
 
 @lru_cache(maxsize=4096)
