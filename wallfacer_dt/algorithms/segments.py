@@ -13,7 +13,9 @@ the left, what lies after it one on the right. These bounds depend on where span
 all queries see is cut off, and what is left are triangles, all with one window (``_triangles``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,6 +29,8 @@ from wallfacer_dt.layout import Spans, length_of, merged, stored_at
 
 Ints = np.ndarray
 ByRow = Sequence[Spans]
+Window = tuple[int, int]
+Call = tuple[Window, Ints]
 
 _FULL, _CAUSAL = (-1, -1), (-1, 0)
 _MOST = 2
@@ -38,11 +42,9 @@ class Segments:
     """Segments of one window: one call of a kernel that takes cumulative lengths.
 
     Query t of n sees key s of m in its segment only if t + m - n - left <= s <= t + m - n + right: windows are aligned
-    at the bottom right corner, as flash attention has them.
+    at the bottom right corner, as flash attention has them; -1 is no bound.
 
     Attributes:
-        left: -1: no bound.
-        right: -1: no bound.
         rows: by row of the batch, or one for all: (segments, 4) first and last row of queries, first and last row of
             keys (exclusive). Ascending; no row is in two of them, and every query sees a key.
         asked: the positions of queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.
@@ -56,9 +58,9 @@ class Segments:
     cumulative: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def is_causal(self) -> bool:
-        """Whether a segment's queries see all but what comes after them."""
-        return (self.left, self.right) == _CAUSAL
+    def window(self) -> Window:
+        """The bounds."""
+        return self.left, self.right
 
     @property
     def is_ragged(self) -> bool:
@@ -68,7 +70,7 @@ class Segments:
         ``kernels.windows``.
         """
         one_side = (self.left < 0) != (self.right < 0)
-        return sum(map(len, self.rows)) > 1 and (not one_side or self.is_causal or self.left == 0)
+        return sum(map(len, self.rows)) > 1 and (not one_side or self.window == _CAUSAL or self.left == 0)
 
     @property
     def calls(self) -> int:
@@ -92,41 +94,42 @@ class Segments:
     @cached_property
     def areas(self) -> tuple[Ints, ...]:
         """By row of the batch, how many pairs each segment has."""
-        return tuple(self._area(some) for some in self.rows)
+        return tuple(map(self.area_of, self.rows))
 
     @property
     def area(self) -> int:
         """How many pairs there are, in rows of the batch that differ of all of them."""
         return int(sum(some.sum() for some in self.areas))
 
-    def _area(self, some: Ints) -> Ints:
+    def area_of(self, some: Ints) -> Ints:
+        """How many pairs segments (n, 4) of this window have."""
         n, m = some[:, 1] - some[:, 0], some[:, 3] - some[:, 2]
-        low, high = (None if bound < 0 else m - n + way * bound for way, bound in ((-1, self.left), (1, self.right)))
-        return pairs(n, m, low, high)
+        return pairs(n, m, *self._band(n, m))
+
+    def _band(self, n: Any, m: Any) -> tuple[Any, Any]:
+        """The bounds of s - t in a segment."""
+        return None if self.left < 0 else m - n - self.left, None if self.right < 0 else m - n + self.right
 
     @cached_property
     def bands(self) -> tuple[Tile, ...]:
         """A tile for each segment, for kernels that take any band."""
-        return tuple(self._tiles())
+        segments = [(row, *some) for row, of_row in enumerate(self.rows) for some in of_row.tolist()]
+        return tuple(
+            Tile(
+                (q, q_stop), (k, k_stop), Band(*self._band(q_stop - q, k_stop - k)).within(q_stop - q, k_stop - k),
+                row if len(self.rows) > 1 else None, self.asked,
+            )
+            for row, q, q_stop, k, k_stop in segments
+        )  # fmt: skip
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """The same for those that are fast without bands only."""
         return tuple(piece for tile in self.bands for piece in (rectangles(tile) if self.asked is None else [tile]))
 
-    def _tiles(self) -> Iterator[Tile]:
-        for row, some in enumerate(self.rows):
-            for q, q_stop, k, k_stop in some.tolist():
-                n, m = q_stop - q, k_stop - k
-                band = Band(
-                    None if self.left < 0 else m - n - self.left, None if self.right < 0 else m - n + self.right
-                )
-                batch = row if len(self.rows) > 1 else None
-                yield Tile((q, q_stop), (k, k_stop), band.within(n, m), batch, self.asked)
-
     def __str__(self) -> str:
         names = {_FULL: "", _CAUSAL: " causal"}
-        window = names.get((self.left, self.right), f" window {self.left}:{self.right}") + " asked" * bool(self.asked)
+        window = names.get(self.window, f" window {self.left}:{self.right}") + " asked" * bool(self.asked)
         return ", ".join(self._text(row, some) for row, some in enumerate(self.rows) if len(some)) + window
 
     def _text(self, row: int, some: Ints) -> str:
@@ -144,91 +147,75 @@ Sees = Callable[[Spans, Spans], bool]
 
 
 def plan_work(queries: ByRow, keys: ByRow, mask: Mask, sees: Sees | None = None) -> Work:
-    """What is computed of a block of queries and one of keys.
+    """What is computed of a block of queries and one of keys, stored as these spans; ``sees``: of a mask that is asked.
 
     >>> print(*plan_work([np.array([[2, 4], [12, 14]])], [np.array([[2, 4], [12, 14]])], Mask(right=0)))
     0:4 x 0:4 causal
-
-    Args:
-        queries: the spans that are stored, ascending, by row of the batch, or one for all.
-        keys: likewise.
-        mask: what is seen.
-        sees: for a mask that is asked.
-
-    Returns:
-        The calls.
     """
-    rows = max(len(mask.documents), len(queries), 1)
+    rows = max(mask.rows, len(queries))
     q, k = ([some[row % len(some)] for row in range(rows)] for some in (queries, keys))
     if mask.asked:
         assert sees is not None, "a mask that is asked answers"
         whole = np.array([[0, length_of(q[0]), 0, length_of(k[0])]])
         seen = len(q[0]) and len(k[0]) and sees(q[0], k[0])
         return (Segments(*_FULL, (whole,), asked=(q[0], k[0])),) if seen else ()
-    calls: dict[tuple[int, int, int], dict[int, Ints]] = {}
+    # The n-th call of a window is one for all rows of the batch.
+    calls: dict[tuple[Window, int], list[Ints]] = {}
     for row in range(rows):
-        for window, some in _row_of_batch(merged(q[row]), merged(k[row]), mask, row % max(1, len(mask.documents))):
-            number = sum(key[:2] == window and row in by_row for key, by_row in calls.items())
-            calls.setdefault((*window, number), {})[row] = some
-    nothing = np.zeros((0, 4), np.int64)
-    return tuple(
-        Segments(left, right, tuple(by_row.get(row, nothing) for row in range(rows)))
-        for (left, right, _), by_row in calls.items()
-    )
+        numbers: Counter[Window] = Counter()
+        for window, some in _row_of_batch(merged(q[row]), merged(k[row]), mask, row % mask.rows):
+            calls.setdefault((window, numbers[window]), [np.zeros((0, 4), np.int64)] * rows)[row] = some
+            numbers[window] += 1
+    return tuple(Segments(*window, tuple(by_row)) for (window, _), by_row in calls.items())
 
 
 def split_work(work: Work) -> tuple[Work, Work]:
     """Two parts of about equal area, for work that has to hide something both before and after it."""
     half = sum(call.area for call in work) / 2
-    done = 0.0
+    done = 0
     for number, call in enumerate(work):
         if done + call.area >= half:
             share = (half - done) / max(1, call.area)
-            first, second = ([part] if part.area else [] for part in _cut(call, share))
+            cut = zip(*(_cut(call, *row, share) for row in zip(call.rows, call.areas, strict=True)), strict=True)
+            parts = [Segments(*call.window, rows, call.asked) for rows in cut]
+            first, second = ((part,) if part.area else () for part in parts)
             return (*work[:number], *first), (*second, *work[number + 1 :])
         done += call.area
     return work, ()
 
 
-def _cut(call: Segments, share: float) -> tuple[Segments, Segments]:
-    """A call's first rows, with about that share of its area, and the others."""
-    parts = [_cut_row(call, some, areas, share) for some, areas in zip(call.rows, call.areas, strict=True)]
-    first, second = (Segments(call.left, call.right, rows, call.asked) for rows in zip(*parts, strict=True))
-    return first, second
-
-
-def _cut_row(call: Segments, some: Ints, areas: Ints, share: float) -> tuple[Ints, Ints]:
-    target = areas.sum() * share
-    before = np.cumsum(areas) - areas
-    number = max(0, int(np.searchsorted(before, target, "right")) - 1)
-    head, tail = some[:number], some[number + 1 :]
+def _cut(call: Segments, some: Ints, areas: Ints, share: float) -> tuple[Ints, Ints]:
+    """Of one row of the batch the first segments, with about that share of its area, and the others."""
     if not len(some):
         return some, some
-    q, q_stop, k, k_stop = some[number].tolist()
-    if call.asked or ((call.left, call.right) != _FULL and call.right != 0):
+    before = np.cumsum(areas) - areas
+    target = areas.sum() * share
+    number = max(0, int(np.searchsorted(before, target, "right")) - 1)
+    target -= before[number]
+    if call.asked or (call.window != _FULL and call.right != 0):
         # Cut inside, its parts would have other windows.
-        return (some[: number + 1], tail) if target - before[number] > areas[number] / 2 else (head, some[number:])
+        number += target > areas[number] / 2
+        return some[:number], some[number:]
+    q, q_stop, k, k_stop = some[number].tolist()
 
-    def first(rows: int) -> list[int]:
-        return [q, q + rows, k, k_stop if call.right < 0 else k_stop - (q_stop - q - rows)]
+    def first(rows: int) -> Ints:
+        return np.array([[q, q + rows, k, k_stop if call.right < 0 else k_stop - (q_stop - q - rows)]])
 
     def area(rows: int) -> int:
-        return int(call._area(np.array([first(rows)]))[0])
+        return int(call.area_of(first(rows))[0])
 
-    low, high = 0, q_stop - q
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if area(middle) < target - before[number] else (low, middle)
-    if low and 2 * (target - before[number]) <= area(low - 1) + area(low):
-        low -= 1
-    seen = k if call.left < 0 else max(k, k_stop - q_stop + q + low - call.left)
-    pieces = ([first(low)] if low else []), ([[q + low, q_stop, seen, k_stop]] if q + low < q_stop else [])
-    inner = [np.array(piece, np.int64).reshape(-1, 4) for piece in pieces]
-    return np.concatenate([head, inner[0]]), np.concatenate([inner[1], tail])
+    rows = bisect_left(range(q_stop - q), target, key=area)
+    if rows and 2 * target <= area(rows - 1) + area(rows):
+        rows -= 1
+    seen = k if call.left < 0 else max(k, k_stop - q_stop + q + rows - call.left)
+    rest = np.array([[q + rows, q_stop, seen, k_stop]])
+    return np.concatenate([some[:number], first(rows)[:rows]]), np.concatenate(
+        [rest[: q_stop - q - rows], some[number + 1 :]]
+    )
 
 
-def _row_of_batch(q: Spans, k: Spans, mask: Mask, row: int) -> list[tuple[tuple[int, int], Ints]]:
-    """The calls of one row of the batch: windows and their segments."""
+def _row_of_batch(q: Spans, k: Spans, mask: Mask, row: int) -> list[Call]:
+    """The calls of one row of the batch."""
     if not len(q) or not len(k):
         return []
     if mask.left is None:
@@ -240,20 +227,17 @@ def _row_of_batch(q: Spans, k: Spans, mask: Mask, row: int) -> list[tuple[tuple[
     return calls if _count(calls) <= _MOST else min(calls, next(found), key=_count)
 
 
-def _count(calls: list[tuple[tuple[int, int], Ints]]) -> int:
+def _count(calls: list[Call]) -> int:
     return sum(Segments(*window, (some,)).calls for window, some in calls)
 
 
-def _calls(windows: Ints, segments: Ints) -> list[tuple[tuple[int, int], Ints]]:
+def _calls(windows: Ints, segments: Ints) -> list[Call]:
     """Segments by window, those that share queries or keys in calls of their own."""
-    calls = []
-    names = windows[:, 0] * (windows[:, 1].max(initial=0) + 2) + windows[:, 1]
-    for name in _distinct(names):
-        some = segments[names == name]
-        some = some[np.argsort(some[:, 0], kind="stable")]
-        window = windows[names == name][0].tolist()
-        calls += [((window[0], window[1]), part) for part in _apart(some)]
-    return calls
+    order = np.lexsort((segments[:, 0], windows[:, 1], windows[:, 0]))
+    windows, segments = windows[order], segments[order]
+    starts = np.flatnonzero(np.append(True, (windows[1:] != windows[:-1]).any(1))[: len(windows)])
+    parts = zip(windows[starts].tolist(), np.split(segments, starts[1:]), strict=False)
+    return [((left, right), part) for (left, right), some in parts for part in _apart(some)]
 
 
 def _distinct(x: Ints) -> Ints:
@@ -319,14 +303,9 @@ def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tupl
 
 
 def _segment_starts(moves: Ints, between: Ints, lengths: Ints) -> Ints:
-    """The rows at which segments begin.
+    """The rows at which segments begin, in each of which the end of what is seen makes steps of 0, or of 1.
 
-    From one row to the next the end of what is seen makes a step. A segment's steps are all 0, or all 1.
-
-    Args:
-        moves: by piece of rows, whether its steps are 1.
-        between: the steps from one piece to the next.
-        lengths: rows of every piece.
+    Of pieces of rows: whether the steps in each are 1, the step from one to the next, and how many rows each has.
     """
     steps, counts = np.empty(2 * len(lengths) - 1, np.int64), np.ones(2 * len(lengths) - 1, np.int64)
     steps[::2], steps[1::2], counts[::2] = moves, between, lengths - 1
