@@ -27,7 +27,7 @@ from wallfacer_dt import (
     shard_sequence,
 )
 from wallfacer_dt.attention import AttentionOptions
-from wallfacer_dt.equivalence.sizes import heads_to_try, shortened
+from wallfacer_dt.equivalence.inputs import Sizes, draw, heads_to_try, shortened
 from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -455,6 +455,43 @@ def test_heads_that_are_tried() -> None:
     assert tried(2, asked=(6, 3)) == [(6, 3)]
     per_head = create_block_mask(blocky, None, 3, 64, 64, device="cpu", BLOCK_SIZE=32)
     assert tried(1, mask=per_head) == [(3, 3)]
+
+
+def test_what_is_drawn_is_the_same_whatever_device_is_the_default() -> None:
+    """As that of the mesh is, under which modules are tried."""
+    sizes, told_of = Sizes(64, 64, 4, 2, 8, torch.float32, torch.float32), AttentionOptions(is_causal=True)
+    expected = draw(told_of, sizes, "cpu", None)
+    with torch.device("meta"):
+        found = draw(told_of, sizes, "cpu", None)
+    assert found.queries == expected.queries
+    assert worst_error(zip(found[:-1], expected[:-1], strict=True)) == 0
+
+
+class WithoutGradient(WallFacerParallel):
+    def forward_of(self, module: nn.Module, attention: Any) -> Callable[..., Tensor]:
+        forward = super().forward_of(module, attention)
+        return lambda *args, **kwargs: forward(*args, **kwargs).detach()
+
+
+def without_gradient() -> str:
+    mesh = mesh_of(2, 1)
+    return refusal(Causal(), WithoutGradient(**told(mesh, is_causal=True)), mesh)[1]
+
+
+def test_a_style_that_has_no_gradient_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(without_gradient):
+        assert "the output has a gradient in the module, but none under the style" in said
+
+
+def wrong_length_on_one_rank() -> tuple[str, str]:
+    mesh = mesh_of(2, 1)
+    return refusal(Causal(), WallFacerParallel(**told(mesh, is_causal=True)), mesh, length=dist.get_rank())
+
+
+def test_wrong_arguments_of_one_rank_are_refused_on_all(ranks: Ranks) -> None:
+    for kind, said in ranks(2).run(wrong_length_on_one_rank):
+        assert kind == "ValueError"
+        assert "length must be at least 1, got 0" in said
 
 
 def one_rank_alone(name: str) -> tuple[str, str]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from wallfacer_dt.comparison import IncomparableError, comparable
 from wallfacer_dt.equivalence.compare import Row, difference, probabilities, tolerance
+from wallfacer_dt.equivalence.inputs import Results
 from wallfacer_dt.equivalence.style import EquivalenceError
-from wallfacer_dt.equivalence.tensors import Results
 from wallfacer_dt.equivalence.trial import Reference, Trial, forward_of_copy, run
 
 # Fainter probabilities may be lost in a narrow dtype.
@@ -41,6 +41,8 @@ def _first_difference(reference: Reference, styled: Results, rtol: float) -> str
         ours, theirs = getattr(expected, name), getattr(styled, name)
         if ours is not None and theirs is not None:
             found[name] = difference(what, ours, theirs, rtol)
+    if expected.dq is not None and styled.dq is None:
+        return "the output has a gradient in the module, but none under the style"
     if seen := _other_heads(rows) or _other_keys(rows):
         return seen
     if found["out"]:

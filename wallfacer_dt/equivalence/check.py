@@ -1,21 +1,27 @@
-"""The check as callers have it: one module and one style, or a module that is like one that has passed."""
+"""The check as callers have it: one module and one style, or a module that is like one that has passed.
 
-from collections.abc import Hashable, Iterator, Mapping
+What the ranks of a mesh find they tell each other, so that all of them go on or all of them raise.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from wallfacer_dt.agreement import hear_all, refusing_together
 from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.equivalence.cause import compare
-from wallfacer_dt.equivalence.ranks import exchange, is_pretended, run_together
-from wallfacer_dt.equivalence.sizes import Sizes, heads_to_try, shortened
-from wallfacer_dt.equivalence.style import AttentionStyle
-from wallfacer_dt.equivalence.trial import Trial
+from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened
+from wallfacer_dt.equivalence.style import AttentionStyle, EquivalenceError
+from wallfacer_dt.equivalence.trial import Trial, assembled
 from wallfacer_dt.layout import BY_DOCUMENT, check_length
+from wallfacer_dt.mesh import name_of
 from wallfacer_dt.order import TokenOrder
 
 
@@ -63,19 +69,19 @@ def check_equivalence(
         ValueError: the style refuses the module, or to be called with these options.
         TypeError: as ValueError, or an argument of the wrong type.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-    if length is not None:
-        check_length(length, "length")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    options, lengths = shortened(style.options, length, mesh.size())
+    name = name_of(mesh)
+    with refusing_together(name):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+        if length is not None:
+            check_length(length, "length")
+        options, lengths = shortened(style.options, length, mesh.size())
     if options.order_name == BY_DOCUMENT:
         style.attention_on(mesh, options)  # which may refuse it
         # It would need documents. What a query sees is the same in every order.
         options = replace(options, order=TokenOrder("head_tail", mesh))
     attention = style.attention_on(mesh, options)
-    if is_pretended(mesh):
+    if _is_pretended(mesh):
         return
     cast_to = computed_dtype(torch.float32, mesh.device_type)
     dtype = dtype or (torch.float32 if mesh.device_type == "cpu" or cast_to != torch.float32 else torch.bfloat16)
@@ -84,27 +90,24 @@ def check_equivalence(
     sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
     trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
     with _set_apart(mesh):
-        reference = run_together(mesh, trial.run_module)
-        styled = run_together(mesh, trial.run_style, reference)
-        run_together(mesh, lambda: compare(trial, reference, trial.assembled(reference, styled)))
+        reference = _run_together(name, trial.run_module)
+        shard = _run_together(name, trial.run_style, reference)
+        shards = hear_all("check_equivalence's results", shard, name).values()
+        _run_together(name, lambda: compare(trial, reference, assembled(reference.results, shards)))
 
 
 def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passed: set[Hashable]) -> None:
-    """:func:`check_equivalence`, but for a module that is like one that has passed on this mesh under this autocast.
+    """:func:`check_equivalence`, but for a module that is like one of those that have passed with this style.
 
-    Args:
-        module: as for :func:`check_equivalence`.
-        style: as for :func:`check_equivalence`.
-        mesh: as for :func:`check_equivalence`.
-        passed: what has passed with this style; the module is added.
+    On this mesh, under this autocast. It is added to them.
     """
-    if is_pretended(mesh):
+    if _is_pretended(mesh):
         return
     likeness = _likeness(module)
     this = (mesh, likeness, computed_dtype(torch.float32, mesh.device_type))
     known = likeness is not None and this in passed
     # Ranks that differ in what they know would wait for each other.
-    if all(exchange(known, mesh).values()):
+    if all(hear_all("whether check_equivalence has passed", known, name_of(mesh)).values()):
         return
     check_equivalence(module, style, mesh)
     if likeness is not None:
@@ -142,3 +145,32 @@ def _set_apart(mesh: DeviceMesh) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))  # which under no_grad, too, turns gradients on
         stack.enter_context(torch.device(kind))
         yield
+
+
+def _run_together(mesh: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on every rank, and raise on all of them if one has failed: this rank's own error, or another's.
+
+    That is an EquivalenceError where it was one there, and a ValueError where it was any other.
+    """
+    result, failure, mine = None, None, None
+    try:
+        result = function(*args)
+    except Exception as error:  # which the other ranks are to hear of
+        failure, mine = error, (isinstance(error, EquivalenceError), str(error))
+    try:
+        heard = hear_all("check_equivalence", mine, mesh)
+    except ValueError as error:  # the others are in the middle of the function, and hear that this rank is not
+        raise error from failure
+    if failure is not None:
+        raise failure
+    for rank, theirs in sorted(heard.items()):
+        if theirs is not None:
+            differs, text = theirs
+            raise (EquivalenceError if differs else ValueError)(f"on rank {rank} of the mesh {text}")
+    return result
+
+
+def _is_pretended(mesh: DeviceMesh) -> bool:
+    """Whether tensors or ranks hold nothing that could be compared."""
+    fake = any(dist.get_backend(group) == "fake" for group in mesh.get_all_groups())
+    return fake or isinstance(torch.empty(0), FakeTensor)

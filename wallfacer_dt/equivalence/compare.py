@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.comparison import comparable
-from wallfacer_dt.equivalence.sizes import Sizes
-from wallfacer_dt.equivalence.tensors import head_of
+from wallfacer_dt.equivalence.inputs import Sizes, head_of
 
 # What is drawn is of size 1. Channels that are smaller everywhere are what rounding has left of 0, as the gradient of
 # the queries is where each sees one key.

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,16 +16,8 @@ from wallfacer_dt.attention import ContextAttention
 from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.comparison import IncomparableError
 from wallfacer_dt.equivalence.compare import difference, tolerance
-from wallfacer_dt.equivalence.ranks import exchange
-from wallfacer_dt.equivalence.sizes import Sizes
-from wallfacer_dt.equivalence.style import (
-    CAUSAL_NAMES,
-    SCALE_NAMES,
-    SOFTCAP_NAMES,
-    AttentionStyle,
-    EquivalenceError,
-)
-from wallfacer_dt.equivalence.tensors import Inputs, Results, draw, laid_out
+from wallfacer_dt.equivalence.inputs import Inputs, Results, Sizes, draw, laid_out
+from wallfacer_dt.equivalence.style import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, AttentionStyle, EquivalenceError
 from wallfacer_dt.layout import deal
 
 
@@ -37,25 +30,24 @@ class Reference(NamedTuple):
     results: Results
 
 
+class Shard(NamedTuple):
+    """What the style made of one rank's rows of the queries and of the keys."""
+
+    q_rows: Tensor
+    kv_rows: Tensor
+    results: Results
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A module and the style that is to replace it.
-
-    Attributes:
-        module: the module, of which a copy is run.
-        style: the style.
-        mesh: that it is to be applied on.
-        attention: the style's on this mesh, with options for a short sequence.
-        sizes: to be tried in this order.
-        kwargs: the caller's, of the whole sequence.
-    """
+    """A module, of which a copy is run, and the style that is to replace it."""
 
     module: nn.Module
     style: AttentionStyle
     mesh: DeviceMesh
-    attention: ContextAttention
-    sizes: list[Sizes]
-    kwargs: dict[str, Any]
+    attention: ContextAttention  # the style's on this mesh, with options for a short sequence
+    sizes: list[Sizes]  # to be tried in this order
+    kwargs: dict[str, Any]  # the caller's, of the whole sequence
 
     @property
     def names(self) -> str:
@@ -81,7 +73,7 @@ class Trial:
             "Call check_equivalence with heads=, head_dim= or kwargs= that fit, or give the style check=False"
         ) from errors[0]
 
-    def run_style(self, reference: Reference) -> Results:
+    def run_style(self, reference: Reference) -> Shard:
         """The style on this rank's rows."""
         q_rows, kv_rows = self._rows(reference.sizes)
         inputs, kwargs = reference.inputs, dict(reference.kwargs)
@@ -93,23 +85,8 @@ class Trial:
         if isinstance(kwargs.get("k_shared"), Tensor):
             dim = 2 if self.style.layout == "BNLH" else 1
             kwargs["k_shared"] = kwargs["k_shared"].index_select(dim, kv_rows)
-        return run(self.style.forward_of(self.module, self.attention), mine, self.style.layout, kwargs)
-
-    def assembled(self, reference: Reference, mine: Results) -> Results:
-        """The style's results on the whole sequence."""
-        rows = [x.cpu() for x in self._rows(reference.sizes)]
-        shards = exchange((rows, mine), self.mesh).values()
-        whole: dict[str, Tensor] = {}
-        for name, like in reference.results._asdict().items():
-            if like is None or getattr(mine, name) is None:
-                continue
-            whole[name] = torch.zeros_like(like)
-            for (q_rows, kv_rows), shard in shards:
-                if name == "out":
-                    whole[name].index_copy_(2, q_rows, shard.out)
-                else:  # of what all ranks hold, each has a part
-                    whole[name].index_add_(2, q_rows if name == "dq" else kv_rows, getattr(shard, name))
-        return Results(**whole)
+        results = run(self.style.forward_of(self.module, self.attention), mine, self.style.layout, kwargs)
+        return Shard(q_rows.cpu(), kv_rows.cpu(), results)
 
     def _run_module(self, forward: Callable[..., Any], sizes: Sizes) -> Reference:
         kwargs, layout = self._kwargs(forward, sizes), self.style.layout
@@ -158,23 +135,26 @@ class Trial:
         return {name: value for name, value in told.items() if name in named and value is not None} | self.kwargs
 
 
+def assembled(like: Results, shards: Iterable[Shard]) -> Results:
+    """The style's results on the whole sequence, whose shapes are those of the module's."""
+    whole = {name: torch.zeros_like(x) for name, x in like._asdict().items() if x is not None}
+    for q_rows, kv_rows, results in shards:
+        for name, part in results._asdict().items():
+            if part is None:
+                whole.pop(name, None)
+            elif name == "out":
+                whole[name].index_copy_(2, q_rows, part)
+            elif name in whole:  # of what all ranks hold, each has a part
+                whole[name].index_add_(2, q_rows if name == "dq" else kv_rows, part)
+    return Results(**whole)
+
+
 def run(
     forward: Callable[..., Any], inputs: Inputs, layout: str, kwargs: Mapping[str, Any], *, backward: bool = True
 ) -> Results:
-    """Call a forward and, where its output has a gradient, its backward twice.
+    """Call a forward and, where its output has a gradient, its backward twice: of the gradient and of the probe.
 
-    Args:
-        forward: the module's or the style's.
-        inputs: in (B, N, L, H).
-        layout: in which the forward takes and gives them.
-        kwargs: of the call.
-        backward: ask for gradients.
-
-    Returns:
-        What came out.
-
-    Raises:
-        EquivalenceError: the forward gives no tensor, or one of another shape or dtype.
+    Refuses (EquivalenceError) an output that is no tensor, or is of another shape or dtype than a style's.
     """
     leaves = [laid_out(x, layout).detach().requires_grad_(backward) for x in inputs[:3]]
     grad_out, probe = laid_out(inputs.grad_out, layout), laid_out(inputs.probe, layout)
@@ -206,13 +186,25 @@ def forward_of_copy(module: nn.Module) -> Callable[..., Any]:
         return copy.copy(module).forward
 
 
+@contextmanager
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a module and all in it into training or evaluation mode, and afterwards each back into its own."""
+    was = {child: child.training for child in module.modules()}
+    module.train(training)
+    try:
+        yield
+    finally:
+        for child, its in was.items():
+            child.training = its
+
+
 def _named_masks(mask: Any, sizes: Sizes, device: str) -> dict[str, Any]:
     """A style's mask by the names that modules have for one."""
-    blocks, function = mask, mask
     if isinstance(mask, BlockMask):
-        function = mask.mask_mod
+        blocks, function = mask, mask.mask_mod
     else:
         blocks = create_block_mask(mask, 1, sizes.heads, sizes.length, sizes.length, device=device)
+        function = mask
     return {"mask_mod": function, "block_mask": blocks, "attention_masks": blocks}
 
 
