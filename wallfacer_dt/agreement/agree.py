@@ -216,9 +216,9 @@ def agree_on(
     Returns:
         The call's number.
     """
-    if isinstance(x, FakeTensor):
+    if isinstance(x, FakeTensor) or _find(mesh, what) is None:
         return 0
-    known = 0 if forward is None or _find(mesh, what) is None else int(forward.view(-1)[0])
+    known = 0 if forward is None else int(forward.view(-1)[0])
     return agree(what, signature, mesh, forward=known, at_once=waits_at_once(x.device))
 
 
