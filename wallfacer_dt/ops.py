@@ -172,7 +172,7 @@ for _op in BODIES:
 
 
 def _axes(options: Sequence[Any]) -> sharding.Axes:
-    return sharding.Axes(*Options.of(*options).setting.groups)
+    return Options.of(*options).setting.groups
 
 
 sharding.register(attention, _axes, INPUTS, _OUTPUTS)

@@ -9,7 +9,7 @@ Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0 and 2.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,25 +27,13 @@ from wallfacer_dt.mesh import CONTEXT_AXES
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
 
-class Sharded(NamedTuple):
-    """A distributed tensor: its mesh, its placements and its whole shape (B, N, L, H)."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: Sequence[int]
-
-
-class Axes(NamedTuple):
-    """Names of the process groups of the context mesh's axes; empty where there is none."""
-
-    ulysses: str
-    ring: str
-    team: str
+Axes = tuple[str, str, str]
+"""Names of the process groups of the context mesh's axes, ulysses, ring and team; empty where there is none."""
 
 
 def check(inputs: AttentionInputs, axes: Axes) -> None:
     """Refuse (ValueError) DTensors that attention cannot be given."""
-    known = {name: _of(x) for name, x in zip(INPUTS, inputs, strict=True) if isinstance(x, DTensor)}
+    known = {name: x._spec for name, x in zip(INPUTS, inputs, strict=True) if isinstance(x, DTensor)}
     if not known.keys() >= {"q", "k", "v"}:
         return
     sinks = known.get("sinks")
@@ -54,7 +42,7 @@ def check(inputs: AttentionInputs, axes: Axes) -> None:
         raise ValueError(f"q and sinks must be DTensors on one mesh, got {known['q'].mesh} and {sinks.mesh}")
 
 
-def placements_for(inputs: Mapping[str, Sharded], axes: Axes) -> tuple[Placement, ...]:
+def placements_for(inputs: Mapping[str, DTensorSpec], axes: Axes) -> tuple[Placement, ...]:
     """The placements in which attention takes q, k and v and leaves its output: those of q, where they can be.
 
     An axis besides the context mesh's that shards the sequence too (torch's sequence parallelism) shards the heads
@@ -76,7 +64,7 @@ def placements_for(inputs: Mapping[str, Sharded], axes: Axes) -> tuple[Placement
     for dim, what, length in ((BATCH, "batch", q.shape[BATCH]), (HEADS, "heads of q, k and v", heads)):
         sharding = [axis for axis, placement in enumerate(wanted) if _is_shard(placement, dim)]
         parts = math.prod(mesh.size(axis) for axis in sharding)
-        ulysses = next((mesh.size(axis) for axis in context if _group(mesh, axis) == axes.ulysses), 1)
+        ulysses = next((mesh.size(axis) for axis in context if _group(mesh, axis) == axes[0]), 1)
         if dim == HEADS and q.shape[HEADS] // parts < ulysses:
             raise ValueError(
                 f"cp_ulysses of {ulysses} splits the query heads that are left to a rank, of which there are only "
@@ -139,9 +127,8 @@ def register(
         *told, captured = schema.args_schema[len(inputs) :]
         axes = axes_of(told)
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
-        whole = {name: Sharded(spec.mesh, spec.placements, spec.shape) for name, spec in specs.items()}
-        q = whole["q"]
-        placements = placements_for(whole, axes)
+        q = specs["q"]
+        placements = placements_for(specs, axes)
         alike = (Replicate(),) * len(placements)
         by_heads = tuple(Shard(0) if _is_shard(p, HEADS) else Replicate() for p in placements)
         by_name = {
@@ -187,11 +174,6 @@ def _replicated(x: Tensor, like: DTensor) -> DTensor:
 def _show_as_one() -> None:
     """Show a compiler the replication as one operation: it could look neither at a mesh nor at the constructor."""
     torch.compiler.allow_in_graph(_replicated)
-
-
-def _of(x: DTensor) -> Sharded:
-    """What a DTensor says of itself."""
-    return Sharded(x.device_mesh, tuple(x.placements), x.shape)
 
 
 def _context_axes(mesh: DeviceMesh, names: Axes) -> set[int]:

@@ -285,19 +285,13 @@ class _Forward:
         return attention(inputs, scale)
 
     def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
-        if len(args) > len(self.names):
-            raise ValueError(f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments")
-        where = f"{type(self.style).__name__}: attention was called with"
-        told = dict(zip(self.names, args, strict=False))
-        if twice := [name for name in kwargs if name in told]:
-            raise TypeError(f"attention got multiple values for argument {twice[0]!r}")
-        told |= kwargs
+        told = self._named(args, kwargs) if args or kwargs else {}
         if self.module._modules:
             self.style._check_held(self.module)
         asked = self.style._read_attributes(self.module) | self.defaults | told
         if not asked:
             return _Call(self.style.options.scale, {}, None)
-        call = self.style._read_options(asked, where)
+        call = self.style._read_options(asked, f"{type(self.style).__name__}: attention was called with")
         if told.get("enable_gqa") is False and q.shape[1] != k.shape[1]:
             raise ValueError(f"enable_gqa=False, but q has shape {sizes(q)} and k {sizes(k)}")
         check_scale(call.scale)
@@ -305,6 +299,15 @@ class _Forward:
         if self.style.layout == "BLNH" and shared is not None and shared.ndim == 4:
             call.tensors["k_shared"] = shared.transpose(1, 2)
         return call
+
+    def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What a call says beside q, k and v."""
+        if len(args) > len(self.names):
+            raise ValueError(f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments")
+        told = dict(zip(self.names, args, strict=False))
+        if twice := [name for name in kwargs if name in told]:
+            raise TypeError(f"attention got multiple values for argument {twice[0]!r}")
+        return told | kwargs
 
 
 class RingParallel(_ContextParallel):

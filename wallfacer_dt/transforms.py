@@ -109,7 +109,7 @@ def is_transforming() -> bool:
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether forward-mode differentiation is under way, of this tensor among others."""
+    """Whether forward-mode differentiation is under way, and this tensor takes part."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
