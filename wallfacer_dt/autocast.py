@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wallfacer_dt.compiler import constant
+
 
 def is_autocast_on(device_type: str) -> bool:
     """Whether autocast is on for tensors of this device type; there is none for some, as for meta."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+@constant  # torch 2.11's compiler does not trace it
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
 
 
 def is_autocast_on_anywhere() -> bool:
