@@ -49,6 +49,9 @@ def test_what_is_not_finite_is_refused_wherever_it_stands(side: int, numbers: li
         ([([1.0], [1.0, 2.0])], "shape"),
         ([(ONE, ONE.float())], "float64 found, torch.float32 expected"),
         ([(np.ones(1), np.ones(1, np.float32))], "float64 found, torch.float32 expected"),
+        ([([1, 2**53 + 1], [1, 2**53])], "from 2"),
+        ([(torch.tensor([2**53 + 1]), torch.tensor([2**53]))], "from 2"),
+        ([(np.array([-(2**62) - 1]), np.array([-(2**62)]))], "from 2"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(pairs, why: str) -> None:

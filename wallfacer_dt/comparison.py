@@ -1,7 +1,8 @@
 """How far numbers are from what they should be: the one way in which tests, recipes and checks compare them.
 
 ``max`` of Python drops a NaN that is not first, a NaN is not above any tolerance, and tensors of no elements, of
-shapes that broadcast, or of a narrower dtype differ by less than they should. Here all of these are refused.
+shapes that broadcast, of a narrower dtype, or of large whole numbers differ by less than they should. Here all of these
+are refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 Values = Tensor | np.ndarray | Sequence[float]
 Relative = Literal["nothing", "largest", "each"]
+_TOLD_APART = 2**53  # the whole numbers below it
 
 
 class IncomparableError(AssertionError):
@@ -41,8 +43,8 @@ def worst_error(
         The difference, computed in float64.
 
     Raises:
-        IncomparableError: there are no pairs, or one has no numbers, other shapes or dtypes, or numbers that are not
-            finite.
+        IncomparableError: there are no pairs, or one has no numbers, other shapes or dtypes, numbers that are not
+            finite, or whole ones from 2**53 on.
         TypeError: a DTensor, of which a rank sees a part only; or an unknown ``relative_to``.
     """
     if relative_to not in ("nothing", "largest", "each"):
@@ -70,6 +72,7 @@ def comparable(
         raise IncomparableError(f"{name} is {mine.dtype} {who[0]}, {its.dtype} {who[1]}; convert the narrower one")
     if mine.numel() == 0:
         raise IncomparableError(f"{name}: there are no numbers in shape {tuple(mine.shape)}")
+    is_whole = not (mine.is_floating_point() or mine.is_complex())
     wide = torch.complex128 if mine.is_complex() else torch.float64
     mine, its = mine.to("cpu", wide), its.to("cpu", wide)
     for whose, values in zip(who, (mine, its), strict=True):
@@ -78,6 +81,8 @@ def comparable(
             first = tuple(bad[0].tolist())
             what = f"{len(bad)} of {values.numel()} numbers {whose} are not finite, the first is {values[first].item()}"
             raise IncomparableError(f"{name}: {what} at {first}")
+        if is_whole and values.abs().max() >= _TOLD_APART:
+            raise IncomparableError(_too_large(name))
     return mine, its
 
 
@@ -98,4 +103,10 @@ def _tensor(name: str, values: Values) -> Tensor:
         return values.detach()
     if isinstance(values, np.ndarray | np.generic):
         return torch.from_numpy(np.array(values))  # a copy: it may not be writable
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    if any(isinstance(value, int) and abs(value) >= _TOLD_APART for value in values):
+        raise IncomparableError(_too_large(name))
+    return torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
+
+
+def _too_large(name: str) -> str:
+    return f"{name}: there are whole numbers from 2**53 on, which float64 does not tell apart"
