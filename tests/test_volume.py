@@ -22,7 +22,7 @@ from tests.test_segments import seen as pairs_seen
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
 from wallfacer_dt.algorithms import Flows, Sequences, Shape, everyone
 from wallfacer_dt.layout import ORDERS
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
 
 GIB = 2**30
@@ -216,6 +216,7 @@ def test_flows_of_all_ranks_are_those_of_each(case: Case, backward: bool) -> Non
             arrays = (flow.receiver, flow.sources, content.sent, content.carried, content.statistics, flow.comes)
             for *one, comes in zip(*(x.flatten().tolist() for x in np.broadcast_arrays(*arrays)), strict=True):
                 if comes:
+                    assert flow.axis == ULYSSES_AXIS or any(one[2:]), "what comes is something"
                     found[flow.kind, flow.side, flow.axis, flow.group, *one] += flow.times
         return found
 

@@ -119,7 +119,7 @@ def pairs(rows: tuple[Rows, ...], x: Tensor, stacked: Tensor, dim: int) -> Itera
             yield some.of(x, dim), cut(part, dim, 0, some.length)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _runs(rows: tuple[Rows, ...]) -> list[tuple[int, int, int, int, int, int]]:
     """Pieces of neighbours: whose first, of how many, its first row, rows to the next one; where they go, how many."""
     found: list[tuple[int, int, int, int, int, int]] = []
