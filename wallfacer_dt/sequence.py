@@ -77,7 +77,7 @@ def unshard_sequence(
     check_token_order(order)
     with refusing_together(order.mesh_name):
         # Of a pickled order the groups may be called otherwise here.
-        groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names[::-1])
+        groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names)
         dim = _checked_dim(x, dim)
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -108,7 +108,7 @@ def unshard_sequence(
     padded = torch.cat([x, x.new_zeros((*x.shape[:dim], padded_length - x.shape[dim], *x.shape[dim + 1 :]))], dim)
     shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
     by_row = [in_order(enumerate(row)) for row in _dealt(x, dim, length, order, document_ids, cu_seqlens)]
-    return Members.made(by_row, len(sizes)).together.of(shards, dim).contiguous()
+    return Members.made(by_row, len(sizes)).together(shards, dim).contiguous()
 
 
 def sequence_positions(
