@@ -38,7 +38,7 @@ import torch
 
 from tests.cases import shard_sizes
 from wallfacer_dt import AttentionVolume, Volume
-from wallfacer_dt.algorithms import split_heads
+from wallfacer_dt.algorithms.heads import split_heads
 
 NOTHING = np.zeros(3, np.int64)
 

@@ -21,7 +21,7 @@ import wallfacer_dt as w
 from tests.cases import Inner, mesh_of, told
 from tests.metp_refusals import Attention as Projections
 from tests.metp_refusals import D, FeedForward, H, WithOptions, attention, metp, with_tp
-from wallfacer_dt.agreement import agree, hear_all, refusing_together
+from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.calls import Call
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.kernels import Need, select_kernel

@@ -23,7 +23,7 @@ from tests.disagreements import (
     outcome,
 )
 from wallfacer_dt import context_mesh
-from wallfacer_dt.agreement import agree, hear_all
+from wallfacer_dt.agreement.agree import agree, hear_all
 from wallfacer_dt.agreement.meeting import Meeting
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.testing import RankPool
@@ -138,7 +138,7 @@ def test_a_process_forked_from_a_rank_is_refused(own_ranks: RankPool) -> None:
 IMPORTED_IN_A_MODE = """
 import torch
 with torch.inference_mode(), torch.autocast("cpu"):
-    from wallfacer_dt.agreement import outside_dispatch
+    from wallfacer_dt.agreement.meeting import outside_dispatch
 x = torch.ones(2, 2, requires_grad=True)
 with torch.no_grad(), outside_dispatch(), torch.enable_grad():
     y = x @ x

@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from tests.cases import MASK_MODS
 from tests.strategies import examples
 from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
-from wallfacer_dt.algorithms import Answers, blocks, recorded_mask
-from wallfacer_dt.algorithms.blocks import Captured, check_mask, known_recording, mask_key
+from wallfacer_dt.algorithms import blocks
+from wallfacer_dt.algorithms.blocks import Answers, Captured, check_mask, known_recording, mask_key, recorded_mask
 from wallfacer_dt.kernels import FULL, How, visible
 from wallfacer_dt.kernels.visible import visible_keys
 from wallfacer_dt.layout import positions

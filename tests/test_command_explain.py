@@ -20,7 +20,7 @@ from tests.cases import fake_world
 from tests.closed_volumes import Closed
 from tests.strategies import PLACEMENTS, examples, ulysses_meshes
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
-from wallfacer_dt.algorithms import hops
+from wallfacer_dt.algorithms.sequences import hops
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.explain import Facts, Settings, make_facts
 from wallfacer_dt.command.explain.facts import Communicate, as_json

@@ -13,7 +13,9 @@ from torch import Tensor
 import wallfacer_dt
 from tests.cases import mesh_of
 from tests.strategies import examples, meshes
-from wallfacer_dt.algorithms import Mask, Sequences, make_schedule
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.layout import deal_documents, length_of
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.testing import RankPool, attention_oracle, worst_error

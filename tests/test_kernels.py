@@ -29,7 +29,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from tests import flash_standins
 from tests.cases import rms
 from tests.strategies import examples
-from wallfacer_dt.algorithms import Answers, Captured, recorded_mask
+from wallfacer_dt.algorithms.blocks import Answers, Captured, recorded_mask
 from wallfacer_dt.kernels import (
     CAUSAL,
     FULL,

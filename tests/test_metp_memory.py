@@ -30,7 +30,7 @@ from recipes.benchmarks.memory.formulas import (
 )
 from recipes.benchmarks.memory.measure import measure, plain
 from recipes.benchmarks.memory.run import Case, fake_world, on_fake_ranks
-from wallfacer_dt.collectives import all_gather, wait
+from wallfacer_dt.collectives.functional import all_gather, wait
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.testing import RankPool, worst_error
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wallfacer_dt.collectives import layout, layout_of, pack
+from wallfacer_dt.collectives.send_buffer import layout, layout_of, pack
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -27,7 +27,11 @@ from torch.distributed.tensor import DTensor
 from recipes.torchtitan.shim import fit_to_cpu, fit_to_torch, is_cpu
 from tests.pairwise import tiers
 from wallfacer_dt import TokenOrder
-from wallfacer_dt.algorithms import Mask, Sequences, make_schedule, resolve_rotations, split_heads
+from wallfacer_dt.algorithms.heads import split_heads
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.testing import IncomparableError, RankPool, worst_error
 

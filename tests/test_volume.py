@@ -20,7 +20,8 @@ from tests.strategies import any_case, cases, examples, meshes, ulysses_meshes
 from tests.test_segments import planned
 from tests.test_segments import seen as pairs_seen
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
-from wallfacer_dt.algorithms import Flows, Sequences, Shape, everyone
+from wallfacer_dt.algorithms.flows import Flows, Shape, everyone
+from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.layout import ORDERS
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives

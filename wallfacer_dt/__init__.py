@@ -1,16 +1,12 @@
 """Long-sequence Transformer training on a DeviceMesh: Ring Attention, WallFacer, Ulysses, METP, and all together."""
 
-from wallfacer_dt.algorithms import (
-    AttentionVolume,
-    Volume,
-    attention_volume,
-    feed_forward_volume,
-    metp_attention_volume,
-)
+from wallfacer_dt.algorithms.metp_volume import feed_forward_volume, metp_attention_volume
+from wallfacer_dt.algorithms.volume import AttentionVolume, Volume, attention_volume
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.blockwise import BlockwiseFeedForward
 from wallfacer_dt.data import SequenceDataset, SequenceSampler
-from wallfacer_dt.equivalence import EquivalenceError, check_equivalence
+from wallfacer_dt.equivalence.check import check_equivalence
+from wallfacer_dt.equivalence.trial import EquivalenceError
 from wallfacer_dt.kernels import register_kernel
 from wallfacer_dt.mesh import context_mesh, split_context_axis
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel

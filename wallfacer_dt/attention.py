@@ -14,17 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt import sharding
-from wallfacer_dt.agreement import agree, lasting, named, refusing_together
-from wallfacer_dt.algorithms import (
-    Captured,
-    MaskMod,
-    UnrecordedError,
-    check_schedule,
-    mask_key,
-    mask_name,
-    recorded_mask,
-    resolve_rotations,
-)
+from wallfacer_dt.agreement.agree import agree, named, refusing_together
+from wallfacer_dt.agreement.worlds import lasting
+from wallfacer_dt.algorithms.blocks import Captured, mask_key, mask_name, recorded_mask
+from wallfacer_dt.algorithms.recorded import MaskMod, UnrecordedError
+from wallfacer_dt.algorithms.schedule import check_schedule
+from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.autocast import as_computed, is_autocast_on_anywhere
 from wallfacer_dt.calls import groups_here
 from wallfacer_dt.compiler import untraced

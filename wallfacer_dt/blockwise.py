@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.comparison import IncomparableError, worst_error
-from wallfacer_dt.equivalence import EquivalenceError, in_mode
+from wallfacer_dt.equivalence.trial import EquivalenceError, in_mode
 
 
 class BlockwiseFeedForward(ParallelStyle):

@@ -8,32 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt.agreement import agree_on, hear_once, is_lasting, named, tell
-from wallfacer_dt.algorithms import (
-    Answers,
-    Arithmetic,
-    Backward,
-    Forward,
-    Groups,
-    HeadExchange,
-    Heads,
-    Kind,
-    Mask,
-    Operand,
-    Replicated,
-    Schedule,
-    Scores,
-    Sequences,
-    Side,
-    check_mask,
-    exchanged,
-    execute,
-    make_asked_schedule,
-    make_schedule,
-    needed_offsets,
-    split_heads,
-)
-from wallfacer_dt.collectives import group_rank
+from wallfacer_dt.agreement.agree import agree_on, hear_once, named, tell
+from wallfacer_dt.agreement.worlds import is_lasting
+from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
+from wallfacer_dt.algorithms.blocks import Answers, check_mask
+from wallfacer_dt.algorithms.execute import Groups, execute
+from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.replicated import Replicated
+from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
+from wallfacer_dt.algorithms.sequences import Sequences, exchanged
+from wallfacer_dt.algorithms.steps import Schedule, Side
+from wallfacer_dt.collectives.groups import group_rank
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels import BlockKernel, Need, select_kernel, sinks_gradient, with_sinks

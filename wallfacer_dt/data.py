@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
-from wallfacer_dt.agreement import agree, refusing_together
+from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.layout import BY_DOCUMENT, check_length, deal
 from wallfacer_dt.mesh import RING_AXIS, context_groups, name_of
 from wallfacer_dt.order import TokenOrder, check_token_order

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wallfacer_dt.agreement import agree, name_mesh, outside_modes, refusing_together, world_timeout
+from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.agreement.meeting import outside_modes
+from wallfacer_dt.agreement.worlds import name_mesh, world_timeout
 
 ULYSSES_AXIS = "cp_ulysses"
 RING_AXIS = "cp_ring"

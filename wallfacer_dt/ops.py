@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering, sharding
-from wallfacer_dt.agreement import settle, tell
-from wallfacer_dt.algorithms import known_recording
+from wallfacer_dt.agreement.agree import settle, tell
+from wallfacer_dt.algorithms.blocks import known_recording
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import agreed_call
 from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs

@@ -15,7 +15,10 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.algorithms import Captured, MaskMod, check_rotate, check_schedule
+from wallfacer_dt.algorithms.blocks import Captured
+from wallfacer_dt.algorithms.recorded import MaskMod
+from wallfacer_dt.algorithms.schedule import check_schedule
+from wallfacer_dt.algorithms.volume import check_rotate
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import Coordinate

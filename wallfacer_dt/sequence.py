@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt.agreement import agree, refusing_together
+from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.calls import groups_here
-from wallfacer_dt.collectives import all_gather, group_size, wait
+from wallfacer_dt.collectives.functional import all_gather, wait
+from wallfacer_dt.collectives.groups import group_size
 from wallfacer_dt.documents import boundaries, check_documents, digest
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
 from wallfacer_dt.order import TokenOrder, check_token_order

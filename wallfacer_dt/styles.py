@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.agreement import agree, refusing_together, tell
+from wallfacer_dt.agreement.agree import agree, refusing_together, tell
 from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import sizes
-from wallfacer_dt.equivalence import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, check_once
+from wallfacer_dt.equivalence.check import check_once
+from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.mesh import Coordinate, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options

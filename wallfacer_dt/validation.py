@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from wallfacer_dt import lowering, sharding
-from wallfacer_dt.agreement import refusing_together
+from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.documents import check_documents
 from wallfacer_dt.inputs import INPUTS, AttentionInputs

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
-from wallfacer_dt.collectives import Layout
+from wallfacer_dt.collectives.send_buffer import Layout
 from wallfacer_dt.kernels import BlockKernel, How, accumulation_dtype, merge_, output_with_delta
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.rows import cut

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.weak import WeakIdKeyDictionary
 
-from wallfacer_dt.agreement import outside_dispatch
+from wallfacer_dt.agreement.meeting import outside_dispatch
 from wallfacer_dt.algorithms.recorded import MaskMod, Recording, record
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.kernels import strips

@@ -21,7 +21,8 @@ from wallfacer_dt.algorithms.steps import (
     Transfer,
     Wait,
 )
-from wallfacer_dt.collectives import Layout, all_gather, exchange, layout, pack, permute, wait
+from wallfacer_dt.collectives.functional import all_gather, exchange, permute, wait
+from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
 from wallfacer_dt.rows import cut

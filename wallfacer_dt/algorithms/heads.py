@@ -20,7 +20,8 @@ from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM
 from wallfacer_dt.algorithms.shares import packed_shares, shares
-from wallfacer_dt.collectives import Layout, all_to_all, layout, wait
+from wallfacer_dt.collectives.functional import all_to_all, wait
+from wallfacer_dt.collectives.send_buffer import Layout, layout
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.rows import Members, Rows, pairs
 

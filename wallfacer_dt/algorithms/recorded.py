@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from wallfacer_dt.agreement import outside_dispatch
+from wallfacer_dt.agreement.meeting import outside_dispatch
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

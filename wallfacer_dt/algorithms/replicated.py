@@ -13,7 +13,8 @@ from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM
 from wallfacer_dt.algorithms.execute import Groups
-from wallfacer_dt.collectives import all_gather, all_to_all, group_size, wait
+from wallfacer_dt.collectives.functional import all_gather, all_to_all, wait
+from wallfacer_dt.collectives.groups import group_size
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 

@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from wallfacer_dt.collectives import Layout, pack
+from wallfacer_dt.collectives.send_buffer import Layout, pack
 from wallfacer_dt.rows import Rows, pairs
 
 

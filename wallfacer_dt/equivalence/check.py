@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wallfacer_dt.agreement import hear_all, refusing_together
+from wallfacer_dt.agreement.agree import hear_all, refusing_together
 from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.equivalence.cause import compare
 from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened

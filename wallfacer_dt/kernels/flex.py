@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from wallfacer_dt.agreement import outside_dispatch
+from wallfacer_dt.agreement.meeting import outside_dispatch
 from wallfacer_dt.kernels.block import FULL, BlockKernel, Gradients, How, Need, no_softcap, refuse
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from wallfacer_dt.agreement import outside_dispatch
+from wallfacer_dt.agreement.meeting import outside_dispatch
 from wallfacer_dt.kernels.block import FULL, How
 
 _PAIRS = 1 << 24

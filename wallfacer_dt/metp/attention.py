@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement import fake_number, settling
-from wallfacer_dt.algorithms import HeadGroup, Heads, add_product_, head_groups, linear, turned
+from wallfacer_dt.agreement.agree import fake_number, settling
+from wallfacer_dt.algorithms.feed_forward import add_product_, linear
+from wallfacer_dt.algorithms.head_groups import HeadGroup, head_groups
+from wallfacer_dt.algorithms.heads import Heads
+from wallfacer_dt.algorithms.rotary import turned
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.calls import Call, agreed_call, make_call
 from wallfacer_dt.compiler import as_text, from_text

@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement import agree, refusing_together, waits_at_once
+from wallfacer_dt.agreement.agree import agree, refusing_together, waits_at_once
 from wallfacer_dt.autocast import as_computed, computed_dtype
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.layout import shard_sizes

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement import agree_on, fake_number, settling
-from wallfacer_dt.algorithms import (
-    ACTIVATIONS,
-    FeedForward,
-    FeedForwardBackward,
-    Groups,
-    Operand,
-    RingOfWeights,
-    Schedule,
-    Units,
-    execute,
-    make_schedule,
-)
+from wallfacer_dt.agreement.agree import agree_on, fake_number, settling
+from wallfacer_dt.algorithms.arithmetic import Operand
+from wallfacer_dt.algorithms.execute import Groups, execute
+from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS, FeedForward, FeedForwardBackward, RingOfWeights, Units
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.steps import Schedule
 from wallfacer_dt.autocast import outside_autocast
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.ops import CODE

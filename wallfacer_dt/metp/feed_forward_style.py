@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from wallfacer_dt.algorithms import ACTIVATIONS
+from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS
 from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.metp.boundary import Boundary, check_layouts

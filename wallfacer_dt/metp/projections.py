@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt.algorithms import OUT, HeadGroup, Piece
-from wallfacer_dt.collectives import Layout, all_to_all, broadcast, layout, pack, wait
+from wallfacer_dt.algorithms.head_groups import OUT, HeadGroup, Piece
+from wallfacer_dt.collectives.functional import all_to_all, broadcast, wait
+from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels import accumulation_dtype
 
 

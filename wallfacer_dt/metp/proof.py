@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from wallfacer_dt.autocast import is_autocast_on
 from wallfacer_dt.comparison import IncomparableError, comparable, worst_error
-from wallfacer_dt.equivalence import EquivalenceError, in_mode
+from wallfacer_dt.equivalence.trial import EquivalenceError, in_mode
 
 Inputs = dict[str, Tensor]
 """Parameters by their names in the module, and x by the name ``""``."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt.algorithms import PAIRS
+from wallfacer_dt.algorithms.rotary import PAIRS
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.metp.modules import Parameters, described
 

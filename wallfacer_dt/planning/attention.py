@@ -4,8 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from wallfacer_dt.algorithms import Schedule, Sequences, Side, Work, make_schedule, split_heads
-from wallfacer_dt.algorithms.steps import Attend, Carry, Move, Start, Transfer, Wait
+from wallfacer_dt.algorithms.heads import split_heads
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.segments import Work
+from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import Attend, Carry, Move, Schedule, Side, Start, Transfer, Wait
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.planning.candidates import Candidate

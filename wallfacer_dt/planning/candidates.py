@@ -7,7 +7,8 @@ from typing import get_args
 
 import numpy as np
 
-from wallfacer_dt.algorithms import check_rotate, check_schedule
+from wallfacer_dt.algorithms.schedule import check_schedule
+from wallfacer_dt.algorithms.volume import check_rotate
 from wallfacer_dt.mesh import PLACEMENTS, Coordinate, Placement, placed_ranks
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt.agreement import fake_number
-from wallfacer_dt.collectives import absent_group
+from wallfacer_dt.agreement.agree import fake_number
+from wallfacer_dt.collectives.groups import absent_group
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from wallfacer_dt.algorithms import Mask
+from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.attention import head_patterns
 from wallfacer_dt.planning.candidates import Candidate

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from wallfacer_dt.algorithms import Mask
+from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.layout import check_length
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from wallfacer_dt.algorithms import feed_forward_volume
+from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
 from wallfacer_dt.planning.attention import attention_events, head_patterns
 from wallfacer_dt.planning.candidates import Candidate, node_of
 from wallfacer_dt.planning.cluster import Cluster

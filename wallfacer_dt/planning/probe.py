@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wallfacer_dt.collectives import permute, wait
+from wallfacer_dt.collectives.functional import permute, wait
 from wallfacer_dt.kernels import FULL, How, Need, accumulation_dtype, merge_, select_kernel
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wallfacer_dt.algorithms import Flows, Sequences, Shape, everyone
+from wallfacer_dt.algorithms.flows import Flows, Shape, everyone
+from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.mesh import RING_AXIS
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.model import ModelShape, SequenceShape

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wallfacer_dt.collectives import group_rank, group_ranks
+from wallfacer_dt.collectives.groups import group_rank, group_ranks
 from wallfacer_dt.mesh import CONTEXT_AXES, RING_AXIS, context_groups
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES

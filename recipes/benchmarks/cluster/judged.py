@@ -10,7 +10,7 @@ import torch
 from recipes.benchmarks.cluster.cases import Case
 from recipes.benchmarks.cluster.contenders import FLOOR, HEAD_TAIL_RING, PLANNED, PREDICTED, RING, Contender
 from recipes.benchmarks.cluster.record import Entry
-from wallfacer_dt.algorithms import resolve_rotations
+from wallfacer_dt.algorithms.volume import resolve_rotations
 
 Measured = Mapping[str, Entry]
 """The contenders of one case by name."""

@@ -26,8 +26,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from recipes.benchmarks.gpu.torch_ring import torch_ring
 from recipes.benchmarks.memory.run import fake_world
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
-from wallfacer_dt.algorithms import Backward, Forward, Mask, Operand, Scores, Work
-from wallfacer_dt.algorithms.segments import plan_work
+from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.segments import Work, plan_work
 from wallfacer_dt.kernels import (
     CAUSAL,
     FULL,

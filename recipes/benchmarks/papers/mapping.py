@@ -10,7 +10,9 @@ import numpy as np
 from recipes.benchmarks.memory.run import fake_world
 from recipes.benchmarks.memory.tables import Table
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
-from wallfacer_dt.algorithms import Mask, Sequences, make_schedule
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import Attend, Move, Schedule, Start
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
 

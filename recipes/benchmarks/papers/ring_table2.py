@@ -7,7 +7,9 @@ from recipes.benchmarks.memory.tables import Table
 from recipes.benchmarks.papers.equations import executed
 from recipes.benchmarks.papers.models import Call
 from recipes.benchmarks.papers.run import received
-from wallfacer_dt.algorithms import Mask, Sequences, make_schedule
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import Attend
 from wallfacer_dt.mesh import Coordinate
 

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from wallfacer_dt.algorithms import Schedule
 from wallfacer_dt.algorithms.holdings import peer_of
-from wallfacer_dt.algorithms.steps import Move
+from wallfacer_dt.algorithms.steps import Move, Schedule
 from wallfacer_dt.mesh import Coordinate
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from wallfacer_dt.algorithms import Content, Heads, Schedule, Shape, Side, make_schedule, split_heads
+from wallfacer_dt.algorithms.flows import Content, Shape
+from wallfacer_dt.algorithms.heads import Heads, split_heads
 from wallfacer_dt.algorithms.holdings import peer_of
+from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Attend as AttendStep
-from wallfacer_dt.algorithms.steps import Carry, Exchange, Gather, Move, Start, Wait
+from wallfacer_dt.algorithms.steps import Carry, Exchange, Gather, Move, Schedule, Side, Start, Wait
 from wallfacer_dt.algorithms.steps import Transfer as AnyTransfer
 from wallfacer_dt.command.explain.facts import (
     Attend,

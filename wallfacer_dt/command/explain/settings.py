@@ -5,7 +5,11 @@ from functools import lru_cache, partial
 
 import torch
 
-from wallfacer_dt.algorithms import Mask, Sequences, Side, check_rotate, check_schedule, resolve_rotations
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import check_schedule
+from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import Side
+from wallfacer_dt.algorithms.volume import check_rotate, resolve_rotations
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.layout import check_order
 from wallfacer_dt.mesh import PLACEMENTS, Coordinate, placed_ranks
