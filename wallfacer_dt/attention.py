@@ -27,7 +27,7 @@ from wallfacer_dt.algorithms import (
 )
 from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.calls import groups_here, needs_gradient
-from wallfacer_dt.compiler import untraced
+from wallfacer_dt.compiler import is_exporting, untraced
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
 from wallfacer_dt.ops import CODE
@@ -209,7 +209,7 @@ class ContextAttention(Setting):
     def resolve(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scale: float | None = None) -> Options:
         """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything."""
         options, place = self.options, self.place
-        if torch.compiler.is_exporting():
+        if is_exporting():
             self._check_lasts("an exported program")
             if self.mask_key:
                 raise ValueError(
@@ -227,7 +227,7 @@ class ContextAttention(Setting):
             value_dim=value_dim, shared_dim=0 if extras.k_shared is None else int(extras.k_shared.shape[-1]),
             lengths=self._ratio(q, k, lengths),
         )  # fmt: skip
-        compiling, exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        compiling, exporting = torch.compiler.is_compiling(), is_exporting()
         length, kv_length = lengths or (None, None)
         told = replace(
             options, window_size=options.window, mask_mod=None, length=length, kv_length=kv_length, order=None,

@@ -41,6 +41,12 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+@constant
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting``, of which torch 2.11's compiler says yes in any graph."""
+    return torch.compiler.is_exporting()
+
+
 def as_text(options: Sequence[Any]) -> str:
     """Options as one text: integers, texts, None, and sequences of these; see Note [Options as text].
 

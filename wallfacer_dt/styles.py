@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.agreement import agree, refusing_together
 from wallfacer_dt.attention import ContextAttention, under_autocast
-from wallfacer_dt.compiler import sizes
+from wallfacer_dt.compiler import is_exporting, sizes
 from wallfacer_dt.equivalence import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, check_once
 from wallfacer_dt.mesh import Coordinate, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
@@ -277,7 +277,7 @@ class _Forward:
         attention = self.attention
         # A graph may hold what refuses tensors of one kind; and every rank exports by itself.
         kinds = {isinstance(x, DTensor) if isinstance(x, Tensor) else None for x in (q, k, v)}
-        in_graph = kinds in ({False}, {True}) and not torch.compiler.is_exporting()
+        in_graph = kinds in ({False}, {True}) and not is_exporting()
         try:
             scale, extras, _ = self._read(q, k, args, kwargs)
         except (TypeError, ValueError) as error:
