@@ -7,7 +7,7 @@ An operator takes its options as one text, and beside it what a compiler may tak
 a schema costs time at every call (torch fills in defaults in time that grows as the square of their number), and must
 be told again wherever the schema is. The same options are the same text, so that it can be part of a cache's key.
 
-Private APIs of the compiler are called here only; run on torch 2.13.0.
+Private APIs of the compiler are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
 
 import json
