@@ -347,7 +347,10 @@ def calls(band: Band, length: int = 16) -> list[str]:
 def test_no_mask_is_made_where_the_fused_kernel_needs_none() -> None:
     plain = calls(FULL)
     assert plain == calls(CAUSAL) == calls(Band(-15, 15))
-    assert len(plain) == 2
+    # Fake tensors of torch 2.11 have lse of another dtype than real ones, from which it is cast.
+    casts = ["aten._to_copy.default"] if torch.__version__.startswith("2.11.") else []
+    assert len(plain) == 2 + len(casts)
+    assert plain[1:-1] == casts
     assert set(calls(ANTI_CAUSAL)) - set(plain) == {"aten.flip.default"}
     assert "aten.arange.default" in calls(Band(-4, 5))
     assert set(plain) < set(calls(FULL, 15))

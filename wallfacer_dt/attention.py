@@ -22,7 +22,7 @@ from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.autocast import as_computed, is_autocast_on_anywhere
 from wallfacer_dt.calls import groups_here
-from wallfacer_dt.compiler import untraced
+from wallfacer_dt.compiler import is_exporting, untraced
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
@@ -198,7 +198,7 @@ class ContextAttention(Setting):
         """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything."""
         q, k, v, k_shared = inputs[:4]
         options, place = self.options, self.place
-        if torch.compiler.is_exporting():
+        if is_exporting():
             self._check_lasts("an exported program")
             if self.mask_key:
                 raise ValueError(
@@ -216,7 +216,7 @@ class ContextAttention(Setting):
             value_dim=value_dim, shared_dim=0 if k_shared is None else int(k_shared.shape[-1]),
             lengths=self._ratio(q, k, lengths),
         )  # fmt: skip
-        compiling, exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        compiling, exporting = torch.compiler.is_compiling(), is_exporting()
         length, kv_length = lengths or (None, None)
         told = replace(
             options, window_size=options.window, mask_mod=None, length=length, kv_length=kv_length, order=None,

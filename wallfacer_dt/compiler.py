@@ -7,7 +7,7 @@ An operator takes its options as one text, and beside it what a compiler may tak
 a schema costs time at every call (torch fills in defaults in time that grows as the square of their number), and must
 be told again wherever the schema is. The same options are the same text, so that it can be part of a cache's key.
 
-Private APIs of the compiler are called here only; run on torch 2.13.0.
+Private APIs of the compiler are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
 
 import json
@@ -50,6 +50,12 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     """``torch.compiler.assume_constant_result``: called while a compiler traces, it answers for the whole graph."""
     function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function
+
+
+@constant
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting``, of which torch 2.11's compiler says yes in any graph."""
+    return torch.compiler.is_exporting()
 
 
 def as_text(options: Sequence[Any]) -> str:

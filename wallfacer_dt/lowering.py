@@ -9,7 +9,7 @@ kernels in the order of the graph, which is the same on all ranks; what else it 
 between ranks. So each operator that communicates is a collective kernel to Inductor. What passes over graphs do to
 other collectives, before, it does not see.
 
-Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0 and 2.14.1.
+Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
 
 import sys

@@ -345,7 +345,7 @@ def _check_whole(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
         )
 
 
-# Private methods of DeviceMesh and process groups; run on torch 2.11.0, 2.13.0 and 2.14.1.
+# Private methods of DeviceMesh and process groups; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 
 def inherit_timeout(mesh: DeviceMesh) -> None:

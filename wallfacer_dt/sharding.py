@@ -4,7 +4,7 @@ Axes of a DTensor's mesh are told apart by their process groups: on those of the
 sharded, on any other axis the batch or the heads may be, or nothing. torch's public ``register_sharding`` cannot tell
 axes apart and would take a sequence that is replicated on one of them: silently wrong.
 
-Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0 and 2.14.1.
+Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
 
 import math

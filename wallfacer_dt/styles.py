@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.agreement.agree import agree, refusing_together, tell
 from wallfacer_dt.attention import ContextAttention, under_autocast
-from wallfacer_dt.compiler import sizes
+from wallfacer_dt.compiler import is_exporting, sizes
 from wallfacer_dt.equivalence.check import check_once
 from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES
 from wallfacer_dt.inputs import AttentionInputs
@@ -274,7 +274,7 @@ class _Forward:
         attention = self.attention
         # A graph may hold what refuses tensors of one kind; and every rank exports by itself.
         kinds = {isinstance(x, DTensor) if isinstance(x, Tensor) else None for x in (q, k, v)}
-        in_graph = kinds in ({False}, {True}) and not torch.compiler.is_exporting()
+        in_graph = kinds in ({False}, {True}) and not is_exporting()
         try:
             scale, tensors, _ = self._read(q, k, args, kwargs)
             inputs = under_autocast(AttentionInputs(q, k, v, **tensors))

@@ -3,7 +3,8 @@
 An operator made with ``torch.library`` has a derivative for autograd only. Under a transform of ``torch.func`` it is
 therefore taken for an ``autograd.Function`` of the same formula, before any rule of its own is looked for.
 
-Private APIs of ``torch.func`` and of the dispatcher are called here only; run on torch 2.13.0.
+Private APIs of ``torch.func`` and of the dispatcher are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and
+2.15.0.
 """
 
 from collections.abc import Callable

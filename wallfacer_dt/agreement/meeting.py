@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Private; run on torch 2.13.0.
+# Private; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import _disable_current_modes

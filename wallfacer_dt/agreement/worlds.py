@@ -131,7 +131,7 @@ def _timeout() -> timedelta:
     return next((timeout for timeout in found if timeout is not None), default_pg_timeout)
 
 
-# Private methods of process groups; run on torch 2.11.0, 2.13.0 and 2.14.1.
+# Private methods of process groups; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 
 def world_timeout(device: torch.device) -> timedelta | None:

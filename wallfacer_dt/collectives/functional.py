@@ -1,4 +1,4 @@
-"""The operations, on the raw ``_c10d_functional`` ops (private; run on torch 2.11.0, 2.13.0 and 2.14.1).
+"""The operations, on the raw ``_c10d_functional`` ops (private; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0).
 
 All take flat contiguous buffers: these ops split dim 0 whatever the caller meant. All are traceable and run on
 gloo and NCCL alike; point-to-point transfers are an all-to-all with one nonzero split, because the functional

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-# Private; run on torch 2.11.0, 2.13.0 and 2.14.1.
+# Private; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 _ABSENT = "absent"

@@ -1,5 +1,5 @@
-"""torch's fused attention kernels, called below autograd (private aten ops; run on torch 2.11.0, 2.13.0 and
-2.14.1, CPU only so far: not on CUDA).
+"""torch's fused attention kernels, called below autograd (private aten ops; run on torch 2.11.0, 2.13.0, 2.14.1 and
+2.15.0, CPU only so far: on CUDA with fake tensors).
 
 Traps of the CPU's: a last dim whose stride is not 1 is read as if it were, log-sum-exps come with odd strides,
 gradients need not be contiguous, v must have q's head dim (so the smaller is padded). An empty block kills the process,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from wallfacer_dt import lowering
 from wallfacer_dt.agreement.agree import agree, refusing_together, waits_at_once
 from wallfacer_dt.autocast import as_computed, computed_dtype
-from wallfacer_dt.compiler import sizes
+from wallfacer_dt.compiler import is_exporting, sizes
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.holding import TENSOR_AXIS, WeightMesh
 from wallfacer_dt.transforms import is_transforming
@@ -109,7 +109,7 @@ class Boundary:
         Returns:
             None; while a compiler traces, instead of raising, what refuses when it runs.
         """
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise NotImplementedError(
                 "METP cannot be exported: its weights are DTensors, its process groups those of this world; save the "
                 "module's state_dict()"

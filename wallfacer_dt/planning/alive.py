@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A private name; run on torch 2.11.0, 2.13.0 and 2.14.1. Its type, no operation.
+# A private name; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0. Its type, no operation.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: TID251
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

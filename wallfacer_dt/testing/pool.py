@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private; run on torch 2.13.0.
+# Private; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 from torch.distributed import distributed_c10d  # noqa: TID251  (nothing is sent here)
 
 from wallfacer_dt.testing.cores import core_of
