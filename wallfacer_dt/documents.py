@@ -14,11 +14,7 @@ from torch.distributed.tensor import DTensor
 def check_documents(documents: Tensor, kind: str, batch: int, length: int | None) -> None:
     """Refuse (TypeError, ValueError) a tensor that cannot be what ``kind`` says, by its shape and dtype.
 
-    Args:
-        documents: the tensor.
-        kind: ``"ids"`` for (B, N) or (N,), ``"cu_seqlens"`` for (documents + 1,).
-        batch: B.
-        length: N, where it is known.
+    That is ``"ids"``, (B, N) or (N,), or ``"cu_seqlens"``, (documents + 1,).
     """
     name = "document_ids" if kind == "ids" else "cu_seqlens"
     if not isinstance(documents, Tensor):
@@ -44,19 +40,11 @@ def check_documents(documents: Tensor, kind: str, batch: int, length: int | None
 def boundaries(documents: Tensor, kind: str, length: int) -> tuple[tuple[int, ...], ...]:
     """Where documents begin, and the sequence's length: a row for each of the batch, or one for all alike.
 
+    Of ids (B, N) or (N,), a new document wherever they change, or of cumulative lengths from 0 to N; others are refused
+    (ValueError).
+
     >>> boundaries(torch.tensor([[7, 7, 8, 8], [1, 1, 1, 1]]), "ids", 4)
     ((0, 2, 4), (0, 4))
-
-    Args:
-        documents: ids (B, N) or (N,), a new document wherever they change; or cumulative lengths from 0 to N.
-        kind: ``"ids"`` or ``"cu_seqlens"``.
-        length: N.
-
-    Returns:
-        The boundaries.
-
-    Raises:
-        ValueError: cumulative lengths that are none, or ids of another length.
     """
     values = documents.numpy()
     if kind == "cu_seqlens":

@@ -32,13 +32,7 @@ Shards = tuple[Spans, ...]
 
 
 class Pieces(NamedTuple):
-    """Where the rows of something that is put together from several members are, piece by piece.
-
-    Attributes:
-        member: (n,), whose shard a piece is of.
-        start: (n,), its first row there.
-        span: (n, 2), the positions that it has.
-    """
+    """Where the rows of something that is put together from several members are: of n pieces whose, first row, span."""
 
     member: np.ndarray
     start: np.ndarray
@@ -54,17 +48,11 @@ def check_order(order: str) -> None:
 def dealing_turns(axes: tuple[int, ...], order: str) -> list[int]:
     """Sequence indices as tokens are dealt out to them: in a row, but ranks that exchange heads one after the other.
 
-    What these put together is then one head and one tail, as few tiles as without them.
+    What these put together is then one head and one tail, as few tiles as without them. Of three ``axes`` the first is
+    ``cp_ulysses``. Contiguous tokens are dealt out as DTensor's ``Shard`` does it.
 
     >>> dealing_turns((2, 3, 1), "head_tail"), dealing_turns((2, 3, 1), "contiguous")
     ([0, 3, 1, 4, 2, 5], [0, 1, 2, 3, 4, 5])
-
-    Args:
-        axes: of a mesh; of three the first is ``cp_ulysses``.
-        order: in which the tokens are dealt out; contiguous ones as DTensor's ``Shard`` does it.
-
-    Returns:
-        The indices.
     """
     size = math.prod(axes)
     ulysses = axes[0] if len(axes) == 3 and order != "contiguous" else 1

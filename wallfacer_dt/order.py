@@ -57,14 +57,11 @@ class TokenOrder:
         check_order(self.name)
         groups = context_groups(mesh, any_axis=RING_AXIS)
         axes, ranks = groups.coordinate.axes, mesh_ranks(mesh)
+        dealt = tuple(ranks[index] for index in dealing_turns(axes, self.name))
         found = {
-            "axes": axes,
-            "dealt": tuple(ranks[index] for index in dealing_turns(axes, self.name)),
-            "groups": groups,
-            "mesh_name": name_of(mesh),
-            "device_type": mesh.device_type,
-            "rank": dist.get_rank(),
-        }
+            "axes": axes, "dealt": dealt, "groups": groups,
+            "mesh_name": name_of(mesh), "device_type": mesh.device_type, "rank": dist.get_rank(),
+        }  # fmt: skip
         for attribute, value in found.items():
             object.__setattr__(self, attribute, value)
 

@@ -8,15 +8,7 @@ from wallfacer_dt.agreement import agree, refusing_together
 from wallfacer_dt.calls import groups_here
 from wallfacer_dt.collectives import all_gather, group_size, wait
 from wallfacer_dt.documents import boundaries, check_documents, digest
-from wallfacer_dt.layout import (
-    BY_DOCUMENT,
-    Shards,
-    check_length,
-    deal,
-    deal_documents,
-    in_order,
-    shard_sizes,
-)
+from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
 from wallfacer_dt.order import TokenOrder, check_token_order
 from wallfacer_dt.rows import Members, Rows
 
@@ -49,12 +41,8 @@ def shard_sequence(
     place = check_token_order(order).groups.coordinate
     dim = _checked_dim(x, dim)
     check_length(x.shape[dim])
-    rows = _rows(x, dim, x.shape[dim], order, document_ids, cu_seqlens)
-    return (
-        Rows.at([_dealt(x.shape[dim], order, row)[place.index] for row in rows])
-        .of([x], dim)
-        .clone(memory_format=torch.contiguous_format)
-    )
+    by_row = [shards[place.index] for shards in _dealt(x, dim, x.shape[dim], order, document_ids, cu_seqlens)]
+    return Rows.at(by_row).of([x], dim).clone(memory_format=torch.contiguous_format)
 
 
 def unshard_sequence(
@@ -119,8 +107,7 @@ def unshard_sequence(
         )
     padded = torch.cat([x, x.new_zeros((*x.shape[:dim], padded_length - x.shape[dim], *x.shape[dim + 1 :]))], dim)
     shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
-    rows = _rows(x, dim, length, order, document_ids, cu_seqlens)
-    by_row = [in_order(enumerate(_dealt(length, order, row))) for row in rows]
+    by_row = [in_order(enumerate(row)) for row in _dealt(x, dim, length, order, document_ids, cu_seqlens)]
     return Members.made(by_row, len(sizes)).together.of(shards, dim).contiguous()
 
 
@@ -155,18 +142,18 @@ def sequence_positions(
     return shard_sequence(whole, order, dim=dim, document_ids=document_ids, cu_seqlens=cu_seqlens)
 
 
-def _rows(
+def _dealt(
     x: Tensor, dim: int, length: int, order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[tuple[int, ...], ...]:
-    """Where documents begin, by row of the batch, or one for all; empty where the order does not ask."""
+) -> list[Shards]:
+    """By row of the batch, or for all, what each rank holds."""
     documents, kind = _given(order, document_ids, cu_seqlens)
     if documents is None:
-        return ((),)
+        return [deal(length, order.axes, order.name)]
     check_documents(documents, kind, x.shape[0], length)
     rows = boundaries(documents, kind, length)
     if len(rows) > 1 and dim == 0:
         raise ValueError("document_ids (B, N) go with a tensor whose dim 0 is the batch, got dim=0 as its sequence")
-    return rows
+    return [deal_documents(bounds, order.axes) for bounds in rows]
 
 
 def _given(order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, str]:
@@ -177,10 +164,6 @@ def _given(order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | 
     if len(given) != 1:
         raise ValueError(f"order={order.name!r} needs document_ids or cu_seqlens, got {len(given)} of them")
     return given[0]
-
-
-def _dealt(length: int, order: TokenOrder, bounds: tuple[int, ...]) -> Shards:
-    return deal_documents(bounds, order.axes) if bounds else deal(length, order.axes, order.name)
 
 
 def _gathered(flat: Tensor, groups: tuple[str, str, str]) -> Tensor:

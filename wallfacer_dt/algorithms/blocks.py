@@ -12,8 +12,8 @@ has changed) means the same answers; a process that has not recorded it is refus
 import hashlib
 import itertools
 import weakref
-from collections.abc import Hashable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -43,17 +43,7 @@ _digests: Any = WeakIdKeyDictionary()
 
 
 def mask_key(mask: Any) -> int:
-    """A number for a mask_mod or BlockMask, by identity; 0 for None.
-
-    Args:
-        mask: the mask.
-
-    Returns:
-        The number, the same for as long as the mask lives.
-
-    Raises:
-        TypeError: it has no place for a weak reference.
-    """
+    """A number for a mask_mod or BlockMask, for as long as it lives; 0 for None."""
     if mask is None:
         return 0
     try:
@@ -76,19 +66,8 @@ def recorded_mask(
 ) -> tuple[str, tuple[Tensor, ...]]:
     """The name under which operators know what a mask does now, and the tensors that it reads.
 
-    Args:
-        mask: the mask.
-        lengths: queries and keys in the whole sequence; None where they are not known yet.
-        device_type: where to ask it.
-        by_row: whether it may depend on the row of the batch: not where a rank has only some of them.
-        by_head: whether it may depend on the head, likewise.
-
-    Returns:
-        The name, and the tensors.
-
-    Raises:
-        ValueError: the mask depends on what it may not depend on.
-        TypeError: it cannot be recorded.
+    ``lengths``: of queries and keys in the whole sequence, where they are known. ``by_row`` and ``by_head``: whether it
+    may depend on the row of the batch, and the head (otherwise a ValueError): not where a rank has only some of them.
     """
     recording, captured = record(mask, torch.device(device_type), lengths)
     for may, does, what in ((by_row, recording.by_row, "batch"), (by_head, recording.by_head, "head")):
@@ -98,9 +77,7 @@ def recorded_mask(
                 "tensors, whose numbers it then sees"
             )
     recording = _known.setdefault(recording.name, recording)
-    of_mask = _latest.setdefault(mask, {})
-    of_mask[recording.name] = of_mask.pop(recording.name, recording)  # the latest comes last
-    _forget(of_mask, _RECORDINGS)
+    _kept(_latest.setdefault(mask, {}), recording.name, _RECORDINGS, lambda: recording)
     return recording.name, captured
 
 
@@ -111,14 +88,9 @@ def mask_name(key: int, lengths: tuple[int, int], device_type: str, *, by_row: b
 
 
 def check_mask(key: int, name: str, captured: Sequence[Tensor], lengths: tuple[int, int], device_type: str) -> None:
-    """Refuse (ValueError) a mask that no longer does what a compiled graph holds.
+    """Refuse (ValueError) a mask, by its number, that no longer does what a compiled graph holds.
 
-    Args:
-        key: the mask's.
-        name: what :func:`mask_name` said when the graph was compiled.
-        captured: the tensors that the graph hands over.
-        lengths: queries and keys in the whole sequence.
-        device_type: where to ask it.
+    That is what :func:`mask_name` said when it was compiled, and the tensors that the graph hands over.
     """
     mask = _masks.get(key)
     now, read = ("", ()) if mask is None else recorded_mask(mask, lengths, device_type)
@@ -136,17 +108,7 @@ def _memory(x: Tensor) -> tuple[Hashable, ...]:
 
 
 def known_recording(name: str) -> Recording:
-    """The recording of that name.
-
-    Args:
-        name: see :func:`recorded_mask`.
-
-    Returns:
-        It.
-
-    Raises:
-        ValueError: it has not been made in this process, or its mask has gone and others have come.
-    """
+    """The recording of that name; refused (ValueError) if not made in this process, or forgotten with its mask."""
     found = _known.get(name)
     if found is None:
         raise ValueError(
@@ -210,37 +172,28 @@ class Answers:
         recording = known_recording(name)
         # While they are kept nothing else has the tensors' memory; their contents may be others than they were.
         key = (captured.contents, *map(_memory, captured), batch, *heads, device)
-        kept = recording.kept
-        kept[key] = kept.pop(key, None) or cls(recording, captured, batch, heads, device)
-        _forget(kept, _ANSWERS)
-        return kept[key]
+        return _kept(recording.kept, key, _ANSWERS, lambda: cls(recording, captured, batch, heads, device))
 
     def block(self, heads: range, queries: Spans, keys: Spans) -> BlockMask:
         """The mask of queries and keys at these positions, for some query heads."""
         chosen = heads if self._heads != [None] else None
-        key = _key(chosen, queries, keys)
-        if key not in self._blocks:
-            self._blocks[key] = _block(self._mask_mod, self._batch, chosen, queries, keys, self._device)
-            _forget(self._blocks, _BLOCKS)
-        return self._blocks[key]
+        key = (chosen, queries.tobytes(), keys.tobytes())
+        make = partial(_block, self._mask_mod, self._batch, chosen, queries, keys, self._device)
+        return _kept(self._blocks, key, _BLOCKS, make)
 
     def sees(self, queries: Spans, keys: Spans) -> bool:
         """Whether, for some head of this rank, some query sees some key."""
-        key = _key(None, queries, keys)
-        if key not in self._seen:
-            blocks = (self.block(heads or range(0), queries, keys) for heads in self._heads)
-            self._seen[key] = any(_is_seen(block) for block in blocks)
-            _forget(self._seen, _BLOCKS)
-        return self._seen[key]
+        blocks = (self.block(heads or range(0), queries, keys) for heads in self._heads)
+        key = (queries.tobytes(), keys.tobytes())
+        return _kept(self._seen, key, _BLOCKS, lambda: any(map(_is_seen, blocks)))
 
 
-def _key(heads: range | None, queries: Spans, keys: Spans) -> Hashable:
-    return heads, queries.tobytes(), keys.tobytes()
-
-
-def _forget(kept: dict, most: int) -> None:
+def _kept(kept: dict[Any, Any], key: Hashable, most: int, make: Callable[[], Any]) -> Any:
+    """What is kept under a key, or made now. The latest comes last, and of more than ``most`` the first goes."""
+    kept[key] = kept.pop(key) if key in kept else make()
     while len(kept) > most:
         del kept[next(iter(kept))]
+    return kept[key]
 
 
 def _is_seen(mask: BlockMask) -> bool:
@@ -270,12 +223,8 @@ def _block(
             for some in strips(rows, columns * (batch or 1) * (shape[1] or 1), SIZE)
         ]
         lists = [
-            torch.cat([getattr(part, name) for part in parts], dim)
-            for name, dim in (
-                ("kv_num_blocks", -1),
-                ("kv_indices", -2),
-                ("full_kv_num_blocks", -1),
-                ("full_kv_indices", -2),
-            )
+            torch.cat([getattr(part, f"{full}kv_{name}") for part in parts], dim)
+            for full in ("", "full_")
+            for name, dim in (("num_blocks", -1), ("indices", -2))
         ]
         return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=SIZE, mask_mod=local(q_at), seq_lengths=(rows, columns))

@@ -17,11 +17,11 @@ _FAR = UNBOUNDED >> 1
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a query at position i sees: keys in [i - left, i + right] of its own document.
+    """What a query at position i sees: keys in [i - left, i + right] of its own document; None is no bound.
 
     Attributes:
-        left: how far back, or None for any distance.
-        right: how far ahead, or None; 0 is causal.
+        left: how far back.
+        right: how far ahead; 0 is causal.
         prefix: keys before this position are seen by all queries; with ``right`` 0 only.
         documents: for every row of the batch the positions where documents begin, and the sequence's length; one row
             stands for all. Empty: one document.

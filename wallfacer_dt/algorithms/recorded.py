@@ -103,20 +103,11 @@ def _name_of(function: Any) -> str:
 def record(
     mask: MaskMod | BlockMask, device: torch.device, lengths: tuple[int, int] | None
 ) -> tuple[Recording, tuple[Tensor, ...]]:
-    """What a mask does now; see Note [Recording a mask].
+    """What a mask does now, and the tensors that it reads, in order; see Note [Recording a mask].
 
-    Args:
-        mask: a mask_mod, or a BlockMask, which is what flex_attention takes it to say: its mask_mod in listed blocks,
-            all of those listed as full.
-        device: on which it is to be asked.
-        lengths: queries and keys in the whole sequence; None where they are not known yet.
-
-    Returns:
-        The recording, and the tensors that it reads, in order.
-
-    Raises:
-        TypeError: something of it cannot be written down, or it answers no boolean.
-        ValueError: a BlockMask for other lengths.
+    A BlockMask is what flex_attention takes it to say: its mask_mod in listed blocks, all of those listed as full.
+    ``lengths``: of queries and keys in the whole sequence, where they are known. Raises TypeError where something
+    cannot be written down or is no boolean, ValueError for a BlockMask of other lengths.
     """
     function = _by_table(mask, lengths) if isinstance(mask, BlockMask) else mask
     with outside_dispatch(), torch.no_grad():
@@ -201,7 +192,7 @@ class _Recorder(TorchFunctionMode):
 
     def _value(self, x: Tensor) -> _Value:
         if id(x) not in self._values:
-            if self._operations.has_made(x):
+            if id(x) in self._operations.made:
                 raise _unwritten("makes a tensor in a way that torch does not show")
             if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or torch._is_functional_tensor(x):
                 raise _unwritten(f"captures a {type(x).__name__} of layout {x.layout}: capture a plain tensor")
@@ -215,14 +206,10 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, Tensor] = {}
         self._changes: list[int] | None = None
-        # The memory that has been written into.
+        # By id all tensors that come from an operation, and the memory that has been written into.
+        self.made: dict[int, Tensor] = {}
         self.changed: set[int] = set()
-
-    def has_made(self, x: Tensor) -> bool:
-        """Whether a tensor comes from an operation."""
-        return id(x) in self._made
 
     @contextmanager
     def shown(self) -> Iterator[list[int]]:
@@ -244,15 +231,12 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _unwritten(f"draws random numbers (`{func}`), which ranks would draw differently")
         if func._schema.is_mutable:
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-            written = [
-                given.get(argument.name)
-                for argument in func._schema.arguments
-                if argument.alias_info and argument.alias_info.is_write
-            ]
+            arguments = func._schema.arguments
+            given = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
+            written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
             self._changes += [_memory(x) for x in tree_leaves(written) if isinstance(x, Tensor)]
         result = func(*args, **kwargs)
-        self._made |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
+        self.made |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
 
 

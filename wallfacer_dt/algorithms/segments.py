@@ -42,9 +42,11 @@ class Segments:
     """Segments of one window: one call of a kernel that takes cumulative lengths.
 
     Query t of n sees key s of m in its segment only if t + m - n - left <= s <= t + m - n + right: windows are aligned
-    at the bottom right corner, as flash attention has them; -1 is no bound.
+    at the bottom right corner, as flash attention has them.
 
     Attributes:
+        left: -1: no bound.
+        right: -1: no bound.
         rows: by row of the batch, or one for all: (segments, 4) first and last row of queries, first and last row of
             keys (exclusive). Ascending; no row is in two of them, and every query sees a key.
         asked: the positions of queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.

@@ -17,15 +17,10 @@ _SQUARE = 128
 
 
 class Tile(NamedTuple):
-    """One call of a dense kernel: rows ``q`` (start, stop) of the queries, rows ``k`` of the keys.
+    """One call of a dense kernel: rows (start, stop) of the queries and of the keys, in one row of the batch or in all.
 
-    Attributes:
-        q: rows of the queries.
-        k: rows of the keys.
-        band: which of the pairs are seen.
-        batch: the row of the batch, or None for all.
-        asked: the positions of its queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.
-        ragged: the segments that are computed at once, instead of a band.
+    ``asked``: the positions of its queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.
+    ``ragged``: the segments that are computed at once, instead of a band.
     """
 
     q: Rows
