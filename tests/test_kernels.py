@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.interpreter import InterpretedFunction
 
 from tests import flash_standins
 from tests.cases import rms
@@ -533,8 +535,10 @@ def test_flex_is_compiled_once_for_masks_of_a_kind(monkeypatch: pytest.MonkeyPat
 
 
 def triton_merging(monkeypatch: pytest.MonkeyPatch, interpret: str) -> ModuleType:
-    """Triton reads this when a kernel is made."""
+    """Triton reads this when a kernel is made, also of its own functions."""
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    for name in ("sum", "max") if interpret == "1" else ():
+        monkeypatch.setattr(tl, name, InterpretedFunction(getattr(tl, name).fn))
     monkeypatch.delitem(sys.modules, "wallfacer_dt.kernels.merge_triton", raising=False)
     return importlib.import_module("wallfacer_dt.kernels.merge_triton")
 
@@ -566,14 +570,54 @@ def test_merging_in_triton(dtype: torch.dtype, shape: tuple[int, ...], monkeypat
         assert worst_error([(mine.masked_fill(hidden, 0), want.masked_fill(hidden, 0))]) <= 8 * torch.finfo(wide).eps
 
 
-def test_the_merge_in_triton_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 70, 33), (1, 2, 5, 128)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_output_with_delta_in_triton(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of larger tensors, laid out by tokens; rows of zeros, of small and of large gradients, and NaN."""
+    torch.manual_seed(0)
+    merging = triton_merging(monkeypatch, "1")
+    batch, heads, length, width = shape
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    grad_out = torch.randn(batch, length + 9, heads, width, dtype=torch.float64)
+    grad_out[:, 1] *= 1e-30
+    grad_out[:, 2] *= 1e30
+    grad_out[:, 3] = 0
+    grad_out[:, 4, :, 0] = torch.nan
+    grad_out = grad_out.to(dtype).transpose(1, 2)
+    delta = (grad_out.double() * torch.randn(batch, heads, length + 9, width, dtype=torch.float64)).sum(-1).to(wide)
+    delta[:, :, 5] = torch.nan
+    part = slice(0, length + 8)
+    given = grad_out[:, :, part], delta[:, :, part]
+    got, want = merging.output_with_delta(*given), output_with_delta(*given)
+    assert got.dtype == dtype
+    assert want[:, :, 4:6].isnan().all()
+    assert got.isnan().equal(want.isnan())
+    assert got[:, :, 3].eq(0).all()
+    unit = 8 * torch.finfo(dtype).eps
+    assert worst_error([(got.nan_to_num(0).double(), want.nan_to_num(0).double())], relative_to="each") <= unit
+
+
+def test_the_kernels_in_triton_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one: what the interpreter lets pass, a compiler may refuse."""
-    kernel = triton_merging(monkeypatch, "0").merge_rows
-    pointers = {"out": "*fp32", "lse": "*fp32", "more_out": "*bf16", "more_lse": "*fp32"}
+    merging = triton_merging(monkeypatch, "0")
+    wide = dict.fromkeys(("out", "lse", "more_lse", "delta"), "*fp32")
+    of_delta = {"grad_out": "*bf16", "delta": "*fp32", "out": "*bf16"}
     constants = {"WIDTH": 128, "ROWS": 32}
-    types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-    source = ASTSource(kernel, types, constexprs=constants)
-    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    for kernel, pointers in ((merging.merge_rows, wide | {"more_out": "*bf16"}), (merging.delta_rows, of_delta)):
+        types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+        source = ASTSource(kernel, types, constexprs=constants)
+        assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def test_output_with_delta_in_float64_of_gradients_whose_squares_underflow() -> None:
+    torch.manual_seed(0)
+    grad_out = _normal(1, 2, 3, 16) * 1e-200
+    delta = (grad_out * _normal(1, 2, 3, 16)).sum(-1)
+    got = (grad_out * output_with_delta(grad_out, delta)).sum(-1)
+    assert worst_error([(got * 1e200, delta * 1e200)], relative_to="each") <= 1e-14
 
 
 def test_merging_nothing_changes_nothing() -> None:

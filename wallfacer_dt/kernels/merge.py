@@ -24,14 +24,19 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
 
     Either lse, or both, may be -inf where no key was visible; ``out`` is 0 there.
     """
-    if out.is_cuda and not isinstance(out, FakeTensor) and _has_triton():
+    if _is_fused(out):
         from wallfacer_dt.kernels.merge_triton import merge_ as fused
 
         fused(out, lse, more_out, more_lse)
         return
-    weight = torch.where(more_lse == -torch.inf, 0, torch.sigmoid(more_lse - lse))
+    # -inf less a finite number: of a row that neither has seen the weight is 0, not NaN.
+    weight = (more_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
     out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, more_lse))
+    torch.logaddexp(lse, more_lse, out=lse)
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and not isinstance(x, FakeTensor) and _has_triton()
 
 
 @cache
@@ -61,11 +66,20 @@ def sinks_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
 def output_with_delta(grad_out: Tensor, delta: Tensor) -> Tensor:
     """Some O' with rowsum(grad_out * O') = delta: all that a backward kernel reads of the output.
 
-    So the backward sends delta (B, N, L) instead of O (B, N, L, H). Each row is scaled by its largest entry first,
-    since squares of small gradients underflow.
+    So the backward sends delta (B, N, L) instead of O (B, N, L, H). It is grad_out * delta / norm^2, row by row.
     """
-    largest = grad_out.abs().amax(-1, keepdim=True).to(delta.dtype)
-    divisor = torch.where(largest > 0, largest, 1)
-    unit = grad_out / divisor
-    norm = unit.square().sum(-1, keepdim=True).clamp_min(1)
-    return unit.mul_(delta.unsqueeze(-1) / divisor / norm).to(grad_out.dtype)
+    if _is_fused(grad_out):
+        from wallfacer_dt.kernels.merge_triton import output_with_delta as fused
+
+        return fused(grad_out, delta)
+    norm = _norm(grad_out).to(delta.dtype).clamp_min_(torch.finfo(delta.dtype).tiny)  # of a row of zeros
+    return (grad_out / norm).mul_(delta.unsqueeze(-1) / norm).to(grad_out.dtype)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Of every row, in float64: squares of small gradients underflow in float32, and there once rows are scaled."""
+    if x.dtype != torch.float64:
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    largest = x.abs().amax(-1, keepdim=True)
+    largest = largest.masked_fill_(largest == 0, 1)
+    return torch.linalg.vector_norm(x / largest, dim=-1, keepdim=True).mul_(largest)

@@ -1,7 +1,9 @@
-"""``merge_`` as one Triton kernel: out and lse are read and written once.
+"""``merge_`` and ``output_with_delta`` as one Triton kernel each: what they need is read once, and written once.
 
-Imported where a merge is on CUDA. Run under Triton's interpreter on the CPU (3.7.1), compiled for sm_90, not run there.
+Imported where they are on CUDA. Run under Triton's interpreter on the CPU (3.7.1), compiled for sm_90, not run there.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -39,16 +41,52 @@ def merge_rows(
     tl.store(at_out, x + (y - x) * share[:, None], is_element)
 
 
+@triton.jit
+def delta_rows(
+    grad_out, delta, out, heads, length, width, rows,
+    grad_b, grad_n, grad_l, delta_b, delta_n, delta_l, out_b, out_n, out_l,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Scale ``rows`` rows of (B, N, L), each by its largest entry first, since squares of small ones underflow."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    l, n, b = row % length, row // length % heads, row // length // heads
+    is_row = row < rows
+    share = tl.load(delta + b * delta_b + n * delta_n + l * delta_l, is_row, other=0.0)
+    column = tl.arange(0, WIDTH)
+    is_element = is_row[:, None] & (column < width)[None, :]
+    at = grad_out + (b * grad_b + n * grad_n + l * grad_l)[:, None] + column[None, :]
+    x = tl.load(at, is_element, other=0.0).to(share.dtype)
+    largest = tl.max(tl.abs(x), 1)
+    largest = tl.where(largest > 0.0, largest, 1.0)
+    unit = x / largest[:, None]
+    square = tl.sum(unit * unit, 1)  # 1 at least, but for a row of zeros; not a number if one of them is none
+    share = share / largest / tl.where(square == 0.0, 1.0, square)
+    at = out + (b * out_b + n * out_n + l * out_l)[:, None] + column[None, :]
+    tl.store(at, (unit * share[:, None]).to(out.dtype.element_ty), is_element)
+
+
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """See :func:`wallfacer_dt.kernels.merge.merge_`."""
-    batch, heads, length, width = out.shape
-    more_out = more_out if more_out.stride(-1) == 1 else more_out.contiguous()
     assert out.stride(-1) == 1, "partial results are this package's own"
-    rows = batch * heads * length
-    padded = triton.next_power_of_2(width)
-    per_program = max(1, _ELEMENTS // padded)
+    more_out = more_out if more_out.stride(-1) == 1 else more_out.contiguous()
     strides = (*out.stride()[:-1], *lse.stride(), *more_out.stride()[:-1], *more_lse.stride())
-    with torch.accelerator.device_index(out.device.index):  # Triton runs on the current device
-        merge_rows[(triton.cdiv(rows, per_program),)](
-            out, lse, more_out, more_lse, heads, length, width, rows, *strides, WIDTH=padded, ROWS=per_program
+    _launch(merge_rows, out, lse, more_out, more_lse, strides=strides)
+
+
+def output_with_delta(grad_out: Tensor, delta: Tensor) -> Tensor:
+    """See :func:`wallfacer_dt.kernels.merge.output_with_delta`."""
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    out = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
+    strides = (*grad_out.stride()[:-1], *delta.stride(), *out.stride()[:-1])
+    _launch(delta_rows, grad_out, delta, out, strides=strides)
+    return out
+
+
+def _launch(kernel: Any, *tensors: Tensor, strides: tuple[int, ...]) -> None:
+    batch, heads, length, width = tensors[0].shape
+    rows, padded = batch * heads * length, triton.next_power_of_2(width)
+    per_program = max(1, _ELEMENTS // padded)
+    with torch.accelerator.device_index(tensors[0].device.index):  # Triton runs on the current device
+        kernel[(triton.cdiv(rows, per_program),)](
+            *tensors, heads, length, width, rows, *strides, WIDTH=padded, ROWS=per_program
         )
