@@ -94,7 +94,7 @@ def ragged_area(call: Segments, batch: int, rows: int, columns: int) -> np.ndarr
         some &= (offset >= -ragged.left) if ragged.left >= 0 else some
         whole[a:b, c:d] = some & (offset <= ragged.right) if ragged.right >= 0 else some
     blind, unseen = ~whole.any(1), ~whole.any(0)
-    for told, found in ((ragged.blind, blind), (ragged.unseen, unseen)):
+    for told, found in ((ragged.masked_rows, blind), (ragged.masked_keys, unseen)):
         assert found.equal(torch.zeros_like(found) if told is None else told.reshape(-1))
     counted = np.zeros((batch, rows, columns), bool)
     by_row = whole.view(batch, q.shape[2], batch, k.shape[2])

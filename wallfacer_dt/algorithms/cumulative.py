@@ -21,10 +21,10 @@ def cumulative(segments: Segments, q: Tensor, k: Tensor) -> Ragged:
         _lengths(rows - np.repeat([segments.q[0], segments.k[0]], 2), q.shape[2], k.shape[2]) for rows in segments.rows
     ]
     q_lengths, k_lengths = np.concatenate(some * (q.shape[0] // len(some)), 1)
-    blind, unseen = np.repeat(k_lengths == 0, q_lengths), np.repeat(q_lengths == 0, k_lengths)
+    masked_rows, masked_keys = np.repeat(k_lengths == 0, q_lengths), np.repeat(q_lengths == 0, k_lengths)
     ragged = Ragged(
         _summed(q_lengths, q.device), _summed(k_lengths, q.device), int(q_lengths.max()), int(k_lengths.max()),
-        segments.left, segments.right, _rows(blind, q), _rows(unseen, q),
+        segments.left, segments.right, _rows(masked_rows, q), _rows(masked_keys, q),
     )  # fmt: skip
     if not isinstance(q, FakeTensor):
         segments.cumulative[key] = ragged

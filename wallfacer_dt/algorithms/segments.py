@@ -295,9 +295,9 @@ def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tupl
     rows = np.stack([firsts, np.append(firsts[1:], lengths.sum())], -1)
     low = low[np.searchsorted(at, firsts, "right") - 1]
     first, end = seen(rows[:, 0]), seen(rows[:, 1] - 1)
-    blind = (low == first) & (first < end)  # of those whose end moves the first, which sees nothing yet
-    rows[:, 0] += blind
-    first += blind
+    early = (low == first) & (first < end)  # of those whose end moves the first, which sees nothing yet
+    rows[:, 0] += early
+    first += early
     segments = np.stack([rows[:, 0], rows[:, 1], low, end], -1)[low < end]
     causal = (first < end)[low < end]
     causal |= (segments[:, 1] - segments[:, 0] == 1) & causal.any()

@@ -45,8 +45,8 @@ class Ragged(NamedTuple):
         max_seqlen_k: the most keys.
         left: -1: no bound.
         right: -1: no bound.
-        blind: queries without keys, boolean (B, 1, Lq); None: there are none.
-        unseen: keys without queries, boolean (B, 1, Lk), likewise.
+        masked_rows: queries without keys, boolean (B, 1, Lq); None: there are none.
+        masked_keys: keys without queries, boolean (B, 1, Lk), likewise.
     """
 
     cu_seqlens_q: Tensor
@@ -55,8 +55,8 @@ class Ragged(NamedTuple):
     max_seqlen_k: int
     left: int
     right: int
-    blind: Tensor | None
-    unseen: Tensor | None
+    masked_rows: Tensor | None
+    masked_keys: Tensor | None
 
 
 class How(NamedTuple):

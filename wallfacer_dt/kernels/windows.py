@@ -171,8 +171,11 @@ class Windowed:
         out = cropped(out_TNH.unflatten(0, (batch, -1)).transpose(1, 2), v)
         lse = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
         lse = lse.masked_fill(lse.isinf(), torch.nan)
-        if ragged.blind is not None:
-            out, lse = out.masked_fill(ragged.blind.unsqueeze(-1), 0), lse.masked_fill(ragged.blind, -torch.inf)
+        if ragged.masked_rows is not None:
+            out, lse = (
+                out.masked_fill(ragged.masked_rows.unsqueeze(-1), 0),
+                lse.masked_fill(ragged.masked_rows, -torch.inf),
+            )
         return out, lse
 
     def _backward_of_segments(
@@ -181,7 +184,9 @@ class Windowed:
         known = finite(lse).transpose(0, 1).flatten(1).contiguous()
         grads = self.run_backward(self.functions(), *self._flat(grad_out, q, k, v, out), known, _launch(ragged, how))
         parts = []
-        for x, like, nothing in zip(grads, (q, k, v), (ragged.blind, ragged.unseen, ragged.unseen), strict=True):
+        for x, like, nothing in zip(
+            grads, (q, k, v), (ragged.masked_rows, ragged.masked_keys, ragged.masked_keys), strict=True
+        ):
             grad = cropped(x.unflatten(0, (q.shape[0], -1)).transpose(1, 2), like)
             parts.append(grad if nothing is None else grad.masked_fill(nothing.unsqueeze(-1), 0))
         return parts[0], parts[1], parts[2]

@@ -224,9 +224,9 @@ def _explicit(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     # A row of -inf alone would be NaN: such rows keep their scores and lose their weights.
-    is_blind = ~seen.any(-1, keepdim=True)
-    scores = scores.masked_fill(~seen & ~is_blind, -math.inf)
+    is_masked = ~seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~seen & ~is_masked, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]].masked_fill(is_blind, 0)
+    weights = scores.softmax(-1)[..., : k.shape[2]].masked_fill(is_masked, 0)
     return weights.to(v.dtype) @ v
