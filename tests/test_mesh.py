@@ -64,7 +64,7 @@ def test_meshes_that_compare_equal_have_their_own_groups() -> None:
         names = [context_groups(mesh).names for mesh in (first, second, first)]
         assert names[0] == names[2] != names[1]
         ring, team = (str(group.group_name) for group in second.get_all_groups())
-        assert names[1] == (team, ring, "")
+        assert names[1] == ("", ring, team)
 
 
 def test_a_mesh_is_asked_once_and_refused_in_a_new_world() -> None:

@@ -149,7 +149,7 @@ class ContextAttention(Setting):
             context, context_ranks = whole_context_group(mesh)
         return cls(
             options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=name_of(mesh),
-            device_type=mesh.device_type, place=place, groups=(groups.ulysses, groups.ring, groups.team),
+            device_type=mesh.device_type, place=place, groups=groups.names,
             context=context, context_ranks=context_ranks, captured=_captured(options.mask_mod, mesh.device_type),
         )  # fmt: skip
 

@@ -31,22 +31,13 @@ PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:
-    """One rank's place in a context mesh; pure numbers, so schedules can be made without ranks.
+    """One rank's place in a context mesh; pure numbers, so schedules can be made without ranks."""
 
-    Attributes:
-        ring: size R of axis ``cp_ring``.
-        team: size C of axis ``cp_team`` (WallFacer's attention parallel size, table 1).
-        ring_rank: position on ``cp_ring`` (the paper's inter-team rank r_t).
-        team_rank: position on ``cp_team`` (the paper's intra-team rank r_a).
-        ulysses: size of axis ``cp_ulysses``.
-        ulysses_rank: position on ``cp_ulysses``.
-    """
-
-    ring: int
-    team: int
-    ring_rank: int
-    team_rank: int
-    ulysses: int = 1
+    ring: int  # size R of axis ``cp_ring``
+    team: int  # size C of axis ``cp_team`` (WallFacer's attention parallel size, table 1)
+    ring_rank: int  # position on ``cp_ring`` (the paper's inter-team rank r_t)
+    team_rank: int  # position on ``cp_team`` (the paper's intra-team rank r_a)
+    ulysses: int = 1  # size of axis ``cp_ulysses``
     ulysses_rank: int = 0
 
     @property
@@ -70,22 +61,11 @@ class Coordinate:
         return self.ring_rank * self.team + self.team_rank
 
 
-@dataclass(frozen=True, slots=True)
-class ContextGroups:
-    """What attention needs of a mesh: this rank's coordinate and the names of the axes' process groups.
-
-    A name is empty where the mesh has no such axis.
-    """
+class ContextGroups(NamedTuple):
+    """This rank's place in a mesh, and names of its groups of axes ulysses, ring and team; empty where none is."""
 
     coordinate: Coordinate
-    ulysses: str
-    ring: str
-    team: str
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """All three, innermost first."""
-        return self.team, self.ring, self.ulysses
+    names: tuple[str, str, str]
 
 
 class _Known(NamedTuple):
@@ -173,7 +153,13 @@ def context_mesh(
     world = dist.get_world_size()
     everyone = name_mesh("world", range(world), ())
     with refusing_together(everyone):
-        _check_context_axes(ring, team, ulysses, placement, world)
+        _check_axes(ring, team, ulysses, placement)
+        if ulysses * ring * team != world:
+            raise ValueError(
+                f"ulysses * ring * team must be the number of ranks, got {ulysses} * {ring} * {team} = "
+                f"{ulysses * ring * team} on {world} ranks; for a part of the ranks slice a larger mesh: "
+                f"mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
+            )
         told = {"device_type": device_type, "ring": ring, "team": team, "ulysses": ulysses, "placement": placement}
         # Groups of other ranks would wait for each other, for torch's own half an hour.
         agree("context_mesh", told.items(), everyone)
@@ -184,16 +170,6 @@ def context_mesh(
     mesh = DeviceMesh(device_type, layout, mesh_dim_names=names)
     inherit_timeout(mesh)
     return mesh
-
-
-def _check_context_axes(ring: int, team: int, ulysses: int, placement: str, world: int) -> None:
-    _check_axes(ring, team, ulysses, placement)
-    if ulysses * ring * team != world:
-        raise ValueError(
-            f"ulysses * ring * team must be the number of ranks, got {ulysses} * {ring} * {team} = "
-            f"{ulysses * ring * team} on {world} ranks; for a part of the ranks slice a larger mesh: "
-            f"mesh[{RING_AXIS!r}, {TEAM_AXIS!r}]"
-        )
 
 
 def _check_axes(ring: int, team: int, ulysses: int, placement: str) -> None:
@@ -278,13 +254,12 @@ def _find_groups(mesh: DeviceMesh, any_axis: str) -> ContextGroups:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
     check_ascending(mesh)
     _check_whole(mesh, names)
-    found = zip(mesh.shape, place, mesh.get_all_groups(), strict=True)
-    axes = {name: (size, rank, str(group.group_name)) for name, (size, rank, group) in zip(names, found, strict=True)}
-    ulysses, ring, team = (axes.get(axis, (1, 0, "")) for axis in CONTEXT_AXES)
-    coordinate = Coordinate(
-        ring=ring[0], team=team[0], ulysses=ulysses[0], ring_rank=ring[1], team_rank=team[1], ulysses_rank=ulysses[1]
+    groups = [str(group.group_name) for group in mesh.get_all_groups()]
+    axes = dict(zip(names, zip(mesh.shape, place, groups, strict=True), strict=True))
+    (u_size, u_rank, ulysses), (r_size, r_rank, ring), (t_size, t_rank, team) = (
+        axes.get(axis, (1, 0, "")) for axis in CONTEXT_AXES
     )
-    return ContextGroups(coordinate, ulysses[2], ring[2], team[2])
+    return ContextGroups(Coordinate(r_size, t_size, r_rank, t_rank, u_size, u_rank), (ulysses, ring, team))
 
 
 def whole_context_group(mesh: DeviceMesh, axes: tuple[str, ...] = CONTEXT_AXES[1:]) -> tuple[str, tuple[int, ...]]:

@@ -89,7 +89,7 @@ def unshard_sequence(
     check_token_order(order)
     with refusing_together(order.mesh_name):
         # Of a pickled order the groups may be called otherwise here.
-        groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names[::-1])
+        groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names)
         dim = _checked_dim(x, dim)
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(

@@ -51,17 +51,11 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class RingOfWeights:
-    """Who holds which hidden units, as a schedule asks: tokens are its queries, hidden units its keys.
+    """Who holds which hidden units, as a schedule asks: tokens are its queries, hidden units its keys."""
 
-    Attributes:
-        tokens: of this rank. Others may have as many as they like: they stay where they are.
-        units: hidden units by rank of the ring.
-        mask: all tokens see all units.
-    """
-
-    tokens: int
-    units: tuple[int, ...]
-    mask: ClassVar[Mask] = Mask()
+    tokens: int  # of this rank; others may have as many as they like: they stay where they are
+    units: tuple[int, ...]  # by rank of the ring
+    mask: ClassVar[Mask] = Mask()  # all tokens see all units
 
     def inner(self, side: Side, place: Coordinate) -> Sequence[Shards]:
         """By rank, the positions that it holds on a side, in all rows of a batch."""

@@ -13,17 +13,9 @@ PAIRS = ("interleaved", "half")
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, *, back: bool = False) -> Tensor:
-    """Turn every head.
+    """Turn every head of x (B, N, L, H) by angles (1 or B, L, H / 2), or ``back`` as a gradient is.
 
-    Args:
-        x: (B, N, L, H).
-        cos: (1 or B, L, H / 2).
-        sin: likewise.
-        pairs: ``"interleaved"`` or ``"half"``.
-        back: turn back, as a gradient is.
-
-    Returns:
-        Like x, computed in the accumulation dtype.
+    In the accumulation dtype.
     """
     cos, sin = (angle.to(accumulation_dtype(x.dtype)).unsqueeze(1) for angle in (cos, sin))
     if back:

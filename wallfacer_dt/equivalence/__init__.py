@@ -5,8 +5,14 @@ cap stand in its code would train on as something else, and no shape would show 
 """
 
 from wallfacer_dt.equivalence.check import check_equivalence, check_once
-from wallfacer_dt.equivalence.style import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, AttentionStyle, EquivalenceError
-from wallfacer_dt.equivalence.trial import in_mode
+from wallfacer_dt.equivalence.trial import (
+    CAUSAL_NAMES,
+    SCALE_NAMES,
+    SOFTCAP_NAMES,
+    AttentionStyle,
+    EquivalenceError,
+    in_mode,
+)
 
 __all__ = [
     "CAUSAL_NAMES",

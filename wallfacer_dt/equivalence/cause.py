@@ -8,15 +8,44 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.comparison import IncomparableError, comparable
-from wallfacer_dt.equivalence.compare import Row, difference, probabilities, tolerance
-from wallfacer_dt.equivalence.inputs import Results
-from wallfacer_dt.equivalence.style import EquivalenceError
-from wallfacer_dt.equivalence.trial import Reference, Trial, forward_of_copy, run
+from wallfacer_dt.equivalence.inputs import Results, Sizes, difference, head_of, tolerance
+from wallfacer_dt.equivalence.trial import EquivalenceError, Reference, Trial, forward_of_copy, run
 
 # Fainter probabilities may be lost in a narrow dtype.
 _FAINTEST = 1e-6
 
 _TENSORS = {"out": "the output"} | {f"d{x}": f"the gradient of {x}" for x in "qkv"}
+
+
+class Row(NamedTuple):
+    """With which probabilities (Nkv, kv_length) a query of a head sees the keys, in the module and under the style."""
+
+    query: int
+    head: int
+    module: Tensor
+    style: Tensor
+
+    @property
+    def kv_head(self) -> int:
+        """Of the style, that of the query's head."""
+        return int(self.style.sum(1).argmax())
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Module's and style's probabilities, in float64, of the keys of the query's head."""
+        return self.module[self.kv_head].double(), self.style[self.kv_head].double()
+
+
+def probabilities(queries: tuple[int, ...], ours: Tensor | None, theirs: Tensor | None, sizes: Sizes) -> list[Row]:
+    """Rows by query, from what both have seen of the probe; none if there are no gradients."""
+    if ours is None or theirs is None:
+        return []
+    rows = [
+        Row(query, head_of(channel, sizes), ours[0, ..., channel], theirs[0, ..., channel])
+        for channel, query in enumerate(queries)
+        if head_of(channel, sizes) < sizes.heads
+    ]
+    return sorted(rows, key=lambda row: row.query)
 
 
 def compare(trial: Trial, reference: Reference, styled: Results) -> None:

@@ -1,4 +1,4 @@
-"""What is tried, drawn alike on every rank: short, and long enough to show what a style is told; and what comes of it.
+"""What is tried, drawn alike on every rank: short, and long enough to show what a style is told; and its results.
 
 Note [Probabilities from one backward]
 Where the gradient of the output is 1 in channel c of query i and 0 elsewhere, the gradient of the values has in its
@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from wallfacer_dt.comparison import comparable
 from wallfacer_dt.options import AttentionOptions
 
 # Windows of 1024 tokens and less are seen in sequences of this length; of what a style is told, up to the longest.
 _LENGTH, _LONGEST = 1152, 4352
 _SEED = 0
 _CONSTANT = 4.0  # every key's first channel, exact in all dtypes
+# What is drawn is of size 1. Channels that are smaller everywhere are what rounding has left of 0, as the gradient of
+# the queries is where each sees one key.
+_SMALLEST = 1e-2
 
 
 class Sizes(NamedTuple):
@@ -143,3 +147,32 @@ def _spread(length: int, count: int) -> tuple[int, ...]:
     """Distinct queries from the first to the last where there are so many, neighbours far apart."""
     step = 7 if count % 7 else 5
     return tuple((c * step % count) * (length - 1) // max(1, count - 1) for c in range(count))
+
+
+def difference(
+    name: str, ours: Tensor, theirs: Tensor, rtol: float, who: tuple[str, str] = ("in the module", "under the style")
+) -> str:
+    """In words, by position the first entry of (B, N, L, H) that differs; empty if none does. All must be finite."""
+    ours, theirs = comparable(name, ours, theirs, who)
+    size = torch.maximum(ours.abs(), theirs.abs()).amax((0, 1, 2))
+    size = size.clamp_min(size.median()).clamp_min(_SMALLEST)
+    relative = (ours - theirs).abs() / size  # no comparison: of what is comparable, by channel
+    wrong = relative > rtol
+    if not wrong.any():
+        return ""
+    position = int(wrong.any(3).any(1).any(0).int().argmax())
+    batch, head, channel = wrong[:, :, position].nonzero()[0].tolist()
+    there = (batch, head, position, channel)
+    return (
+        f"batch {batch}, head {head}, position {position}: {float(ours[there]):.3g} {who[0]}, "
+        f"{float(theirs[there]):.3g} {who[1]} (largest relative difference {float(relative.max()):.1g})"
+    )
+
+
+def tolerance(dtype: torch.dtype, device_type: str) -> float:
+    """By how much two results may differ, relative to the largest entry of each channel."""
+    if dtype == torch.float64:
+        return 1e-5
+    if dtype == torch.float32:
+        return 1e-3 if device_type == "cpu" else 2e-2
+    return 8e-2

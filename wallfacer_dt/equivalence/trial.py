@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,31 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from wallfacer_dt.attention import ContextAttention
 from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.comparison import IncomparableError
-from wallfacer_dt.equivalence.compare import difference, tolerance
-from wallfacer_dt.equivalence.inputs import Inputs, Results, Sizes, draw, laid_out
-from wallfacer_dt.equivalence.style import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES, AttentionStyle, EquivalenceError
+from wallfacer_dt.equivalence.inputs import Inputs, Results, Sizes, difference, draw, laid_out, tolerance
 from wallfacer_dt.layout import deal
+from wallfacer_dt.options import AttentionOptions
+
+# What modules call these options.
+CAUSAL_NAMES = ("is_causal", "causal")
+SCALE_NAMES = ("scale", "softmax_scale")
+SOFTCAP_NAMES = ("softcap", "soft_cap")
+
+
+class EquivalenceError(AssertionError):
+    """A module computes something else than the style that is to replace it, or cannot be tried out."""
+
+
+class AttentionStyle(Protocol):
+    """What the check needs of a style."""
+
+    options: AttentionOptions
+    layout: str
+
+    def attention_on(self, mesh: DeviceMesh, options: AttentionOptions) -> ContextAttention:
+        """Attention on a mesh with these options instead of the style's own; all ranks call it together."""
+
+    def forward_of(self, module: nn.Module, attention: ContextAttention) -> Callable[..., Tensor]:
+        """What the style would give a module as its forward. The module stays as it is."""
 
 
 class Reference(NamedTuple):
@@ -108,15 +129,13 @@ class Trial:
     def _rows(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """Rows of the queries and of the keys that this rank holds."""
         place, options = self.attention.place, self.attention.options
-        rows = []
-        for length in (sizes.length, sizes.kv_length):
-            spans = deal(length, place.axes, options.order_name or "contiguous")[place.index]
-            held = [
-                torch.arange(options.replicated),
-                *(options.replicated + torch.arange(*span) for span in spans.tolist()),
-            ]
-            rows.append(torch.cat(held).to(self.mesh.device_type))
-        return rows[0], rows[1]
+
+        def held(length: int) -> Tensor:
+            spans = deal(length, place.axes, options.order_name or "contiguous")[place.index] + options.replicated
+            rows = [torch.arange(*span) for span in [(0, options.replicated), *spans.tolist()]]
+            return torch.cat(rows).to(self.mesh.device_type)
+
+        return held(sizes.length), held(sizes.kv_length)
 
     def _kwargs(self, forward: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
         """What the style was told, as far as the module's signature names it; then the caller's."""

@@ -62,7 +62,7 @@ def count_collectives(mesh: DeviceMesh) -> Iterator[Traffic]:
         The counts, which grow as operators run.
     """
     groups = context_groups(mesh, any_axis=RING_AXIS)
-    names = dict(zip((groups.ulysses, groups.ring, groups.team), CONTEXT_AXES, strict=True))
+    names = dict(zip(groups.names, CONTEXT_AXES, strict=True))
     mode = _Counting(Traffic(), names)
     with mode:
         yield mode.traffic
