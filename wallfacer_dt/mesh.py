@@ -64,7 +64,7 @@ class Coordinate:
 
 
 class ContextGroups(NamedTuple):
-    """This rank's place in a mesh, and its groups' names of axes ulysses, ring and team; empty where there is none."""
+    """This rank's place in a mesh, and names of its groups of axes ulysses, ring and team; empty where none is."""
 
     coordinate: Coordinate
     names: tuple[str, str, str]
