@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,7 +22,7 @@ from tests.test_segments import seen as pairs_seen
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
 from wallfacer_dt.algorithms import Flows, Sequences, Shape, everyone
 from wallfacer_dt.layout import ORDERS
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
 
 GIB = 2**30
@@ -199,6 +199,7 @@ def test_told_is_what_closed_formulas_say(case: Case, data: st.DataObject) -> No
     told_of(call)
 
 
+@example(case=Case(2, 2, ulysses=4, heads=10, kv_heads=2), backward=True)  # whose ranks have one group of heads, or two
 @examples(60)
 @given(case=many_ranks(), backward=st.booleans())
 def test_flows_of_all_ranks_are_those_of_each(case: Case, backward: bool) -> None:
@@ -216,6 +217,7 @@ def test_flows_of_all_ranks_are_those_of_each(case: Case, backward: bool) -> Non
             arrays = (flow.receiver, flow.sources, content.sent, content.carried, content.statistics, flow.comes)
             for *one, comes in zip(*(x.flatten().tolist() for x in np.broadcast_arrays(*arrays)), strict=True):
                 if comes:
+                    assert flow.axis == ULYSSES_AXIS or any(one[2:]), "what comes is something"
                     found[flow.kind, flow.side, flow.axis, flow.group, *one] += flow.times
         return found
 
