@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -200,6 +200,7 @@ def test_told_is_what_closed_formulas_say(case: Case, data: st.DataObject) -> No
     told_of(call)
 
 
+@example(case=Case(2, 2, ulysses=4, heads=10, kv_heads=2), backward=True)  # whose ranks have one group of heads, or two
 @examples(60)
 @given(case=many_ranks(), backward=st.booleans())
 def test_flows_of_all_ranks_are_those_of_each(case: Case, backward: bool) -> None:
