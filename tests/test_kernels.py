@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +23,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.interpreter import InterpretedFunction
 
 from tests import flash_standins
 from tests.cases import rms
@@ -538,10 +536,8 @@ def test_flex_is_compiled_once_for_masks_of_a_kind(monkeypatch: pytest.MonkeyPat
 
 
 def triton_merging(monkeypatch: pytest.MonkeyPatch, interpret: str) -> ModuleType:
-    """Triton reads this when a kernel is made, also of its own functions."""
+    """Triton reads this when a kernel is made."""
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    for name in ("sum", "max") if interpret == "1" else ():
-        monkeypatch.setattr(tl, name, InterpretedFunction(getattr(tl, name).fn))
     monkeypatch.delitem(sys.modules, "wallfacer_dt.kernels.merge_triton", raising=False)
     return importlib.import_module("wallfacer_dt.kernels.merge_triton")
 

@@ -147,11 +147,7 @@ def _backward_2(
 
 
 def _forward_3(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = flash._flash_attn_forward(
-        q, k, v,
-        softmax_scale=launch.scale, causal=launch.is_causal, window_size_left=launch.left,
-        window_size_right=launch.right, softcap=launch.softcap, **_lengths(launch),
-    )  # fmt: skip
+    out, lse, *_ = flash._flash_attn_forward(q, k, v, **_options(launch, causal=launch.is_causal))
     return out, lse
 
 
@@ -159,38 +155,32 @@ def _backward_3(
     flash: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
 ) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    flash._flash_attn_backward(
-        grad_out, q, k, v, out, lse,
-        dq=dq, dk=dk, dv=dv, softmax_scale=launch.scale, is_causal=launch.is_causal, window_size_left=launch.left,
-        window_size_right=launch.right, softcap=launch.softcap,
-        deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(launch),
-    )  # fmt: skip
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = _options(launch, is_causal=launch.is_causal, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+    flash._flash_attn_backward(grad_out, q, k, v, out, lse, **options)
     return dq, dk, dv
 
 
 def _forward_4(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = flash._flash_attn_fwd(
-        q, k, v,
-        softmax_scale=launch.scale, causal=launch.is_causal, softcap=launch.softcap or None, **_unbounded(launch),
-        return_lse=True, **_lengths(launch),
-    )  # fmt: skip
+    options = _options(launch, causal=launch.is_causal, softcap=launch.softcap or None, return_lse=True)
+    out, lse, *_ = flash._flash_attn_fwd(q, k, v, **options | _unbounded(launch))
     return out, lse
 
 
 def _backward_4(
     flash: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
 ) -> Gradients:
-    dq, dk, dv, *_ = flash._flash_attn_bwd(
-        q, k, v, out, grad_out, lse,
-        softmax_scale=launch.scale, causal=launch.is_causal, softcap=launch.softcap, **_unbounded(launch),
-        deterministic=torch.are_deterministic_algorithms_enabled(), **_lengths(launch),
-    )  # fmt: skip
+    options = _options(launch, causal=launch.is_causal, deterministic=torch.are_deterministic_algorithms_enabled())
+    dq, dk, dv, *_ = flash._flash_attn_bwd(q, k, v, out, grad_out, lse, **options | _unbounded(launch))
     return dq, dk, dv
 
 
-def _lengths(launch: Launch) -> dict[str, Any]:
+def _options(launch: Launch, **others: Any) -> dict[str, Any]:
+    """By the names that FlashAttention-3 and -4 have for them."""
+    options = {"softmax_scale": launch.scale, "softcap": launch.softcap}
+    options |= {"window_size_left": launch.left, "window_size_right": launch.right}
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    return dict(zip(names, launch.lengths, strict=True)) if launch.lengths else {}
+    return options | dict(zip(names, launch.lengths or (), strict=False)) | others
 
 
 def _unbounded(launch: Launch) -> dict[str, int | None]:

@@ -41,6 +41,17 @@ def merge_rows(
     tl.store(at_out, x + (y - x) * share[:, None], is_element)
 
 
+# tl.sum and tl.max were made when Triton was imported, whether it was to interpret then or not.
+@triton.jit
+def _sum(x, y):
+    return x + y
+
+
+@triton.jit
+def _largest(x, y):
+    return tl.where(x > y, x, y)
+
+
 @triton.jit
 def delta_rows(
     grad_out, delta, out, heads, length, width, rows,
@@ -56,10 +67,10 @@ def delta_rows(
     is_element = is_row[:, None] & (column < width)[None, :]
     at = grad_out + (b * grad_b + n * grad_n + l * grad_l)[:, None] + column[None, :]
     x = tl.load(at, is_element, other=0.0).to(share.dtype)
-    largest = tl.max(tl.abs(x), 1)
-    largest = tl.where(largest > 0.0, largest, 1.0)
+    largest = tl.reduce(tl.abs(x), 1, _largest)
+    largest = tl.where(largest == 0.0, 1.0, largest)  # of a row of zeros
     unit = x / largest[:, None]
-    square = tl.sum(unit * unit, 1)  # 1 at least, but for a row of zeros; not a number if one of them is none
+    square = tl.reduce(unit * unit, 1, _sum)  # 1 at least, but for a row of zeros; not a number if one of them is none
     share = share / largest / tl.where(square == 0.0, 1.0, square)
     at = out + (b * out_b + n * out_n + l * out_l)[:, None] + column[None, :]
     tl.store(at, (unit * share[:, None]).to(out.dtype.element_ty), is_element)
