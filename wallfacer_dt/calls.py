@@ -291,15 +291,15 @@ class Call(NamedTuple):
         return [replicated.placed(grad) for grad in grads], dsinks
 
     def _schedule(self, *, backward: bool) -> Schedule:
-        plan, resident = self.plan, self.plan.resident(backward=backward)
+        plan = self.plan
+        if self.answers is None and backward in plan.schedules:
+            return plan.schedules[backward]
+        place, resident = plan.groups.place, plan.resident(backward=backward)
         how: Any = {"schedule": plan.options.setting.options.schedule, "resident": resident, "backward": backward}
-        place = plan.groups.place
         if self.answers is not None:
             offsets = tuple(range(1, place.ring)) if self.offsets is None else self.offsets[resident]
             return make_asked_schedule(place, plan.sequences, self.answers, offsets, **how)
-        if backward not in plan.schedules:
-            plan.schedules[backward] = make_schedule(place, plan.sequences, **how)
-        return plan.schedules[backward]
+        return plan.schedules.setdefault(backward, make_schedule(place, plan.sequences, **how))
 
     def _execute(
         self, schedule: Schedule, arithmetic: Arithmetic, queries: Operand, keys: Operand
