@@ -84,6 +84,7 @@ class Exchange:
     order: str
     axes: tuple[int, int, int]
     me: int
+    batch: int
     dims: dict[str, tuple[int, int, int]]
     kinds: tuple[str, ...]
 
@@ -97,7 +98,7 @@ class Exchange:
     def tensor(self, i: int) -> Tensor:
         """The whole one; two of a kind differ, also in dtype, since they share a message."""
         generator = torch.Generator().manual_seed(1 + i)
-        whole = torch.randint(0, 100, (2, *self.dims[self.kinds[i]]), generator=generator).double()
+        whole = torch.randint(0, 100, (self.batch, *self.dims[self.kinds[i]]), generator=generator).double()
         return whole if i != 1 else (whole + 0.5).float()
 
 
@@ -154,25 +155,25 @@ def exchanged(case: Exchange) -> int:
 @examples(60)
 @given(
     chosen=counts().filter(lambda chosen: 2 <= chosen[2] <= 5), hidden=st.booleans(), order=st.sampled_from(ORDERS[:2]),
-    q_length=st.integers(1, 20), k_length=st.integers(1, 20), inner=st.integers(1, 3), has_shared=st.booleans(),
-    data=st.data(),
+    q_length=st.integers(1, 20), k_length=st.integers(1, 20), inner=st.integers(1, 3), batch=st.integers(1, 2),
+    has_shared=st.booleans(), data=st.data(),
 )  # fmt: skip
 def test_round_trip(
     threads: Callable[[int], RankPool], chosen: tuple[int, int, int], hidden: bool, order: str, q_length: int,
-    k_length: int, inner: int, has_shared: bool, data: st.DataObject,
+    k_length: int, inner: int, batch: int, has_shared: bool, data: st.DataObject,
 ) -> None:  # fmt: skip
     """Each rank is given its heads with all tokens in order; results come home, those of several ranks as their sum."""
     heads, kv_heads, ulysses = chosen
     dims = {"q": (heads, q_length, 3), "kv": (kv_heads, k_length, 2), "shared": (1, k_length, 5)}
     groups = split_heads(heads, kv_heads, ulysses, hidden=hidden)
     kinds = ("q", "q", "kv", "shared") if has_shared else ("q", "q", "kv")
-    case = Exchange(groups, order, (ulysses, inner, 1), data.draw(st.integers(0, inner - 1)), dims, kinds)
+    case = Exchange(groups, order, (ulysses, inner, 1), data.draw(st.integers(0, inner - 1)), batch, dims, kinds)
     for rank, received in enumerate(threads(ulysses).run(exchanged, case)):
-        assert received == received_bytes(groups, rank, case.rows, has_shared=has_shared)
+        assert received == batch * received_bytes(groups, rank, case.rows, has_shared=has_shared)
 
 
 def received_bytes(groups: tuple[tuple[Heads, ...], ...], me: int, rows: dict, *, has_shared: bool) -> int:
-    """Of two rows of the batch: heads of others' tokens (q in float64 and float32, k), and what others computed."""
+    """Of a row of the batch: heads of others' tokens (q in float64 and float32, k), and what others computed."""
     others = {kind: sum(len(held) for u, held in enumerate(rows[kind]) if u != me) for kind in rows}
     total = 0
     for rank, of_rank in enumerate(groups):
@@ -183,7 +184,7 @@ def received_bytes(groups: tuple[tuple[Heads, ...], ...], me: int, rows: dict, *
                 total += others["q"] * n * 3 * (8 + 4) + others["kv"] * keys * 8
             else:
                 total += len(rows["q"][me]) * n * 3 * 8 + len(rows["kv"][me]) * keys * 8
-    return 2 * total
+    return total
 
 
 def summed_in_half() -> float:

@@ -34,7 +34,7 @@ class Rows:
         """How many rows."""
         return int(self.pieces[0][:, 1].sum())
 
-    @property
+    @cached_property
     def are_few(self) -> bool:
         """Whether slices make them."""
         return len(self.pieces) == 1 and len(self.pieces[0]) <= _FEW
@@ -114,9 +114,9 @@ def pairs(rows: tuple[Rows, ...], x: Tensor, stacked: Tensor, dim: int) -> Itera
         there = cut(x, dim, start, n)
         there = there.as_strided((count, *there.shape), (step * x.stride(dim), *there.stride()), there.storage_offset())
         yield there, cut(cut(stacked, 0, first, count), dim + 1, at, n)
-    for some, part in zip(rows, stacked.unbind(0), strict=True):
+    for member, some in enumerate(rows):
         if not some.are_few:
-            yield some.of(x, dim), cut(part, dim, 0, some.length)
+            yield some.of(x, dim), cut(stacked[member], dim, 0, some.length)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Arithmetic, Operand, Sent
-from wallfacer_dt.algorithms.shares import packed_shares
+from wallfacer_dt.algorithms.shares import Shares
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     HOME,
@@ -170,9 +170,11 @@ class _Run:
         else:
             partial, members = self.home.partial, self.schedule.everyone
         dtypes = self.arithmetic.home_dtypes(partial, self.local.data[0].dtype)
-        places = _layout(partial, dtypes, self._padded_length(transfer))
-        place, rows = self.groups.place, [members.rows] * len(partial)
-        return Sent(packed_shares(partial, rows, SEQUENCE_DIM, [places] * place.team, place.team_rank), places)
+        length, place = self._padded_length(transfer), self.groups.place
+        places = _layout(partial, dtypes, length)
+        shares = Shares([places] * place.team, place.team_rank)
+        is_padded = any(n and rows.length < length for n, rows in zip(shares.splits, members.rows, strict=True))
+        return Sent(shares.packed(partial, [members.rows] * len(partial), SEQUENCE_DIM, padded=is_padded), places)
 
     def _mine(self, transfer: Exchange) -> Operand:
         """One's own rows, to which an exchange adds what the others computed for them."""

@@ -16,10 +16,11 @@ from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM
-from wallfacer_dt.algorithms.shares import packed_shares, shares
+from wallfacer_dt.algorithms.shares import Shares
 from wallfacer_dt.collectives.functional import all_to_all, wait
 from wallfacer_dt.collectives.send_buffer import Layout, layout
 from wallfacer_dt.kernels import accumulation_dtype
@@ -103,10 +104,10 @@ def _head_rows(heads: tuple[tuple[Heads, ...], ...], number: int, kind: Kind) ->
 
 
 class _Leaving(NamedTuple):
-    """An exchange under way: what is pending, by rank the layout of what it sends, and what is not sent."""
+    """An exchange under way: what is pending, what others send in it, and what is not sent."""
 
     pending: Tensor
-    layouts: Sequence[Layout]
+    shares: Shares
     own: tuple[Tensor, ...]
 
 
@@ -159,26 +160,19 @@ class HeadExchange:
 
     def _start(self, number: int, tensors: Sequence[Tensor], kinds: Sequence[Kind], dim: int) -> _Leaving:
         """Start sending every other rank, of a group of heads, its heads of one's own tokens or its tokens of these."""
-        rows = [(_head_rows(self.heads, number, kind), self.tokens[kind != "q"].rows) for kind in kinds]
-
-        def of(heads: int, tokens: int) -> Layout:
-            sizes = [(by_heads[heads].length, by_tokens[tokens].length) for by_heads, by_tokens in rows]
-            return layout(*[((len(x), *n, *x.shape[3:]), x.dtype) for x, n in zip(tensors, sizes, strict=True)])
-
-        ranks = range(len(self.heads))
-        by_heads, by_tokens = [of(rank, self.rank) for rank in ranks], [of(self.rank, rank) for rank in ranks]
-        sent, received = (by_heads, by_tokens) if dim == HEADS_DIM else (by_tokens, by_heads)
-        theirs = [some[dim - HEADS_DIM] for some in rows]
-        own = tuple(some[self.rank].of(x, dim) for x, some in zip(tensors, theirs, strict=True))
-        arriving, leaving = ([0 if r == self.rank else one.size for r, one in enumerate(x)] for x in (received, sent))
-        buffer = packed_shares(tensors, theirs, dim, sent, self.rank)
-        return _Leaving(all_to_all(buffer, leaving, arriving, self.group), received, own)
+        fields = tuple([(x.shape[0], x.shape[3:], x.dtype) for x in tensors])
+        sent, received = _shares(self, number, tuple(kinds), fields)[:: 1 if dim == HEADS_DIM else -1]
+        if dim == HEADS_DIM:
+            rows = [_head_rows(self.heads, number, kind) for kind in kinds]
+        else:
+            rows = [self.tokens[kind != "q"].rows for kind in kinds]
+        own = tuple(some[self.rank].of(x, dim) for x, some in zip(tensors, rows, strict=True))
+        pending = all_to_all(sent.packed(tensors, rows, dim), sent.splits, received.splits, self.group)
+        return _Leaving(pending, received, own)
 
     def _arrived(self, coming: _Leaving) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Wait: the tensors of neighbouring ranks, stacked, with the first rank; one's own among them."""
-        buffer = wait(coming.pending)
-        for first, count, start in shares(coming.layouts, self.rank):
-            yield first, coming.layouts[first].views(buffer, start, count)
+        yield from coming.shares.views(wait(coming.pending))
         yield self.rank, tuple(x.unsqueeze(0) for x in coming.own)
 
     def _gathered(self, coming: _Leaving, kinds: Sequence[Kind]) -> tuple[Tensor, ...]:
@@ -195,7 +189,7 @@ class HeadExchange:
         """Wait, and put what was computed of a group of heads in place."""
         for first, stacked in self._arrived(leaving):
             for parts, kind, whole in zip(stacked, kinds, wholes, strict=True):
-                rows = _head_rows(self.heads, number, kind)[first : first + len(parts)]
+                rows = _head_rows(self.heads, number, kind)[first : first + parts.shape[0]]
                 if self._are_summed(kind):
                     for some, part in zip(rows, parts.split(1), strict=True):
                         for there, here in pairs((some,), whole, part, HEADS_DIM):
@@ -218,3 +212,24 @@ class HeadExchange:
         are_summed = self._are_summed(kind)
         whole = part.new_zeros(shape, dtype=accumulation_dtype(part.dtype)) if are_summed else part.new_empty(shape)
         return whole.transpose(HEADS_DIM, SEQUENCE_DIM) if by_tokens else whole
+
+
+@lru_cache(maxsize=64)
+def _shares(
+    exchange: HeadExchange,
+    number: int,
+    kinds: tuple[Kind, ...],
+    fields: tuple[tuple[int, Sequence[int], torch.dtype], ...],
+) -> tuple[Shares, Shares]:
+    """By rank, its heads of one's own tokens, and its tokens of one's own heads; of a batch, dims and dtype each."""
+
+    def of(heads: int, tokens: int) -> Layout:
+        sizes = [
+            (_head_rows(exchange.heads, number, kind)[heads], exchange.tokens[kind != "q"].rows[tokens])
+            for kind in kinds
+        ]
+        given = zip(fields, sizes, strict=True)
+        return layout(*[((batch, n.length, m.length, *dims), dtype) for (batch, dims, dtype), (n, m) in given])
+
+    me, ranks = exchange.rank, range(len(exchange.heads))
+    return Shares([of(rank, me) for rank in ranks], me), Shares([of(me, rank) for rank in ranks], me)
