@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tests.cases import Inner, mesh_of
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_parallel_attention
 from wallfacer_dt.comparison import worst_error
+from wallfacer_dt.planning import Candidate, ModelShape, SequenceShape
+from wallfacer_dt.planning.dry_run import attention_peaks
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -140,3 +142,10 @@ def mixed_with_float64() -> str:
     with torch.autocast("cpu", BF16), pytest.raises(TypeError) as caught:
         attention(*drawn((FP64, FP32, FP32)))
     return str(caught.value)
+
+
+def test_planning_under_autocast_is_planning() -> None:
+    way, shape, sequence = Candidate(2, 2), ModelShape(64, 4, 2), SequenceShape(64)
+    peaks = attention_peaks(way, shape, sequence, 1, by_tokens=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention_peaks(way, shape, sequence, 1, by_tokens=False) == peaks

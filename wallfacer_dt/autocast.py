@@ -53,7 +53,7 @@ def outside_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(body)
     def run(x: Tensor, *rest: Any) -> Any:
-        if not is_autocast_on_anywhere():
+        if not is_autocast_on_anywhere() or not is_autocast_on(x.device.type):
             return body(x, *rest)
         with torch.autocast(x.device.type, enabled=False):
             return body(x, *rest)

@@ -53,7 +53,7 @@ def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:_COUNT]), Options.of(*args[_COUNT:])
     call, number = agreed_call("attention", options, inputs)
     out, lse = call.forward(inputs.q, inputs.keys, inputs.sinks)
-    out, lse = _laid_out(out, inputs.q), lse.contiguous()
+    out, lse = _apart([_laid_out(out, inputs.q), lse.contiguous()])
     if number:
         settle()
     return out, lse, _said(number, options.captured.contents if options.captured else 0)
@@ -70,7 +70,7 @@ def attention_backward_body(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     inputs, (out, lse, said) = AttentionInputs(*args[:_COUNT]), args[_COUNT : _COUNT + 3]
     call, number = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, said)
     grads, dsinks = call.backward(grad_out, out, lse, inputs.q, inputs.keys, inputs.sinks)
-    laid_out = [_laid_out(g, x) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)]
+    laid_out = _apart([_laid_out(g, x) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)])
     if inputs.k_shared is None:
         laid_out.append(inputs.q.new_empty(0))
     if number:
@@ -90,10 +90,16 @@ def _like(x: Tensor, head_dim: int) -> Tensor:
 
 def _laid_out(result: Tensor, x: Tensor) -> Tensor:
     """The result as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
-    if result.dtype == x.dtype and result.stride() == x.stride() and x.is_contiguous():
+    if (result.dtype, result.shape, result.stride()) == (x.dtype, x.shape, x.stride()) and x.is_contiguous():
         return result
     like = _like(x, result.shape[-1])
     return result if result.dtype == x.dtype and result.stride() == like.stride() else like.copy_(result)
+
+
+def _apart(results: Sequence[Tensor]) -> list[Tensor]:
+    """Results without memory in common, which those have that came in one buffer: torch takes them for new tensors."""
+    memory = [x.untyped_storage()._cdata for x in results]
+    return [x.clone() if place in memory[:i] else x for i, (x, place) in enumerate(zip(results, memory, strict=True))]
 
 
 def _said(number: int, contents: int) -> Tensor:

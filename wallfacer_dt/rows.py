@@ -39,6 +39,11 @@ class Rows:
         """Whether slices make them."""
         return len(self.pieces) == 1 and len(self.pieces[0]) <= _FEW
 
+    @property
+    def are_two(self) -> bool:
+        """Whether they are a head and a tail at most, which are likely to be evenly spaced among members."""
+        return len(self.pieces) == 1 and len(self.pieces[0]) <= 2
+
     def of(self, x: Tensor, dim: int) -> Tensor:
         """The other tensor, a view where it can be."""
         if self.are_few:
@@ -108,14 +113,14 @@ class Members:
 def pairs(rows: tuple[Rows, ...], x: Tensor, stacked: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of a tensor, and where they are in others of which each has some, (others, ...) stacked.
 
-    Views, one pair for as many as are evenly spaced; of rows in many pieces the first is a copy.
+    Views, one pair for as many as are evenly spaced; of rows in more than a head and a tail the first may be a copy.
     """
     for first, count, start, step, at, n in _runs(rows):
         there = cut(x, dim, start, n)
         there = there.as_strided((count, *there.shape), (step * x.stride(dim), *there.stride()), there.storage_offset())
         yield there, cut(cut(stacked, 0, first, count), dim + 1, at, n)
     for member, some in enumerate(rows):
-        if not some.are_few:
+        if not some.are_two:
             yield some.of(x, dim), cut(stacked[member], dim, 0, some.length)
 
 
@@ -124,7 +129,7 @@ def _runs(rows: tuple[Rows, ...]) -> list[tuple[int, int, int, int, int, int]]:
     """Pieces of neighbours: whose first, of how many, its first row, rows to the next one; where they go, how many."""
     found: list[tuple[int, int, int, int, int, int]] = []
     for member, some in enumerate(rows):
-        pieces = some.pieces[0] if some.are_few else some.pieces[0][:0]
+        pieces = some.pieces[0] if some.are_two else some.pieces[0][:0]
         for (start, n), at in zip(pieces.tolist(), (np.cumsum(pieces[:, 1]) - pieces[:, 1]).tolist(), strict=True):
             for i, (first, count, start_of_first, step, *alike) in enumerate(found):
                 step = start - start_of_first if count == 1 else step

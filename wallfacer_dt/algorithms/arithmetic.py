@@ -115,13 +115,13 @@ class Arithmetic(ABC):
     def combine_(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
         """Combine a partial result in the accumulation dtype with another one, in place."""
 
-    def home_dtypes(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """In what a partial result is sent to its owner, once; ``dtype`` is the inputs'."""
-        return (dtype,) * len(partial)
+    def home_dtypes(self, tensors: int, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """In what the tensors of a partial result are sent to its owner, once; ``dtype`` is the inputs'."""
+        return (dtype,) * tensors
 
     def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A partial result as its owner has it; ``dtype`` is the inputs'."""
-        return tuple(x.to(own) for x, own in zip(partial, self.home_dtypes(partial, dtype), strict=True))
+        return tuple(x.to(own) for x, own in zip(partial, self.home_dtypes(len(partial), dtype), strict=True))
 
     def combined(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Two partial results, of which the first may be empty, and is changed in place once it is wide."""
@@ -161,9 +161,9 @@ class Forward(Arithmetic):
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
         return q.new_zeros((*q.shape[:-1], self.value_dim), dtype=wide), lse
 
-    def home_dtypes(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The lse stays as it is."""
-        return dtype, partial[1].dtype
+    def home_dtypes(self, tensors: int, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The lse stays wide."""
+        return (dtype, accumulation_dtype(dtype))[:tensors]
 
     def combine_(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
         """Merge in a partial result over other keys."""

@@ -159,6 +159,8 @@ class _Run:
         if sent is None:
             places = _layout(partial, [accumulation_dtype(x.dtype) for x in partial])
             sent = Sent(pack(partial, places), places)
+        memory = {x.untyped_storage()._cdata for x in (sent.buffer, *partial)}
+        assert operand.sent_partial is None or len(memory) == 1, "what has been added is in what is sent on"
         operand.partial, operand.sent_partial = (), None
         return sent
 
@@ -169,7 +171,7 @@ class _Run:
             self.peers = Operand(())
         else:
             partial, members = self.home.partial, self.schedule.everyone
-        dtypes = self.arithmetic.home_dtypes(partial, self.local.data[0].dtype)
+        dtypes = self.arithmetic.home_dtypes(len(partial), self.local.data[0].dtype)
         length, place = self._padded_length(transfer), self.groups.place
         places = _layout(partial, dtypes, length)
         shares = Shares([places] * place.team, place.team_rank)
@@ -188,7 +190,8 @@ class _Run:
         """The rotating side of a whole team, put together where it is sent from."""
         everyone, length = self.schedule.everyone, self.schedule.gathered
         places = _layout(members[0], [x.dtype for x in members[0]], length)
-        buffer = members[0][0].new_zeros(places.size, dtype=places.dtype)
+        empty = members[0][0].new_empty if everyone.length == length else members[0][0].new_zeros
+        buffer = empty(places.size, dtype=places.dtype)
         views = places.views(buffer)
         for view, parts in zip(views, zip(*members, strict=True), strict=True):
             everyone.together(parts, SEQUENCE_DIM, out=cut(view, SEQUENCE_DIM, 0, everyone.length))

@@ -1,5 +1,6 @@
 """What one rank receives in one attention call: the sums of its flows; and the rotation that receives least."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -179,8 +180,9 @@ def resolve_rotations(
     if schedule == "published":
         return "kv", "q"
     place, shape = Coordinate(ring, team, 0, 0, ulysses, 0), Shape(1, heads, kv_heads, head_dim, value_dim, shared_dim)
+    ratio = lengths[0] // math.gcd(*lengths), lengths[1] // math.gcd(*lengths)
     forward, backward = (
-        _cheapest_rotation(place, shape, lengths, dtype, schedule, backward) if asked == "auto" else asked
+        _cheapest_rotation(place, shape, ratio, dtype, schedule, backward) if asked == "auto" else asked
         for asked, backward in ((rotate_forward, False), (rotate, True))
     )
     return forward, backward

@@ -72,14 +72,9 @@ def output_with_delta(grad_out: Tensor, delta: Tensor) -> Tensor:
         from wallfacer_dt.kernels.merge_triton import output_with_delta as fused
 
         return fused(grad_out, delta)
-    norm = _norm(grad_out).to(delta.dtype).clamp_min_(torch.finfo(delta.dtype).tiny)  # of a row of zeros
-    return (grad_out / norm).mul_(delta.unsqueeze(-1) / norm).to(grad_out.dtype)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Of every row, in float64: squares of small gradients underflow in float32, and there once rows are scaled."""
-    if x.dtype != torch.float64:
-        return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-    largest = x.abs().amax(-1, keepdim=True)
+    # Squares of small gradients underflow, so rows are scaled by their largest entry first.
+    largest = torch.linalg.vector_norm(grad_out, torch.inf, dim=-1, keepdim=True).to(delta.dtype)
     largest = largest.masked_fill_(largest == 0, 1)
-    return torch.linalg.vector_norm(x / largest, dim=-1, keepdim=True).mul_(largest)
+    unit = grad_out / largest
+    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min_(1)  # of a row of zeros
+    return unit.mul_(delta.unsqueeze(-1) / largest / norm.square_()).to(grad_out.dtype)
