@@ -192,7 +192,7 @@ class Flows:
         place = self.place
         if not isinstance(transfer, Move | Carry):
             return self._some(place.index - place.team_rank, place.team)
-        return self._some(0 * place.index + peer_of(place, transfer.axis, transfer.source), 1)
+        return self._some(place.index - place.inner_index + peer_of(place, transfer.axis, transfer.source), 1)
 
     def _exchanged(self) -> Iterator[Flow]:
         """Of Ulysses: tokens for heads, and back."""

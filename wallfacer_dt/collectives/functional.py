@@ -17,7 +17,6 @@ from torch import Tensor
 from wallfacer_dt.collectives.groups import group_rank, group_size
 
 _ops = torch.ops._c10d_functional
-_all_to_all, _wait = _ops.all_to_all_single.default, _ops.wait_tensor.default
 
 
 def all_gather(buffer: Tensor, group: str) -> Tensor:
@@ -38,7 +37,7 @@ def _one(size: int, rank: int, n: int) -> list[int]:
 
 def all_to_all(buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """Start sending ``sent[j]`` elements of ``buffer`` to rank j, receiving ``received[j]`` from it: pending."""
-    return _all_to_all(buffer, received, sent, group)
+    return _ops.all_to_all_single(buffer, received, sent, group)
 
 
 def broadcast(buffer: Tensor, source: int, group: str) -> Tensor:
@@ -62,4 +61,4 @@ def exchange(buffer: Tensor, group: str) -> Tensor:
 
 def wait(pending: Tensor) -> Tensor:
     """Wait until a started operation has arrived."""
-    return _wait(pending)
+    return _ops.wait_tensor(pending)
