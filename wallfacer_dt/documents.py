@@ -4,6 +4,7 @@ Both are about the whole sequence in its natural order, and on the CPU, since th
 """
 
 import hashlib
+from operator import index
 
 import numpy as np
 import torch
@@ -27,15 +28,18 @@ def check_documents(documents: Tensor, kind: str, batch: int, length: int | None
         raise TypeError(f"{name} must be int64 or int32, got {documents.dtype}")
     if documents.device.type != "cpu":
         raise ValueError(f"{name} must be on the CPU, where the schedule is made, got {documents.device}")
-    shape = sizes(documents)
+    shape = tuple(documents.shape)  # of which a compiler may take a size for a symbol
     if kind == "cu_seqlens":
         if len(shape) != 1 or shape[0] < 2:
-            raise ValueError(f"cu_seqlens must have shape (documents + 1,), got {shape}; for rows that differ pass ids")
+            raise ValueError(
+                f"cu_seqlens must have shape (documents + 1,), got {sizes(documents)}; for rows that differ pass ids"
+            )
     elif len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] not in (1, batch)):
-        raise ValueError(f"document_ids must have shape (B, N) or (N,) with B = {batch}, got {shape}")
+        raise ValueError(f"document_ids must have shape (B, N) or (N,) with B = {index(batch)}, got {sizes(documents)}")
     elif length is not None and shape[-1] != length:
         raise ValueError(
-            f"document_ids must be those of the whole sequence of {length} tokens on every rank, got {shape}"
+            f"document_ids must be those of the whole sequence of {index(length)} tokens on every rank, got "
+            f"{sizes(documents)}"
         )
 
 

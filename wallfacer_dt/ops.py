@@ -97,9 +97,8 @@ def _laid_out(result: Tensor, x: Tensor) -> Tensor:
 
 
 def _apart(results: Sequence[Tensor]) -> list[Tensor]:
-    """Results without memory in common, which those have that came in one buffer: torch takes them for new tensors."""
-    memory = [x.untyped_storage()._cdata for x in results]
-    return [x.clone() if place in memory[:i] else x for i, (x, place) in enumerate(zip(results, memory, strict=True))]
+    """Results in memory of their own: torch takes them for new tensors, and a part of a buffer would keep all of it."""
+    return [x.clone() if x.untyped_storage().nbytes() > x.numel() * x.itemsize else x for x in results]
 
 
 def _said(number: int, contents: int) -> Tensor:
