@@ -123,18 +123,18 @@ class Arithmetic(ABC):
         """A partial result as its owner has it; ``dtype`` is the inputs'."""
         return tuple(x.to(own) for x, own in zip(partial, self.home_dtypes(len(partial), dtype), strict=True))
 
-    def combined(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Two partial results, of which the first may be empty, and is changed in place once it is wide."""
-        if not partial:
-            return tuple(more)
-        wide = _widened(partial)
-        self.combine_(wide, more)
-        return wide
+    def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
+        """Combine a partial result with the operand's, which is changed in place once it is wide."""
+        if not operand.partial:
+            operand.partial = tuple(more)
+            return
+        operand.partial = _widened(operand.partial)  # and what was narrow is let go
+        self.combine_(operand.partial, more)
 
     def add(self, operand: Operand, more: Sequence[Tensor], tile: Tile, rows: Rows) -> None:
         """Combine what a tile gives with the operand's partial result."""
         if _covers(tile, rows, operand.data[0]):
-            operand.partial = self.combined(operand.partial, more)
+            self.combine(operand, more)
         else:
             operand.partial = _widened(operand.partial or self.nothing(operand))
             self.combine_([_part(x, tile, rows) for x in operand.partial], more)

@@ -136,7 +136,7 @@ class _Run:
             case Exchange():
                 operand = self._mine(transfer)
                 for share in _each(buffer, places):
-                    operand.partial = self.arithmetic.combined(operand.partial, _cut(share, operand))
+                    self.arithmetic.combine(operand, _cut(share, operand))
 
     def results(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What was computed for the own shards of the resident and the rotating side."""
