@@ -172,10 +172,8 @@ class Windowed:
         lse = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
         lse = lse.masked_fill(lse.isinf(), torch.nan)
         if ragged.masked_rows is not None:
-            out, lse = (
-                out.masked_fill(ragged.masked_rows.unsqueeze(-1), 0),
-                lse.masked_fill(ragged.masked_rows, -torch.inf),
-            )
+            out = out.masked_fill(ragged.masked_rows.unsqueeze(-1), 0)
+            lse = lse.masked_fill(ragged.masked_rows, -torch.inf)
         return out, lse
 
     def _backward_of_segments(
