@@ -42,6 +42,9 @@ class Layout(NamedTuple):
             if place.dtype == self.dtype:
                 found.append(buffer.as_strided(lead + place.shape, over + place.strides, first + place.start))
                 continue
+            if not place.size:  # whose strides say nothing
+                found.append(buffer.new_empty(lead + place.shape, dtype=place.dtype))
+                continue
             bits = buffer.as_strided((*lead, place.size), (*over, 1), first + place.start)
             ratio = place.dtype.itemsize // self.dtype.itemsize
             if (first + place.start) % ratio or any(stride % ratio for stride in over):
