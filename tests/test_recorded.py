@@ -315,7 +315,7 @@ def scripted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore")  # a DeprecationWarning, from torch 2.14 on a FutureWarning
     scripted = torch.jit.script(scripted)
 
 
