@@ -127,8 +127,12 @@ def _naming_call(meeting: Meeting, mesh: str, came_to: str) -> Iterator[None]:
 
 
 def hear_all(what: str, mine: Any, mesh: str) -> dict[int, Any]:
-    """What all ranks of a mesh (its name) have, by rank, one's own among it: anything that can be pickled."""
-    told = pickle.dumps(mine)  # which may fail: before others wait for it
+    """What all ranks of a mesh (its name) have, by rank, one's own among it: anything that can be pickled.
+
+    What cannot be raises before this rank says anything; the others hear of it where it is within
+    :func:`refusing_together`, and wait for the timeout otherwise.
+    """
+    told = pickle.dumps(mine)
     found = _meeting(mesh, what)
     if found is None:
         return {dist.get_rank(): mine}

@@ -189,7 +189,9 @@ class HeadExchange:
         """Wait, and put what was computed of a group of heads in place."""
         for first, stacked in self._arrived(leaving):
             for parts, kind, whole in zip(stacked, kinds, wholes, strict=True):
+                # Each rank's heads are one piece, of which `pairs` gives views: a copy would be written in vain.
                 rows = _head_rows(self.heads, number, kind)[first : first + parts.shape[0]]
+                assert all(some.are_two for some in rows)
                 if self._are_summed(kind):
                     for some, part in zip(rows, parts.split(1), strict=True):
                         for there, here in pairs((some,), whole, part, HEADS_DIM):
