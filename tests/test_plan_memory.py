@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from tests.cases import fake_world, shard_sizes
 from tests.plan_cases import Followed, Tracked, stack_of
@@ -19,6 +20,7 @@ from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.candidates import CHECKPOINTS, FEED_FORWARDS, attentions
 from wallfacer_dt.planning.dry_run import Peaks
 from wallfacer_dt.planning.memory import attention_memory
+from wallfacer_dt.planning.meta import call
 from wallfacer_dt.planning.stack import stack_memory
 
 Call = tuple[Candidate, ModelShape, SequenceShape, int]
@@ -169,3 +171,42 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], feed_forward: 
             with seen.phase():
                 loss.backward()
             assert said.kept + said.working == pytest.approx(seen.peak - states, rel=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_what_is_known_of_an_op_on_the_meta_device_is_what_torch_makes(length: int) -> None:
+    """The second time as the first, of other sizes and scalars another."""
+    aten = torch.ops.aten
+    x, rows = torch.empty(2, length, 5, device="meta").transpose(1, 2), torch.empty(2, 5, 1, device="meta")
+    counts = torch.empty(length, device="meta", dtype=torch.int64)
+    calls = [
+        (aten.sub.Tensor, (x, rows), {}), (aten.sub.Tensor, (rows, rows), {}), (aten.cat.default, ([x, x], 2), {}),
+        (aten.mul.Scalar, (counts, 2), {}), (aten.mul.Scalar, (counts, 2.0), {}), (aten.unbind.int, (x,), {}),
+        (aten.empty_like.default, (x,), {"dtype": torch.float64}), (aten.empty.memory_format, ([2],), {}),
+        (aten.aminmax.default, (x,), {"dim": 1}), (aten.expand_copy.default, (rows, [2, 5, 7]), {}),
+    ]  # fmt: skip
+    for func, args, kwargs in calls * 2:
+        made, right = (tree_leaves(some) for some in (call(func, args, kwargs), func(*args, **kwargs)))
+        for one, other in zip(made, right, strict=True):
+            assert (one.shape, one.stride(), one.dtype, one.device, one.untyped_storage().nbytes()) == (
+                other.shape, other.stride(), other.dtype, other.device, other.untyped_storage().nbytes()
+            )  # fmt: skip
+
+
+def test_what_an_op_on_the_meta_device_writes_to_is_the_callers() -> None:
+    aten, x = torch.ops.aten, torch.empty(3, device="meta")
+    assert call(aten.add_.Tensor, (x, x), {}) is x
+    small = torch.empty(0, device="meta")
+    for _ in range(2):
+        assert call(aten.logaddexp.out, (x, x), {"out": x}) is x
+    assert call(aten.logaddexp.out, (x, x), {"out": small}) is small
+    assert small.shape == (3,), "torch gives it the size of the result"
+    assert call(aten.view.default, (x, [1, 3]), {}).untyped_storage()._cdata == x.untyped_storage()._cdata
+    with pytest.raises(RuntimeError):
+        call(aten.add_.Tensor, (x, torch.empty(2, device="meta")), {})
+
+
+def test_what_is_on_the_cpu_is_computed() -> None:
+    x = torch.ones(3)
+    call(torch.ops.aten.add_.Tensor, (x, x), {})
+    assert x.equal(call(torch.ops.aten.mul.Scalar, (torch.ones(3), 2), {}))

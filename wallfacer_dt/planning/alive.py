@@ -2,8 +2,8 @@
 
 torch's ``MemTracker`` sees an operator of this package as one op, and what it makes and drops inside as nothing. Here
 the operator's body runs under the mode, as in ``wallfacer_dt.testing.count_collectives``. Storages are followed by weak
-references, and their sizes read again at every op, since FSDP resizes them. What one op allocates and frees in itself
-(a kernel's workspace) is not seen.
+references, and their sizes read again at every op that is no view, since FSDP resizes them. What one op allocates and
+frees in itself (a kernel's workspace) is not seen.
 """
 
 import weakref
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
+from wallfacer_dt.planning.meta import call
 
 _BODIES = {**BODIES, **METP_BODIES}
 _COPIED_FIRST = ("all_reduce", "broadcast")
@@ -56,11 +57,12 @@ class Alive(TorchDispatchMode):
         if func in _BODIES:
             with self:
                 return _BODIES[func](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+        result = call(func, args, kwargs or {})
         if func.namespace == "_c10d_functional":
             result = self._sent(func, args, result)
-        self._follow(tree_leaves(result))
-        self.peak = max(self.peak, self.now)
+        is_new = self._follow([result] if isinstance(result, Tensor) else tree_leaves(result))
+        if is_new or not func.is_view:
+            self.peak = max(self.peak, self.now)
         return result
 
     def _sent(self, func: Any, args: tuple, result: Any) -> Any:
@@ -74,7 +76,9 @@ class Alive(TorchDispatchMode):
             self._in_flight |= {storage_of(x)._cdata: sent for x in tree_leaves(result)}
         return result
 
-    def _follow(self, tensors: Iterable[Any]) -> None:
+    def _follow(self, tensors: Iterable[Any]) -> bool:
+        """Whether some are new."""
+        is_new = False
         for x in tensors:
             if not isinstance(x, Tensor) or isinstance(x, _WRAPPERS):
                 continue
@@ -83,6 +87,8 @@ class Alive(TorchDispatchMode):
             if key not in self._refs or self._refs[key]() is not storage:
                 self._refs[key] = weakref.ref(storage, lambda ref, key=key: self._drop(key, ref))
                 self.largest = max(self.largest, storage.nbytes())
+                is_new = True
+        return is_new
 
     def _drop(self, key: int, ref: weakref.ref) -> None:
         if self._refs.get(key) is ref:
