@@ -145,6 +145,20 @@ def planned_work(draw: st.DrawFn) -> tuple[Case, list[np.ndarray], list[np.ndarr
     return case, list(map(positions, queries)), list(map(positions, keys)), work
 
 
+@examples(200)
+@given(st.data())
+def test_blocks_that_are_seen_as_a_whole_are_what_stairs_find(data: st.DataObject) -> None:
+    case = data.draw(masked())
+    mask = replace(planned(case), asked=False)
+    assume(mask.left is None)
+    row = data.draw(st.integers(0, mask.rows - 1))
+    q, k = (merged(data.draw(ascending_spans(case.total))) for _ in range(2))
+    whole = segments._whole(q, k, mask, row)
+    assume(whole is not None)
+    calls = segments._calls(*segments._stairs(q, k, mask, mask.bounds(row), True))
+    assert [(window, some.tolist()) for window, some in whole] == [(window, some.tolist()) for window, some in calls]
+
+
 @examples(400)
 @given(planned_work())
 def test_segments_cover_the_visible_pairs_once(chosen: tuple) -> None:

@@ -161,6 +161,8 @@ def merged(spans: Spans) -> Spans:
     if len(spans) < 2:
         return spans
     apart = spans[1:, 0] != spans[:-1, 1]
+    if apart.all():
+        return spans
     return np.stack([spans[np.r_[True, apart], 0], spans[np.r_[apart, True], 1]], -1)
 
 

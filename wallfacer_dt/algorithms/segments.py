@@ -221,6 +221,9 @@ def _row_of_batch(q: Spans, k: Spans, mask: Mask, row: int) -> list[Call]:
     if not len(q) or not len(k):
         return []
     if mask.left is None:
+        whole = _whole(q, k, mask, row)
+        if whole is not None:
+            return whole
         found = (_calls(*_stairs(q, k, mask, mask.bounds(row), between)) for between in (True, False))
     else:
         paired = _windows(q, k, mask, row)
@@ -265,6 +268,24 @@ def _before(k: Spans, at: Ints) -> Ints:
     """How many keys are stored whose position is before each."""
     i = np.maximum(np.searchsorted(k[:, 0], at, "right") - 1, 0)
     return stored_at(k)[i] + np.clip(at - k[i, 0], 0, k[i, 1] - k[i, 0])
+
+
+def _whole(q: Spans, k: Spans, mask: Mask, row: int) -> list[Call] | None:
+    """The call where all queries that see any keys see the same ones, as in most blocks of a ring; None elsewhere."""
+    ends = q - [0, 1]  # its first query and its last, between which what is seen does not move back
+    seen = _before(k, mask.reach(row, np.stack([ends, ends + 1], -1).reshape(-1, 2)).reshape(-1)).reshape(-1, 4)
+    seen, of_last = seen[:, :2], seen[:, 2:]
+    if (seen != of_last).any():
+        return None
+    some = np.flatnonzero(seen[:, 0] < seen[:, 1])
+    if not len(some):
+        return []
+    low, high = seen[some[0]].tolist()
+    # One key after none is the first step of stairs.
+    if high - low == 1 or (seen[some] != seen[some[0]]).any():
+        return None
+    rows = stored_at(q)[some[0]], stored_at(q)[some[-1]] + q[some[-1], 1] - q[some[-1], 0]
+    return [(_FULL, np.array([[*rows, low, high]]))]
 
 
 def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tuple[Ints, Ints]:
