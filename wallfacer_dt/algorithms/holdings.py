@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import ByRow, Sees, plan_work
@@ -11,7 +12,7 @@ from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.rows import Members
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Holdings:
     """Who holds which rows, seen from one rank.
 
@@ -59,12 +60,14 @@ class Holdings:
     def attend(self, part: Part, block: int, rotating: ByRow) -> Attend:
         """A part of the team's rows of the resident side with a block."""
         place, resident = self.place, self.resident
-        if part == "local":
-            rows = self.shard(resident, place.inner_index)
-        else:
-            rows = self.team(resident, place.ring_rank, exclude=place.team_rank)
+        rows = self.shard(resident, place.inner_index) if part == "local" else self._peers
         queries, keys = (rows, rotating) if resident == "q" else (rotating, rows)
         return Attend(part, resident, block, plan_work(queries, keys, self.mask, self.sees) if queries else ())
+
+    @cached_property
+    def _peers(self) -> ByRow:
+        """The positions of the others of one's team, of the resident side."""
+        return self.team(self.resident, self.place.ring_rank, exclude=self.place.team_rank)
 
     def shard(self, side: Side, index: int) -> ByRow:
         """By row of the batch, the positions that an inner index holds."""

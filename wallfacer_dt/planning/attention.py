@@ -18,6 +18,8 @@ from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
 from wallfacer_dt.planning.traffic import Key, Wire
 
 Groups = tuple[tuple[int, int], ...]
+Sizes = tuple[tuple[int, int, int], ...]
+"""Of a step's tiles: pairs, rows of queries and rows of keys."""
 
 _NOTHING = Wire()
 
@@ -46,8 +48,8 @@ def attention_events(
     Yields:
         The events in program order.
     """
-    me, schedule = schedule_of(candidate, sequence, backward=backward)
-    by_shift = candidate.schedule == "2d" or candidate.team == 1
+    me, schedule, tiles = schedule_of(candidate, sequence, backward=backward)
+    by_shift, spares_hops = candidate.schedule == "2d" or candidate.team == 1, sequence.mask.spares_hops
 
     def wire(transfer: Transfer, group: int) -> Wire:
         hops = by_shift and isinstance(transfer, Move | Carry)
@@ -55,7 +57,7 @@ def attention_events(
         key = Key(backward, transfer.kind, transfer.side, group, shift)
         # Nothing is sent where every rank is its own target, and where a window spares a hop that the longer sequence
         # has which stands for one that does not divide.
-        may_be_spared = transfer.kind in ("place", "home") or (hops and sequence.mask.spares_hops)
+        may_be_spared = transfer.kind in ("place", "home") or (hops and spares_hops)
         return wires.get(key, _NOTHING) if may_be_spared else wires[key]
 
     def exchange(kind: str, group: int) -> Begin:
@@ -71,15 +73,15 @@ def attention_events(
                 yield exchange("to_heads", group + 1)
         if heads[0]:
             costs = _Costs(model, sequence, kernels, heads, backward)
-            for step in schedule.steps:
+            for step, some in zip(schedule.steps, tiles, strict=True):
                 match step:
                     case Start(transfer):
                         yield Begin(f"{transfer} {group}", wire(transfer, group))
                     case Wait(transfer):
                         yield End(f"{transfer} {group}")
-                    case Attend(part, resident, block, work):
+                    case Attend(part, resident, block, _):
                         rotating = "kv" if resident == "q" else "q"
-                        yield Compute(costs.of(work), f"{part} {resident} x {rotating}[{block}]")
+                        yield Compute(costs.of(some), f"{part} {resident} x {rotating}[{block}]")
         if has_exchange:
             yield exchange("to_tokens", group)
     if has_exchange:
@@ -96,8 +98,13 @@ def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
     return {pattern: patterns.index(pattern) for pattern in patterns}
 
 
-def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[Coordinate, Schedule]:
-    """Coordinate and schedule of a rank that has as much to do as any; of a sequence that divides, no shorter one."""
+def schedule_of(
+    candidate: Candidate, sequence: SequenceShape, *, backward: bool
+) -> tuple[Coordinate, Schedule, tuple[Sizes, ...]]:
+    """Coordinate and schedule of a rank that has as much to do as any; of a sequence that divides, no shorter one.
+
+    With what each of its steps computes.
+    """
     sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
     rotate = candidate.rotate if backward else candidate.rotate_forward
     resident = "kv" if rotate == "q" else "q"
@@ -107,22 +114,24 @@ def schedule_of(candidate: Candidate, sequence: SequenceShape, *, backward: bool
     # Otherwise ends and middle of the sequence have more or less to do.
     some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
     schedules = [
-        (place, _schedule(place, sequence, candidate.order, candidate.schedule, resident, backward))
+        (place, *_schedule(place, sequence, candidate.order, candidate.schedule, resident, backward))
         for place in map(candidate.place, sorted(some))
     ]
-    return max(schedules, key=lambda pair: _area(pair[1]))
-
-
-def _area(schedule: Schedule) -> int:
-    return sum(segments.area for step in schedule.steps if isinstance(step, Attend) for segments in step.work)
+    return max(schedules, key=lambda one: sum(area for tiles in one[2] for area, _, _ in tiles))
 
 
 @lru_cache(maxsize=256)
 def _schedule(
     place: Coordinate, sequence: SequenceShape, order: str, schedule: str, resident: Side, backward: bool
-) -> Schedule:
+) -> tuple[Schedule, tuple[Sizes, ...]]:
     sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
-    return make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward)
+    made = make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward)
+    return made, tuple(_sizes(step.work) if isinstance(step, Attend) else () for step in made.steps)
+
+
+def _sizes(work: Work) -> Sizes:
+    tiles = [tile for segments in work for tile in segments.tiles]
+    return tuple((tile.area, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) for tile in tiles)
 
 
 class _Costs:
@@ -139,15 +148,14 @@ class _Costs:
         # what it is charged stands for adding what arrives of that block's rows in the end.
         touched = 3 * token * accumulation_dtype(sequence.dtype).itemsize / kernels.merge
         self.query, self.key = heads[0] * touched, 2 * heads[1] * touched * backward
+        self.known: dict[Sizes, float] = {}
 
-    def of(self, work: Work) -> float:
-        """Seconds of a step's work, in tiles."""
-        return sum(
-            self.overhead
-            + tile.area * self.pair * (1 + self.half_rows / rows)
-            + rows * self.query
-            + (tile.k[1] - tile.k[0]) * self.key
-            for segments in work
-            for tile in segments.tiles
-            if (rows := tile.q[1] - tile.q[0])
-        )
+    def of(self, tiles: Sizes) -> float:
+        """Seconds of a step, of which most in a ring are alike."""
+        if tiles not in self.known:
+            self.known[tiles] = sum(
+                self.overhead + area * self.pair * (1 + self.half_rows / rows) + rows * self.query + keys * self.key
+                for area, rows, keys in tiles
+                if rows
+            )
+        return self.known[tiles]
