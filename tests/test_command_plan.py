@@ -19,6 +19,7 @@ from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, Sequ
 from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import NodeError
+from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.lanes import kind_of
 from wallfacer_dt.command.planning.launch import _check_device
 from wallfacer_dt.command.planning.text import print_plan, print_profile
@@ -26,10 +27,12 @@ from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost
+from wallfacer_dt.planning.stack import StackMemory
 
 ROOT = Path(__file__).parents[1]
-SHAPE = "--seq 4096 --hidden 256 --heads 4 --kv-heads 2"
-SMALL_SHAPE = "--seq 64 --hidden 32 --heads 2 --dtype float32"
+SIZES = "--seq 4096 --hidden 256 --heads 4 --kv-heads 2"
+SHAPE = f"{SIZES} --full"
+SMALL_SHAPE = "--seq 64 --hidden 32 --heads 2 --dtype float32 --full"
 WHERE = "--ranks 4 --ranks-per-node 2 --intra 300GB/s --inter 12.5GB/s"
 MODEL = ModelShape(256, 4, 2, 64)
 SEQUENCE = SequenceShape(4096)
@@ -73,11 +76,18 @@ SMALL = Plan(
 )
 
 
+FIGURES = Figures(
+    flops=10**12, peak=1e15, ranks=4, tokens=4098, memory=StackMemory(1, 20, 300, 4000, 50000, 600000),
+    origins={"forward": "assumed, 50% of the peak", "backward": "given", "linear": "measured"},
+    source="h100x4: by its data sheet", activation="gelu", left_out=("in the time: this", "of the model: that"),
+)  # fmt: skip
+
+
 def printed(plan: Plan, profile: Profile | None = None, width: int = 100) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, highlight=False, markup=False)
     if profile is None:
-        print_plan(plan, 2, console)
+        print_plan(plan, FIGURES, 2, console)
     else:
         print_profile(plan, profile, Path("profile.json"), console)
     # expecttest writes ASCII alone.
@@ -90,16 +100,18 @@ def test_golden_text() -> None:
         """\
 4 ranks on 2 nodes of 2, each with 100 MB
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us over 2 interfaces
-attention at 500 TFLOPS, its backward at 400 TFLOPS, other matrix products at 600 TFLOPS
+attention at 500 TFLOPS (assumed, 50% of the peak), its backward at 400 TFLOPS (given), other matrix
+products at 600 TFLOPS (measured)
 4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024
+h100x4: by its data sheet
 
 The best 2 of 19 plans, for a step, 2 layers
-   ulysses x    in              rotates                      into    into
-#  ring x team  node  schedule  fwd, bwd    step  exposed  a rank  a node  hops  memory
----------------------------------------------------------------------------------------
-1  1 x 2 x 2    team  2d        kv, q       2 ms     1 ms    3 MB  1.5 MB     6   80 MB
-2  4 x 1 x 1    -     -         -         2.5 ms   1.5 ms    3 MB  1.5 MB     6   80 MB
+  ulysses x   in            rotates         tokens               into   into
+# ring x team node schedule fwd,bwd   step   per s MFU exposed a rank a node hops memory
+----------------------------------------------------------------------------------------
+1 1 x 2 x 2   team 2d       kv, q     2 ms 2049000 12%    1 ms   3 MB 1.5 MB    6  80 MB
+2 4 x 1 x 1   -    -        -       2.5 ms 1321935  8%  1.5 ms   3 MB 1.5 MB    6  80 MB
 
 Why
 #  order       feed-forward  checkpoint  measured
@@ -113,6 +125,22 @@ team 4, 2d, rotates kv: needs 2 GiB, a rank has 0 GiB
 team 4, 2d, rotates kv: needs 3 GiB, a rank has 0 GiB
 and 2 that need as much or more
 
+MFU of plan 1: 12.5%
+model FLOPs without recomputation, causal attention counted as half / (time x ranks x peak); 1e+12
+FLOPs, 1 PFLOPS a rank
+
+Memory of plan 1, 654 kB a rank:
+     1 B  weights, a rank's shards
+    20 B  gradients, likewise
+   300 B  optimizer: Adam's moments and master weights, in float32
+   50 kB  activations, kept for the backward
+    4 kB  buffers: FSDP's whole weights of layers in use
+  600 kB  buffers: the most that computing takes beside
+
+Not included:
+- in the time: this
+- of the model: that
+
 To use plan 1:
 from wallfacer_dt import METPParallel, TokenOrder, WallFacerParallel, context_mesh, shard_sequence
 mesh = context_mesh("cuda", ring=2, team=2, ulysses=1, placement="team_in_node")
@@ -122,7 +150,7 @@ attention = WallFacerParallel(
     window_size=(100, 0), length=4098
 )
 styles = {"layers.*.attention.inner_attention": attention}
-styles["layers.*.feed_forward"] = METPParallel(up="w3", down="w2", gate="w1", activation="silu")
+styles["layers.*.feed_forward"] = METPParallel(up="w3", down="w2", gate="w1", activation="gelu")
 parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel
 tokens = shard_sequence(tokens, order, dim=1)
 # wrap layers: checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())""",
@@ -137,8 +165,8 @@ def test_golden_text_of_a_profile() -> None:
         """\
 4 ranks on 2 nodes of 2
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us
-attention at 1 TFLOPS, its backward at 500 GFLOPS in long blocks, half of that in those of 40
-queries, other matrix products at 2 TFLOPS
+attention at 1 TFLOPS (measured), its backward at 500 GFLOPS (measured) in long blocks, half of that
+in those of 40 queries, other matrix products at 2 TFLOPS (measured)
 4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024
 a kernel call costs 10 us, results are merged at 1 GB/s
@@ -146,10 +174,10 @@ a rank copies what it sends and receives, at 1 GB/s
 
 Plans that were run: a step of attention, forward and backward
    ulysses x    in              rotates
-#  ring x team  node  schedule  fwd, bwd  predicted  measured
--------------------------------------------------------------
-1  4 x 1 x 1    -     -         -            2.5 ms    3.1 ms
-2  1 x 2 x 2    team  2d        kv, q          2 ms      2 ms
+#  ring x team  node  schedule  fwd,bwd  predicted  measured
+------------------------------------------------------------
+1  4 x 1 x 1    -     -         -           2.5 ms    3.1 ms
+2  1 x 2 x 2    team  2d        kv, q         2 ms      2 ms
 
 chosen: ring 2 x team 2, team in node, 2d, rotates kv, backward q, head-tail, METP, checkpoint
 attention
@@ -173,17 +201,25 @@ def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     memory = needed[len(needed) // 2]
     plan = make_plan(MODEL, sequence, replace(cluster, memory=memory), keep=30)
     assert plan.dropped
-    options = f"--causal --window 64 --memory {memory}B --nics 2 --attention-speed 100TFLOPS --linear-speed 1PFLOPS"
+    options = f"--window 64 --memory {memory}B --nics 2 --attention-speed 100TFLOPS --linear-speed 1PFLOPS"
     document = json.loads(
-        out_of(f"plan {SHAPE} {WHERE} {options} --inter-latency 1ms --batch 2 --top 30 --json", capsys)
+        out_of(f"plan {SIZES} --causal {WHERE} {options} --inter-latency 1ms --batch 2 --top 30 --json", capsys)
     )
     assert document.pop("code") == code_of(plan)
+    figures = document.pop("figures")
+    assert figures["tokens_per_second"] == pytest.approx(2 * 4096 / plan.prediction.seconds)
+    assert (figures["mfu"], figures["peak"], figures["source"]) == (None, None, "")
+    assert sum(figures["memory"].values()) == plan.prediction.memory
+    assert figures["origins"] == {
+        "forward": "given", "backward": "assumed, 0.8 of the forward's", "linear": "given"
+    }  # fmt: skip
     assert document.pop("version") == 1
     assert document == listed(asdict(plan))
 
 
 def test_layers_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--ffn 512 --no-gated --layers 3 --vocab 100 --dtype float32 --ranks 2 --intra 1GB/s --top 1"
+    options = "--ffn 512 --no-gated --layers 3 --vocab 100 --ranks 2 --intra 1GB/s --top 1 --dtype float32"
+    options += " --attention-speed 20TFLOPS --linear-speed 30TFLOPS"
     document = json.loads(out_of(f"plan {SHAPE} {options} --json", capsys))
     assert document["model"] == asdict(ModelShape(256, 4, 2, 64, 512, False, 3, 100))
     assert document["sequence"]["dtype"] == "float32"
@@ -197,11 +233,11 @@ def test_layers_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_issues_command_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     text = out_of(
         "plan --ranks 64 --ranks-per-node 8 --seq 65536 --hidden 6656 --heads 52 --kv-heads 52 --intra 300GB/s "
-        "--inter 12.5GB/s",
+        "--inter 12.5GB/s --full",
         capsys,
     )
     assert "64 ranks on 8 nodes of 8" in text
-    rows = re.findall(r"^ *\d+  \d+ x \d+ x \d+ .* [kMG]?B *$", text, re.MULTILINE)
+    rows = re.findall(r"^ *\d+ +\d+ x \d+ x \d+ .* [kMG]?B *$", text, re.MULTILINE)
     assert len(rows) == 10, text
     assert max(map(len, text.splitlines())) <= 100
     assert "context_mesh(" in text
@@ -242,6 +278,7 @@ def test_a_plan_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "profile.json"
     profile = saved(path, memory=10**9, nics=2)
     document = json.loads(out_of(f"plan {SHAPE} --profile {path} --json", capsys))
+    assert set(document.pop("figures")["origins"].values()) == {"measured"}
     document.pop("code")
     document.pop("version")
     assert document == listed(asdict(make_plan(MODEL, SEQUENCE, profile.cluster, profile=profile, keep=10)))
@@ -284,10 +321,44 @@ def test_every_bar_has_a_colour(causal: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (f"{WHERE} --seq 4096 --hidden 256", "Missing option '--heads'"),
+        (f"{WHERE} --seq 4096 --full --hidden 256", "--heads is missing: give --hidden and --heads, or --model NAME"),
+        (f"{WHERE} --seq 4096 --full --heads 4", "--hidden is missing: "),
+        (f"{WHERE} --hidden 256 --heads 4 --full", "Missing option '--seq'"),
+        (
+            f"{WHERE} {SIZES}",
+            "the mask is missing: say --causal, as for a language model that predicts the next token, or",
+        ),
+        ("--cluster h100x2 --model llama3-8b --seq 8k", "the mask is missing: say --causal"),
+        (f"{SHAPE} {WHERE} --causal", "--causal and --full: a mask is one of them"),
         (f"{SHAPE} {WHERE} --kv-heads 3", "--kv-heads must divide --heads, got 3 and 4"),
         (f"{SHAPE} {WHERE} --hidden 255", "--heads must divide --hidden unless --head-dim is given, got 4 and 255"),
-        (f"{SHAPE} {WHERE} --seq 0", "--seq must be at least 1, got 0"),
+        (f"{SHAPE} {WHERE} --seq 0", "--seq must be a number of tokens like 131072, 128k or 1M (k = 1024, M = 1"),
+        (f"{SHAPE} {WHERE} --seq 128KB", "--seq must be a number of tokens"),
+        (f"{SHAPE} {WHERE} --seq 4097M", "--seq must be a number of tokens"),
+        (f"{SHAPE} {WHERE} --seq 4G", "--seq must be a number of tokens"),
+        (f"{SHAPE} {WHERE} --seq nan", "--seq must be a number of tokens"),
+        (f"{SHAPE} {WHERE} --seq longest", "--seq longest: the memory of a rank is not known; give --memory or --cl"),
+        (f"{SHAPE} {WHERE} --batch 9999999999999", "--seq, --batch and the model's sizes: a tensor of more than 2^56 "),
+        (f"{SHAPE} {WHERE} --ffn 9999999999999999", "--seq, --batch and the model's sizes: "),
+        (f"{SHAPE} {WHERE} --dtype float32", "--dtype float32: rates by default are an H100's in 16 bits; give --att"),
+        (f"{SHAPE} {WHERE} --dtype float32 --linear-speed 1TFLOPS", "--dtype float32: rates by default are an H100's"),
+        (f"{SHAPE} {WHERE} --model llama3", "--model must be one of llama3-8b, llama3-70b, "),
+        (
+            f"{SHAPE} --cluster h100",
+            "--cluster must be a GPU and how many, like h100x64, of a100, h100, h200, b200, got",
+        ),
+        (f"{SHAPE} --cluster v100x8", "--cluster must be a GPU and how many"),
+        (f"{SHAPE} --cluster h100x0", "--cluster must be a GPU and how many"),
+        (f"{SHAPE} --cluster h100x-8", "--cluster must be a GPU and how many"),
+        (f"{SHAPE} --cluster h100x12", "--cluster h100x12: nodes of 8 do not make 12 ranks; say another number, or "),
+        (f"{SHAPE} --cluster h100x8 --ranks 8", "--ranks: --cluster h100x8 says how many; leave one of them out"),
+        (f"{SHAPE} --cluster h100x4 --profile {{folder}}/good.json", "--cluster: links and kernels are measured in "),
+        (f"{SHAPE} --cluster h100x8 --dtype float32", "--dtype: no attention kernel for it on --cluster h100x8, use -"),
+        (
+            f"{SHAPE} --cluster h100x8 --head-dim 320",
+            "--head-dim: no attention kernel for it on --cluster h100x8, desc",
+        ),
+        (f"{SHAPE} --cluster h100x8 --peak-speed much", "--peak-speed must be a speed like 200TFLOPS, got 'much'"),
         (f"{SHAPE} {WHERE} --batch 0", "--batch must be at least 1, got 0"),
         (f"{SHAPE} {WHERE} --head-dim 0", "--head-dim must be at least 1, got 0"),
         (f"{SHAPE} {WHERE} --ffn -1", "--ffn must be at least 0, got -1"),
@@ -344,6 +415,8 @@ TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
     ("arguments", "message"),
     [
         ("--kv-heads 3", "--kv-heads must divide --heads, got 3 and 4"),
+        ("--causal", "--causal and --full: a mask is one of them"),
+        ("--seq longest", "--seq must be a number of tokens like 131072, 128k or 1M "),
         ("--top 0", "--top must be at least 1, got 0"),
         ("--iterations 0", "--iterations must be at least 1, got 0"),
         ("--threads 0", "--threads must be at least 1, got 0"),
@@ -450,3 +523,9 @@ def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
     assert len(said) == 1
     assert said[0].startswith("wallfacer profile: --memory: nothing fits: ")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_code_always_says_the_mask(causal: bool) -> None:
+    sequence = replace(SMALL.sequence, is_causal=causal, window_size=None)
+    assert re.findall(r"is_causal=\w+", code_of(replace(SMALL, sequence=sequence))) == [f"is_causal={causal}"]

@@ -161,7 +161,11 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], feed_forward: 
             tokens, targets = (torch.zeros(sequence.batch, sequence.length // candidate.size).long() for _ in range(2))
             weights = list(stack.parameters())
             numel = sum(x.numel() for x in weights)
-            assert said.states == numel * (2 * sequence.dtype.itemsize + 8) // candidate.size
+            itemsize = sequence.dtype.itemsize
+            # Adam's two moments and, beside weights in 16 bits, what it updates, in float32.
+            parts = (itemsize, itemsize, 8 if itemsize == 4 else 12)
+            assert (said.weights, said.gradients, said.optimizer) == tuple(numel * n // candidate.size for n in parts)
+            assert said.states == sum(parts) * numel // candidate.size
             seen = Tracked(stack, weights, [x.grad for x in weights])
             states = seen.now
             seen.tracker.track_external(tokens, targets)

@@ -1,12 +1,14 @@
 """Quantities as people write them: rates, sizes, times and speeds with their units, read and printed.
 
 Everything is a float in bytes per second, bytes, seconds or operations per second. ``b`` is a bit and ``B`` a byte,
-``k``, ``M``, ``G``, ``T``, ``P`` are powers of 1000 and ``Ki``, ``Mi``, ``Gi``, ``Ti`` of 1024.
+``k``, ``M``, ``G``, ``T``, ``P`` are powers of 1000 and ``Ki``, ``Mi``, ``Gi``, ``Ti`` of 1024; but of tokens, as
+people write them, ``k`` is 1024 and ``M`` 1024^2.
 """
 
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _PREFIXES = _DECIMAL | {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -15,6 +17,9 @@ _BITS = {"b": 0.125, "bit": 0.125, "bits": 0.125}
 _RATES = {unit + per: factor for unit, factor in (_BYTES | _BITS).items() for per in ("/s", "ps")}
 _FLOPS = dict.fromkeys(("FLOPS", "FLOP/s", "FLOPs/s", "flops", "flop/s", "Flops", "Flop/s"), 1.0)
 _IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "μs": 1e6, "ns": 1e9}
+
+_TOKENS = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20}
+_MOST_TOKENS = 2**32
 
 _QUANTITY = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s.]\S*)\s*")
 
@@ -90,6 +95,30 @@ def parse_speed(text: str) -> float:
         ValueError: anything else.
     """
     return _parsed(text, _prefixed(_FLOPS, _DECIMAL), "a speed like 200TFLOPS")
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens of a sequence.
+
+    >>> parse_tokens("131072"), parse_tokens("128k"), parse_tokens("1.5M")
+    (131072, 131072, 1572864)
+
+    Args:
+        text: a number, and perhaps ``k`` for 1024 or ``M`` for 1024^2.
+
+    Returns:
+        How many: a whole number from 1 to 2^32.
+
+    Raises:
+        ValueError: anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)([kKM]?)\s*", text)
+    tokens = Fraction(match[1]) * _TOKENS[match[2]] if match else Fraction(0)
+    if tokens.denominator != 1 or not 1 <= tokens <= _MOST_TOKENS:
+        raise ValueError(
+            f"must be a number of tokens like 131072, 128k or 1M (k = 1024, M = 1024^2), from 1 to 2^32, got {text!r}"
+        )
+    return int(tokens)
 
 
 def format_rate(rate: float) -> str:

@@ -15,7 +15,7 @@ from wallfacer_dt.planning.dry_run import feed_forward_peak
 from wallfacer_dt.planning.memory import attention_memory
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
-_MOMENTS = 2 * 4  # Adam's two, in float32
+_MOMENTS, _MASTER = 2 * 4, 4  # Adam's two in float32; of weights in 16 bits, what it updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,25 @@ class StackMemory:
     """Bytes on one rank in a step of training.
 
     Attributes:
-        states: this rank's shards of weights, gradients and Adam's moments.
+        weights: this rank's shards, in the sequence's dtype.
+        gradients: of these, likewise.
+        optimizer: Adam's moments and, of weights in 16 bits, master weights, all in float32.
         gathered: FSDP's whole weights of a layer and of the next, and the layer's whole gradient.
         kept: after the forward, what the backward needs: of all layers and, with a vocabulary, of the loss.
         working: the most beyond all that.
     """
 
-    states: int
+    weights: int
+    gradients: int
+    optimizer: int
     gathered: int
     kept: int
     working: int
+
+    @property
+    def states(self) -> int:
+        """What there is between steps, and gradients."""
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
@@ -60,19 +69,22 @@ def stack_memory(candidate: Candidate, model: ModelShape, sequence: SequenceShap
     kept = stack + (layer.x + loss + layer.tokens if model.vocab else 0)
     # Logits' gradient, and the gradient of what the loss keeps; later, what it kept and the output are gone.
     peaks = [kept + 2 * loss, stack - layer.kept + layer.backward + layer.tokens * bool(model.vocab)]
+    mine, itemsize = _elements(candidate, model), sequence.dtype.itemsize
+    optimizer = mine * (_MOMENTS + _MASTER * (itemsize < _MASTER))
     return StackMemory(
-        _states(candidate, model, sequence), _gathered(candidate, model, sequence), kept, max(peaks) - kept
+        mine * itemsize, mine * itemsize, optimizer, _gathered(candidate, model, sequence), kept, max(peaks) - kept
     )
 
 
-def _states(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> int:
+def _elements(candidate: Candidate, model: ModelShape) -> int:
+    """Of all weights, that a rank has."""
     units = shard_sizes(model.ffn, candidate.axes)[0]
     whole = model.layers * (model.attention_weights + 2 * model.hidden) + 2 * model.vocab * model.hidden
     if candidate.feed_forward == "metp":
         mine = model.layers * units * (model.ffn_weights // max(1, model.ffn))
     else:
         whole, mine = whole + model.layers * model.ffn_weights, 0
-    return (-(-whole // candidate.size) + mine) * (2 * sequence.dtype.itemsize + _MOMENTS)
+    return -(-whole // candidate.size) + mine
 
 
 def _gathered(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> int:

@@ -9,18 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from recipes.benchmarks.papers.models import GIB, Model
-from wallfacer_dt.planning import Candidate, Cluster, Kernels, Link, ModelShape, Prediction, SequenceShape
+from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, Prediction, SequenceShape
 from wallfacer_dt.planning.candidates import attentions
+from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.predict import AttentionCost, attention_cost, predict
 from wallfacer_dt.planning.stack import stack_memory
 
-A100_KERNELS = Kernels(forward=170e12, backward=140e12, linear=200e12, merge=1e12)
-"""Of 312 TFLOP/s about 55% for attention's forward, 45% for its backward, 65% for matrix products."""
-H100_KERNELS = Kernels(forward=500e12, backward=400e12, linear=600e12, merge=2e12)
-"""Of 989 TFLOP/s about 50%, 40% and 60%."""
+A100_KERNELS, H100_KERNELS = (GPUS[name].kernels(head_dim=128) for name in ("a100", "h100"))
 ETHERNET = Link(12.5e9, 30e-6)
 """100 Gbit/s into a node (table 2)."""
-INFINIBAND = Link(400e9, 10e-6)
+INFINIBAND = GPUS["h100"].cluster(16).inter
 """Eight adapters a node (section 4.1), assumed to have 400 Gbit/s each."""
 SLOW_INFINIBAND = Link(200e9, 10e-6)
 """The same with 200 Gbit/s each."""
@@ -31,12 +29,13 @@ CHECKPOINT = "attention"
 
 def a100(nodes: int, per_node: int) -> Cluster:
     """Nodes of A100s with 40 GB, NVLink within them and 100 Gbit/s Ethernet between them."""
-    return Cluster(nodes * per_node, per_node, Link(300e9, 5e-6), ETHERNET, 1, 40 * GIB, A100_KERNELS)
+    cluster = GPUS["a100"].cluster(nodes * per_node, per_node)
+    return replace(cluster, inter=ETHERNET, nics=1, memory=40 * GIB, kernels=A100_KERNELS)
 
 
 def h100(gpus: int, inter: Link = INFINIBAND, nics: int = 8) -> Cluster:
     """H100s with 80 GB, eight to a node, NVLink within them and InfiniBand between them."""
-    return Cluster(gpus, min(gpus, 8), Link(450e9, 5e-6), inter, nics, 80 * GIB, H100_KERNELS)
+    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=H100_KERNELS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from wallfacer_dt.command.explain.facts import as_json
 from wallfacer_dt.command.explain.make import make_facts
 from wallfacer_dt.command.explain.settings import Settings
 from wallfacer_dt.command.explain.text import print_facts
-from wallfacer_dt.command.options import OptionError
+from wallfacer_dt.command.options import OptionError, naming
+from wallfacer_dt.command.units import parse_tokens
 
 _WIDTH = 100
 
@@ -35,7 +36,9 @@ def explain(
         typer.Option(help="Whether neighbouring ranks form a team, form a ring or split heads."),
     ] = "team_in_node",
     ranks_per_node: Annotated[int, typer.Option(help="Ranks in a node.")] = 4,
-    seq: Annotated[int, typer.Option(help="Tokens in the sequence.")] = 32,
+    seq: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Of the sequence: 32, 128k or 1M; k is 1024, M 1024^2.")
+    ] = "32",
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads. [default: as many]")] = None,
     head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 64,
@@ -53,9 +56,11 @@ def explain(
     \b
     wallfacer explain --ring 4 --team 2 --order head_tail --causal
     """
+    with naming("--seq"):
+        length = parse_tokens(seq)
     settings = Settings(
         ring=ring, team=team, ulysses=ulysses, schedule=schedule, rotate=rotate, rotate_forward=rotate_forward,
-        order=order, causal=causal, window=window, placement=placement, ranks_per_node=ranks_per_node, length=seq,
+        order=order, causal=causal, window=window, placement=placement, ranks_per_node=ranks_per_node, length=length,
         heads=heads, kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim, batch=batch, dtype=dtype,
         backward=backward,
     )  # fmt: skip

@@ -6,13 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.planning import Plan, Profile, Ranked
 
 _VERSION = 1
 
 
-def plan_as_json(plan: Plan) -> str:
+def plan_as_json(plan: Plan, figures: Figures) -> str:
     """A plan as one JSON document.
 
     Its keys are the attributes of :class:`wallfacer_dt.Plan` and of what it is made of, tuples are lists, times are
@@ -32,21 +33,27 @@ def plan_as_json(plan: Plan) -> str:
           prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory
         dropped[]   likewise: what was found not to fit, smallest first
         code        of the first, as text
+        figures     of the first: tokens_per_second, mfu (or null), flops of the model in a step, peak of a rank (or
+                    null), source of the cluster's, activation, left_out (what no number counts, as text)
+          memory        weights, gradients, optimizer, gathered, kept, working
+          origins       forward, backward, linear: who says the kernels' rates, as text
 
     Args:
         plan: the plan.
+        figures: of its first.
 
     Returns:
         The text.
     """
-    return json.dumps(_plan_entries(plan), indent=1)
+    entries = _plan_entries(plan) | {"code": code_of(plan, figures.activation), "figures": figures.as_json(plan)}
+    return json.dumps(entries, indent=1)
 
 
 def profile_as_json(plan: Plan, profile: Profile, path: Path) -> str:
     """What was measured as one JSON document.
 
-    All keys of :func:`plan_as_json`, by the cluster that was measured (of ``ranked[]`` more than ``--top``, since plans
-    that differ in their placement alone are not all run), and ::
+    All keys of :func:`plan_as_json` but ``figures``, by the cluster that was measured (of ``ranked[]`` more than
+    ``--top``, since plans that differ in their placement alone are not all run), and ::
 
         measured[]  candidate (as above), predicted, measured: seconds of a step, in the order in which plans ran
         file        where it was written

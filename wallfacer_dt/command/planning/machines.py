@@ -1,17 +1,40 @@
-"""Where is planned: a cluster from options, or from the file of a profile."""
+"""Where is planned: a cluster by name or from options, or from the file of a profile; and who says so."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.command.planning.shape import as_options
-from wallfacer_dt.command.units import parse_rate, parse_size, parse_speed, parse_time
+from wallfacer_dt.command.units import format_time, parse_rate, parse_size, parse_speed, parse_time
+from wallfacer_dt.kernels import Need, select_kernel
+from wallfacer_dt.kernels.block import HALF
 from wallfacer_dt.planning import Cluster, Kernels, Link, Profile
+from wallfacer_dt.planning.gpus import GPU, GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
 
-RANKS_PER_NODE = 8
-INTRA_LATENCY, INTER_LATENCY = "5us", "10us"
 _BACKWARD = 0.8  # of attention's forward speed, as in the defaults of Kernels
 _NO_LINK = Link(1e12)
+MEASURED = dict.fromkeys(("forward", "backward", "linear"), "measured")
+
+
+class Where(NamedTuple):
+    """A cluster, and who says what it can do.
+
+    Attributes:
+        cluster: it.
+        origins: of the kernels' rates by their names: ``"measured"``, ``"given"`` or ``"assumed"``, and how.
+        peak: of a rank by its data sheet, floating point operations per second, or None.
+        source: a line about a cluster that has a name, otherwise empty.
+    """
+
+    cluster: Cluster
+    origins: Mapping[str, str]
+    peak: float | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +42,7 @@ class Machines:
     """What was said of the machines; None where nothing was.
 
     Attributes:
+        name: of a cluster, as h100x64.
         ranks: P.
         ranks_per_node: of a node.
         nics: interfaces of a node.
@@ -28,9 +52,11 @@ class Machines:
         inter_latency: of one between nodes.
         attention_speed: of attention's forward.
         linear_speed: of matrix products.
+        peak_speed: of a rank by its data sheet.
         memory: of a rank.
     """
 
+    name: str | None = None
     ranks: int | None = None
     ranks_per_node: int | None = None
     nics: int | None = None
@@ -40,32 +66,48 @@ class Machines:
     inter_latency: str | None = None
     attention_speed: str | None = None
     linear_speed: str | None = None
+    peak_speed: str | None = None
     memory: str | None = None
 
-    def cluster(self) -> Cluster:
-        """The cluster that options alone describe.
+    def cluster(self, dtype: torch.dtype, head_dim: int) -> Where:
+        """The cluster that a name and options describe; an option replaces what the name says of the same.
+
+        Args:
+            dtype: of attention.
+            head_dim: likewise.
 
         Returns:
             It.
 
         Raises:
-            OptionError: an option is missing or wrong.
+            OptionError: an option is missing or wrong, or no kernel takes such heads there.
         """
         self._check_counts()
-        if self.ranks is None:
-            raise OptionError("--ranks is missing: say how many share a sequence, or give --profile FILE")
-        per_node = RANKS_PER_NODE if self.ranks_per_node is None else self.ranks_per_node
-        has_intra, has_inter = min(self.ranks, per_node) > 1, self.ranks > per_node
-        intra = self._link("--intra", self.intra, self.intra_latency or INTRA_LATENCY, needed=has_intra)
-        inter = self._link("--inter", self.inter, self.inter_latency or INTER_LATENCY, needed=has_inter)
+        gpu, ranks = (None, self.ranks) if self.name is None else self._named(dtype, head_dim)
+        if ranks is None:
+            raise OptionError(
+                "--ranks is missing: say how many share a sequence, or give --cluster NAME or --profile FILE"
+            )
+        per_node = NODE if self.ranks_per_node is None else self.ranks_per_node
+        if gpu is not None and ranks > per_node and ranks % per_node:
+            raise OptionError(
+                f"--cluster {self.name}: nodes of {per_node} do not make {ranks} ranks; say another number, or "
+                "--ranks-per-node"
+            )
+        base = None if gpu is None else gpu.cluster(ranks, per_node, head_dim)
+        has_intra, has_inter = min(ranks, per_node) > 1, ranks > per_node
+        intra = self._link("intra", base.intra if base else None, INTRA_LATENCY, needed=has_intra)
+        inter = self._link("inter", base.inter if base else None, INTER_LATENCY, needed=has_inter)
         intra, inter = intra or inter or _NO_LINK, inter or intra or _NO_LINK
+        kernels, origins = self._kernels(gpu, dtype, head_dim)
         with as_options():
-            return Cluster(
-                self.ranks, min(self.ranks, per_node), intra, inter, self.nics or 1, read_memory(self.memory),
-                self._kernels(),
+            cluster = Cluster(
+                ranks, min(ranks, per_node), intra, inter, self.nics or (base.nics if base else 1),
+                base.memory if base and self.memory is None else read_memory(self.memory), kernels,
             )  # fmt: skip
+        return Where(cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu))
 
-    def measured(self, profile: Profile) -> Cluster:
+    def measured(self, profile: Profile) -> Where:
         """The cluster of a profile, with the memory that was said.
 
         Args:
@@ -83,36 +125,107 @@ class Machines:
             given, known = getattr(self, name), getattr(cluster, name)
             if given is not None and given != known:
                 raise OptionError(f"{_option(name)} is {known} in --profile, got {given}; leave it out")
+        if self.name is not None:
+            raise OptionError("--cluster: links and kernels are measured in --profile; leave one of them out")
         for name in ("intra", "inter", "intra_latency", "inter_latency", "attention_speed", "linear_speed"):
             if getattr(self, name) is not None:
                 raise OptionError(f"{_option(name)} is measured in --profile; leave one of them out")
-        return cluster if self.memory is None else replace(cluster, memory=read_memory(self.memory))
+        cluster = cluster if self.memory is None else replace(cluster, memory=read_memory(self.memory))
+        return Where(cluster, MEASURED, self._peak(None))
+
+    def _named(self, dtype: torch.dtype, head_dim: int) -> tuple[GPU, int]:
+        name = self.name or ""
+        match = re.fullmatch(r"([a-z]+\d+)x([1-9]\d{0,5})", name)
+        if match is None or match[1] not in GPUS:
+            raise OptionError(
+                f"--cluster must be a GPU and how many, like h100x64, of {', '.join(GPUS)}, got {name!r}; or describe "
+                "it by --ranks, --intra and --inter"
+            )
+        if self.ranks is not None:
+            raise OptionError(f"--ranks: --cluster {name} says how many; leave one of them out")
+        gpu = GPUS[match[1]]
+        _check_kernel(name, gpu, dtype, head_dim)
+        return gpu, int(match[2])
 
     def _check_counts(self) -> None:
         for name in ("ranks", "ranks_per_node", "nics"):
             if (given := getattr(self, name)) is not None:
                 check_least(_option(name), given)
 
-    def _link(self, option: str, rate: str | None, latency: str, *, needed: bool) -> Link | None:
-        if rate is None:
+    def _link(self, name: str, known: Link | None, latency: float, *, needed: bool) -> Link | None:
+        rate, late = getattr(self, name), getattr(self, f"{name}_latency")
+        if rate is None and known is None:
             if needed:
-                raise OptionError(f"{option} is missing: give a rate like 12.5GB/s or 200Mbit/s, or --profile FILE")
+                raise OptionError(
+                    f"{_option(name)} is missing: give a rate like 12.5GB/s or 200Mbit/s, or --cluster NAME or "
+                    "--profile FILE"
+                )
             return None
-        with naming(option):
-            bandwidth = parse_rate(rate)
-        with naming(f"{option}-latency"):
-            return Link(bandwidth, parse_time(latency))
+        link = known or Link(1.0, latency)
+        if rate is not None:
+            with naming(_option(name)):
+                link = replace(link, bandwidth=parse_rate(rate))
+        if late is not None:
+            with naming(f"{_option(name)}-latency"):
+                link = replace(link, latency=parse_time(late))
+        return link
 
-    def _kernels(self) -> Kernels:
+    def _kernels(self, gpu: GPU | None, dtype: torch.dtype, head_dim: int) -> tuple[Kernels, Mapping[str, str]]:
+        """Rates, and by name who says so."""
         rates: dict[str, float] = {}
+        origins = {name: _assumed(name, gpu, head_dim) for name in MEASURED}
         if self.attention_speed is not None:
             with naming("--attention-speed"):
                 rates["forward"] = parse_speed(self.attention_speed)
-                rates["backward"] = _BACKWARD * rates["forward"]
+            rates["backward"] = _BACKWARD * rates["forward"]
+            origins |= {"forward": "given", "backward": f"assumed, {_BACKWARD:g} of the forward's"}
         if self.linear_speed is not None:
             with naming("--linear-speed"):
                 rates["linear"] = parse_speed(self.linear_speed)
-        return replace(Kernels(), **rates)
+            origins["linear"] = "given"
+        if gpu is None and dtype not in HALF and len(rates) < len(MEASURED):
+            name = str(dtype).removeprefix("torch.")
+            raise OptionError(
+                f"--dtype {name}: rates by default are an H100's in 16 bits; give --attention-speed and "
+                "--linear-speed, or --profile FILE"
+            )
+        return replace(gpu.kernels(head_dim) if gpu else Kernels(), **rates), origins
+
+    def _described(self, gpu: GPU) -> str:
+        """Where the parts of a named cluster come from."""
+        latencies = " and ".join(map(format_time, (INTRA_LATENCY, INTER_LATENCY)))
+        parts = ("ranks_per_node", "intra", "inter", "intra_latency", "inter_latency", "nics", "memory", "peak_speed")
+        replaced = ", ".join(_option(name) for name in parts if getattr(self, name) is not None)
+        return (
+            f"{self.name}: dense peak in 16 bits, memory, NVLink and an adapter for each GPU as in {gpu.source}; "
+            f"latencies of {latencies} are assumed, and that links reach their rates"
+        ) + f"; replaced by {replaced}" * bool(replaced)
+
+    def _peak(self, gpu: GPU | None) -> float | None:
+        if self.peak_speed is None:
+            return None if gpu is None else gpu.peak
+        with naming("--peak-speed"):
+            return parse_speed(self.peak_speed)
+
+
+def _assumed(name: str, gpu: GPU | None, head_dim: int) -> str:
+    if gpu is None:
+        return "assumed, an H100's"
+    share = f"assumed, {getattr(gpu.kernels(head_dim), name) / gpu.peak:.0%} of the peak"
+    row = gpu.row(head_dim)
+    return share if name == "linear" or row == head_dim else f"{share} as for heads of {row}"
+
+
+def _check_kernel(name: str, gpu: GPU, dtype: torch.dtype, head_dim: int) -> None:
+    """Refuse (OptionError) heads that the kernel of the printed code does not take on such a GPU."""
+    try:
+        select_kernel("auto", Need("cuda", dtype, head_dim, head_dim, capability=gpu.capability))
+    except ValueError as error:
+        option, remedy = "--head-dim", "describe other machines by --ranks, --intra and --inter"
+        if dtype not in HALF:
+            option, remedy = "--dtype", "use --dtype bfloat16 or float16"
+        reason = str(error).partition(": ")[0]  # without the remedy of who has tensors
+        raise OptionError(f"{option}: no attention kernel for it on --cluster {name}, {remedy} ({reason})") from error
 
 
 def read_memory(size: str | None) -> int | None:

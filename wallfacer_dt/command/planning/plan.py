@@ -1,5 +1,6 @@
 """``wallfacer plan``: its options."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,52 +10,81 @@ from rich.console import Console
 from wallfacer_dt import planning
 from wallfacer_dt.command.options import OptionError, check_least
 from wallfacer_dt.command.planning.document import plan_as_json
-from wallfacer_dt.command.planning.machines import INTER_LATENCY, INTRA_LATENCY, RANKS_PER_NODE, Machines, load_profile
+from wallfacer_dt.command.planning.figures import Figures
+from wallfacer_dt.command.planning.machines import Machines, load_profile
+from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.shape import (
     Batch,
     Causal,
     DType,
+    Full,
     HeadDim,
     Heads,
     Hidden,
     Json,
     KVHeads,
     Memory,
-    Seq,
+    Model,
     Window,
-    make_model,
+    check_size,
     make_sequence,
 )
 from wallfacer_dt.command.planning.text import make_console, print_plan
+from wallfacer_dt.command.units import format_time
+from wallfacer_dt.planning.gpus import GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
+from wallfacer_dt.planning.longest import MOST, length_unit, longest_length
 
 _RATE, _TIME, _SPEED, _FILE = "RATE", "TIME", "SPEED", "FILE"
 
 
 def plan(
-    seq: Seq,
-    hidden: Hidden,
-    heads: Heads,
+    seq: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENS",
+            help="Of the sequence: 131072, 128k or 1M (k is 1024, M 1024^2); or longest, as many as fit into memory.",
+        ),
+    ],
+    model: Model = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
     kv_heads: KVHeads = None,
     head_dim: HeadDim = None,
-    ffn: Annotated[int, typer.Option(help="Hidden units of the feed-forward; 0 plans attention alone.")] = 0,
-    gated: Annotated[bool, typer.Option("--gated/--no-gated", help="The feed-forward has a gate.")] = True,
-    layers: Annotated[int, typer.Option(help="How many.")] = 1,
-    vocab: Annotated[int, typer.Option(help="Entries of the vocabulary; 0 leaves it out.")] = 0,
+    ffn: Annotated[
+        int | None,
+        typer.Option(help="Hidden units of the feed-forward; 0 plans attention alone. [default: 0, or the model's]"),
+    ] = None,
+    gated: Annotated[
+        bool | None,
+        typer.Option("--gated/--no-gated", help="The feed-forward has a gate. [default: yes, or as the model]"),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="How many. [default: 1, or the model's]")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(help="Entries of the vocabulary; 0 leaves it out. [default: 0, or the model's]")
+    ] = None,
     batch: Batch = 1,
     causal: Causal = False,
+    full: Full = False,
     window: Window = None,
     dtype: DType = "bfloat16",
-    ranks: Annotated[int | None, typer.Option(help="That share a sequence.")] = None,
-    ranks_per_node: Annotated[
-        int | None, typer.Option(help=f"Neighbouring ranks in a node. [default: {RANKS_PER_NODE}]")
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPUxCOUNT",
+            help=f"Like h100x64, of {', '.join(GPUS)}: nodes of {NODE} with an adapter for each GPU. Options below "
+            "replace its parts, but for --ranks, which it says itself.",
+        ),
     ] = None,
+    ranks: Annotated[int | None, typer.Option(help="That share a sequence.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help=f"Neighbouring ranks in a node. [default: {NODE}]")] = None,
     intra: Annotated[str | None, typer.Option(metavar=_RATE, help="Into a rank, from its node, like 300GB/s.")] = None,
     inter: Annotated[str | None, typer.Option(metavar=_RATE, help="Into a node, like 12.5GB/s or 100Gbps.")] = None,
     intra_latency: Annotated[
-        str | None, typer.Option(metavar=_TIME, help=f"Of a message in a node. [default: {INTRA_LATENCY}]")
+        str | None, typer.Option(metavar=_TIME, help=f"Of a message in a node. [default: {format_time(INTRA_LATENCY)}]")
     ] = None,
     inter_latency: Annotated[
-        str | None, typer.Option(metavar=_TIME, help=f"Of a message between nodes. [default: {INTER_LATENCY}]")
+        str | None,
+        typer.Option(metavar=_TIME, help=f"Of a message between nodes. [default: {format_time(INTER_LATENCY)}]"),
     ] = None,
     nics: Annotated[int | None, typer.Option(help="Interfaces that share a node's rate. [default: 1]")] = None,
     memory: Memory = None,
@@ -64,6 +94,9 @@ def plan(
     ] = None,
     linear_speed: Annotated[
         str | None, typer.Option(metavar=_SPEED, help="Of other matrix products. [default: 600TFLOPS]")
+    ] = None,
+    peak_speed: Annotated[
+        str | None, typer.Option(metavar=_SPEED, help="Of a rank by its data sheet, for MFU. [default: of --cluster]")
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar=_FILE, help="What wallfacer profile measured, instead of rates and speeds.")
@@ -77,27 +110,39 @@ def plan(
     """Predict every way to share sequences among ranks, and rank those that fit.
 
     \b
-    wallfacer plan --ranks 64 --ranks-per-node 8 --seq 65536 --hidden 6656 --heads 52 \\
-        --kv-heads 52 --intra 300GB/s --inter 12.5GB/s
+    wallfacer plan --cluster h100x64 --model llama3-8b --seq 128k --causal
     """
     check_least("--top", top)
     if picture is not None:
         from wallfacer_dt.command.planning.picture import check_picture
 
         check_picture(picture, top)
-    model = make_model(hidden, heads, kv_heads, head_dim, ffn=ffn, gated=gated, layers=layers, vocab=vocab)
-    sequence = make_sequence(seq, batch, causal, window, dtype)
+    known = make_model(
+        model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=gated, layers=layers,
+        vocab=vocab,
+    )  # fmt: skip
+    is_longest = seq == "longest"
+    sequence = make_sequence(MOST if is_longest else seq, batch, causal=causal, full=full, window=window, dtype=dtype)
+    check_size(known.shape, sequence)
     machines = Machines(
-        ranks=ranks, ranks_per_node=ranks_per_node, nics=nics, intra=intra, inter=inter, intra_latency=intra_latency,
-        inter_latency=inter_latency, attention_speed=attention_speed, linear_speed=linear_speed, memory=memory,
+        name=cluster, ranks=ranks, ranks_per_node=ranks_per_node, nics=nics, intra=intra, inter=inter,
+        intra_latency=intra_latency, inter_latency=inter_latency, attention_speed=attention_speed,
+        linear_speed=linear_speed, peak_speed=peak_speed, memory=memory,
     )  # fmt: skip
     measured = None if profile is None else load_profile(profile)
-    cluster = machines.cluster() if measured is None else machines.measured(measured)
-    with Console(stderr=True).status(f"planning for {cluster.ranks} ranks"):
+    where = machines.cluster(sequence.dtype, known.shape.dim) if measured is None else machines.measured(measured)
+    if is_longest and where.cluster.memory is None:
+        raise OptionError("--seq longest: the memory of a rank is not known; give --memory or --cluster NAME")
+    with Console(stderr=True).status(f"planning for {where.cluster.ranks} ranks"):
+        unit = length_unit(where.cluster.ranks)
+        if is_longest:
+            # Of what does not fit at all the plan says how much that needs.
+            sequence = replace(sequence, length=longest_length(known.shape, sequence, where.cluster) or unit)
         try:
-            made = planning.plan(model, sequence, cluster, profile=measured, keep=top)
+            made = planning.plan(known.shape, sequence, where.cluster, profile=measured, keep=top)
         except planning.PlanningError as error:
             raise OptionError(f"--{error.about}: {error}") from error
+    figures = Figures.of(made, where, known)
     if measured is not None and all(one.measured is None for one in made.ranked):
         note = f"{profile} has no run of this model and sequence: plans are ranked by its links and kernels"
         typer.echo(f"wallfacer plan: {note}", err=True)
@@ -106,6 +151,9 @@ def plan(
 
         draw_plan(made, top, picture)
     if as_document:
-        print(plan_as_json(made))
-    else:
-        print_plan(made, top, make_console())
+        print(plan_as_json(made, figures))
+        return
+    console = make_console()
+    if is_longest:
+        console.print(f"the longest sequence of which a plan fits, in steps of {unit}, is {sequence.length} tokens")
+    print_plan(made, figures, top, console)

@@ -11,19 +11,22 @@ from wallfacer_dt.command.options import OptionError, check_least
 from wallfacer_dt.command.planning.document import profile_as_json
 from wallfacer_dt.command.planning.launch import Launch
 from wallfacer_dt.command.planning.machines import load_profile, read_memory
+from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.shape import (
     Batch,
     Causal,
     DType,
+    Full,
     HeadDim,
     Heads,
     Hidden,
     Json,
     KVHeads,
     Memory,
+    Model,
     Seq,
     Window,
-    make_model,
+    check_size,
     make_sequence,
 )
 from wallfacer_dt.command.planning.text import make_console, print_profile
@@ -31,12 +34,14 @@ from wallfacer_dt.command.planning.text import make_console, print_profile
 
 def profile(
     seq: Seq,
-    hidden: Hidden,
-    heads: Heads,
+    model: Model = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
     kv_heads: KVHeads = None,
     head_dim: HeadDim = None,
     batch: Batch = 1,
     causal: Causal = False,
+    full: Full = False,
     window: Window = None,
     dtype: DType = "bfloat16",
     device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="[default: cuda where there is one]")] = None,
@@ -59,20 +64,24 @@ def profile(
 
     \b
     torchrun --nproc-per-node 4 -m wallfacer_dt.command profile --seq 4096 --hidden 1024 \\
-        --heads 16 --out profile.json
+        --heads 16 --causal --out profile.json
     """
     # All that can be wrong is found before ranks meet, since one that is missing keeps the others waiting.
     for option, number in (("--top", top), ("--iterations", iterations)):
         check_least(option, number)
-    model = make_model(hidden, heads, kv_heads, head_dim)
-    sequence = make_sequence(seq, batch, causal, window, dtype)
+    known = make_model(model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    shape, sequence = (
+        known.shape.attention_alone,
+        make_sequence(seq, batch, causal=causal, full=full, window=window, dtype=dtype),
+    )
+    check_size(shape, sequence)
     limit = read_memory(memory)
     launch = Launch.read(os.environ, device, ranks_per_node, threads, timeout)
     if launch.rank == 0:
         _check_out(out, launch)
     with launch.group():
         chosen, measured = planning.profile(
-            model, sequence, launch.device, ranks_per_node=ranks_per_node, memory=limit, top=top,
+            shape, sequence, launch.device, ranks_per_node=ranks_per_node, memory=limit, top=top,
             iterations=iterations, path=out,
         )  # fmt: skip
     if launch.rank == 0 and as_document:

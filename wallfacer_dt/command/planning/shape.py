@@ -8,16 +8,28 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from wallfacer_dt.command.options import OptionError, check_least
+from wallfacer_dt.command.options import OptionError, check_least, naming
+from wallfacer_dt.command.units import parse_tokens
 from wallfacer_dt.planning import ModelShape, SequenceShape
+from wallfacer_dt.planning.known_models import MODELS
 
-Seq = Annotated[int, typer.Option(help="Tokens in the sequence.")]
-Hidden = Annotated[int, typer.Option(help="Model dim.")]
-Heads = Annotated[int, typer.Option(help="Query heads.")]
+Seq = Annotated[str, typer.Option(metavar="TOKENS", help="Of the sequence: 131072, 128k or 1M; k is 1024, M 1024^2.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help=f"One of {', '.join(MODELS)}, or a config.json of Hugging Face. Sizes given as options replace its own.",
+    ),
+]
+Hidden = Annotated[int | None, typer.Option(help="Model dim.")]
+Heads = Annotated[int | None, typer.Option(help="Query heads.")]
 KVHeads = Annotated[int | None, typer.Option(help="Key and value heads. [default: as many]")]
 HeadDim = Annotated[int | None, typer.Option(help="Elements of a head. [default: hidden / heads]")]
 Batch = Annotated[int, typer.Option(help="Sequences in a step.")]
-Causal = Annotated[bool, typer.Option("--causal", help="A query sees the keys up to its own position.")]
+Causal = Annotated[
+    bool, typer.Option("--causal", help="A query sees the keys up to its own position. This or --full must be said.")
+]
+Full = Annotated[bool, typer.Option("--full", help="Every query sees every key.")]
 Window = Annotated[
     int | None, typer.Option(help="How many tokens back (and ahead, if not causal) a query sees. [default: all]")
 ]
@@ -27,6 +39,7 @@ Memory = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
+_MOST_ELEMENTS = 2**56
 _FIELDS = re.compile(r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|layers|vocab|length|batch)\b")
 
 
@@ -49,47 +62,16 @@ def _option(field: re.Match[str]) -> str:
     return "--seq" if field[0] == "length" else f"--{field[0].replace('_', '-')}"
 
 
-def make_model(
-    hidden: int,
-    heads: int,
-    kv_heads: int | None,
-    head_dim: int | None,
-    *,
-    ffn: int = 0,
-    gated: bool = True,
-    layers: int = 1,
-    vocab: int = 0,
-) -> ModelShape:
-    """The model, with nothing left to a default, so that a profile's and a plan's are equal.
-
-    Args:
-        hidden: model dim.
-        heads: query heads.
-        kv_heads: key and value heads; None: as many.
-        head_dim: of a head; None: hidden / heads.
-        ffn: hidden units of the feed-forward, 0 for none.
-        gated: it has a gate.
-        layers: how many.
-        vocab: entries of the output projection, 0 for none.
-
-    Returns:
-        The shape.
-
-    Raises:
-        OptionError: sizes that are none, or do not divide.
-    """
-    with as_options():
-        model = ModelShape(hidden, heads, kv_heads, head_dim, ffn, gated, layers, vocab)
-        return ModelShape(hidden, heads, model.keys, model.dim, ffn, gated, layers, vocab)
-
-
-def make_sequence(seq: int, batch: int, causal: bool, window: int | None, dtype: str) -> SequenceShape:
+def make_sequence(
+    seq: str | int, batch: int, *, causal: bool, full: bool, window: int | None, dtype: str
+) -> SequenceShape:
     """The sequences.
 
     Args:
-        seq: tokens.
+        seq: tokens, as :func:`wallfacer_dt.command.units.parse_tokens` reads them, or read.
         batch: sequences.
         causal: a query sees the keys up to its own position.
+        full: it sees all of them; one of the two was said.
         window: tokens that a query sees back and, if not causal, ahead; None for all.
         dtype: of activations.
 
@@ -97,10 +79,26 @@ def make_sequence(seq: int, batch: int, causal: bool, window: int | None, dtype:
         The shape.
 
     Raises:
-        OptionError: it is none.
+        OptionError: it is none, or the mask was not said, or twice.
     """
+    with naming("--seq"):
+        length = parse_tokens(seq) if isinstance(seq, str) else seq
+    if causal and full:
+        raise OptionError("--causal and --full: a mask is one of them")
+    if not (causal or full):
+        raise OptionError(
+            "the mask is missing: say --causal, as for a language model that predicts the next token, or --full, where "
+            "every query sees every key; no model tells it, and what is planned and its code depend on it"
+        )
     if window is not None:
         check_least("--window", window, 0)
     sees = None if window is None else (window, 0 if causal else window)
     with as_options():
-        return SequenceShape(seq, batch, causal, sees, getattr(torch, dtype))
+        return SequenceShape(length, batch, causal, sees, getattr(torch, dtype))
+
+
+def check_size(model: ModelShape, sequence: SequenceShape) -> None:
+    """Refuse (OptionError) a step whose largest tensor nobody can count the bytes of."""
+    widest = max(model.hidden, 2 * model.heads * model.dim, model.ffn, model.vocab, model.layers)
+    if max(sequence.length * sequence.batch, model.hidden) * widest > _MOST_ELEMENTS:
+        raise OptionError("--seq, --batch and the model's sizes: a tensor of more than 2^56 elements is not planned")

@@ -1,7 +1,7 @@
 """A plan and a profile as text, readable in a terminal of 100 columns."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from wallfacer_dt.command.planning.document import runs_of
+from wallfacer_dt.command.planning.figures import Figures
+from wallfacer_dt.command.planning.machines import MEASURED
+from wallfacer_dt.command.planning.share import print_figures
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.command.units import format_rate, format_size, format_speed, format_time
 from wallfacer_dt.planning import Candidate, Link, Plan, Profile, Ranked
@@ -23,24 +26,30 @@ def make_console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH)
 
 
-def print_plan(plan: Plan, top: int, console: Console) -> None:
+def print_plan(plan: Plan, figures: Figures, top: int, console: Console) -> None:
     """Print the best plans, what was dropped, and the code of the first.
 
     Args:
         plan: the plan.
+        figures: of it.
         top: how many of the best.
         console: where.
     """
-    for line in _summary(plan):
+    for line in _summary(plan, figures.origins):
         console.print(line)
+    if figures.source:
+        console.print(figures.source)
     best = plan.ranked[:top]
     what = "" if plan.model.ffn else " of attention"
     layers = f", {plan.model.layers} layers" if plan.model.layers > 1 else ""
-    _print_table(f"The best {len(best)} of {plan.considered} plans, for a step{what}{layers}", _costs(best), console)
+    _print_table(
+        f"The best {len(best)} of {plan.considered} plans, for a step{what}{layers}", _costs(best, figures), console
+    )
     _print_table("Why", _reasons(plan, best), console)
     _print_dropped(plan.dropped, console)
+    print_figures(plan, figures, console)
     console.print("\nTo use plan 1:", style="bold")
-    console.print(code_of(plan), soft_wrap=True)
+    console.print(code_of(plan, figures.activation), soft_wrap=True)
 
 
 def print_profile(plan: Plan, profile: Profile, path: Path, console: Console) -> None:
@@ -52,7 +61,7 @@ def print_profile(plan: Plan, profile: Profile, path: Path, console: Console) ->
         path: where it was written.
         console: where to print.
     """
-    for line in _summary(plan):
+    for line in _summary(plan, MEASURED):
         console.print(line)
     kernels = plan.cluster.kernels
     console.print(
@@ -65,7 +74,7 @@ def print_profile(plan: Plan, profile: Profile, path: Path, console: Console) ->
     console.print(f"written to {path}; wallfacer plan --profile reads it", soft_wrap=True)
 
 
-def _summary(plan: Plan) -> Iterator[str]:
+def _summary(plan: Plan, origins: Mapping[str, str]) -> Iterator[str]:
     cluster, model, sequence = plan.cluster, plan.model, plan.sequence
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {min(cluster.ranks, cluster.ranks_per_node)}"
     limit = "" if cluster.memory is None else f", each with {format_size(cluster.memory)}"
@@ -76,11 +85,11 @@ def _summary(plan: Plan) -> Iterator[str]:
     if cluster.ranks > 1:
         yield "; ".join(links)
     kernels = cluster.kernels
-    speeds = [format_speed(speed) for speed in (kernels.forward, kernels.backward, kernels.linear)]
+    speeds = [f"{format_speed(getattr(kernels, name))} ({origin})" for name, origin in origins.items()]
     long = f" in long blocks, half of that in those of {kernels.half_rows:.0f} queries" * (kernels.half_rows >= 0.5)
     yield f"attention at {speeds[0]}, its backward at {speeds[1]}{long}, other matrix products at {speeds[2]}"
     orders = sorted({one.candidate.order for one in plan.ranked})
-    seen = ", causal" * sequence.is_causal + _window(sequence.window_size)
+    seen = (", causal" if sequence.is_causal else ", full") + _window(sequence.window_size)
     yield (
         f"{sequence.length} tokens in {' or '.join(orders)} order{seen}, batch {sequence.batch}, {sequence.dtype_name}"
     )
@@ -97,22 +106,24 @@ def _window(size: tuple[int | None, int | None] | None) -> str:
     return "" if size is None else f", window {size[0]}"
 
 
-def _costs(best: Sequence[Ranked]) -> Table:
-    table = _table("step", "exposed")
+def _costs(best: Sequence[Ranked], figures: Figures) -> Table:
+    table = _table("step", "tokens\nper s", *["MFU"] * (figures.peak is not None), "exposed", gap=0)
     for heading in ("into\na rank", "into\na node", "hops", "memory"):
         table.add_column(heading, justify="right")
     for number, one in enumerate(best, 1):
         p = one.prediction
-        times = [format_time(p.seconds), format_time(p.exposed)]
+        mfu = figures.mfu(one)
+        shares = [] if mfu is None else [f"{mfu:.0%}"]
+        times = [format_time(p.seconds), f"{figures.rate(one):.0f}", *shares, format_time(p.exposed)]
         sizes = [format_size(p.rank_bytes), format_size(p.node_bytes), str(p.hops), format_size(p.memory)]
         table.add_row(str(number), *_choices(one.candidate), *times, *sizes, style="bold" if number == 1 else None)
     return table
 
 
-def _table(*times: str) -> Table:
+def _table(*times: str, gap: int = 1) -> Table:
     """A table of candidates, with columns for how long they take."""
-    table = _plain()
-    for heading in (_MESH, "in\nnode", "schedule", "rotates\nfwd, bwd"):
+    table = _plain(gap)
+    for heading in (_MESH, "in\nnode", "schedule", "rotates\nfwd,bwd"):
         table.add_column(heading)
     for heading in times:
         table.add_column(heading, justify="right")
@@ -174,8 +185,8 @@ def _print_dropped(dropped: Sequence[Ranked], console: Console) -> None:
         console.print(f"and {len(dropped) - _DROPPED} that need as much or more")
 
 
-def _plain() -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+def _plain(gap: int = 1) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, gap, 0, 0), pad_edge=False)
     table.add_column("#", justify="right", no_wrap=True)
     return table
 

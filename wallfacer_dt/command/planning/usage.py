@@ -13,11 +13,12 @@ _CHECKPOINTS = {
 }
 
 
-def code_of(plan: Plan) -> str:
+def code_of(plan: Plan, activation: str = "silu") -> str:
     """Code that uses the chosen plan, with the names of torchtitan's Llama 3.
 
     Args:
         plan: the plan.
+        activation: of the feed-forward.
 
     Returns:
         Lines of Python.
@@ -35,7 +36,7 @@ def code_of(plan: Plan) -> str:
     ]
     if has_metp:
         weights = 'up="w3", down="w2", gate="w1"' if plan.model.gated else 'up="w1", down="w2"'
-        lines.append(f'styles["{_FEED_FORWARD}"] = METPParallel({weights}, activation="silu")')
+        lines.append(f'styles["{_FEED_FORWARD}"] = METPParallel({weights}, activation="{activation}")')
     lines.append("parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel")
     lines.append("tokens = shard_sequence(tokens, order, dim=1)")
     if it.checkpoint in _CHECKPOINTS:
@@ -44,7 +45,7 @@ def code_of(plan: Plan) -> str:
 
 
 def _attention_line(plan: Plan) -> str:
-    options = {name: value for name, value in plan.attention_options.items() if value not in (None, False)}
+    options = {name: value for name, value in plan.attention_options.items() if value is not None}
     said = [f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
     arguments = ["order=order", *said]
     line = f"attention = WallFacerParallel({', '.join(arguments)})"

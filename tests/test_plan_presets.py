@@ -1,0 +1,332 @@
+"""Clusters and models by name, configs of models, MFU, and the longest sequence that fits."""
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import examples
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, plan
+from wallfacer_dt.command.app import main
+from wallfacer_dt.command.options import OptionError
+from wallfacer_dt.command.planning.machines import Machines
+from wallfacer_dt.command.planning.models import make_model
+from wallfacer_dt.command.units import parse_tokens
+from wallfacer_dt.kernels import Need, select_kernel
+from wallfacer_dt.metp.feed_forward import ACTIVATIONS
+from wallfacer_dt.planning import Kernels, PlanningError
+from wallfacer_dt.planning.candidates import attentions, with_layers
+from wallfacer_dt.planning.flops import flops_utilization, model_flops
+from wallfacer_dt.planning.gpus import GPUS
+from wallfacer_dt.planning.known_models import MODELS
+from wallfacer_dt.planning.longest import length_unit, longest_length
+from wallfacer_dt.planning.stack import stack_memory
+
+BILLIONS = {
+    "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3.1-405b": 405.9, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
+    "gpt3-175b": 175.2, "dit-xl/2": 0.446,
+}  # fmt: skip
+"""Parameters as published, but GPT-3's with an output projection of its own and DiT's without conditioning."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_as_many_weights_as_their_names_say(name: str) -> None:
+    it = MODELS[name].shape
+    weights = it.layers * (it.attention_weights + it.ffn_weights) + 2 * it.vocab * it.hidden
+    assert weights / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
+    assert MODELS[name].activation in ACTIVATIONS
+
+
+def test_the_h100_is_that_of_the_defaults() -> None:
+    assert GPUS["h100"].kernels(128) == Kernels()
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_gpus_are_assumed_to_stay_below_their_peak(name: str) -> None:
+    gpu = GPUS[name]
+    for dim in (32, 64, 72, 128, 200, 256, 512):
+        it = gpu.kernels(dim)
+        assert 0.25 * gpu.peak <= it.backward < it.forward < it.linear < 0.7 * gpu.peak
+        assert gpu.row(dim) == {32: 64, 72: 64, 200: 128, 512: 256}.get(dim, dim)
+        assert (it.forward, it.backward) == gpu.attention[gpu.row(dim)]
+    for dtype in (torch.bfloat16, torch.float16):
+        assert select_kernel("auto", Need("cuda", dtype, 128, 128, capability=gpu.capability)).name == "flash"
+    one, node, many = (gpu.cluster(ranks) for ranks in (1, 8, 64))
+    assert [it.nodes for it in (one, node, many)] == [1, 1, 8]
+    assert (many.nics, many.inter.bandwidth, many.memory) == (8, 8 * gpu.adapter, gpu.memory)
+
+
+def where(**said: str | int) -> tuple[Cluster, dict[str, str], float | None]:
+    cluster, origins, peak, _ = Machines(**said).cluster(torch.bfloat16, 128)
+    return cluster, dict(origins), peak
+
+
+def test_options_replace_parts_of_a_named_cluster() -> None:
+    base, origins, peak = where(name="h100x16")
+    assert base == GPUS["h100"].cluster(16)
+    assert peak == 989e12
+    assert origins == {
+        "forward": "assumed, 51% of the peak",
+        "backward": "assumed, 40% of the peak",
+        "linear": "assumed, 61% of the peak",
+    }
+    changes = {
+        "inter": ("1GB/s", {"inter": Link(1e9, 10e-6)}),
+        "intra": ("1GB/s", {"intra": Link(1e9, 5e-6)}),
+        "inter_latency": ("1ms", {"inter": Link(400e9, 1e-3)}),
+        "intra_latency": ("1ms", {"intra": Link(450e9, 1e-3)}),
+        "nics": (2, {"nics": 2}),
+        "memory": ("40GB", {"memory": 40 * 10**9}),
+        "ranks_per_node": (4, {"ranks_per_node": 4, "nics": 4, "inter": Link(200e9, 10e-6)}),
+        "linear_speed": ("1TFLOPS", {"kernels": Kernels(linear=1e12)}),
+        "attention_speed": ("1TFLOPS", {"kernels": Kernels(1e12, 0.8e12)}),
+    }
+    for name, (value, parts) in changes.items():
+        assert where(name="h100x16", **{name: value})[0] == replace(base, **parts)
+    assert where(name="h100x16", peak_speed="1PFLOPS")[2] == 1e15
+    source = Machines(name="h100x16", inter="1GB/s", memory="1GB").cluster(torch.bfloat16, 128).source
+    assert source.startswith("h100x16: ")
+    assert source.endswith("links reach their rates; replaced by --inter, --memory")
+    said = where(name="h100x16", attention_speed="1TFLOPS", linear_speed="1TFLOPS")[1]
+    assert said == {"forward": "given", "backward": "assumed, 0.8 of the forward's", "linear": "given"}
+
+
+def test_heads_between_those_in_the_table() -> None:
+    machines = Machines(name="a100x8")
+    assert machines.cluster(torch.float16, 72).origins["forward"] == "assumed, 48% of the peak as for heads of 64"
+    assert machines.cluster(torch.float16, 64).origins["forward"] == "assumed, 48% of the peak"
+    with pytest.raises(OptionError, match="--dtype: no attention kernel for it on --cluster a100x8, use --dtype bfloa"):
+        machines.cluster(torch.float64, 64)
+
+
+def test_without_a_name_rates_are_assumed_to_be_an_h100s() -> None:
+    cluster, origins, peak = where(ranks=2, intra="1GB/s")
+    assert (cluster.kernels, peak) == (Kernels(), None)
+    assert set(origins.values()) == {"assumed, an H100's"}
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "head_dim": None,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_inner": None, "vocab_size": 50257,
+    "activation_function": "gelu_new",
+}  # fmt: skip
+GEMMA = LLAMA | {
+    "model_type": "gemma2", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 144, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def written(tmp_path: Path, config: object) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(path)
+
+
+def test_configs(tmp_path: Path) -> None:
+    assert make_model(written(tmp_path, LLAMA)) == MODELS["llama3-8b"]
+    assert make_model(written(tmp_path, LLAMA), layers=2, ffn=0).shape == replace(
+        MODELS["llama3-8b"].shape, layers=2, ffn=0
+    )
+    qwen = LLAMA | {
+        "model_type": "qwen3", "hidden_size": 5120, "num_attention_heads": 64, "head_dim": 128,
+        "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936, "use_sliding_window": False,
+        "sliding_window": 4096,
+    }  # fmt: skip
+    assert make_model(written(tmp_path, qwen)) == MODELS["qwen3-32b"]
+    gpt = make_model(written(tmp_path, GPT2))
+    assert gpt.shape == ModelShape(768, 12, ffn=3072, gated=False, layers=12, vocab=50257)
+    assert (gpt.activation, gpt.left_out) == (
+        "gelu_tanh",
+        ("shared embeddings, taken as two", "biases", "learned positions"),
+    )
+    assert make_model(written(tmp_path, GPT2 | {"n_inner": 100})).shape.ffn == 100
+    gemma = make_model(written(tmp_path, GEMMA))
+    assert (gemma.shape.dim, gemma.activation) == (256, "gelu_tanh")
+    assert gemma.left_out == (
+        "its sliding window of 4096 (a window for all layers: --window)",
+        "its soft cap of 50.0, which the style must be told",
+        "its scale of attention, 144^-0.5, which the style must be told",
+        "shared embeddings, taken as two",
+    )
+    mistral = LLAMA | {"model_type": "mistral", "sliding_window": None}
+    del mistral["num_key_value_heads"]
+    assert make_model(written(tmp_path, mistral)).shape.keys == 32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "model_type is missing, known are gemma, "),
+        (LLAMA | {"model_type": "mamba"}, "model_type is 'mamba', known are gemma, "),
+        (LLAMA | {"model_type": ["llama"]}, r"model_type is \['llama'\], known"),
+        (LLAMA | {"model_type": "\x1b[2J" + 100 * "m"}, r"model_type is '\\x1b\[2Jm{29}\.\.\., known"),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "hidden_size or n_embd is missing"),
+        ({k: v for k, v in LLAMA.items() if k != "intermediate_size"}, "intermediate_size or n_inner is missing"),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_act"}, "hidden_act or activation_function is missing"),
+        (LLAMA | {"hidden_act": "xielu"}, "hidden_act must be one of silu, .*, got 'xielu'"),
+        (LLAMA | {"hidden_act": ["silu"]}, r"hidden_act must be one of silu, .*, got \['silu'\]"),
+        *(
+            (LLAMA | {"num_hidden_layers": bad}, "num_hidden_layers must be a whole number from 1 to 10000000, got ")
+            for bad in (0, -1, True, 1.0, "32", 10**7 + 1, [32], math.nan, math.inf, 10**50)
+        ),
+        (LLAMA | {"num_key_value_heads": 5}, "kv_heads must divide heads, got 5 and 32"),
+        (LLAMA | {"num_attention_heads": 24}, "heads must divide hidden unless head_dim is given, got 24 and 4096"),
+        ("[]", "is no config: JSON, but no object"),
+        ("{", "is no JSON: Expecting property name"),
+        ("", "is no JSON: "),
+        ("[" * 200_000, "is no JSON: "),
+        ('{"hidden_size": ' + "1" * 5000 + "}", "is no JSON: Exceeds the limit"),
+        (" " * (2**20 + 1), "has more than 1048576 bytes, which no config has"),
+    ],
+)
+def test_a_config_that_is_none_gets_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: object, message: str
+) -> None:
+    path = written(tmp_path, config)
+    with pytest.raises(OptionError, match=message):
+        make_model(path)
+    assert main(["plan", "--model", path, "--seq", "8k", "--causal", "--cluster", "h100x2"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"wallfacer plan: --model: {path}")
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+    assert len(printed.err) < 400 + 2 * len(path)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for name, message in (("pipe", "is no file"), ("binary", "is no JSON"), ("none", "No such file or directory")):
+        with pytest.raises(OptionError, match=f"--model: .*{name}.json:? {message}"):
+            make_model(str(tmp_path / f"{name}.json"))
+    with pytest.raises(OptionError, match="--model: /tmp: Is a directory"):
+        make_model("/tmp")
+
+
+@given(st.integers(1, 2**32))
+def test_tokens(tokens: int) -> None:
+    assert parse_tokens(str(tokens)) == tokens
+    for unit, size in (("k", 1024), ("K", 1024), ("M", 1024**2)):
+        if tokens * size <= 2**32:
+            assert parse_tokens(f"{tokens}{unit}") == tokens * size
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "k", "0", "-1", "1e6", "0.3k", "1kB", "1Ki", "1m", "nan", "inf", "1_000", "٣", "4097M"]
+)
+def test_what_is_no_number_of_tokens(bad: str) -> None:
+    with pytest.raises(ValueError, match="must be a number of tokens like 131072, 128k or 1M"):
+        parse_tokens(bad)
+
+
+@given(st.integers(1, 20), st.integers(1, 3), st.booleans(), st.none() | st.integers(0, 25))
+def test_flops_are_those_of_the_pairs_that_are_seen(length: int, batch: int, causal: bool, left: int | None) -> None:
+    model = ModelShape(16, 4, 2, 8, ffn=24, layers=3, vocab=10)
+    window = None if left is None else (left, 0 if causal else left)
+    sequence = SequenceShape(length, batch, causal, window)
+    far = length if left is None else left
+    pairs = sum(-far <= k - q <= (0 if causal else far) for q in range(length) for k in range(length))
+    # A product of (m, k) and (k, n) is 2 m k n; the backward has two for one. Scores and output: two of heads x dim.
+    products = 16 * (4 + 2 * 2 + 4) * 8 + 3 * 16 * 24
+    forward = batch * (3 * (2 * length * products + 4 * pairs * 4 * 8) + 2 * length * 16 * 10)
+    assert model_flops(model, sequence) == 3 * forward
+    alone = replace(model, ffn=0, vocab=0)
+    assert model_flops(alone, sequence) == 3 * 3 * batch * 4 * pairs * 4 * 8
+
+
+def test_a_causal_mask_counts_as_half_and_a_run_at_the_peak_as_one() -> None:
+    model, full = ModelShape(16, 4, ffn=0), SequenceShape(2**20)
+    assert model_flops(model, replace(full, is_causal=True)) / model_flops(model, full) == pytest.approx(0.5, rel=1e-5)
+    assert flops_utilization(6e15, 2.0, 3, 1e15) == 1
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_what_is_predicted_stays_below_what_kernels_reach(name: str) -> None:
+    model, sequence = replace(MODELS["llama3-8b"].shape, layers=2), SequenceShape(2**15, is_causal=True)
+    cluster = GPUS[name].cluster(2)
+    made = plan(model, sequence, cluster)
+    for one in made.ranked:
+        share = flops_utilization(model_flops(model, sequence), one.prediction.seconds, 2, GPUS[name].peak)
+        assert 0.1 < share < cluster.kernels.linear / GPUS[name].peak
+
+
+CLUSTERS = st.sampled_from([Cluster(ranks, 2, Link(1e9), Link(1e9)) for ranks in (1, 2, 4)])
+
+
+@pytest.mark.slow
+@examples(6)
+@given(CLUSTERS, st.booleans(), st.sampled_from([0, 96]), st.integers(1, 20), st.none() | st.integers(20, 200))
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(
+    cluster: Cluster, causal: bool, ffn: int, units: int, left: int | None
+) -> None:
+    model = ModelShape(32, 4, 2, ffn=ffn, layers=2, vocab=64 if ffn else 0)
+    window = None if left is None else (left, 0 if causal else left)
+    sequence = SequenceShape(1, is_causal=causal, window_size=window)
+    unit = length_unit(cluster.ranks)
+
+    def least(length: int) -> int:
+        """By all rotations and placements."""
+        it = replace(sequence, length=length)
+        every = [one for a in attentions(model, it, cluster) for one in with_layers(a, model)]
+        return min(stack_memory(one, model, it).peak for one in every)
+
+    memory = least(units * unit)
+    found = longest_length(model, sequence, replace(cluster, memory=memory))
+    assert found % unit == 0
+    assert least(found) <= memory < least(found + unit)
+    assert found >= units * unit
+
+
+def test_where_nothing_fits_there_is_no_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(2, 2, Link(1e9), Link(1e9), memory=1000)
+    assert longest_length(ModelShape(32, 4), SequenceShape(1), cluster) == 0
+    sizes = "--hidden 32 --heads 4 --ranks 2 --intra 1GB/s --memory 1kB"
+    assert main(f"plan {sizes} --seq longest --full".split()) == 2
+    assert capsys.readouterr().err.startswith("wallfacer plan: --memory: nothing fits: memory is 1 kB a rank")
+    with pytest.raises(ValueError, match="memory of a rank must be known"):
+        longest_length(ModelShape(32, 4), SequenceShape(1), replace(cluster, memory=None))
+
+
+def test_the_longest_sequence_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--hidden 64 --heads 4 --ranks 2 --intra 1GB/s --memory 10MB --full"
+    assert main(f"plan {sizes} --seq longest".split()) == 0
+    printed = capsys.readouterr().out
+    cluster = Cluster(2, 2, Link(1e9), Link(1e9), memory=10**7)
+    length = longest_length(ModelShape(64, 4), SequenceShape(1), cluster)
+    assert plan(ModelShape(64, 4), SequenceShape(length), cluster).prediction.memory <= 10**7
+    with pytest.raises(PlanningError, match="nothing fits"):
+        plan(ModelShape(64, 4), SequenceShape(length + 4), cluster)
+    assert printed.startswith(f"the longest sequence of which a plan fits, in steps of 4, is {length} tokens\n")
+    assert f"\n{length} tokens in contiguous order, full, batch 1, bfloat16\n" in printed
+    assert main(f"plan {sizes} --seq longest --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["sequence"]["length"] == length
+
+
+def test_a_named_cluster_and_model_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan --cluster h100x2 --model llama3-8b --layers 2 --seq 8k --causal"
+    assert main(command.split()) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "attention at 500 TFLOPS (assumed, 51% of the peak)", "NVIDIA H100 SXM",
+        "8192 tokens in head_tail order, causal",
+        "MFU of plan 1: ", "time x ranks x peak", "Adam's moments and master weights, in float32", "Not included:",
+        "is_causal=True",
+    ):  # fmt: skip
+        assert part in " ".join(text.split()), part
+    assert max(map(len, text.splitlines())) <= 100
+    assert main([*command.split(), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    figures, first = document["figures"], document["ranked"][0]["prediction"]
+    flops = model_flops(ModelShape(**document["model"]), SequenceShape(8192, is_causal=True))
+    assert figures["mfu"] == flops / (first["seconds"] * 2 * 989e12)
+    assert figures["tokens_per_second"] == 8192 / first["seconds"]
+    assert sum(figures["memory"].values()) == first["memory"]

@@ -1,0 +1,122 @@
+"""A model's sizes from the config.json of Hugging Face's transformers, which is not needed for it, nor trusted."""
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from wallfacer_dt.planning import ModelShape
+from wallfacer_dt.planning.known_models import KnownModel
+
+_MOST_BYTES = 2**20
+_MOST = 10**7  # of any size
+_GATED = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+_TYPES = (*_GATED, "gpt2")
+_KEYS = {
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "vocab": ("vocab_size",),
+}
+_MAY_BE_MISSING = ("kv_heads", "head_dim")
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+# Gemma's configs name what they compute under a key of its own, and under the usual one something else.
+_ACTIVATION_KEYS = ("hidden_activation", "hidden_act", "activation_function")
+_LEFT_OUT = {
+    "sliding_window": "its sliding window of {} (a window for all layers: --window)",
+    "attn_logit_softcapping": "its soft cap of {}, which the style must be told",
+    "query_pre_attn_scalar": "its scale of attention, {}^-0.5, which the style must be told",
+    "tie_word_embeddings": "shared embeddings, taken as two",
+    "attention_bias": "biases of attention",
+}
+
+
+def read_config(path: str) -> KnownModel:
+    """Read a model's sizes.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: it cannot be read, is no config of a model that is known, or lacks something.
+    """
+    config = _load(path)
+    kind = config.get("model_type")
+    if kind not in _TYPES:
+        said = "is missing" if kind is None else f"is {_short(kind)}"
+        raise ValueError(f"{path}: model_type {said}, known are {', '.join(_TYPES)}; give sizes as options instead")
+    sizes: dict[str, int] = {}
+    for name, keys in _KEYS.items():
+        key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], None))
+        if value is None and name == "ffn" and kind == "gpt2":
+            value = 4 * sizes["hidden"]
+        if value is None and name in _MAY_BE_MISSING:
+            continue
+        if value is None:
+            raise ValueError(f"{path}: {' or '.join(keys)} is missing")
+        if type(value) is not int or not 1 <= value <= _MOST:  # a bool is no size
+            raise ValueError(f"{path}: {key} must be a whole number from 1 to {_MOST}, got {_short(value)}")
+        sizes[name] = value
+    key, said = next(((key, config[key]) for key in _ACTIVATION_KEYS if config.get(key) is not None), ("", None))
+    if not key:
+        raise ValueError(f"{path}: {' or '.join(_ACTIVATION_KEYS[1:])} is missing")
+    if not isinstance(said, str) or said not in _ACTIVATIONS:
+        raise ValueError(f"{path}: {key} must be one of {', '.join(_ACTIVATIONS)}, got {_short(said)}")
+    try:
+        shape = ModelShape(**sizes, gated=kind in _GATED)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape)))
+
+
+def _load(path: str) -> Mapping[str, Any]:
+    try:
+        # Of a pipe nobody may ever write to.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"{path} is no file")
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"{path} has more than {_MOST_BYTES} bytes, which no config has")
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no config: JSON, but no object")
+    return config
+
+
+def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[str]:
+    """What the config says and the planner does not count."""
+    # Gemma and GPT-2 share embeddings unless they say otherwise.
+    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2"))} | dict(config)
+    if said.get("use_sliding_window") is False:
+        said.pop("sliding_window", None)
+    if said.get("query_pre_attn_scalar") == shape.dim:
+        said.pop("query_pre_attn_scalar")
+    found = [text.format(_short(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]
+    if kind in ("qwen3", "gemma3_text"):
+        found.append("norms of queries and keys")
+    if kind in ("gpt2", "qwen2"):
+        found.append("biases")
+    if kind == "gpt2":
+        found.append("learned positions")
+    return found
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,95 @@
+"""What stands beside a plan's predictions: tokens per second, MFU, memory by category, and what none of them counts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wallfacer_dt.command.planning.machines import Where
+from wallfacer_dt.planning import Plan, Ranked
+from wallfacer_dt.planning.flops import flops_utilization, model_flops
+from wallfacer_dt.planning.known_models import KnownModel
+from wallfacer_dt.planning.stack import StackMemory, stack_memory
+
+MFU = "model FLOPs without recomputation, causal attention counted as half / (time x ranks x peak)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of a plan.
+
+    Attributes:
+        flops: the model's, of a step.
+        peak: of a rank, floating point operations per second; None: not known, and so no MFU.
+        ranks: that share a step.
+        tokens: of a step.
+        memory: of the first plan.
+        origins: who says the rates of kernels, see :class:`Where`.
+        source: of the cluster, a line, or empty.
+        activation: of the feed-forward.
+        left_out: what is not counted, by name.
+    """
+
+    flops: int
+    peak: float | None
+    ranks: int
+    tokens: int
+    memory: StackMemory
+    origins: Mapping[str, str]
+    source: str
+    activation: str
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, where: Where, known: KnownModel) -> "Figures":
+        """The figures of a plan for a model on a cluster."""
+        model, sequence = plan.model, plan.sequence
+        return cls(
+            flops=model_flops(model, sequence),
+            peak=where.peak,
+            ranks=plan.cluster.ranks,
+            tokens=sequence.batch * sequence.length,
+            memory=stack_memory(plan.chosen, model, sequence),
+            origins=where.origins,
+            source=where.source,
+            activation=known.activation,
+            left_out=tuple(_left_out(plan, known)),
+        )
+
+    def rate(self, one: Ranked) -> float:
+        """Tokens per second, of all ranks together."""
+        return self.tokens / one.seconds
+
+    def mfu(self, one: Ranked) -> float | None:
+        """Model FLOPs utilization, see :data:`MFU`; None without a peak."""
+        return None if self.peak is None else flops_utilization(self.flops, one.seconds, self.ranks, self.peak)
+
+    def as_json(self, plan: Plan) -> dict[str, Any]:
+        """Of the plan's first."""
+        first = plan.ranked[0]
+        return {
+            "tokens_per_second": self.rate(first),
+            "mfu": self.mfu(first),
+            "flops": self.flops,
+            "peak": self.peak,
+            "memory": asdict(self.memory),
+            "origins": dict(self.origins),
+            "source": self.source,
+            "activation": self.activation,
+            "left_out": list(self.left_out),
+        }
+
+
+def _left_out(plan: Plan, known: KnownModel) -> Iterator[str]:
+    """What is in no number: of the time, of memory, and of the model."""
+    model = plan.model
+    if not model.ffn:
+        yield "in the time: projections (no --ffn: attention alone is planned)"
+    if not model.vocab:
+        yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
+    else:
+        yield "in the time: FSDP's traffic of embedding and output projection"
+    yield "in the time: norms, rotary embedding and other elementwise work, the loss, the optimizer, loading data"
+    yield "in memory: workspace of kernels, the CUDA context, buffers of NCCL, what the allocator loses"
+    yield "data, tensor and pipeline parallelism: all ranks are taken to share each sequence"
+    for one in known.left_out:
+        yield f"of the model: {one}"

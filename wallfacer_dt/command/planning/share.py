@@ -1,0 +1,39 @@
+"""What the first plan makes of its ranks, as text: MFU, memory by category, and what is not counted."""
+
+from rich.console import Console
+
+from wallfacer_dt.command.planning.figures import MFU, Figures
+from wallfacer_dt.command.units import format_size, format_speed
+from wallfacer_dt.planning import Plan
+
+_CATEGORIES = {
+    "weights": "weights, a rank's shards",
+    "gradients": "gradients, likewise",
+    "optimizer": "optimizer: Adam's moments{master}, in float32",
+    "kept": "activations, kept for the backward",
+    "gathered": "buffers: FSDP's whole weights of layers in use",
+    "working": "buffers: the most that computing takes beside",
+}
+
+
+def print_figures(plan: Plan, figures: Figures, console: Console) -> None:
+    """Print them.
+
+    Args:
+        plan: the plan.
+        figures: of its first.
+        console: where.
+    """
+    mfu = figures.mfu(plan.ranked[0])
+    if mfu is None:
+        console.print("\nMFU is not given: the peak is not known, give --cluster NAME or --peak-speed")
+    else:
+        console.print(f"\nMFU of plan 1: {mfu:.1%}", style="bold")
+        console.print(f"{MFU}; {figures.flops:.3g} FLOPs, {format_speed(figures.peak or 0)} a rank")
+    console.print(f"\nMemory of plan 1, {format_size(figures.memory.peak)} a rank:", style="bold")
+    master = " and master weights" * (plan.sequence.dtype.itemsize < 4)
+    for name, text in _CATEGORIES.items():
+        console.print(f"{format_size(getattr(figures.memory, name)):>8}  {text.format(master=master)}")
+    console.print("\nNot included:", style="bold")
+    for one in figures.left_out:
+        console.print(f"- {one}")

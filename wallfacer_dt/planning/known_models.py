@@ -1,0 +1,52 @@
+"""Models by name, as the planner takes them: sizes from their public configurations, and what it leaves out of them."""
+
+from dataclasses import dataclass
+
+from wallfacer_dt.planning.model import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model's sizes, and what they do not say.
+
+    Attributes:
+        shape: sizes.
+        activation: of the feed-forward, as :class:`wallfacer_dt.METPParallel` names it.
+        left_out: what the model has and the planner does not count.
+    """
+
+    shape: ModelShape
+    activation: str = "silu"
+    left_out: tuple[str, ...] = ()
+
+
+def _llama3(hidden: int, heads: int, ffn: int, layers: int) -> KnownModel:
+    """Table 3 of "The Llama 3 Herd of Models", and the models' params.json."""
+    return KnownModel(ModelShape(hidden, heads, 8, 128, ffn, layers=layers, vocab=128256))
+
+
+def _qwen3(hidden: int, heads: int, ffn: int, layers: int) -> KnownModel:
+    """The config.json of Qwen/Qwen3-8B and Qwen/Qwen3-32B."""
+    shape = ModelShape(hidden, heads, 8, 128, ffn, layers=layers, vocab=151936)
+    return KnownModel(shape, left_out=("norms of queries and keys",))
+
+
+MODELS = {
+    "llama3-8b": _llama3(4096, 32, 14336, 32),
+    "llama3-70b": _llama3(8192, 64, 28672, 80),
+    "llama3.1-405b": _llama3(16384, 128, 53248, 126),
+    "qwen3-8b": _qwen3(4096, 32, 12288, 36),
+    "qwen3-32b": _qwen3(5120, 64, 25600, 64),
+    # Table 2.1 of "Language Models are Few-Shot Learners".
+    "gpt3-175b": KnownModel(
+        ModelShape(12288, 96, ffn=49152, gated=False, layers=96, vocab=50257),
+        "gelu",
+        ("biases", "learned positions", "its locally banded layers, taken as dense", "shared embeddings, taken as two"),
+    ),
+    # Table 1 of "Scalable Diffusion Models with Transformers", and DiT_XL_2 of facebookresearch/DiT.
+    "dit-xl/2": KnownModel(
+        ModelShape(1152, 16, ffn=4608, gated=False, layers=28),
+        "gelu_tanh",
+        ("biases", "conditioning by adaLN (6 x hidden^2 weights a layer)", "patch embedding and final layer"),
+    ),
+}

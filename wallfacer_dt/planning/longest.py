@@ -1,0 +1,80 @@
+"""The longest sequence that fits into memory, by any plan."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
+from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.stack import stack_memory
+
+MOST = 2**28
+"""Tokens, beyond which nobody looks."""
+
+
+def length_unit(ranks: int) -> int:
+    """Of which lengths are multiples, so that shards are even in every token order."""
+    return 2 * ranks
+
+
+def longest_length(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> int:
+    """Bisect for the longest sequence of which some plan fits, among multiples of :func:`length_unit`.
+
+    Args:
+        model: sizes.
+        sequence: mask, batch and dtype; its length does not matter.
+        cluster: its ranks, and the memory of one.
+
+    Returns:
+        Tokens, at most :data:`MOST`; 0 if not even one unit fits.
+
+    Raises:
+        ValueError: the memory of a rank is not known.
+    """
+    if cluster.memory is None:
+        raise ValueError("memory of a rank must be known")
+    limit, unit = cluster.memory, length_unit(cluster.ranks)
+    most, longest = MOST // unit, 0  # in units
+    for candidate in _unlike(model, sequence, cluster):
+
+        def peak(units: int, candidate: Candidate = candidate) -> int:
+            return stack_memory(candidate, model, replace(sequence, length=units * unit)).peak
+
+        # Most are asked once: what does not hold a unit more than another does is no better.
+        if longest < most and peak(longest + 1) <= limit:
+            longest = _last(peak, limit, longest + 1, most)
+    return longest * unit
+
+
+def _last(peak: Callable[[int], int], limit: int, low: int, most: int) -> int:
+    """The last from ``low``, of which the peak is within the limit, to ``most`` of which it is.
+
+    By doubling, then by bisection, and first where a straight line crosses the limit, as peaks grow nearly straight.
+    """
+    # Not from the most: a narrow window has too many tiles there.
+    high = min(2 * low, most)
+    while peak(high) <= limit:
+        if high == most:
+            return most
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        share = (limit - peak(low)) / (peak(high) - peak(low))
+        guess = low + int(share * (high - low))
+        for units in (guess, guess + 1, (low + high) // 2):
+            if low < units < high:
+                low, high = (units, high) if peak(units) <= limit else (low, units)
+    return low
+
+
+def _unlike(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Iterator[Candidate]:
+    """What may differ in memory, likely small ones first: placements do not, nor what moves in the forward."""
+    alike = {
+        replace(one, placement="team_in_node", rotate_forward="kv"): None
+        for one in attentions(model, sequence, cluster)
+    }
+    for attention in alike:
+        yield from sorted(with_layers(attention, model), key=_is_large)
+
+
+def _is_large(candidate: Candidate) -> tuple[bool, bool]:
+    return candidate.checkpoint != "full", candidate.feed_forward != "metp"
