@@ -1,6 +1,6 @@
 """Pools of ranks, started when first needed and kept for a module; hypothesis profiles; options of the tiers.
 
-Profiles: `fast` tries the same examples every time, `whole` five times as many, `random` others at every run. See
+Profiles: `fast` tries the same examples every time, `whole` eight times as many, `random` others at every run. See
 docs/testing.md.
 """
 
@@ -16,17 +16,19 @@ from wallfacer_dt.testing import RankPool
 torch.set_num_threads(1)
 # A first example on a size starts its pool, which is no flaw of the property.
 _SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("fast", derandomize=True, max_examples=100, **_SLOW)
+settings.register_profile("fast", derandomize=True, max_examples=60, **_SLOW)
 settings.register_profile("whole", derandomize=True, max_examples=500, **_SLOW)
 # What breaks under a mutant need not be made small.
-settings.register_profile("mutants", settings.get_profile("fast"), phases=(Phase.explicit, Phase.generate))
+settings.register_profile(
+    "mutants", settings.get_profile("fast"), max_examples=100, phases=(Phase.explicit, Phase.generate)
+)
 # Where CI is set, hypothesis has defaults of its own, among them that of the same examples every time.
 settings.register_profile("random", derandomize=False, print_blob=True, max_examples=100, **_SLOW)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole", action="store_true", help="run what is marked `whole` too, with five times the examples"
+        "--whole", action="store_true", help="run what is marked `whole` too, with eight times the examples"
     )
     parser.addoption(
         "--processes", action="store_true", help="run what runs on threads, and only that, on gloo processes instead"

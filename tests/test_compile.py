@@ -183,6 +183,7 @@ def two_attentions() -> tuple[int, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_inductor_with_ulysses_keeps_documents_an_input() -> None:
     pool = RankPool(2, timeout=500)
     try:
