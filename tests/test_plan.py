@@ -86,6 +86,8 @@ def test_a_gather_goes_round_and_an_exchange_is_sent_at_once() -> None:
     assert set(wires(dict.fromkeys(keys, sent), node).values()) == {Wire(20, 1, 5, 1, 15, 15)}
     # Both of the node's ranks take half of what enters it, where there are interfaces for both.
     assert list(wires({Key(False, "gather", "", 0): gathered}, node).values()) == [Wire(20, 0, 0, 4, 12, 20)]
+    through_one = wires({Key(False, "gather", "", 0): gathered}, node, striped_gathers=False)
+    assert list(through_one.values()) == [Wire(20, 0, 0, 4, 20, 20)]
 
 
 def test_copying_is_neither_hidden_nor_computing() -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+import torch
+
 from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.segments import Work
@@ -72,7 +74,7 @@ def attention_events(
             if group + 1 < len(groups):
                 yield exchange("to_heads", group + 1)
         if heads[0]:
-            costs = _Costs(model, sequence, kernels, heads, backward)
+            costs = Costs(kernels, sequence.batch, *heads, model.dim, sequence.dtype, backward=backward)
             for step, some in zip(schedule.steps, tiles, strict=True):
                 match step:
                     case Start(transfer):
@@ -134,20 +136,31 @@ def _sizes(work: Work) -> Sizes:
     return tuple((tile.area, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) for tile in tiles)
 
 
-class _Costs:
-    """Seconds of tiles for a group of heads."""
+class Costs:
+    """What tiles of a group of heads cost, by the rates of kernels.
+
+    Args:
+        kernels: rates.
+        batch: B.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: H.
+        dtype: of q, k and v.
+        backward: whether it is the backward's.
+    """
 
     def __init__(
-        self, model: ModelShape, sequence: SequenceShape, kernels: Kernels, heads: tuple[int, int], backward: bool
-    ) -> None:
+        self, kernels: Kernels, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *,
+        backward: bool,
+    ) -> None:  # fmt: skip
         rate = kernels.backward / 10 if backward else kernels.forward / 4
-        token = sequence.batch * model.dim
+        token = batch * head_dim
         self.overhead, self.half_rows = kernels.overhead, kernels.half_rows
-        self.pair = heads[0] * token / rate
+        self.pair = heads * token / rate
         # A partial result is read, and read and written where it is added to. The first of a block is added to nothing;
         # what it is charged stands for adding what arrives of that block's rows in the end.
-        touched = 3 * token * accumulation_dtype(sequence.dtype).itemsize / kernels.merge
-        self.query, self.key = heads[0] * touched, 2 * heads[1] * touched * backward
+        touched = 3 * token * accumulation_dtype(dtype).itemsize / kernels.merge
+        self.query, self.key = heads * touched, 2 * kv_heads * touched * backward
         self.known: dict[Sizes, float] = {}
 
     def of(self, tiles: Sizes) -> float:

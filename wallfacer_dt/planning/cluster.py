@@ -92,6 +92,8 @@ class Cluster:
         nics: over how many interfaces a node's link is spread: one rank gets at most bandwidth / nics.
         memory: bytes of one rank, or None for as much as is needed.
         kernels: rates.
+        striped_gathers: whether what a gather brings into a node comes over the interfaces of all its ranks there, as
+            by NCCL's rings, or over one, as by gloo's.
     """
 
     ranks: int
@@ -101,6 +103,7 @@ class Cluster:
     nics: int = 1
     memory: int | None = None
     kernels: Kernels = Kernels()
+    striped_gathers: bool = True
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what is no cluster."""

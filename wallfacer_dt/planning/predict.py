@@ -90,7 +90,7 @@ def _one_way(
 ) -> _OneWay:
     arrived = one_way(candidate, model, sequence, backward=backward)
     node = node_of(candidate, cluster.ranks_per_node)
-    on_wires = wires(arrived, node)
+    on_wires = wires(arrived, node, striped_gathers=cluster.striped_gathers)
     # Ranks with other heads wait for each other: the slowest counts.
     by_heads = [
         run(attention_events(candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward), cluster)

@@ -75,12 +75,19 @@ class Probe:
     def cluster(self, model: ModelShape, sequence: SequenceShape, memory: int | None) -> Cluster:
         """Measure links and kernels; all ranks return the same."""
         kernels, contention = self.kernels(model, sequence)
+        found = self.links(contention)
+        return replace(found, memory=memory, kernels=replace(kernels, copy=found.kernels.copy))
+
+    def links(self, contention: float = 1.0) -> Cluster:
+        """Measure links alone: of kernels what copying takes, where a second of a processor takes ``contention``."""
         per_node = min(self.ranks_per_node, self.ranks)
         has_intra, has_inter = per_node > 1, self.ranks > per_node
         intra, copy = self._intra(per_node, contention) if has_intra else (Link(1e12), 0.0)
         inter, nics, copy_inter = self._inter(per_node, contention) if has_inter else (intra, 1, 0.0)
-        kernels = replace(kernels, copy=max(copy, copy_inter))
-        return Cluster(self.ranks, per_node, intra, inter, nics, memory, kernels)
+        return Cluster(
+            self.ranks, per_node, intra, inter, nics, kernels=Kernels(copy=max(copy, copy_inter)),
+            striped_gathers=dist.get_backend() != "gloo",
+        )  # fmt: skip
 
     def kernels(self, model: ModelShape, sequence: SequenceShape) -> tuple[Kernels, float]:
         """Rates of kernels, and how many seconds pass while a rank's processor works for one (ranks may share it)."""

@@ -146,6 +146,7 @@ def profile(
     iterations: int = 3,
     turns: int | None = None,
     build: Build | None = None,
+    kernel: str = "auto",
     cluster: Cluster | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> tuple[Plan, Profile]:
@@ -164,6 +165,7 @@ def profile(
         build: from a plan whose choice is to be run, one step of the real model, of which there is one at a time;
             without it, one call of attention of the model's shape, forward and backward, on random numbers, and that is
             what is planned.
+        kernel: of that call, see :class:`wallfacer_dt.AttentionOptions`; not with ``build``, which has its own.
         cluster: instead of measuring it; it says itself how many ranks share a node, and what memory they have.
         path: a file for rank 0 to add the result to; what it has of other models and sequences stays, unless links and
             kernels are not those that it was measured with, of which a warning tells.
@@ -180,6 +182,8 @@ def profile(
     turns = (1 if build else 3) if turns is None else turns
     if min(top, iterations, turns) < 1:
         raise ValueError(f"top, iterations and turns must be at least 1, got {top}, {iterations} and {turns}")
+    if build and kernel != "auto":
+        raise ValueError(f"build runs the model's own attention, so that kernel={kernel!r} would be of no use")
     if cluster is not None and (ranks_per_node, memory) != (None, None):
         raise ValueError("a cluster has ranks_per_node and memory itself: give it, or these two")
     if cluster is not None and cluster.ranks != dist.get_world_size():
@@ -191,7 +195,9 @@ def profile(
     model = model if build else model.attention_alone
     first = _by_first(lambda: plan(model, sequence, cluster, keep=_RANKED * top))
     chosen = shortlist(first, top)
-    seconds = _run(first, chosen, iterations, turns, partial(_built, build, device_type), torch.device(device_type))
+    seconds = _run(
+        first, chosen, iterations, turns, partial(_built, build, device_type, kernel), torch.device(device_type)
+    )
     measured = tuple(
         Measured(model, sequence, one.candidate, taken) for one, taken in zip(chosen, seconds, strict=True)
     )
@@ -279,7 +285,7 @@ def _are_alike(one: Cluster, other: Cluster) -> bool:
 
 
 @contextmanager
-def _built(build: Build | None, device_type: str, one: Plan) -> Iterator[Callable[[], object]]:
+def _built(build: Build | None, device_type: str, kernel: str, one: Plan) -> Iterator[Callable[[], object]]:
     """A plan's step, while it is there."""
     if build:
         gc.collect()  # what the last one held
@@ -288,7 +294,7 @@ def _built(build: Build | None, device_type: str, one: Plan) -> Iterator[Callabl
     # Groups that wait cost a processor's time: gloo's threads wake up all the while.
     mesh = one.mesh(device_type)
     with temporary_groups(mesh):
-        yield attention_step(one, mesh)
+        yield attention_step(one, mesh, kernel)
 
 
 def _run(
@@ -322,12 +328,13 @@ def _run(
     ]
 
 
-def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
+def attention_step(given: Plan, mesh: DeviceMesh, kernel: str = "auto") -> Callable[[], object]:
     """One call of the chosen attention on random numbers, forward and backward.
 
     Args:
         given: the plan.
         mesh: what :meth:`Plan.mesh` makes, or made before.
+        kernel: its name.
 
     Returns:
         The call.
@@ -346,6 +353,7 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
         out = context_parallel_attention(
             q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
             schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
+            kernel=kernel,
         )  # fmt: skip
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 

@@ -66,7 +66,7 @@ class Wire:
             goes round, as many as there are others; what all send at once counts once.
         intra: bytes into one rank from these.
         far: likewise from ranks of other nodes.
-        inter: bytes into one rank from these; what a gather brings enters a node by all of its members there.
+        inter: bytes into one rank from these; what a gather brings may enter a node by all of its members there.
         node: bytes into one node from others.
     """
 
@@ -90,9 +90,12 @@ def one_way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *,
     return _arrivals(candidate.axes, candidate.schedule, rotate, candidate.order, shape, sequence, backward)
 
 
-def wires(arrived: dict[Key, Arrivals], node: Ints) -> dict[Key, Wire]:
-    """The same as links see it; ``node`` is that of every sequence index."""
-    return {key: _wire(some, node, goes_round=key.kind == "gather") for key, some in arrived.items()}
+def wires(arrived: dict[Key, Arrivals], node: Ints, *, striped_gathers: bool = True) -> dict[Key, Wire]:
+    """The same as links see it; ``node`` is that of every sequence index. For gathers see :class:`Cluster`."""
+    return {
+        key: _wire(some, node, goes_round=key.kind == "gather", is_striped=striped_gathers)
+        for key, some in arrived.items()
+    }
 
 
 def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
@@ -119,7 +122,7 @@ def _summed(of: Ints, amounts: Ints, size: int) -> Ints:
     return sums
 
 
-def _wire(some: Arrivals, node: Ints, *, goes_round: bool) -> Wire:
+def _wire(some: Arrivals, node: Ints, *, goes_round: bool, is_striped: bool) -> Wire:
     crosses, ranks = _crosses(some, node), len(node)
 
     def most(of: Ints, amounts: Ints, size: int) -> int:
@@ -130,7 +133,7 @@ def _wire(some: Arrivals, node: Ints, *, goes_round: bool) -> Wire:
 
     entering = some.nbytes * crosses
     node_bytes = most(node[some.receiver], entering, int(node.max()) + 1)
-    if goes_round:
+    if goes_round and is_striped:
         together = _summed(some.receiver, node[some.receiver] == node[some.sender], ranks) + 1
         entering = -(-entering // together[some.receiver])
     return Wire(
