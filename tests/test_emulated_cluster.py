@@ -1,16 +1,13 @@
-"""The emulated cluster: its report, its record, who takes part, what it refuses, and that nothing of it stays."""
+"""The emulated cluster: its clocked device, cases, record and report, what it refuses, and that nothing of it stays."""
 
-import json
 import os
 import resource
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,336 +15,263 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from typer.testing import CliRunner
 
 from recipes.benchmarks.cluster import __main__ as command
-from recipes.benchmarks.cluster import network, run, watcher
-from recipes.benchmarks.cluster.cases import Case, Nodes, all_cases
-from recipes.benchmarks.cluster.contenders import (
-    FLOOR,
-    GATHER,
-    PLANNED,
-    PREDICTED,
-    PUBLISHED,
-    RING,
-    ULYSSES,
-    USP,
-    contenders,
-)
-from recipes.benchmarks.cluster.findings import findings
-from recipes.benchmarks.cluster.gathered import gathered_attention
-from recipes.benchmarks.cluster.judged import best_of, is_slower, noise, regret, regret_by_round
-from recipes.benchmarks.cluster.record import Entry, append, is_done, latest, read
-from recipes.benchmarks.cluster.report import case_table, summary, write
-from recipes.benchmarks.cluster.stolen import Ticks, undisturbed
+from recipes.benchmarks.cluster import device, network, run, watcher
+from recipes.benchmarks.cluster.cases import DTYPE, PUBLISHED, RING, ULYSSES, USP, Case, Machines, cases, contenders
+from recipes.benchmarks.cluster.record import Measured, Result, append, read
+from recipes.benchmarks.cluster.report import MARK, over, regret, write
+from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
 from recipes.benchmarks.cluster.watcher import environment
-from wallfacer_dt.layout import deal, positions
-from wallfacer_dt.testing import RankPool, attention_oracle, worst_error
+from wallfacer_dt import Cluster, Kernels, Link
+from wallfacer_dt.kernels import CAUSAL, FULL, Band, How, Need, select_kernel
+from wallfacer_dt.planning.attention import Costs, schedule_of
+from wallfacer_dt.planning.predict import attention_cost
 
-NODES = Nodes(4, 4)
-CASE = Case(500, 16, 16, False, 4096)
-SECONDS = {FLOOR: 1.0, RING: 4.0, f"{PUBLISHED}, C = 2": 3.0, ULYSSES: 1.6, USP: 2.0, GATHER: 5.0}
+MACHINES = Machines(2, 4, (50.0, 25.0), inside=100.0)
+CASE = Case(MACHINES, 16, 4, "causal", 1.0)
+LINKS = Cluster(8, 4, Link(12.5e6, 1e-3), Link(6e6, 1e-3))
 PREFIX = "wftest"
 
 
-def entries(case: Case = CASE, seconds: dict[str, float] | None = None, **others) -> list[Entry]:
-    """A run of a case: three rounds, the middle one of these seconds."""
-    fits = {one.name: one for one in contenders(NODES, case.heads, is_causal=case.is_causal)}
-    made = []
-    for name, middle in (seconds or SECONDS).items():
-        # What was planned, and what was predicted, are like no other.
-        contender = fits.get(name) or replace(fits[RING], name=name, team=2 + (name == PREDICTED))
-        rounds = (0.9 * middle, middle, 1.1 * middle)
-        backward = tuple(0.75 * one for one in rounds)
-        forward = tuple(0.25 * one for one in rounds)
-        fields = {"run": "2026-11-22T00:00:00", "commit": "abc", "machine": "2 cores", "node_bytes": 3 << 20} | others
-        made.append(
-            Entry(
-                cluster=NODES, case=case, contender=contender, forward=forward, backward=backward, error=1e-6, **fields
-            )
-        )
-    return made
-
-
 def test_contenders_that_fit() -> None:
-    names = [one.name for one in contenders(NODES, 16, is_causal=False)]
-    assert names[:2] == [FLOOR, RING]
-    assert len(names) == len(set(names)) == 13
-    assert {ULYSSES, USP, GATHER, f"{PUBLISHED}, C = 2", f"{PUBLISHED}, C = 4", "2d, ring 1 x team 16"} < set(names)
-    # Six heads are not enough for all ranks, but for those of a node; a causal mask brings the head-tail ring.
-    few = [one.name for one in contenders(NODES, 6, is_causal=True)]
+    names = list(contenders(Case(Machines(4, 4, (50.0,) * 4), 16, 16, "full", 1.0)))
+    assert names[0] == RING
+    assert {ULYSSES, USP, f"{PUBLISHED}, C = 2", f"{PUBLISHED}, C = 4", "2d, C = 8"} < set(names)
+    few = list(contenders(Case(Machines(4, 4, (50.0,) * 4), 6, 6, "full", 1.0)))
     assert set(names) - set(few) == {ULYSSES}
-    assert set(few) - set(names) == {"ring, head-tail"}
-    assert [one.name for one in contenders(Nodes(2, 1), 16, is_causal=False)] == [
-        FLOOR, RING, "2d, ring 1 x team 2", ULYSSES, GATHER,
-    ]  # fmt: skip
+    flat = list(contenders(Case(Machines(2, 1, (50.0,) * 2), 16, 16, "full", 1.0)))
+    assert flat == [RING, "2d, C = 2", ULYSSES]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_contenders_fill_the_ranks(is_causal: bool) -> None:
-    for one in contenders(NODES, 16, is_causal=is_causal):
-        if one.kind != "whole":
-            assert one.ulysses * one.ring * one.team == NODES.ranks
-            assert one.order == ("head_tail" if is_causal and one.name != RING else "contiguous")
+def test_cases_are_what_the_planner_is_held_to() -> None:
+    every = list(cases())
+    assert len(every) == len(set(every)) >= 60
+    assert {case.machines.ranks for case in every} == {8, 12, 16}
+    assert {case.mask for case in every} == {"full", "causal", "window"}
+    assert {min(case.heads for case in every), max(case.heads for case in every)} == {1, 32}
+    for case in every:
+        for way in contenders(case).values():
+            assert way.size == case.machines.ranks
+            assert way.order == ("contiguous" if case.mask == "full" else "head_tail")
 
 
-def test_cheap_cases_come_first() -> None:
-    cases = all_cases()
-    assert len(cases) == len(set(cases)) == 48
-    assert [case.cost for case in cases] == sorted(case.cost for case in cases)
-    assert cases[0] == Case(None, 6, 2, True, 4096)
-    assert cases[-1] == Case(200, 16, 4, False, 16384)
+@pytest.mark.parametrize("heads", [1, 16, 32])
+@pytest.mark.parametrize("ratio", [0.5, 3.0])
+def test_a_block_takes_as_long_as_the_ratio_says(heads: int, ratio: float) -> None:
+    case = Case(Machines(2, 4, (50.0, 25.0), inside=100.0), heads, heads, "full", ratio)
+    hop = 2 * case.tokens * heads * case.head_dim * DTYPE.itemsize / (25e6 / 8 / 4)
+    block = 4 * case.tokens**2 * heads * case.head_dim / case.kernels.forward
+    assert hop / block == pytest.approx(ratio)
 
 
-def test_record_round_trip_and_resume(tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "record.jsonl"
-    assert read(path) == []
-    append(path, entries())
-    assert read(path) == entries()
-    assert is_done(read(path), "abc", NODES, CASE, list(SECONDS), 3)
-    assert not is_done(read(path), "abc", NODES, CASE, list(SECONDS), 4)
-    assert not is_done(read(path), "abc", NODES, CASE, [*SECONDS, "2d, ring 8 x team 2"], 3)
-    assert not is_done(read(path), "def", NODES, CASE, list(SECONDS), 3)
-    assert not is_done(read(path), "abc", Nodes(2, 4), CASE, list(SECONDS), 3)
-    assert not is_done(read(path), "abc", NODES, replace(CASE, rate=None), list(SECONDS), 3)
-    # A run that was killed while it wrote.
-    path.write_text(path.read_text()[:-20])
-    assert read(path) == entries()[:-1]
-    assert not is_done(read(path), "abc", NODES, CASE, list(SECONDS), 3)
-    append(path, entries(run="later"))
-    assert read(path) == entries()[:-1] + entries(run="later")
+class Clock:
+    """Time that passes when something sleeps, runs, or is waited for."""
+
+    def __init__(self) -> None:
+        self.now = self.ran = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def run(self, seconds: float) -> None:
+        self.now, self.ran = self.now + seconds, self.ran + seconds
 
 
-def test_latest_is_the_fullest_run_of_a_cases_last_commit() -> None:
-    slower = {name: 2 * seconds for name, seconds in SECONDS.items()}
-    old = entries(commit="old")
-    part = entries(run="part", seconds={FLOOR: 9.0, RING: 9.0})
-    again = entries(run="again", seconds=slower)
-    assert latest([]) == {}
-    assert latest([*old, *entries(), *part]) == {CASE: {entry.contender.name: entry for entry in entries()}}
-    assert latest([*old, *entries(), *again, *part])[CASE][RING].seconds == 8.0
-    once = [replace(entry, forward=(1.0,), backward=(7.0,), run="once") for entry in entries()]
-    assert latest([*entries(), *once])[CASE][RING].seconds == 4.0
-    # What the last commit has not measured is there as it was.
-    other = replace(CASE, rate=200)
-    both = latest([*entries(other, commit="old"), *old, *entries()])
-    assert {case: measured[RING].commit for case, measured in both.items()} == {other: "old", CASE: "abc"}
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    monkeypatch.setattr(device, "_now", lambda: (one.now, one.ran))
+    monkeypatch.setattr(time, "perf_counter", lambda: one.now)
+    monkeypatch.setattr(time, "sleep", one.sleep)
+    return one
 
 
-def test_disturbed_measurement_is_made_again() -> None:
-    said: list[str] = []
-    waited: list[float] = []
+def test_a_device_runs_in_order_while_its_host_is_ahead(clock: Clock) -> None:
+    one = device.Device()
+    one.begin()
+    one.compute(1.0)
+    clock.run(0.3)  # the host's own work does not delay what is queued
+    one.compute(1.0)
+    assert (clock.now, one.busy) == (2.0, 2.0)
+    clock.sleep(0.5)  # a transfer that is waited for does
+    one.compute(1.0)
+    assert clock.now == pytest.approx(3.5)
+    clock.run(0.1)
+    clock.sleep(0.5)
+    clock.run(0.2)
+    one.compute(1.0)
+    # A host that ran ahead would have started that transfer before, and queued the kernel behind it.
+    assert clock.now == pytest.approx(5.0)
+    clock.run(1.5)  # a host that comes late: the device catches up
+    one.compute(1.0)
+    assert clock.now == pytest.approx(6.5)
+    one.compute(1.0)
+    assert clock.now == pytest.approx(7.0)
+    one.begin()
+    assert one.busy == 0
 
-    def measured(*shares: float, attempts: int = 3) -> tuple[int, float]:
-        """The attempt that counts, of those in which these shares were missing."""
-        clock = iter([ticks for share in shares for ticks in (Ticks(500, 70), Ticks(600, 70 + round(100 * share)))])
-        calls = iter(range(len(shares)))
-        return undisturbed(
-            lambda: next(calls), "it", said.append, attempts=attempts, ticks=lambda: next(clock), sleep=waited.append
-        )
 
-    assert measured(0.05) == (0, 0.05)
-    assert (said, waited) == ([], [])
-    assert measured(0.3, 0.0) == (1, 0.0)
-    assert len(said) == len(waited) == 1
-    assert "it: the host took 30% of the cores" in said[0]
-    assert measured(0.3, 0.1, 0.2) == (1, 0.1)
-    assert measured(0.3, attempts=1) == (0, 0.3)
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that kernels take."""
+    seconds: list[float] = []
+    device.register()
+    monkeypatch.setattr(device.DEVICE, "kernels", Kernels(1e9, 2e9, overhead=0.5, merge=1e6, half_rows=3.0))
+    monkeypatch.setattr(device.DEVICE, "compute", seconds.append)
+    return seconds
 
 
-def test_ticks_are_those_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Guests' time, the last two, is in the first two already.
-    monkeypatch.setattr(Path, "read_text", lambda _: "cpu  1 2 3 4 5 6 7 80 1 2\ncpu0 9 9 9 9 9 9 9 9 9 9\n")
-    assert Ticks.now() == Ticks(every=108, stolen=80)
+@pytest.mark.parametrize(("band", "area"), [(FULL, 6 * 8), (CAUSAL, 21), (Band(-1, 1), 17)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_clocked_kernel_takes_what_the_planner_says(
+    clocked: list[float], band: Band, area: int, *, backward: bool
+) -> None:
+    kernel = select_kernel(device.KERNEL, Need("cpu", DTYPE, 16, 16))
+    q, k = torch.ones(2, 4, 6, 16, dtype=DTYPE), torch.ones(2, 2, 8, 16, dtype=DTYPE)
+    out, lse = kernel.forward(q, k, k, How(band, 1.0))
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
+    if backward:
+        clocked.clear()
+        grads = kernel.backward(q, q, k, k, out, lse, How(band, 1.0))
+        assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+    assert device.DEVICE.kernels is not None
+    costs = Costs(device.DEVICE.kernels, 2, 4, 2, 16, DTYPE, backward=backward)
+    assert clocked == [costs.of(((area, 6, 8),))]
+
+
+def test_clocked_kernel_counts_what_a_mask_shows(clocked: list[float]) -> None:
+    kernel = select_kernel(device.KERNEL, Need("cpu", DTYPE, 16, 16, masked=True))
+    x = torch.ones(1, 4, 8, 16, dtype=DTYPE)
+    mask = create_block_mask(lambda b, h, i, j: (i + j + h) % 2 == 0, 1, 4, 8, 8, device="cpu")
+    kernel.forward(x, x, x, How(FULL, 1.0, mask))
+    assert device.DEVICE.kernels is not None
+    assert clocked == [Costs(device.DEVICE.kernels, 1, 4, 4, 16, DTYPE, backward=False).of(((32, 8, 8),))]
+
+
+def test_clocked_kernel_is_not_there_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    device.register()
+    monkeypatch.setattr(device.DEVICE, "kernels", None)
+    with pytest.raises(ValueError, match="it is for benchmarks of the emulated cluster"):
+        select_kernel(device.KERNEL, Need("cpu", DTYPE, 16, 16))
+    # Where nobody has registered it, the name is unknown.
+    program = (
+        "import recipes.benchmarks.cluster.device as device\n"
+        "from wallfacer_dt.kernels import check_kernel\n"
+        "check_kernel(device.KERNEL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    assert done.returncode == 1
+    assert "ValueError: kernel must be one of" in done.stderr
+
+
+def measured(seconds: float, team: int = 1, predicted: float = 1.0) -> Measured:
+    way = replace(contenders(CASE)[RING], ring=8 // team, team=team)
+    rounds = tuple((0.25 * seconds * part, 0.75 * seconds * part) for part in (0.9, 1.1))
+    return Measured(way, (0.25 * predicted, 0.75 * predicted), rounds, (0.1, 0.3), 1 << 20)
+
+
+def result(**seconds: float) -> Result:
+    names = {"ring": RING, "two": "2d, C = 2", "published": f"{PUBLISHED}, C = 2", "profiled": PROFILED}
+    ways = {names[name]: measured(some, 1 + list(names).index(name)) for name, some in seconds.items()}
+    return Result(CASE, "abc", "2 cores", "links", ways | {PREDICTED: ways[RING]}, (0.2, 0.6), 9.0)
+
+
+def test_record_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "cluster.jsonl.gz"
+    assert read(path) == {}
+    first, other = result(ring=2.0, profiled=1.0), replace(result(ring=3.0), case=replace(CASE, mask="full"))
+    append(path, first)
+    append(path, other)
+    assert read(path) == {CASE: first, other.case: other}
+    append(path, again := replace(first, commit="def"))
+    assert read(path) == {CASE: again, other.case: other}
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+def test_what_was_chosen_is_judged() -> None:
+    one = result(ring=2.0, two=1.0, published=1.5, profiled=1.25)
+    assert one.ways[RING].seconds == pytest.approx(2.0)
+    assert one.ways[RING].spread == pytest.approx(0.2)
+    assert one.ways[RING].error == pytest.approx(-0.5)
+    assert regret(one, PROFILED) == pytest.approx(0.25)
+    assert regret(one, PREDICTED) == pytest.approx(1.0)
+    assert over(one, PUBLISHED) == pytest.approx(1.2)
+    assert over(one, ULYSSES) is None
+    # What is the very same plan under another name is no regret.
+    same = replace(one, ways=one.ways | {PROFILED: replace(one.ways["2d, C = 2"], way=one.ways["2d, C = 2"].way)})
+    assert regret(same, PROFILED) == 0
+
+
+def test_report_keeps_what_people_wrote(tmp_path: Path) -> None:
+    page = tmp_path / "cluster.md"
+    page.write_text(f"# Title\n\nFindings.\n\n{MARK}\nold")
+    write({CASE: result(ring=2.0, two=1.0, published=1.5, profiled=1.25)}, page)
+    text = page.read_text()
+    assert text.startswith(f"# Title\n\nFindings.\n\n{MARK}\n")
+    assert "old" not in text
+    assert f"| {CASE.name} | 2d, C = 2 (" in text
+    assert "| regret of what is profiled, % | 1 | 25.0 | 25.0 | 25.0 |" in text
+    assert page.with_suffix(".png").stat().st_size > 10_000
 
 
 class Silent:
-    """A cluster that computes nothing: it writes down what it is asked, and at which rate of its links."""
+    """A cluster that answers at once, its devices busy for what the planner says, times a factor."""
 
-    nodes = NODES
-
-    def __init__(self, error: float = 0.0) -> None:
-        self.asked: list[tuple[str, str, int | None]] = []
-        self.error = error
-        self.rate: int | None = None
-        self.network = self
-
-    def limit(self, rate: int | None) -> None:
-        self.rate = rate
+    def __init__(self, case: Case, factor: float = 1.0) -> None:
+        self.case, self.factor, self.network = case, factor, self
+        self.asked: list[str] = []
 
     def received(self) -> list[int]:
         return [len(self.asked), 0]
 
-    def ask(self, what: str, contender: dict[str, Any] | None = None, **_: object) -> dict[str, Any]:
-        self.asked.append((what, contender["name"] if contender else "", self.rate))
-        one = asdict(contenders(NODES, 16, is_causal=False)[1])
-        chosen = {"predicted": one | {"name": PREDICTED}, "planned": one | {"name": PLANNED}, "ran": 8, "seconds": 9.0}
-        return chosen if what == "choose" else {"forward": len(self.asked), "backward": 1.0, "error": self.error}
+    def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        self.asked.append(what)
+        ways = contenders(self.case)
+        if what == "choose":
+            return {"predicted": asdict(ways[RING]), "profiled": asdict(ways["2d, C = 2"]), "seconds": 1.0}
+        way = next(one for one in ways.values() if asdict(one) == fields["way"])
+        cost = attention_cost(way, self.case.model, self.case.sequence, replace(LINKS, kernels=self.case.kernels))
+        busy = [[self.factor * line.compute] * 8 for line in (cost.forward, cost.backward)]
+        return {n: {"seconds": 1.0, "busy": b} for n, b in zip(("forward", "backward"), busy, strict=True)}
 
 
-@pytest.fixture
-def calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host takes nothing, whatever it takes."""
-    monkeypatch.setattr(run, "undisturbed", lambda call, *_, **__: (call(), 0.0))
+def test_ways_take_turns_and_devices_are_the_planners() -> None:
+    cluster = Silent(CASE)
+    found = run.measure(cluster, LINKS, CASE, 2, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
+    ways = contenders(CASE)
+    assert set(found.ways) == {*ways, PREDICTED, PROFILED}
+    assert found.ways[PREDICTED] == found.ways[RING]
+    # Each plan once a round, whatever it is called.
+    assert cluster.asked == ["choose", *["turn"] * (2 * len(set(ways.values())))]
+    assert found.ways[RING].rounds == ((1.0, 1.0), (1.0, 1.0))
+    for which in (0, 1):
+        assert 0 < found.bound[which] <= min(one.predicted[which] for one in found.ways.values())
+    for factor in (1.02, 0.98, float("nan")):
+        with pytest.raises(network.ClusterError, match="a device computed"):
+            run.measure(Silent(CASE, factor), LINKS, CASE, 1, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
 
 
-@pytest.mark.usefixtures("calm")
-@pytest.mark.parametrize(("length", "warm_up"), [(4096, True), (16384, False)])
-def test_first_round_is_checked_and_may_count(length: int, *, warm_up: bool) -> None:
-    case, cluster = replace(CASE, length=length), Silent()
-    running = [one for one in contenders(NODES, 16, is_causal=False) if one.name in (FLOOR, RING)]
-    made = run.measure(cluster, case, 2, running, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
-    names = [FLOOR, RING, PREDICTED, PLANNED]
-    assert [entry.contender.name for entry in made] == names
-    choose, prepare, *done = cluster.asked
-    assert (choose, prepare) == (("choose", "", CASE.rate), ("prepare", "", CASE.rate))
-    # The floor's is the truth, so it comes first; later on others do. Links have no limit while results are gathered.
-    first = [(what, name, rate) for name in names for what, rate in (("pass", CASE.rate), ("check", None))]
-    second = [("pass", name, CASE.rate) for name in [*names[1:], FLOOR]]
-    assert done[:12] == first + second
-    assert len(done) == 8 + 4 * (1 + warm_up)
-    passes = [at for at, asked in enumerate(cluster.asked, 1) if asked[:2] == ("pass", RING)]
-    assert (list(made[1].forward), made[1].warm_up, made[1].node_bytes) == (passes[warm_up:], warm_up, 1)
+def test_wrong_number_is_refused() -> None:
+    class Wrong:
+        def __init__(self, error: float) -> None:
+            self.error = error
+
+        def ask(self, *_: str, **__: Any) -> dict[str, Any]:
+            return {"errors": [0.0, self.error]}
+
+    assert set(run.check_numbers(Wrong(1e-6), CASE)) == set(contenders(CASE))  # pyrefly: ignore[bad-argument-type]
+    for error in (1e-3, float("nan")):
+        with pytest.raises(network.ClusterError, match="ring is off"):
+            run.check_numbers(Wrong(error), CASE)  # pyrefly: ignore[bad-argument-type]
 
 
-@pytest.mark.usefixtures("calm")
-def test_wrong_result_is_no_contender() -> None:
-    with pytest.raises(network.ClusterError, match=r"ring is off by 2\.0e-03"):
-        run.measure(
-            Silent(2e-3),  # pyrefly: ignore[bad-argument-type]
-            CASE, 1, contenders(NODES, 16, is_causal=False)[1:2], "abc", lambda _: None,
-        )  # fmt: skip
-
-
-def test_what_was_planned_is_judged() -> None:
-    by_name = {entry.contender.name: entry for entry in entries(seconds=SECONDS | {PLANNED: 2.0})}
-    assert best_of(by_name) == ULYSSES
-    assert regret(by_name) == pytest.approx(0.25)
-    # In the same rounds, of which here all are slower, or two of three.
-    assert is_slower(by_name, ULYSSES)
-    assert not is_slower(by_name, RING)
-    often = replace(by_name[PLANNED], forward=(0.3, 0.5, 0.6), backward=(1.1, 1.4, 1.5))
-    assert [one < other for one, other in zip(by_name[ULYSSES].sums, often.sums, strict=True)] == [False, True, True]
-    assert not is_slower(by_name | {PLANNED: often}, ULYSSES)
-    little = replace(by_name[ULYSSES], backward=tuple(1.02 * one for one in by_name[ULYSSES].backward))
-    assert not is_slower(by_name | {PLANNED: little}, ULYSSES)
-    (row,) = summary({CASE: by_name}).rows
-    assert row[1:] == [
-        "ulysses (1.600 s)", "0.40", "1.60", by_name[PLANNED].contender.what, "", "25%", "-", "0.50", "1.00", "1.25",
-        "0.67", "2.00", "abc",
-    ]  # fmt: skip
-
-
-def test_one_plan_measured_twice_is_noise() -> None:
-    by_name = {entry.contender.name: entry for entry in entries(seconds={FLOOR: 1.0, PLANNED: 2.0, PREDICTED: 1.6})}
-    assert regret(by_name) == pytest.approx(0.25)
-    assert noise({CASE: by_name}) == []
-    same = replace(by_name[PREDICTED], contender=replace(by_name[PLANNED].contender, name=PREDICTED))
-    assert regret(by_name | {PREDICTED: same}) == 0
-    assert noise({CASE: by_name | {PREDICTED: same}}) == [pytest.approx(0.25)]
-    assert "one took 25% longer than the other in the median" in "\n".join(
-        findings({CASE: by_name | {PREDICTED: same}})
-    )
-    # Ulysses by itself has nothing that rotates, or that a placement would move.
-    alone = {entry.contender.name: entry for entry in entries(seconds={ULYSSES: 1.6, PLANNED: 2.0})}
-    what = replace(alone[ULYSSES].contender, name=PLANNED, rotate="q", placement="ulysses_in_node")
-    alone[PLANNED] = replace(alone[PLANNED], contender=what)
-    assert regret(alone) == 0
-    assert "slower than Ulysses beyond noise in 0 of 1 cases" in "\n".join(findings({CASE: alone}))
-    # 16 key heads on 16 ranks: of 4 in each ring keys and values are fewer bytes forward, and queries backward.
-    usp = {entry.contender.name: entry for entry in entries(seconds={USP: 1.6, PLANNED: 2.0})}
-    for rotations, lost in ((("kv", "q"), 0.0), (("q", "q"), 0.25)):
-        what = replace(usp[USP].contender, name=PLANNED, rotate_forward=rotations[0], rotate=rotations[1])
-        both = usp | {PLANNED: replace(usp[PLANNED], contender=what)}
-        assert regret(both) == pytest.approx(lost)
-        assert f"Best by cases: {USP if lost else PLANNED}, 1." in findings({CASE: both})
-
-
-def test_who_is_best_of_many_is_lucky() -> None:
-    by_name = {
-        entry.contender.name: entry for entry in entries(seconds={FLOOR: 1.0, RING: 2.0, USP: 2.0, PLANNED: 2.0})
-    }
-    of = {
-        FLOOR: (1.0, 1.0, 1.0), RING: (2.0, 2.0, 2.0), USP: (1.0, 2.5, 2.5), PLANNED: (2.1, 2.2, 2.4),
-    }  # fmt: skip
-    some = {name: replace(by_name[name], forward=sums, backward=(0.0,) * 3) for name, sums in of.items()}
-    # By the others' medians: the ring's 2.0 in round 1; USP's 1.75 in 2 and 3.
-    assert regret_by_round(some) == pytest.approx(statistics.median([2.1 / 2.0, 2.2 / 2.5, 2.4 / 2.5]) - 1)
-    assert "planned takes 0.96 times as long in the median, and more than 10% longer in 0 of 1 cases." in "\n".join(
-        findings({CASE: some})
-    )
-    once = {name: replace(entry, forward=(1.0,), backward=(1.0,)) for name, entry in some.items()}
-    assert regret_by_round(once) is None
-    assert "luckiest" not in "\n".join(findings({CASE: once}))
-
-
-def test_findings_name_the_cases_lost() -> None:
-    free = replace(CASE, rate=None, is_causal=True)
-    cases = latest(
-        entries(seconds=SECONDS | {PLANNED: 1.65}) + entries(free, seconds=SECONDS | {PLANNED: 6.0})
-    )  # fmt: skip
-    text = "\n".join(findings(cases))
-    assert f"more than 10% slower than the best in 1 of 2 cases: {free.name}." in text
-    assert f"slower than the plain ring beyond noise in 1 of 2 cases: {free.name}." in text
-    for what in ("the best contender", "planned"):
-        assert f"Without a limit {what} takes more than 1.2 times one process in 1 of 1 cases: {free.name}." in text
-    assert "2 of the 48 cases" in text
-    assert "as long as planned in 0 of 0 cases" in text
-    assert "is 20% of its time above the fastest in the median, and more than 10% in 14 of 14. In 0 of 2 cases" in text
-    # What ran but once is not judged, and named all the same, with how much longer it took.
-    once = [replace(entry, forward=entry.forward[:1], backward=entry.backward[:1]) for entry in entries(free)]
-    planned = replace(once[1], contender=replace(once[1].contender, name=PLANNED, team=3))
-    text = "\n".join(findings(latest([*entries(seconds=SECONDS | {PLANNED: 1.65}), *once, planned])))
-    assert (
-        "slower than USP beyond noise in 0 of 1 cases. Of 1 that ran fewer rounds it takes more than 3% longer in "
-        f"1: {free.name} (+100%)."
-    ) in text
-    assert "In 1 of 2 cases each ran once" in text
-    few = replace(CASE, heads=6, kv_heads=2)
-    head_tail = "ring, head-tail"
-    cases = latest(
-        entries(few, seconds={FLOOR: 1.0, RING: 4.0, head_tail: 3.2, USP: 2.4, PLANNED: 2.2, PREDICTED: 2.6})
-    )
-    text = "\n".join(findings(cases))
-    assert f"takes less than 1.5 times as long as planned in 1 of 1 cases: {few.name}." in text
-    assert "not ahead of USP in 0 of 1 cases." in text
-    assert f"What was predicted alone is more than 10% slower than the best in 1 of 1 cases: {few.name}." in text
-    assert "hardly that much to gain" not in text
-    cases = latest(entries(few, seconds={FLOOR: 3.0, RING: 4.0, PLANNED: 3.2}))
-    assert "In 1 of those 1 the rings take less than 1.5 times as long as one process, too" in "\n".join(
-        findings(cases)
-    )
-    assert "Nothing was planned" in "\n".join(findings(latest(entries())))
-
-
-def test_report_of_a_record(tmp_path: Path) -> None:
-    other = replace(CASE, rate=None, heads=6, kv_heads=2)
-    few = {name: seconds for name, seconds in SECONDS.items() if name != ULYSSES}
-    path = write(
-        entries() + entries(other, seconds=few | {PLANNED: 1.0}, stolen=(0.0, 0.02, 0.08)), tmp_path, "2026-11-22"
-    )
-    text = path.read_text()
-    assert path.name == "cluster_cpu_2026-11-22.md"
-    assert (tmp_path / "cluster_cpu_2026-11-22.png").stat().st_size > 10_000
-    for case in (CASE, other):
-        assert f"## {case.name}\n" in text
-    assert "| ring | 1.000 | 3.000 | 4.000 | 20% | 1.00 | 4.00 | 3.0 |" in text
-    assert "yunchang" in text
-    assert "counts, too" not in text
-    assert "Of 18 turns that counted 6 had more taken, up to 8%; in 1 of 2 cases" in text
-    assert max(len(line) for line in text.splitlines() if not line.startswith(("|", "-", "!"))) <= 120
-    cold = write(entries() + entries(other, seconds=few, warm_up=False), tmp_path, "2026-11-23").read_text()
-    # The first of three rounds takes 0.9 times as long as the second, the third 1.1 times.
-    assert "reported.\nIn 1 of the cases, of long sequences, the first round counts, too: where there are" in cold
-    assert "more, it takes 0.857 times as long in\nthe median, 0.86 to 0.86 times in all.\n\n" in cold
-    assert "(1.60 times as long at best)" in cold
-    with pytest.raises(network.ClusterError, match="empty"):
-        write([], tmp_path, "2026-11-22")
-
-
-def test_case_table_is_sorted() -> None:
-    table = case_table(CASE, {entry.contender.name: entry for entry in entries()})
-    assert [row[0] for row in table.rows] == sorted(SECONDS, key=lambda name: SECONDS[name])
+def test_the_planner_takes_the_rank_with_most_to_do() -> None:
+    place, _, tiles = schedule_of(contenders(CASE)[RING], CASE.sequence, backward=False)
+    assert place.ring_rank == 7
+    assert len(tiles) > 8
 
 
 def invoke(*args: str, tmp_path: Path) -> tuple[int, str]:
@@ -356,25 +280,14 @@ def invoke(*args: str, tmp_path: Path) -> tuple[int, str]:
     app.command()(command.main)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watcher, "_locked", lambda *_: pytest.fail("went on to make a cluster"))
-        done = CliRunner().invoke(app, [*args, "--record", str(tmp_path / "record.jsonl"), "--out", str(tmp_path)])
+        done = CliRunner().invoke(app, [*args, "--page", str(tmp_path / "cluster.md")])
     return done.exit_code, done.output
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--rates", "fast"), "--rates none,1000"),
-        (("--heads", "16/3"), "--heads 16/16"),
-        (("--masks", "half"), "--masks full,causal"),
-        (("--lengths", "4100"), "multiples of 32"),
-        (("--report-only",), "record is empty"),
-    ],
-)
-def test_refusals_are_one_line(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    status, output = invoke(*args, tmp_path=tmp_path)
-    assert status == 2
-    assert said in output
-    assert output.count("\n") == 1
+def test_nothing_to_report(tmp_path: Path) -> None:
+    status, output = invoke("--report-only", tmp_path=tmp_path)
+    assert (status, output.count("\n")) == (2, 1)
+    assert "the record is empty" in output
 
 
 def test_not_root_and_no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -389,44 +302,37 @@ def test_not_root_and_no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "needs tc: install iproute2" in output
 
 
-def _gathered(is_causal: bool) -> float:
-    """The largest error of the all-gather contender on this rank, relative to the largest element."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(1, heads, 48, 8, generator=generator) for heads in (4, 2, 2, 4))
-    truth = attention_oracle(q, k, v, grad, is_causal=is_causal, dtype=None)
-    spans = deal(48, (size,), "head_tail" if is_causal else "contiguous")[rank]
-    own = torch.from_numpy(positions(spans))
-    leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
-    out = gathered_attention(*leaves, is_causal=is_causal)
-    found = (out.detach(), *torch.autograd.grad(out, leaves, grad[:, :, own]))
-    return worst_error([(x, y[:, :, own]) for x, y in zip(found, truth, strict=True)], relative_to="largest")
+def test_latency_that_the_kernel_cannot_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*command: str, given: str = "") -> None:
+        if "netem" in command:
+            raise network.ClusterError("Specified qdisc kind is unknown")
+
+    monkeypatch.setattr(network, "_run", refusing)
+    network.Network(MACHINES).make()
+    with pytest.raises(network.ClusterError, match="latency needs the qdisc netem"):
+        network.Network(replace(MACHINES, latency=1.0)).make()
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_all_gather_equals_one_process(ranks: Callable[[int], RankPool], is_causal: bool) -> None:
-    for size in (1, 3):
-        assert max(ranks(size).run(_gathered, is_causal)) < 1e-5
+needs_network = pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="needs root and iproute2's ip and tc"
+)
 
-
-KILLED = """
+RUNNING = """
     from dataclasses import asdict
 
-    from recipes.benchmarks.cluster.cases import Case, Nodes
+    from recipes.benchmarks.cluster.cases import Case, Machines, contenders, RING
     from recipes.benchmarks.cluster.launch import started
-    from recipes.benchmarks.cluster.run import check_loopback, selected
+    from recipes.benchmarks.cluster.run import check_network, check_numbers
 
-    case = Case(50, 4, 4, False, 4096)
-    with started(Nodes(2, 1), {prefix!r}) as cluster:
-        check_loopback(cluster)
-        cluster.network.limit(case.rate)
-        running = [asdict(one) for one in selected(cluster, case, ["ulysses"])]
-        cluster.ask("prepare", case=asdict(case), contenders=running)
-        cluster.ask("pass", contender=running[1])
-        print("measuring", flush=True)
+    case = Case(Machines(2, 1, (100.0, 100.0)), 2, 2, "causal", 1.0)
+    with started(case.machines, {prefix!r}) as cluster:
+        check_network(cluster)
+        check_numbers(cluster, case)
+        way = asdict(contenders(case)[RING])
+        cluster.ask("turn", case=case.as_json(), way=way)
+        print("measuring", cluster.process.pid, flush=True)
         while True:
-            cluster.ask("pass", contender=running[1])
+            cluster.ask("turn", case=case.as_json(), way=way)
 """
 
 
@@ -444,25 +350,40 @@ def left_over() -> list[str]:
     ]
 
 
+def without_a_core() -> None:
+    """Nobody is to look for what it crashed of."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def started(**options: Any) -> subprocess.Popen[str]:
+    """A run that measures, and says so."""
+    program = textwrap.dedent(RUNNING.format(prefix=PREFIX))
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
+        **options,
+    )  # fmt: skip
+
+
+def ranks_of(line: str) -> list[int]:
+    """The processes of the ranks, from what a run says."""
+    pid = line.split()[1]
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
 @pytest.mark.ranks
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="needs root and iproute2's ip and tc"
-)
+@needs_network
 @pytest.mark.parametrize("group", [False, True], ids=["alone", "with its group"])
 def test_killed_run_leaves_nothing(group: bool) -> None:
     assert left_over() == []
-    program = textwrap.dedent(KILLED.format(prefix=PREFIX))
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
-    ) as process:
+    with started() as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "measuring\n"
-            # Two namespaces, a bridge, and of each node's link the end that is not in the namespace.
-            assert len(network.left_over(PREFIX)) == 5
-            ranks = [pid for node in range(2) for pid in network.pids(f"{PREFIX}{node}")]
-            # A node's first process, and its rank.
-            assert len(ranks) == 4
+            said = process.stdout.readline()
+            assert said.startswith("measuring")
+            # Of two nodes of one rank: two namespaces, five switches, two uplinks of two ends, and two ports of each.
+            assert len(network.left_over(PREFIX)) == 15
+            ranks = ranks_of(said)
+            assert sorted(ranks) == sorted(pid for node in range(2) for pid in network.pids(f"{PREFIX}{node}"))
             for rank in ranks if not group else []:
                 # Such ranks end by nothing but SIGKILL.
                 os.kill(rank, signal.SIGSTOP)
@@ -474,32 +395,19 @@ def test_killed_run_leaves_nothing(group: bool) -> None:
     assert left_over() == []
 
 
-def without_a_core() -> None:
-    """Nobody is to look for what it crashed of."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 @pytest.mark.ranks
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_rank_that_crashes_says_of_which_signal_and_where(tmp_path: Path) -> None:
-    settings = json.dumps({"node": 0, "nodes": 1, "per_node": 2, "store": str(tmp_path / "store")})
-    with subprocess.Popen(
-        [sys.executable, "-m", "recipes.benchmarks.cluster.ranks", settings],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-        start_new_session=True, preexec_fn=without_a_core,
-    ) as node:  # fmt: skip
-        assert node.stdout is not None
-        assert node.stdout.readline() == "null\n"
-        ranks = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
-        assert len(ranks) == 2
-        os.kill(int(ranks[1]), signal.SIGABRT)
+@needs_network
+def test_rank_that_crashes_says_of_which_signal_and_where() -> None:
+    with started(stderr=subprocess.PIPE, preexec_fn=without_a_core) as process:
+        assert process.stdout is not None
+        os.kill(ranks_of(process.stdout.readline())[1], signal.SIGABRT)
         try:
-            _, said = node.communicate(timeout=60)
+            _, said = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
-            os.killpg(node.pid, signal.SIGKILL)  # or else it would be waited for without a limit
+            os.killpg(process.pid, signal.SIGKILL)  # or else it would be waited for without a limit
             raise
-    assert node.returncode == 1
     assert "rank 1 died of SIGABRT" in said
     assert "of SIGTERM" not in said  # as the other one may have been ended
     assert "Fatal Python error: Aborted" in said
     assert "in _serve" in said
+    assert "ClusterError: the ranks ended during 'turn'" in said

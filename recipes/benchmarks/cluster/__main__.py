@@ -1,12 +1,12 @@
-"""Measure every contender on an emulated cluster, as root on Linux, and report.
+"""Measure every way to share a sequence on emulated clusters with clocked devices, as root on Linux, and report.
 
-    python -m recipes.benchmarks.cluster --rates 500 --lengths 4096
+    python -m recipes.benchmarks.cluster
 
 What was measured is in the record, which a later run goes on with; the report is made of the record alone.
 """
 
 import sys
-from datetime import date
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -14,101 +14,60 @@ import typer
 from rich.console import Console
 
 from recipes.benchmarks.attention import commit
-from recipes.benchmarks.cluster.cases import HEADS, LENGTHS, MASKS, RATES, Case, Nodes, all_cases
-from recipes.benchmarks.cluster.launch import Cluster, started
+from recipes.benchmarks.cluster.cases import Case, Machines, cases, number_cases
+from recipes.benchmarks.cluster.launch import started
 from recipes.benchmarks.cluster.network import ClusterError
-from recipes.benchmarks.cluster.record import append, is_done, read
-from recipes.benchmarks.cluster.report import case_table, write
-from recipes.benchmarks.cluster.run import check_loopback, measure, selected
+from recipes.benchmarks.cluster.record import append, read
+from recipes.benchmarks.cluster.report import write
+from recipes.benchmarks.cluster.run import check_network, check_numbers, measure, warm_up
+from wallfacer_dt import Cluster as Links
 
 _CONSOLE = Console(stderr=True)
+_PAGE = Path("docs/benchmarks/cluster.md")
 
 
 def main(
-    rates: Annotated[
-        str, typer.Option(help="Mbit/s of every link, with commas; none for no limit.")
-    ] = "none,1000,500,200",
-    heads: Annotated[str, typer.Option(help="Query/key heads, with commas.")] = "16/16,16/4,6/2",
-    lengths: Annotated[str, typer.Option(help="Tokens of the whole sequence, with commas.")] = "4096,16384",
-    masks: Annotated[str, typer.Option(help="full, causal, or both with a comma.")] = "full,causal",
-    contenders: Annotated[str, typer.Option(help="Parts of names, with commas; ring and one process always run.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds after the first, which is not counted.")] = 5,
-    long_rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds of sequences above 4096 tokens; the first counts, too.")
-    ] = 3,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 4,
-    per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 4,
-    record: Annotated[Path, typer.Option(help="File of what was measured.")] = Path("runs/cluster/record.jsonl"),
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("docs/benchmarks"),
-    day: Annotated[str, typer.Option("--date", help="Of the report, in its name; today by default.")] = "",
-    report_only: Annotated[bool, typer.Option(help="Make the report of the record, and measure nothing.")] = False,
+    only: Annotated[str, typer.Option(help="Cases whose names contain this.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="In which all ways take turns.")] = 2,
+    again: Annotated[bool, typer.Option(help="Measure again what the record has.")] = False,
+    numbers: Annotated[bool, typer.Option(help="Check every contender's numbers with real kernels instead.")] = False,
+    report_only: Annotated[bool, typer.Option(help="Measure nothing.")] = False,
+    page: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = _PAGE,
 ) -> None:
     """Measure what the record does not have yet, and write the report."""
+    record = page.with_suffix(".jsonl.gz")
+    some = [case for case in (number_cases() if numbers else cases()) if only in case.name]
+    known = {} if again or numbers else read(record)
+    wanted = [] if report_only else [case for case in some if case not in known]
     try:
-        cases = _cases(rates, heads, lengths, masks)
-        _check_lengths(cases, Nodes(nodes, per_node))
-        at = commit()  # at which this runs, whatever becomes of the checkout meanwhile
-        if not report_only:
-            only = [part for part in contenders.split(",") if part]
-            with started(Nodes(nodes, per_node)) as cluster:
-                inside, across = check_loopback(cluster)
-                _CONSOLE.print(f"a MiB exchanged in nodes, {inside} bytes over a link; across nodes, {across}")
-                for case in cases:
-                    _one(cluster, case, long_rounds if case.is_long else rounds, only, record, at)
-        path = write(read(record), out, day or str(date.today()))
+        for machines, group in groupby(wanted, key=lambda case: case.machines):
+            _on(machines, list(group), rounds, record, numbers=numbers)
     except ClusterError as error:
         print(f"recipes.benchmarks.cluster: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
-    _CONSOLE.print(f"report: {path}")
+    if not numbers:
+        results = read(record)
+        if not results:
+            print("recipes.benchmarks.cluster: the record is empty: measure something first", file=sys.stderr)
+            raise typer.Exit(2)
+        write({case: results[case] for case in cases() if case in results}, page)
+        _CONSOLE.print(f"report: {page}")
 
 
-def _one(cluster: Cluster, case: Case, rounds: int, only: list[str], record: Path, at: str) -> None:
-    running = selected(cluster, case, only)
-    names = [contender.name for contender in running]
-    if is_done(read(record), at, cluster.nodes, case, names, rounds):
-        _CONSOLE.print(f"{case.name}: in the record")
-        return
-    entries = measure(cluster, case, rounds, running, at, _CONSOLE.print)
-    append(record, entries)
-    # Tables are wider than what a pipe is taken for.
-    wide = Console(width=None if sys.stdout.isatty() else 150)
-    wide.print(case_table(case, {entry.contender.name: entry for entry in entries}).rich())
-
-
-def _cases(rates: str, heads: str, lengths: str, masks: str) -> list[Case]:
-    try:
-        return all_cases(
-            [None if rate == "none" else _positive(rate) for rate in rates.split(",")],
-            [_heads(pair) for pair in heads.split(",")],
-            [_positive(length) for length in lengths.split(",")],
-            [MASKS[MASKS.index(mask)] for mask in masks.split(",")],
-        )
-    except ValueError:
-        example = ",".join(f"{q}/{kv}" for q, kv in HEADS)
-        rest = f"--lengths {LENGTHS[0]},{LENGTHS[1]}, --masks {','.join(MASKS)}"
-        raise ClusterError(
-            f"expected options like --rates none,{RATES[1]}, --heads {example}, {rest}; got {rates!r}, {heads!r}, "
-            f"{lengths!r}, {masks!r}"
-        ) from None
-
-
-def _check_lengths(cases: list[Case], cluster: Nodes) -> None:
-    unequal = [case.length for case in cases if case.length % (2 * cluster.ranks)]
-    if unequal:
-        raise ClusterError(f"--lengths must be multiples of {2 * cluster.ranks}, twice the ranks, got {unequal[0]}")
-
-
-def _heads(pair: str) -> tuple[int, int]:
-    q, kv = map(_positive, pair.split("/"))
-    if q % kv:
-        raise ValueError(pair)
-    return q, kv
-
-
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
+def _on(machines: Machines, some: list[Case], rounds: int, record: Path, *, numbers: bool) -> None:
+    at = commit()  # at which this runs, whatever becomes of the checkout meanwhile
+    with started(machines) as cluster:
+        check_network(cluster)
+        if numbers:
+            for case in some:
+                for name, error in check_numbers(cluster, case).items():
+                    _CONSOLE.print(f"{case.name}: {name} is off by {error:.1e}")
+            return
+        warm_up(cluster, some[0])
+        links = Links.from_json(cluster.ask("links"))
+        _CONSOLE.print(f"{machines.name}: {links.intra}, {links.inter} over {links.nics}")
+        for case in some:
+            append(record, measure(cluster, links, case, rounds, at, _CONSOLE.print))
 
 
 if __name__ == "__main__":

@@ -1,91 +1,193 @@
-"""What is measured: attention shapes and masks, on links of several rates."""
+"""What is measured: machines, one attention on them, and the ways to share it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
-HEAD_DIM = 64
-RATES: tuple[int | None, ...] = (None, 1000, 500, 200)
-HEADS = ((16, 16), (16, 4), (6, 2))
-LENGTHS = (4096, 16384)
-MASKS = ("full", "causal")
+import torch
+
+from wallfacer_dt import Kernels, ModelShape, SequenceShape
+from wallfacer_dt.algorithms.volume import resolve_rotations
+from wallfacer_dt.mesh import Placement
+from wallfacer_dt.planning.candidates import Candidate
+
+DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
-    """The cluster: ranks are numbered node by node.
+class Machines:
+    """Nodes and links; ranks are numbered node by node.
 
     Attributes:
         nodes: how many.
         per_node: ranks of a node.
+        rates: Mbit/s, by node, in each direction: of its link to other nodes, or of each of its adapters.
+        has_adapters: whether every rank has an adapter of its own.
+        inside: Mbit/s of what a rank sends to others of its node, and what it receives; None: no limit.
+        latency: ms that a packet takes longer between nodes.
     """
 
-    nodes: int = 4
-    per_node: int = 4
+    nodes: int
+    per_node: int
+    rates: tuple[float, ...]
+    has_adapters: bool = False
+    inside: float | None = None
+    latency: float = 0.0
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "Machines":
+        """What ``asdict`` gave, from JSON."""
+        fields: dict[str, Any] = {**given, "rates": tuple(given["rates"])}
+        return cls(**fields)
 
     @property
     def ranks(self) -> int:
         """All ranks."""
         return self.nodes * self.per_node
 
+    @property
+    def name(self) -> str:
+        """In words."""
+        low, high = min(self.rates), max(self.rates)
+        rate = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        if self.per_node == 1:
+            return f"{self.nodes} ranks, {rate} Mbit/s"
+        return f"{self.nodes} x {self.per_node} ranks, {rate} Mbit/s a {'rank' if self.has_adapters else 'node'}"
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One attention call of batch 1 in float32, forward and backward.
+    """One call of attention of batch 1, forward and backward.
 
     Attributes:
-        rate: Mbit/s of every node's link in each direction; None for no limit.
+        machines: where.
         heads: query heads.
         kv_heads: key and value heads.
-        is_causal: whether a query sees the keys up to its own position only.
-        length: N, tokens of the whole sequence.
-        head_dim: elements of a head.
+        mask: ``"full"``, ``"causal"`` or ``"window"`` (causal, a quarter of the sequence).
+        ratio: of the time in which a rank's keys and values, of as many heads as queries, come into it over its share
+            of a link, to the forward of a block of its queries and these, which sets how fast devices are.
+        head_dim: H.
     """
 
-    rate: int | None
+    machines: Machines
     heads: int
     kv_heads: int
-    is_causal: bool
-    length: int
-    head_dim: int = HEAD_DIM
+    mask: str
+    ratio: float
+    head_dim: int = 64
 
     @property
-    def mask(self) -> str:
-        """The mask's name."""
-        return MASKS[self.is_causal]
-
-    @property
-    def is_long(self) -> bool:
-        """Whether a turn takes so long that it is taken less often, and warming up does not show."""
-        return self.length > LENGTHS[0]
-
-    @property
-    def shape_name(self) -> str:
-        """All but the rate, in words."""
-        return f"{self.heads}/{self.kv_heads} heads, {self.mask}, N = {self.length}"
+    def tokens(self) -> int:
+        """Of a rank: as many as make queries of 64 KiB, or where computing takes long, of less."""
+        return int(512 * min(1.0, self.ratio)) // self.heads
 
     @property
     def name(self) -> str:
-        """The case in words."""
-        return f"{rate_name(self.rate)}, {self.shape_name}"
+        """In words."""
+        return f"{self.machines.name}; {self.heads}/{self.kv_heads} heads, {self.mask}, ratio {self.ratio:g}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For a record."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "Case":
+        """The case that :meth:`as_json` wrote."""
+        fields: dict[str, Any] = {**given, "machines": Machines.from_json(given["machines"])}
+        return cls(**fields)
 
     @property
-    def cost(self) -> float:
-        """Roughly how long it takes, in no unit."""
-        return self.length**2 * self.heads / (1 + self.is_causal)
+    def model(self) -> ModelShape:
+        """The attention."""
+        return ModelShape(self.heads * self.head_dim, self.heads, self.kv_heads, self.head_dim)
+
+    @property
+    def sequence(self) -> SequenceShape:
+        """What it attends."""
+        length = self.tokens * self.machines.ranks
+        window = (length // 4, 0) if self.mask == "window" else None
+        return SequenceShape(length, is_causal=self.mask != "full", window_size=window, dtype=DTYPE)
+
+    @property
+    def kernels(self) -> Kernels:
+        """Of devices as fast as the ratio has it.
+
+        Beside the rate all is as on the planner's H100 with 256 times the tokens: the backward, what a call costs
+        beside, and merging.
+        """
+        real, longer = Kernels(), 256
+        machines = self.machines
+        share = min(machines.rates) * 1e6 / 8 / (1 if machines.has_adapters else machines.per_node)
+        token = self.heads * self.head_dim
+        block = 2 * self.tokens * token * DTYPE.itemsize / share / self.ratio
+        slower = block / (4 * (longer * self.tokens) ** 2 * token / real.forward)
+        return Kernels(
+            forward=4 * self.tokens**2 * token / block,
+            backward=4 * self.tokens**2 * token / block * real.backward / real.forward,
+            overhead=real.overhead * slower,
+            merge=real.merge / slower / longer,
+        )
 
 
-def rate_name(rate: int | None) -> str:
-    """A rate in words."""
-    return f"{rate} Mbit/s" if rate else "no limit"
+RING = "ring"
+ULYSSES = "Ulysses"
+USP = "USP (Ulysses in the node, ring across)"
+PUBLISHED = "WallFacer as published"
 
 
-def all_cases(
-    rates: Sequence[int | None] = RATES,
-    heads: Sequence[tuple[int, int]] = HEADS,
-    lengths: Sequence[int] = LENGTHS,
-    masks: Sequence[str] = MASKS,
-) -> list[Case]:
-    """Every combination, the cheapest first, fast links before slow ones."""
-    every = [Case(r, *h, m == "causal", n) for r, h, n, m in product(rates, heads, lengths, masks)]
-    return sorted(every, key=lambda case: (case.cost, -(case.rate or 10**9)))
+def contenders(case: Case) -> dict[str, Candidate]:
+    """The ways that have a name and fit, the ring first; by its payload what rotates, as by default."""
+    nodes, inside, ranks = case.machines.nodes, case.machines.per_node, case.machines.ranks
+    found: dict[str, Candidate] = {}
+
+    def add(name: str, ulysses: int, ring: int, team: int, placement: Placement = "team_in_node", how: str = "2d"):
+        forward, backward = resolve_rotations(
+            "auto", "auto", how, ring, team, ulysses=ulysses, heads=case.heads, kv_heads=case.kv_heads,
+            head_dim=case.head_dim, value_dim=case.head_dim, shared_dim=0, lengths=(1, 1), dtype=DTYPE,
+        )  # fmt: skip
+        order = "head_tail" if case.sequence.is_causal else "contiguous"
+        found[name] = Candidate(ring, team, ulysses, placement, how, backward, forward, order)
+
+    add(RING, 1, ranks, 1)
+    for team in (2, 4, 8):
+        if ranks % team == 0:
+            add(f"2d, C = {team}", 1, ranks // team, team)
+        if ranks % team**2 == 0:
+            add(f"{PUBLISHED}, C = {team}", 1, ranks // team, team, how="published")
+    if case.heads >= ranks:
+        add(ULYSSES, ranks, 1, 1)
+    if inside > 1 and case.heads >= inside:
+        add(USP, inside, nodes, 1, "ulysses_in_node")
+    if inside > 1 and case.heads >= nodes:
+        add("Ulysses across nodes, ring in the node", nodes, inside, 1)
+    return found
+
+
+def cases() -> Iterator[Case]:
+    """The cases that the planner is held to: links, heads, masks and ratios."""
+    for machines in MACHINES:
+        for heads in ((16, 16), (16, 4), (2, 2)):
+            for mask, ratio in (("full", 3.0), ("full", 0.5), ("causal", 1.0)):
+                yield Case(machines, *heads, mask, ratio)
+        if machines.ranks == 16:
+            yield Case(machines, 1, 1, "full", 3.0)
+            yield Case(machines, 32, 8, "causal", 3.0)
+            yield Case(machines, 4, 4, "window", 1.0)
+
+
+def number_cases() -> Iterator[Case]:
+    """What real kernels compute, short."""
+    for machines in (MACHINES[0], MACHINES[3]):
+        for heads in ((16, 4), (2, 2)):
+            for mask in ("full", "causal", "window"):
+                yield Case(machines, *heads, mask, 1.0)
+
+
+MACHINES = (
+    Machines(2, 4, (12.5,) * 2, has_adapters=True, inside=100.0),
+    Machines(8, 1, (12.5,) * 8),
+    Machines(2, 4, (50.0, 25.0), inside=100.0),
+    Machines(3, 4, (50.0,) * 3, inside=100.0),
+    Machines(16, 1, (12.5,) * 16),
+    Machines(4, 4, (50.0,) * 4, inside=100.0),
+)

@@ -1,29 +1,42 @@
-"""Nodes as network namespaces on one bridge, with rate-limited links and counters; how they are removed again.
+"""Ranks as network namespaces, with links as clusters have them; and how they are removed again.
 
-A node's link is a veth pair: one end in its namespace, where what the node sends is limited, the other on the bridge,
-where what it receives is. Ranks of a node reach each other at the node's own address, which the kernel serves over the
-namespace's loopback; a limit does not touch them. All names begin with a prefix, by which everything is found again.
+Every rank has two interfaces: ``in`` to the switch of its node, ``out`` to other nodes. Either its node's ranks share
+one link, behind a switch of their own, or each has an adapter. A link is limited where something is sent into it and
+where it comes out, by ``tc tbf``. The rank's one address is at ``out``, and a route to its own node's goes by ``in``.
+All names begin with a prefix, by which everything is found again.
 """
 
+import ctypes
 import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.benchmarks.cluster.cases import Machines
+
 PREFIX = "wfnet"
 # Where `ip netns` keeps its names, too: root's alone, and gone after a reboot.
 STATE = Path("/run")
-_SUBNET = "10.213.0"
-# A packet of the kernel's largest size must fit, or it is cut in pieces by the CPU.
-_BURST = "128kb"
+OUT = "out"
+_SUBNET = "10.213"
+# Packets of at most so many bytes, so that a link is shared by all that want it, and a burst of a few.
+_PACKET, _BURST = 8192, "12kb"
+# A whole transfer may be under way at once, and is acknowledged only when it has gone through the queue of a slow link,
+# where packets overtake each other: nothing of that is a loss.
+_ROUTE = ("initcwnd", "1000", "initrwnd", "1000", "rto_min", "20s")
+_TCP = {
+    "congestion_control": "reno", "reordering": "250", "sack": "0", "early_retrans": "0",
+    "slow_start_after_idle": "0", "rmem": "4096 4194304 8388608", "wmem": "4096 4194304 8388608",
+}  # fmt: skip
+_NEWNET = 0x40000000
 # Deep enough that ranks which send to one node at once wait instead of losing packets, as switches for such work do.
-_QUEUE = "8mb"
+_QUEUE = "16mb"
 
 
 class ClusterError(Exception):
@@ -41,61 +54,129 @@ def check_host() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Nodes and their names; made by :meth:`make`, removed by :func:`remove`.
+    """Ranks, their links and names; made by :meth:`make`, removed by :func:`remove`.
 
     Attributes:
-        nodes: how many.
+        machines: nodes, ranks and rates.
         prefix: of all names, at most 9 characters (an interface's name has 15).
     """
 
-    nodes: int
+    machines: Machines
     prefix: str = PREFIX
 
-    def namespace(self, node: int) -> str:
-        """The name of a node's network namespace."""
-        return f"{self.prefix}{node}"
-
-    def interface(self, node: int) -> str:
-        """The name of a node's end of its link, in its namespace."""
-        return f"{self.prefix}e{node}"
-
-    def port(self, node: int) -> str:
-        """The name of the link's other end, on the bridge."""
-        return f"{self.prefix}p{node}"
-
-    @property
-    def bridge(self) -> str:
-        """The name of the bridge."""
-        return f"{self.prefix}br"
-
-    def limit(self, rate: int | None) -> None:
-        """Limit what every node sends, and what it receives, at once and while ranks run.
-
-        Args:
-            rate: Mbit/s; None for no limit.
-        """
-        ways = ["tbf", "rate", f"{rate}mbit", "burst", _BURST, "limit", _QUEUE] if rate else ["pfifo"]
-        for node in range(self.nodes):
-            _run("tc", "-n", self.namespace(node), "qdisc", "replace", "dev", self.interface(node), "root", *ways)
-            _run("tc", "qdisc", "replace", "dev", self.port(node), "root", *ways)
+    def namespace(self, rank: int) -> str:
+        """The name of a rank's network namespace."""
+        return f"{self.prefix}{rank}"
 
     def received(self) -> tuple[int, ...]:
-        """Bytes that have come over each node's link, headers included, since it was made."""
-        counters = (Path("/sys/class/net", self.port(node), "statistics/tx_bytes") for node in range(self.nodes))
-        return tuple(int(counter.read_text()) for counter in counters)
+        """Bytes that have come into each node from others since it was made, headers included."""
+        return tuple(
+            sum(int(Path("/sys/class/net", port, "statistics/tx_bytes").read_text()) for port in self._into(node))
+            for node in range(self.machines.nodes)
+        )
 
     def make(self) -> None:
-        """Make the bridge, the namespaces and the links, without limits."""
-        _run("ip", "link", "add", self.bridge, "type", "bridge")
-        _run("ip", "link", "set", self.bridge, "up")
-        for node in range(self.nodes):
-            name, inside, outside = self.namespace(node), self.interface(node), self.port(node)
-            _run("ip", "netns", "add", name)
-            _run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
-            _run("ip", "link", "set", outside, "master", self.bridge, "up")
-            _run("ip", "-n", name, "addr", "add", f"{_SUBNET}.{node + 1}/24", "dev", inside)
-            for device in ("lo", inside):
-                _run("ip", "-n", name, "link", "set", device, "up")
+        """Make switches, namespaces and links, and limit these.
+
+        Raises:
+            ClusterError: this kernel cannot.
+        """
+        machines = self.machines
+        self._switch("b")
+        for node in range(machines.nodes):
+            self._switch(f"c{node}")
+            if not machines.has_adapters:
+                self._switch(f"b{node}")
+                up, down = f"{self.prefix}u{node}", f"{self.prefix}d{node}"
+                _run("ip", "link", "add", up, "type", "veth", "peer", "name", down)
+                for end, switch in ((up, f"b{node}"), (down, "b")):
+                    self._plug(end, switch)
+                    self._limit(end, machines.rates[node], machines.latency)
+        for rank in range(machines.ranks):
+            self._rank(rank, rank // machines.per_node)
+
+    def _rank(self, rank: int, node: int) -> None:
+        machines, name = self.machines, self.namespace(rank)
+        _run("ip", "netns", "add", name)
+        switch, rate, latency = ("b", machines.rates[node], machines.latency)
+        if not machines.has_adapters:
+            switch, rate, latency = f"b{node}", None, 0.0
+        self._interface(rank, OUT, "o", switch, rate, latency)
+        self._interface(rank, "in", "i", f"c{node}", machines.inside, 0.0)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", name, "addr", "add", f"{_SUBNET}.{node}.{rank + 1}/32", "dev", OUT)
+        for subnet, inner in ((f"{_SUBNET}.0.0/16", OUT), (f"{_SUBNET}.{node}.0/24", "in")):
+            _run("ip", "-n", name, "route", "add", subnet, "dev", inner, *_ROUTE)
+
+    def _interface(self, rank: int, inner: str, port: str, switch: str, rate: float | None, latency: float) -> None:
+        name, port = self.namespace(rank), f"{self.prefix}{port}{rank}"
+        _run("ip", "link", "add", port, "type", "veth", "peer", "name", inner, "netns", name)
+        self._plug(port, switch)
+        _run("ip", "-n", name, "link", "set", inner, "gso_max_size", str(_PACKET), "up")
+        self._limit(port, rate, latency)
+        self._limit(inner, rate, latency, name)
+
+    def _switch(self, name: str) -> None:
+        _run("ip", "link", "add", f"{self.prefix}{name}", "type", "bridge")
+        _run("ip", "link", "set", f"{self.prefix}{name}", "up")
+
+    def _plug(self, port: str, switch: str) -> None:
+        _run(
+            "ip", "link", "set", port, "gso_max_size", str(_PACKET), "master", f"{self.prefix}{switch}", "up"
+        )  # fmt: skip
+
+    def _limit(self, device: str, rate: float | None, latency: float = 0.0, namespace: str = "") -> None:
+        inside = ("-n", namespace) if namespace else ()
+        if rate is not None:
+            machines = self.machines
+            way = f"htb rate {{}}mbit ceil {rate}mbit burst {_BURST} cburst {_BURST}"
+            lines = [
+                f"qdisc add dev {device} handle 1: root htb default 2",
+                f"class add dev {device} parent 1: classid 1:1 {way.format(rate)}",
+                f"class add dev {device} parent 1:1 classid 1:2 {way.format(rate)} prio 0",
+                # What is shorter than 256 bytes: acknowledgements, and that a rank is ready to receive.
+                f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
+            ]
+            for rank in range(machines.ranks):
+                own, share = f"1:{rank + 16:x}", way.format(rate / machines.ranks)
+                address = f"{_SUBNET}.{rank // machines.per_node}.{rank + 1}/32"
+                lines += [
+                    f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",
+                    f"qdisc add dev {device} parent {own} bfifo limit {_QUEUE}",
+                    f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {address} flowid {own}",
+                ]
+            _run("tc", *inside, "-batch", "-", given="\n".join(lines))
+        if latency:
+            at = ("root",) if rate is None else ()
+            try:
+                _run("tc", *inside, "qdisc", "add", "dev", device, *at, "netem", "delay", f"{latency / 2}ms")
+            except ClusterError as error:
+                raise ClusterError(
+                    f"latency needs the qdisc netem, which this kernel does not have ({error})"
+                ) from None
+
+    def _into(self, node: int) -> Iterator[str]:
+        """The ports through which something comes into a node."""
+        if not self.machines.has_adapters:
+            yield f"{self.prefix}d{node}"
+            return
+        first = node * self.machines.per_node
+        for rank in range(first, first + self.machines.per_node):
+            yield f"{self.prefix}o{rank}"
+
+
+def enter(namespace: str) -> None:
+    """Move this process, which has one thread yet, into a network namespace.
+
+    Raises:
+        OSError: it cannot.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), _NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    for name, value in _TCP.items():
+        Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(value)
 
 
 def folder_of(prefix: str) -> Path:
@@ -128,7 +209,7 @@ def left_over(prefix: str) -> list[str]:
 
 def _is_of(name: str, prefix: str) -> bool:
     """Whether a namespace or link is called as one of ours is."""
-    return re.fullmatch(re.escape(prefix) + r"(br|[ep]?\d+)", name) is not None
+    return re.fullmatch(re.escape(prefix) + r"(b|[bcdiou]?\d+)", name) is not None
 
 
 def pids(namespace: str) -> Sequence[int]:
@@ -141,8 +222,8 @@ def _namespaces() -> list[str]:
     return [line.split()[0] for line in _try("ip", "netns", "list").splitlines() if line.strip()]
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(*command: str, given: str = "") -> None:
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
 

@@ -1,8 +1,8 @@
-"""The ranks of one node: they wait for commands, which rank 0 of all reads and answers, and do them together.
+"""The ranks: they wait for commands, which the first reads and answers, and do them together.
 
-    python -m recipes.benchmarks.cluster.ranks '{"node": 0, "nodes": 4, "per_node": 4, "store": "/tmp/..."}'
+    python -m recipes.benchmarks.cluster.ranks '{"machines": {...}, "prefix": "wfnet", "store": "/run/..."}'
 
-Commands and answers are lines of JSON. torch is imported once a node, and its ranks are forked.
+Commands and answers are lines of JSON. torch is imported once; ranks are forked, each into its own namespace.
 """
 
 import faulthandler
@@ -13,190 +13,192 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.benchmarks.cluster.cases import Case, Nodes
-from recipes.benchmarks.cluster.chosen import choose
-from recipes.benchmarks.cluster.contenders import Contender
-from recipes.benchmarks.cluster.gathered import gathered_attention
-from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention, sequence_positions
+from recipes.benchmarks.cluster import device
+from recipes.benchmarks.cluster.cases import DTYPE, Case, Machines
+from recipes.benchmarks.cluster.network import OUT, Network, enter
+from wallfacer_dt import Cluster, TokenOrder, context_mesh, context_parallel_attention, profile, sequence_positions
+from wallfacer_dt.collectives import functional
 from wallfacer_dt.mesh import context_groups, temporary_groups
+from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.probe import Probe
-from wallfacer_dt.testing import worst_error
+from wallfacer_dt.testing import attention_oracle, worst_error
 
-Answer = dict[str, Any] | None
-Four = tuple[Tensor, ...]
-"""Queries, keys, values and the output's gradient; or output and gradients of the first three."""
-
-# A rank may wait while another computes alone, or while the run's owner thinks.
-_PATIENCE = timedelta(minutes=30)
+_PATIENCE = timedelta(minutes=10)
+_LEAD = 0.03  # seconds in which all ranks hear when to begin
 
 
 class Rank:
-    """One rank: of the case at hand its inputs and the last result.
+    """One rank.
 
     Args:
-        cluster: how ranks are spread over nodes.
+        machines: how ranks are spread over nodes.
     """
 
-    def __init__(self, cluster: Nodes) -> None:
-        self.cluster = cluster
-        self.is_first = dist.get_rank() == 0
-        self.probe: Probe | None = None
-        self.case: Case | None = None
-        self.positions: dict[str, Tensor] = {}
-        self.shards: dict[tuple[int, ...], Four] = {}
-        self.whole: Four = ()
-        self.reference: Four = ()
-        self.result: Four = ()
+    def __init__(self, machines: Machines) -> None:
+        self.machines = machines
 
-    def do(self, command: Mapping[str, Any]) -> Answer:
-        """Do what a command says, on all ranks together; the first rank's answer counts."""
-        contender = Contender(**command["contender"]) if "contender" in command else None
-        case = Case(**command["case"]) if "case" in command else None
-        match command["do"], contender, case:
-            case "choose", _, Case() as case:
-                self.probe = self.probe or Probe.on("cpu", self.cluster.per_node)
-                return asdict(choose(case, self.probe))
-            case "prepare", _, Case() as case:
-                return self.prepare(case, [Contender(**fields) for fields in command["contenders"]])
-            case "pass", Contender() as contender, _:
-                return self.one_pass(contender)
-            case "check", Contender() as contender, _:
-                return self.check(contender)
-            case "talk", _, _:
-                return self.talk(command["where"], command["bytes"])
-        raise ValueError(f"unknown command {command}")
+    def links(self) -> dict[str, Any]:
+        """The links as the planner's probe sees them."""
+        with _messages():
+            return Probe.on("cpu", self.machines.per_node).links().as_json()
+
+    def choose(self, case: Mapping[str, Any], cluster: dict[str, Any], top: int) -> dict[str, Any]:
+        """What is predicted to be the fastest, and what is when the best few are run."""
+        one = Case.from_json(case)
+        began = time.perf_counter()
+        with self._clocked(one), _messages():
+            chosen, seen = profile(
+                one.model, one.sequence, "cpu", top=top, iterations=2, turns=1, cluster=Cluster.from_json(cluster),
+                kernel=device.KERNEL,
+            )  # fmt: skip
+        return {
+            "predicted": asdict(seen.measured[0].candidate), "profiled": asdict(chosen.chosen),
+            "seconds": time.perf_counter() - began,
+        }  # fmt: skip
+
+    def turn(self, case: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
+        """Of forward and backward: seconds until the last rank is done, and by rank in which its device computed."""
+        one, candidate = Case.from_json(case), Candidate(**way)
+        shape = (one.heads, one.kv_heads, one.kv_heads)
+        leaves = [torch.randn(1, n, one.tokens, one.head_dim, dtype=DTYPE, requires_grad=True) for n in shape]
+        with self._clocked(one), self._mesh(candidate) as mesh:
+            attend = self._attention(candidate, one, mesh, kernel=device.KERNEL)
+            grad = torch.ones(1, one.heads, one.tokens, one.head_dim, dtype=DTYPE)
+            out, forward = _timed(lambda: attend(*leaves))
+            _, backward = _timed(lambda: torch.autograd.grad(out, leaves, grad))
+        return {"forward": forward, "backward": backward}
+
+    def check(self, case: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
+        """The largest error of output and gradients with real kernels in float32, relative to the largest element."""
+        one, candidate = Case.from_json(case), Candidate(**way)
+        generator = torch.Generator().manual_seed(0)
+        whole = [
+            torch.randn(1, heads, one.sequence.length, one.head_dim, generator=generator)
+            for heads in (one.heads, one.kv_heads, one.kv_heads, one.heads)
+        ]
+        told = {"is_causal": one.sequence.is_causal, "window_size": one.sequence.window_size}
+        truth = attention_oracle(*whole, dtype=None, **told)
+        with self._mesh(candidate) as mesh:
+            own = sequence_positions(one.sequence.length, TokenOrder(candidate.order, mesh))
+            leaves = [x[:, :, own].requires_grad_() for x in whole[:3]]
+            out = self._attention(candidate, one, mesh, kernel="auto")(*leaves)
+            found = (out.detach(), *torch.autograd.grad(out, leaves, whole[3][:, :, own]))
+        error = worst_error([(x, y[:, :, own]) for x, y in zip(found, truth, strict=True)], relative_to="largest")
+        errors: list[float] = [0.0] * self.machines.ranks
+        dist.all_gather_object(errors, error)
+        return {"errors": errors}
+
+    def talk(self, where: str, count: int) -> dict[str, Any]:
+        """Exchange bytes with the ranks of one's own node, or (``where`` is "across") with those of all nodes."""
+        with self._mesh(Candidate(self.machines.nodes, self.machines.per_node)) as mesh:
+            group = mesh["cp_ring" if where == "across" else "cp_team"].get_group()
+            dist.all_reduce(torch.ones(count // 4), group=group)
+        return {}
 
     @contextmanager
-    def mesh(self, contender: Contender) -> Iterator[DeviceMesh]:
-        """The contender's mesh, while it takes its turn: gloo's threads, of every group, wake up all the while."""
-        mesh = context_mesh(
-            "cpu", contender.ring, contender.team, ulysses=contender.ulysses, placement=contender.placement
-        )
+    def _clocked(self, case: Case) -> Iterator[None]:
+        device.DEVICE.kernels = case.kernels
+        try:
+            yield
+        finally:
+            device.DEVICE.kernels = None
+
+    @contextmanager
+    def _mesh(self, it: Candidate) -> Iterator[DeviceMesh]:
+        """A mesh for one turn: gloo's threads, of every group, wake up all the while."""
+        mesh = context_mesh("cpu", it.ring, it.team, ulysses=it.ulysses, placement=it.placement)
         with temporary_groups(mesh):
             # What a call does once on a new mesh is no part of a turn.
             context_groups(mesh)
             for group in mesh.get_all_groups():
                 dist.barrier(group)
-            yield mesh
+            with _messages():
+                yield mesh
             dist.barrier()
 
-    def prepare(self, case: Case, contenders: list[Contender]) -> Answer:
-        """Make the inputs of a case, the same on every rank, and keep this rank's shards."""
-        self.case, self.result, self.reference = case, (), ()
-        self.positions, self.shards = {}, {}
-        for contender in contenders:
-            if contender.kind != "whole":
-                with self.mesh(contender) as mesh:
-                    self.positions[contender.name] = sequence_positions(case.length, TokenOrder(contender.order, mesh))
-        held = {_place(positions): positions for positions in self.positions.values()}
-        generator = torch.Generator().manual_seed(0)
-        wholes, shards = [], []
-        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads):
-            x = torch.randn(1, heads, case.length, case.head_dim, generator=generator)
-            shards.append([x[:, :, positions] for positions in held.values()])
-            wholes += [x] * self.is_first
-        self.shards = dict(zip(held, zip(*shards, strict=True), strict=True))
-        self.whole = tuple(wholes)
-        return None
-
-    def one_pass(self, contender: Contender) -> Answer:
-        """Seconds of forward and backward, each from barrier to barrier."""
-        with self.mesh(contender) if contender.kind == "context" else nullcontext() as mesh:
-            return self._timed(contender, self._attention(contender, mesh))
-
-    def _timed(self, contender: Contender, attend: Callable[..., Tensor]) -> Answer:
-        alone = contender.kind == "whole"
-        idle = alone and not self.is_first
-        inputs = () if idle else self.whole if alone else self.shards[_place(self.positions[contender.name])]
-        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        out, grads = None, ()
-        if alone:
-            torch.set_num_threads(os.cpu_count() or 1)
-        marks = [_barrier()]
-        if not idle:
-            out = attend(*leaves)
-        marks.append(_barrier())
-        if out is not None:
-            grads = torch.autograd.grad(out, leaves, inputs[3])
-        marks.append(_barrier())
-        torch.set_num_threads(1)
-        self.result = () if out is None else (out.detach(), *grads)
-        return {"forward": marks[1] - marks[0], "backward": marks[2] - marks[1]}
-
-    def _attention(self, contender: Contender, mesh: DeviceMesh | None) -> Callable[..., Tensor]:
-        assert self.case is not None, "a case is prepared first"
-        is_causal = self.case.is_causal
-        if contender.kind == "whole":
-            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-        if mesh is None:
-            return lambda q, k, v: gathered_attention(q, k, v, is_causal=is_causal)
-        order = TokenOrder(contender.order, mesh)
+    def _attention(self, it: Candidate, case: Case, mesh: DeviceMesh, kernel: str) -> Callable[..., Tensor]:
+        order, sequence = TokenOrder(it.order, mesh), case.sequence
         return lambda q, k, v: context_parallel_attention(
-            q, k, v, mesh, is_causal=is_causal, order=order, schedule=contender.schedule,
-            rotate=contender.rotate, rotate_forward=contender.rotate_forward,
+            q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
+            schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, kernel=kernel,
         )  # fmt: skip
 
-    def check(self, contender: Contender) -> Answer:
-        """The largest relative error of the last pass' result, of output and gradients; the floor's is the truth."""
-        if contender.kind == "whole":
-            self.reference = self.result
-            return {"error": 0.0}
-        places = self._gathered(self.positions[contender.name])
-        pairs = []
-        for index, shard in enumerate(self.result):
-            parts = self._gathered(shard.contiguous())
-            if self.is_first:
-                truth = self.reference[index]
-                found = torch.full_like(truth, torch.nan)
-                for positions, part in zip(places, parts, strict=True):
-                    found[:, :, positions] = part
-                pairs.append((found, truth))
-        return {"error": worst_error(pairs, relative_to="largest")} if self.is_first else None
 
-    def _gathered(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())] if self.is_first else None
-        dist.gather(x, parts)
-        return parts or []
-
-    def talk(self, where: str, count: int) -> Answer:
-        """Exchange bytes with the ranks of one's own node, or (``where`` is "across") with those of all nodes."""
-        with self.mesh(Contender("", ring=self.cluster.nodes, team=self.cluster.per_node)) as mesh:
-            group = mesh["cp_ring" if where == "across" else "cp_team"].get_group()
-            dist.all_reduce(torch.ones(count // 4), group=group)
-        return None
+def _timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """What work gives; seconds from when all begin to when the last is done; and by rank those of its device."""
+    begin = float(_everyones(time.perf_counter()).max()) + _LEAD  # one machine, one clock
+    time.sleep(max(0.0, begin - time.perf_counter()))
+    device.DEVICE.begin()
+    result = work()
+    ends, busy = _everyones(time.perf_counter(), device.DEVICE.busy).T
+    return result, {"seconds": float(ends.max()) - begin, "busy": busy.tolist()}
 
 
-def _place(positions: Tensor) -> tuple[int, int, int]:
-    """What tells shards of one sequence apart."""
-    return int(positions[0]), int(positions[-1]), len(positions)
+def _everyones(*values: float) -> Tensor:
+    """By rank its values."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return torch.stack(found)
 
 
-def _barrier() -> float:
-    dist.barrier()
-    return time.perf_counter()
+class _Messages:
+    """The collectives, with all-to-alls as NCCL makes them: a message to and from everybody who has some.
+
+    gloo's sends empty ones, too, a millisecond of a core with 16 ranks; and a rank says that it is ready to receive
+    behind what it sends.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops._c10d_functional, name)
+
+    def all_to_all_single(self, buffer: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+        if buffer.is_meta:  # the planner's
+            return torch.ops._c10d_functional.all_to_all_single(buffer, received, sent, group)
+        # torch 2.13 names a type of its own for group names.
+        ranks = c10d._resolve_process_group(group)  # pyrefly: ignore[bad-argument-type]
+        arrived = buffer.new_empty(sum(received))
+        me, size = ranks.rank(), ranks.size()
+        to, into = buffer.split(sent), arrived.split(received)
+        into[me].copy_(to[me])
+        # In turn, so that not all send to the same rank at once.
+        sources, targets = ([(me + way * n) % size for n in range(1, size)] for way in (-1, 1))
+        works = [ranks.recv([into[rank]], rank, 0) for rank in sources if received[rank]]
+        works += [ranks.send([to[rank]], rank, 0) for rank in targets if sent[rank]]
+        for work in works:
+            c10d._register_work(arrived, work)
+        return arrived
 
 
-def _serve(rank: int, cluster: Nodes, store: str, answers: TextIO) -> None:
+@contextmanager
+def _messages() -> Iterator[None]:
+    with patch.object(functional, "_ops", _Messages()):
+        yield
+
+
+def _serve(rank: int, machines: Machines, store: str, answers: TextIO) -> None:
     torch.set_num_threads(1)
+    device.register()
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=cluster.ranks, timeout=_PATIENCE
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=machines.ranks, timeout=_PATIENCE
     )
-    one = Rank(cluster)
-    answer: Answer = None
+    one = Rank(machines)
+    answer: dict[str, Any] = {}
     while True:
-        command = [None]
+        command: list[Any] = [None]
         if rank == 0:
             print(json.dumps(answer), file=answers, flush=True)
             line = sys.stdin.readline()
@@ -204,19 +206,20 @@ def _serve(rank: int, cluster: Nodes, store: str, answers: TextIO) -> None:
         dist.broadcast_object_list(command, 0)
         if command[0] is None:
             return
-        answer = one.do(command[0])
+        answer = getattr(one, command[0].pop("do"))(**command[0])
 
 
-def _forked(rank: int, cluster: Nodes, store: str, answers: TextIO) -> int:
+def _forked(rank: int, network: Network, store: str, answers: TextIO) -> int:
     pid = os.fork()
     if not pid:
-        os._exit(_status(rank, cluster, store, answers))
+        os._exit(_status(rank, network, store, answers))
     return pid
 
 
-def _status(rank: int, cluster: Nodes, store: str, answers: TextIO) -> int:
+def _status(rank: int, network: Network, store: str, answers: TextIO) -> int:
     try:
-        _serve(rank, cluster, store, answers)
+        enter(network.namespace(rank))
+        _serve(rank, network.machines, store, answers)
     except BaseException:
         # Others fail because the first one did, or all because the folder and the network are being removed.
         with suppress(FileExistsError, FileNotFoundError):
@@ -228,14 +231,15 @@ def _status(rank: int, cluster: Nodes, store: str, answers: TextIO) -> int:
 
 
 def main(settings: Mapping[str, Any]) -> int:
-    """Run the ranks of one node until they are told to end, or one of them fails."""
-    cluster = Nodes(settings["nodes"], settings["per_node"])
+    """Run the ranks until they are told to end, or one of them fails."""
+    machines = Machines.from_json(settings["machines"])
+    os.environ["GLOO_SOCKET_IFNAME"] = OUT
     # Answers have a descriptor of their own: what libraries print must not come between them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.enable()  # what crashes a rank is else one line without a place
-    first = settings["node"] * cluster.per_node
-    pids = {_forked(rank, cluster, settings["store"], answers): rank for rank in range(first, first + cluster.per_node)}
+    network = Network(machines, settings["prefix"])
+    pids = {_forked(rank, network, settings["store"], answers): rank for rank in range(machines.ranks)}
     answers.close()
     failed = 0
     while pids:

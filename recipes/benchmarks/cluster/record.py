@@ -1,122 +1,109 @@
-"""What was measured, as lines of JSON: one for every case and contender, with all samples."""
+"""What was measured, as lines of JSON in one compressed file: a line for every case."""
 
+import gzip
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from recipes.benchmarks.cluster.cases import Case, Nodes
-from recipes.benchmarks.cluster.contenders import Contender
+from recipes.benchmarks.cluster.cases import Case
+from wallfacer_dt.planning.candidates import Candidate
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One contender in one case.
+class Measured:
+    """One way to share the sequence of a case; pairs are of forward and backward.
 
     Attributes:
-        run: when the case was begun; entries of one run took turns.
-        commit: of the checkout.
-        machine: cores and versions, in words.
-        cluster: how ranks were spread over nodes.
-        case: what was computed.
-        contender: how.
-        forward: seconds from barrier to barrier, by round.
-        backward: likewise.
-        node_bytes: bytes into the busiest node in one call, forward and backward, by its link's counter.
-        error: of output and gradients relative to the largest element of one process', the largest.
-        choosing: for what was planned, what was run to choose it, how long that took, and what was stolen meanwhile.
-        stolen: the share of the cores' time that the host gave to others, by round; nothing where it was not looked at.
-        warm_up: whether a round that is not counted went before the first one.
+        way: it.
+        predicted: seconds, by the links as probed.
+        rounds: seconds, by round.
+        busy: seconds in which the busiest device computed.
+        node_bytes: that came into the busiest node, headers included, in both together.
     """
 
-    run: str
-    commit: str
-    machine: str
-    cluster: Nodes
-    case: Case
-    contender: Contender
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    way: Candidate
+    predicted: tuple[float, float]
+    rounds: tuple[tuple[float, float], ...]
+    busy: tuple[float, float]
     node_bytes: int
-    error: float
-    choosing: str = ""
-    stolen: tuple[float, ...] = ()
-    warm_up: bool = True
-
-    @property
-    def sums(self) -> list[float]:
-        """Seconds of forward and backward, by round."""
-        return [sum(pair) for pair in zip(self.forward, self.backward, strict=True)]
 
     @property
     def seconds(self) -> float:
-        """The median of the sums."""
-        return statistics.median(self.sums)
+        """Of both, the median of the rounds."""
+        return statistics.median(map(sum, self.rounds))
 
     @property
-    def range(self) -> float:
-        """Seconds from the fastest round to the slowest."""
-        return max(self.sums) - min(self.sums)
+    def spread(self) -> float:
+        """From the fastest round to the slowest, as a part of the median."""
+        sums = [*map(sum, self.rounds)]
+        return (max(sums) - min(sums)) / self.seconds
 
-    @classmethod
-    def from_line(cls, line: str) -> "Entry":
-        """The inverse of :meth:`line`."""
-        fields = json.loads(line)
-        for name, make in {"cluster": Nodes, "case": Case, "contender": Contender}.items():
-            fields[name] = make(**fields[name])
-        for name in {"forward", "backward", "stolen"} & fields.keys():
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
+    @property
+    def error(self) -> float:
+        """How much longer than measured it was predicted to take, as a part of that."""
+        return sum(self.predicted) / self.seconds - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A case.
+
+    Attributes:
+        case: it.
+        commit: of the checkout.
+        machine: on which it was emulated.
+        links: as they were probed, in words.
+        ways: by name; what was predicted, or profiled, is under its own name as well where another is the same.
+        bound: seconds of forward and backward that no way goes below.
+        choosing: seconds that profiling took.
+    """
+
+    case: Case
+    commit: str
+    machine: str
+    links: str
+    ways: Mapping[str, Measured]
+    bound: tuple[float, float]
+    choosing: float = field(compare=False, default=0.0)
 
     def line(self) -> str:
         """As one line of JSON."""
         return json.dumps(asdict(self))
 
+    @classmethod
+    def from_line(cls, line: str) -> "Result":
+        """What :meth:`line` gave."""
+        given = json.loads(line)
+        ways = {name: _measured(one) for name, one in given["ways"].items()}
+        return cls(**given | {"case": Case.from_json(given["case"]), "ways": ways, "bound": tuple(given["bound"])})
 
-def read(path: Path) -> list[Entry]:
-    """The entries of a record, none where there is no file; a last line that was cut off does not count."""
+
+def _measured(given: Mapping[str, Any]) -> Measured:
+    fields: dict[str, Any] = {**given, "way": Candidate(**given["way"]), "rounds": tuple(map(tuple, given["rounds"]))}
+    fields |= {name: tuple(given[name]) for name in ("predicted", "busy")}
+    return Measured(**fields)
+
+
+def read(path: Path) -> dict[Case, Result]:
+    """By case its last result; none where there is no file. What an interrupted run has cut short does not count."""
+    return {result.case: result for result in map(Result.from_line, _lines(path))}
+
+
+def append(path: Path, result: Result) -> None:
+    """Add a result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [*_lines(path), result.line()]
+    whole = path.with_name(f".{path.name}")
+    whole.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+    whole.replace(path)
+
+
+def _lines(path: Path) -> list[str]:
     if not path.exists():
         return []
-    return [Entry.from_line(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def append(path: Path, entries: Sequence[Entry]) -> None:
-    """Add a case's entries."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.read_text().endswith("\n"):
-        # What an interrupted run left of a line is taken away, or the next would be part of it.
-        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")))
-    with path.open("a") as file:
-        file.write("".join(entry.line() + "\n" for entry in entries))
-
-
-def is_done(
-    entries: Sequence[Entry], commit: str, cluster: Nodes, case: Case, names: Sequence[str], rounds: int
-) -> bool:
-    """Whether one run of this commit has measured a case with all contenders of these names, in so many rounds."""
-    return any(set(names) <= run.keys() and _rounds(run) >= rounds for run in _runs(entries, commit, cluster, case))
-
-
-def latest(entries: Sequence[Entry]) -> dict[Case, dict[str, Entry]]:
-    """On the last cluster: by case the contenders at its last commit, of the run with most of them and most rounds."""
-    if not entries:
-        return {}
-    cluster = entries[-1].cluster
-    commits = {entry.case: entry.commit for entry in entries if entry.cluster == cluster}
-    return {
-        case: max(reversed(_runs(entries, at, cluster, case)), key=lambda run: (len(run), _rounds(run)))
-        for case, at in commits.items()
-    }
-
-
-def _rounds(run: dict[str, Entry]) -> int:
-    return min(len(entry.forward) for entry in run.values())
-
-
-def _runs(entries: Sequence[Entry], commit: str, cluster: Nodes, case: Case) -> list[dict[str, Entry]]:
-    runs: dict[str, dict[str, Entry]] = {}
-    for entry in entries:
-        if (entry.commit, entry.cluster, entry.case) == (commit, cluster, case):
-            runs.setdefault(entry.run, {})[entry.contender.name] = entry
-    return list(runs.values())
+    text = zlib.decompress(path.read_bytes(), wbits=31).decode()
+    return text.splitlines()

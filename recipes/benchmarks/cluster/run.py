@@ -1,160 +1,146 @@
-"""Measuring a case: all contenders in turn, round after round; in the first each is checked."""
+"""Measuring a case: all ways take turns, round after round."""
 
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
-from recipes.benchmarks.cluster.cases import Case
-from recipes.benchmarks.cluster.contenders import FLOOR, PLANNED, RING, Contender, contenders
+from recipes.benchmarks.cluster.cases import RING, Case, contenders
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
-from recipes.benchmarks.cluster.record import Entry
-from recipes.benchmarks.cluster.stolen import ATTEMPTS, undisturbed
+from recipes.benchmarks.cluster.record import Measured, Result
+from wallfacer_dt import Cluster as Links
+from wallfacer_dt.mesh import placed_ranks
+from wallfacer_dt.planning.attention import schedule_of
+from wallfacer_dt.planning.candidates import Candidate, attentions
+from wallfacer_dt.planning.predict import AttentionCost, attention_cost
 
+PREDICTED, PROFILED = "predicted", "profiled"
 TOLERANCE = 1e-4
+BUSY = 0.01
 _TALK = 1 << 20
+_TOP = 4
 
-T = TypeVar("T")
-
-
-class Sample(NamedTuple):
-    """One turn: seconds of forward and backward, and the share of the cores' time that was stolen meanwhile."""
-
-    forward: float
-    backward: float
-    stolen: float
+Say = Callable[[str], None]
 
 
-def check_loopback(cluster: Cluster) -> tuple[int, int]:
-    """See by the counters that ranks of a node reach each other without its link, and others over it.
-
-    Returns:
-        Bytes into the busiest node when every rank sent a MiB about in its node, and across nodes.
+def check_network(cluster: Cluster) -> None:
+    """See by the counters that ranks of a node reach each other without what it shares with others.
 
     Raises:
         ClusterError: it is otherwise.
     """
-    seen = []
+    machines, seen = cluster.network.machines, []
     for where in ("inside", "across"):
         # Connections are made when first used.
-        cluster.ask("talk", where=where, bytes=4096)
-        seen.append(counted(cluster, lambda where=where: cluster.ask("talk", where=where, bytes=_TALK))[1])
-    inside, across = seen
-    shape = cluster.nodes
-    if shape.per_node > 1 and inside > _TALK // 8:
-        raise ClusterError(f"ranks of one node sent {inside} bytes over its link, which they should not")
-    if shape.nodes > 1 and across < _TALK // 2:
-        raise ClusterError(f"ranks of different nodes sent {across} bytes over their links, {_TALK} or more expected")
-    return inside, across
+        cluster.ask("talk", where=where, count=4096)
+        seen.append(_counted(cluster, lambda where=where: cluster.ask("talk", where=where, count=_TALK))[1])
+    if machines.per_node > 1 and seen[0] > _TALK // 8:
+        raise ClusterError(f"ranks of one node sent {seen[0]} bytes over its link, which they should not")
+    if machines.nodes > 1 and seen[1] < _TALK // 2:
+        raise ClusterError(f"ranks of different nodes sent {seen[1]} bytes over links, {_TALK} or more expected")
 
 
-def counted(cluster: Cluster, call: Callable[[], T]) -> tuple[T, int]:
+def warm_up(cluster: Cluster, case: Case) -> None:
+    """Have done what the first call of all does once."""
+    cluster.ask("turn", case=case.as_json(), way=asdict(contenders(case)[RING]))
+
+
+def check_numbers(cluster: Cluster, case: Case) -> dict[str, float]:
+    """By contender, the largest error of output and gradients with real kernels, as a part of the largest element.
+
+    Raises:
+        ClusterError: one is wrong.
+    """
+    found = {}
+    for name, way in contenders(case).items():
+        errors = cluster.ask("check", case=case.as_json(), way=asdict(way))["errors"]
+        if not all(error <= TOLERANCE for error in errors):
+            raise ClusterError(f"{case.name}: {name} is off by {errors}, at most {TOLERANCE:.0e} is allowed")
+        found[name] = max(errors)
+    return found
+
+
+def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str, say: Say) -> Result:
+    """Measure one case.
+
+    Args:
+        cluster: the ranks.
+        links: as probed.
+        case: what to compute.
+        rounds: how many.
+        commit: of this checkout.
+        say: told of what is done.
+
+    Raises:
+        ClusterError: a device computed longer or shorter than the planner says.
+    """
+    links = replace(links, kernels=replace(case.kernels, copy=links.kernels.copy))
+    say(f"{case.name}: choosing")
+    chosen = cluster.ask("choose", case=case.as_json(), cluster=links.as_json(), top=_TOP)
+    names = contenders(case) | {name: Candidate(**chosen[name]) for name in (PREDICTED, PROFILED)}
+    ways = list(dict.fromkeys(names.values()))
+    turns: dict[Candidate, list[tuple[dict[str, Any], int]]] = {way: [] for way in ways}
+    for turn in range(rounds):
+        say(f"{case.name}: round {turn + 1} of {rounds}")
+        # Whom one comes after is not always the same.
+        start = turn % len(ways)
+        for way in [*ways[start:], *ways[:start]]:
+            turns[way].append(
+                _counted(cluster, lambda way=way: cluster.ask("turn", case=case.as_json(), way=asdict(way)))
+            )
+    found = {way: _measured(way, case, links, turns[way]) for way in ways}
+    by_name = {name: found[way] for name, way in names.items()}
+    return Result(
+        case, commit, machine(), f"{links.intra}, {links.inter}, {links.nics}", by_name, bound(case, links),
+        chosen["seconds"],
+    )  # fmt: skip
+
+
+def bound(case: Case, links: Links) -> tuple[float, float]:
+    """Seconds of forward and backward below which no way goes that there is.
+
+    The larger of what a device computes at least, and of how long a node's link is busy with the fewest bytes.
+    """
+    costs = [
+        attention_cost(way, case.model, case.sequence, links) for way in attentions(case.model, case.sequence, links)
+    ]
+    return _bound(costs, links, 0), _bound(costs, links, 1)
+
+
+def _bound(costs: list[AttentionCost], links: Links, which: int) -> float:
+    compute = min((cost.forward, cost.backward)[which].compute for cost in costs)
+    return max(compute, min(cost.node_bytes[which] for cost in costs) / links.inter.bandwidth)
+
+
+def _measured(way: Candidate, case: Case, links: Links, turns: list[tuple[dict[str, Any], int]]) -> Measured:
+    cost = attention_cost(way, case.model, case.sequence, links)
+    ranks = placed_ranks(way.ring, way.team, ulysses=way.ulysses, placement=way.placement).flatten()
+    first, node_bytes = turns[0]
+    planned, busy = [], []
+    for name, line in (("forward", cost.forward), ("backward", cost.backward)):
+        place, *_ = schedule_of(way, case.sequence, backward=name == "backward")
+        seen = first[name]["busy"]
+        own = seen[int(ranks[place.index])]
+        if not (1 - BUSY) * line.compute <= own <= (1 + BUSY) * line.compute:
+            raise ClusterError(
+                f"{case.name}: in the {name} of {way} a device computed {own:.4f} s, the planner has "
+                f"{line.compute:.4f} s"
+            )
+        planned.append(line.seconds)
+        busy.append(max(seen))
+    rounds = tuple((answer["forward"]["seconds"], answer["backward"]["seconds"]) for answer, _ in turns)
+    return Measured(way, tuple(planned), rounds, tuple(busy), node_bytes)
+
+
+def _counted(cluster: Cluster, call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
     """What a call returns, and the bytes into the busiest node meanwhile."""
     before = cluster.network.received()
     returned = call()
     return returned, max(after - was for was, after in zip(before, cluster.network.received(), strict=True))
-
-
-def selected(cluster: Cluster, case: Case, only: Sequence[str]) -> list[Contender]:
-    """The contenders of a case whose names contain one of ``only``, and those that others are divided by."""
-    every = contenders(cluster.nodes, case.heads, is_causal=case.is_causal)
-    needed = (FLOOR, RING)
-    return [c for c in every if not only or c.name in needed or any(part in c.name for part in only)]
-
-
-def measure(
-    cluster: Cluster, case: Case, rounds: int, running: Sequence[Contender], commit: str, say: Callable[[str], None]
-) -> list[Entry]:
-    """Measure one case.
-
-    A round goes before that does not count, but for long sequences: there the first one does, too.
-
-    Args:
-        cluster: the ranks.
-        case: what to compute.
-        rounds: how many count.
-        running: contenders, the floor first; what is predicted and planned is added.
-        commit: of this checkout.
-        say: told of what is done.
-
-    Returns:
-        An entry for each contender.
-
-    Raises:
-        ClusterError: a contender's result is not that of one process.
-    """
-    warm_up = not case.is_long
-    begun = datetime.now(UTC).isoformat(timespec="seconds")
-    cluster.network.limit(case.rate)
-    # Choosing takes minutes: it is done once more at most.
-    chosen, share = undisturbed(
-        lambda: cluster.ask("choose", case=asdict(case)), f"{case.name}: choosing", say, attempts=2
-    )
-    running = [*running, Contender(**chosen["predicted"]), Contender(**chosen["planned"])]
-    choosing = {PLANNED: f"{chosen['ran']} plans run, {chosen['seconds']:.0f} s, {share:.0%} stolen"}
-    cluster.ask("prepare", case=asdict(case), contenders=[asdict(contender) for contender in running])
-    checked: dict[str, tuple[int, float]] = {}
-    samples: dict[str, list[Sample]] = {contender.name: [] for contender in running}
-    for turn in range(rounds + warm_up):
-        say(f"{case.name}: round {turn + (not warm_up)} of {rounds}")
-        # Whom one comes after is not always the same.
-        for contender in [*running[turn:], *running[:turn]]:
-            counts = turn > 0 or not warm_up
-            sample, sent = _one_pass(cluster, case, contender, say, attempts=ATTEMPTS if counts else 1)
-            if turn == 0:
-                checked[contender.name] = sent, _check(cluster, case, contender)
-            if counts:
-                samples[contender.name].append(sample)
-    return [
-        _entry(begun, commit, cluster, case, c, samples[c.name], *checked[c.name], choosing.get(c.name, ""), warm_up)
-        for c in running
-    ]
-
-
-def _entry(
-    begun: str,
-    commit: str,
-    cluster: Cluster,
-    case: Case,
-    contender: Contender,
-    samples: Sequence[Sample],
-    sent: int,
-    error: float,
-    choosing: str,
-    warm_up: bool,
-) -> Entry:
-    forward, backward, stolen = zip(*samples, strict=True)
-    return Entry(
-        begun, commit, machine(), cluster.nodes, case, contender, forward, backward, sent, error, choosing, stolen,
-        warm_up,
-    )  # fmt: skip
-
-
-def _one_pass(
-    cluster: Cluster, case: Case, contender: Contender, say: Callable[[str], None], *, attempts: int
-) -> tuple[Sample, int]:
-    """One turn, and the bytes that came into the busiest node meanwhile."""
-    (answer, sent), stolen = undisturbed(
-        lambda: counted(cluster, lambda: cluster.ask("pass", contender=asdict(contender))),
-        f"{case.name}: {contender.name}", say, attempts=attempts,
-    )  # fmt: skip
-    return Sample(answer["forward"], answer["backward"], stolen), sent
-
-
-def _check(cluster: Cluster, case: Case, contender: Contender) -> float:
-    """How far the last result is off."""
-    # The result is gathered on one rank, which is no part of any contender.
-    cluster.network.limit(None)
-    error = cluster.ask("check", contender=asdict(contender))["error"]
-    cluster.network.limit(case.rate)
-    if error > TOLERANCE:
-        raise ClusterError(f"{case.name}: {contender.name} is off by {error:.1e}, at most {TOLERANCE:.0e} is allowed")
-    return error
 
 
 def machine() -> str:

@@ -1,0 +1,102 @@
+"""A clocked device: block kernels that take as long as they would on a device, and use no core meanwhile.
+
+What they give is zeros, not attention. So the kernel is there only once :func:`register` has been called, and runs only
+where it is asked for by name and a device has been given its rates.
+
+A stream runs its kernels one after the other while the host is ahead of it: what a host does between two of them delays
+none, what it waits for does. Here host and stream are one thread. Of the time since the last kernel ended, that in
+which the thread ran, or would have run had there been a core, is the host's; if it was blocked as well, it waited for a
+transfer, after which the next kernel begins. Where the host comes late its device catches up: it sleeps less.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt import Kernels, register_kernel
+from wallfacer_dt.algorithms.tiles import pairs
+from wallfacer_dt.kernels import How, Need, accumulation_dtype
+from wallfacer_dt.kernels.visible import visible_keys
+from wallfacer_dt.planning.attention import Costs
+
+KERNEL = "clocked"
+
+_BLOCKED = 2e-4
+"""Seconds: a thread that is blocked for less has not waited for a transfer."""
+
+
+class Device:
+    """A rank's device.
+
+    Attributes:
+        kernels: its rates; None: nothing may run on it.
+        busy: seconds in which it has computed since :meth:`begin`.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: Kernels | None = None
+        self.busy = 0.0
+        self._free = 0.0
+        self._last = (0.0, 0.0)
+
+    def begin(self) -> None:
+        """Begin to count; nothing is queued."""
+        self.busy, self._free, self._last = 0.0, time.perf_counter(), _now()
+
+    def compute(self, seconds: float) -> None:
+        """Compute for so long, after all that came before."""
+        (was, had_run), (now, has_run) = self._last, _now()
+        host = has_run - had_run
+        if now - was - host > _BLOCKED:
+            self._free = max(self._free, now - host)
+        self._free += seconds
+        self.busy += seconds
+        time.sleep(max(0.0, self._free - time.perf_counter()))
+        self._last = _now()
+
+
+def _now() -> tuple[float, float]:
+    """The time, and how much of it this thread has run or waited for a core, in seconds (Linux)."""
+    ran, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return time.perf_counter(), (int(ran) + int(queued)) * 1e-9
+
+
+DEVICE = Device()
+"""This process'."""
+
+
+def register() -> None:
+    """Make the kernel known, by the name :data:`KERNEL`."""
+    register_kernel(KERNEL, _forward, _backward, _supports)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    _compute(q, k, how, backward=False)
+    lse = q.new_zeros(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse
+
+
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad_out, out, lse
+    _compute(q, k, how, backward=True)
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def _supports(need: Need) -> bool | str:
+    del need
+    return True if DEVICE.kernels is not None else "computes nothing: it is for benchmarks of the emulated cluster"
+
+
+def _compute(q: Tensor, k: Tensor, how: How, *, backward: bool) -> None:
+    assert DEVICE.kernels is not None, "the kernel says that it cannot run"
+    costs = Costs(DEVICE.kernels, q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, backward=backward)
+    rows, columns = q.shape[2], k.shape[2]
+    area = int(pairs(rows, columns, *how.band))
+    if how.mask is not None and (seen := visible_keys(how, q, k)) is not None:
+        # Of all rows of the batch and heads, which may see different keys.
+        area = int(seen.expand(*q.shape[:2], rows, columns).sum()) // (q.shape[0] * q.shape[1])
+    DEVICE.compute(costs.of(((area, rows, columns),)))
