@@ -20,7 +20,18 @@ from typer.testing import CliRunner
 
 from recipes.benchmarks.cluster import __main__ as command
 from recipes.benchmarks.cluster import device, network, run, watcher
-from recipes.benchmarks.cluster.cases import DTYPE, PUBLISHED, RING, ULYSSES, USP, Case, Machines, cases, contenders
+from recipes.benchmarks.cluster.cases import (
+    DTYPE,
+    HYBRID,
+    PUBLISHED,
+    RING,
+    ULYSSES,
+    USP,
+    Case,
+    Machines,
+    cases,
+    contenders,
+)
 from recipes.benchmarks.cluster.record import Measured, Result, append, read
 from recipes.benchmarks.cluster.report import MARK, over, regret, write
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
@@ -68,48 +79,46 @@ def test_a_block_takes_as_long_as_the_ratio_says(heads: int, ratio: float) -> No
 
 
 class Clock:
-    """Time that passes when something sleeps, runs, or is waited for."""
+    """Time that passes when something sleeps."""
 
     def __init__(self) -> None:
-        self.now = self.ran = 0.0
+        self.now = 0.0
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-
-    def run(self, seconds: float) -> None:
-        self.now, self.ran = self.now + seconds, self.ran + seconds
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
-    monkeypatch.setattr(device, "_now", lambda: (one.now, one.ran))
     monkeypatch.setattr(time, "perf_counter", lambda: one.now)
     monkeypatch.setattr(time, "sleep", one.sleep)
     return one
 
 
-def test_a_device_runs_in_order_while_its_host_is_ahead(clock: Clock) -> None:
+def test_a_device_runs_in_order_and_after_what_was_waited_for(clock: Clock) -> None:
+    def wait(seconds: float) -> None:
+        assert one.wait(lambda: (clock.sleep(seconds), torch.ones(1))[1]) == 1
+
     one = device.Device()
     one.begin()
     one.compute(1.0)
-    clock.run(0.3)  # the host's own work does not delay what is queued
+    clock.sleep(0.3)  # the host's own work does not delay what follows
     one.compute(1.0)
     assert (clock.now, one.busy) == (2.0, 2.0)
-    clock.sleep(0.5)  # a transfer that is waited for does
+    clock.sleep(0.1)
+    wait(0.5)  # a transfer that is waited for does
     one.compute(1.0)
-    assert clock.now == pytest.approx(3.5)
-    clock.run(0.1)
+    assert clock.now == pytest.approx(3.6)
     clock.sleep(0.5)
-    clock.run(0.2)
+    wait(1e-5)  # and one that has been there does not
     one.compute(1.0)
-    # A host that ran ahead would have started that transfer before, and queued the kernel behind it.
-    assert clock.now == pytest.approx(5.0)
-    clock.run(1.5)  # a host that comes late: the device catches up
+    assert clock.now == pytest.approx(4.6)
+    clock.sleep(1.5)  # a host that comes late: the device catches up
     one.compute(1.0)
-    assert clock.now == pytest.approx(6.5)
+    assert clock.now == pytest.approx(6.1)
     one.compute(1.0)
-    assert clock.now == pytest.approx(7.0)
+    assert clock.now == pytest.approx(6.6)
     one.begin()
     assert one.busy == 0
 
@@ -176,7 +185,7 @@ def measured(seconds: float, team: int = 1, predicted: float = 1.0) -> Measured:
 def result(**seconds: float) -> Result:
     names = {"ring": RING, "two": "2d, C = 2", "published": f"{PUBLISHED}, C = 2", "profiled": PROFILED}
     ways = {names[name]: measured(some, 1 + list(names).index(name)) for name, some in seconds.items()}
-    return Result(CASE, "abc", "2 cores", "links", ways | {PREDICTED: ways[RING]}, (0.2, 0.6), 9.0)
+    return Result(CASE, "abc", "2 cores", ways | {PREDICTED: ways[RING]}, (0.2, 0.6), 9.0)
 
 
 def test_record_round_trip(tmp_path: Path) -> None:
@@ -200,6 +209,9 @@ def test_what_was_chosen_is_judged() -> None:
     assert regret(one, PREDICTED) == pytest.approx(1.0)
     assert over(one, PUBLISHED) == pytest.approx(1.2)
     assert over(one, ULYSSES) is None
+    hybrid = replace(one, ways=one.ways | {HYBRID: one.ways[RING]})
+    assert over(hybrid, ULYSSES) is None
+    assert over(hybrid, HYBRID) == over(one, RING) == pytest.approx(1.6)
     # What is the very same plan under another name is no regret.
     same = replace(one, ways=one.ways | {PROFILED: replace(one.ways["2d, C = 2"], way=one.ways["2d, C = 2"].way)})
     assert regret(same, PROFILED) == 0
@@ -212,7 +224,7 @@ def test_report_keeps_what_people_wrote(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith(f"# Title\n\nFindings.\n\n{MARK}\n")
     assert "old" not in text
-    assert f"| {CASE.name} | 2d, C = 2 (" in text
+    assert f"| {CASE.name} | 2d, C = 2 | 1.00 |" in text
     assert "| regret of what is profiled, % | 1 | 25.0 | 25.0 | 25.0 |" in text
     assert page.with_suffix(".png").stat().st_size > 10_000
 
@@ -303,14 +315,20 @@ def test_not_root_and_no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_latency_that_the_kernel_cannot_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(*command: str, given: str = "") -> None:
-        if "netem" in command:
+    def refusing(*_: str, given: str = "") -> None:
+        if "netem" in given:
             raise network.ClusterError("Specified qdisc kind is unknown")
 
     monkeypatch.setattr(network, "_run", refusing)
     network.Network(MACHINES).make()
     with pytest.raises(network.ClusterError, match="latency needs the qdisc netem"):
         network.Network(replace(MACHINES, latency=1.0)).make()
+
+
+@pytest.mark.parametrize(("prefix", "ranks"), [("wf1", 2), ("tenletters", 2), ("", 2), ("wf", 256)])
+def test_network_without_names(prefix: str, ranks: int) -> None:
+    with pytest.raises(network.ClusterError, match="a prefix has 1 to 9 letters"):
+        network.Network(Machines(ranks, 1, (1.0,) * ranks), prefix)
 
 
 needs_network = pytest.mark.skipif(

@@ -197,6 +197,23 @@ def test_what_is_known_of_an_op_on_the_meta_device_is_what_torch_makes(length: i
             )  # fmt: skip
 
 
+def test_a_view_that_does_not_say_so_is_one_on_the_meta_device() -> None:
+    x = torch.empty(2, 6, device="meta")
+    for _ in range(2):
+        seen = call(torch.ops.aten._unsafe_view.default, (x, [3, 4]), {})
+        assert seen.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_the_default_dtype_is_that_of_now_on_the_meta_device() -> None:
+    n = torch.ones(3, dtype=torch.int64, device="meta")
+    assert call(torch.ops.aten.div.Tensor, (n, n), {}).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert call(torch.ops.aten.div.Tensor, (n, n), {}).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_what_an_op_on_the_meta_device_writes_to_is_the_callers() -> None:
     aten, x = torch.ops.aten, torch.empty(3, device="meta")
     assert call(aten.add_.Tensor, (x, x), {}) is x

@@ -123,6 +123,7 @@ GPT2 = {
 GEMMA = LLAMA | {
     "model_type": "gemma2", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 4096, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 144, "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
 }  # fmt: skip
 
 
@@ -153,14 +154,23 @@ def test_configs(tmp_path: Path) -> None:
     gemma = make_model(written(tmp_path, GEMMA))
     assert (gemma.shape.dim, gemma.activation) == (256, "gelu_tanh")
     assert gemma.left_out == (
-        "its sliding window of 4096 (a window for all layers: --window)",
+        "its sliding window of 4096 tokens, itself among them, unless --window gives it to all layers",
+        "its soft cap of 30.0 of the logits",
         "its soft cap of 50.0, which the style must be told",
         "its scale of attention, 144^-0.5, which the style must be told",
         "shared embeddings, taken as two",
+        "two more norms of a layer, and what is kept of them",
     )
-    mistral = LLAMA | {"model_type": "mistral", "sliding_window": None}
-    del mistral["num_key_value_heads"]
-    assert make_model(written(tmp_path, mistral)).shape.keys == 32
+    biased = make_model(written(tmp_path, LLAMA | {"mlp_bias": True}))
+    assert biased.left_out == ("biases of the feed-forward",)
+    # Where nothing is said, a Llama has as many key heads as query heads, and others a number of their own.
+    old = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert make_model(written(tmp_path, old)).shape.keys == 32
+    with pytest.raises(OptionError, match="num_key_value_heads is missing"):
+        make_model(written(tmp_path, old | {"model_type": "mistral"}))
+    assert make_model(written(tmp_path, LLAMA | {"model_type": "mistral"})).shape.dim == 128
+    with pytest.raises(OptionError, match="head_dim is missing"):
+        make_model(written(tmp_path, LLAMA | {"model_type": "qwen3"}))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +315,9 @@ def test_the_longest_sequence_is_planned(capsys: pytest.CaptureFixture[str]) -> 
     assert plan(ModelShape(64, 4), SequenceShape(length), cluster).prediction.memory <= 10**7
     with pytest.raises(PlanningError, match="nothing fits"):
         plan(ModelShape(64, 4), SequenceShape(length + 4), cluster)
-    assert printed.startswith(f"the longest sequence of which a plan fits, in steps of 4, is {length} tokens\n")
+    assert printed.startswith(
+        f"the longest sequence of which a plan fits, by bisection in steps of 4, is {length} tokens\n"
+    )
     assert f"\n{length} tokens in contiguous order, full, batch 1, bfloat16\n" in printed
     assert main(f"plan {sizes} --seq longest --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["sequence"]["length"] == length

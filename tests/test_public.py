@@ -42,7 +42,7 @@ BlockwiseFeedForward
 Cluster
     ranks, ranks_per_node, intra, inter, nics=1, memory=None, kernels=Kernels(forward=500000000000000.0,
     backward=400000000000000.0, linear=600000000000000.0, overhead=2e-05, merge=2000000000000.0, copy=0.0,
-    half_rows=0.0)
+    half_rows=0.0), striped_gathers=True
 EquivalenceError
     AssertionError
 Kernels
@@ -103,7 +103,7 @@ plan
     model, sequence, cluster, *, only=None, profile=None, keep=None
 profile
     model, sequence, device_type, *, ranks_per_node=None, memory=None, top=4, iterations=3, turns=None,
-    build=None, cluster=None, path=None
+    build=None, kernel='auto', cluster=None, path=None
 register_kernel
     name, forward, backward, supports, version='', *, takes_bands=False, takes_segments=False
 sequence_positions

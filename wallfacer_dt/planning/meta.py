@@ -29,7 +29,8 @@ def call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)`` of an op."""
     made = None
     if _depends_on_sizes(func) and _are_meta(args, kwargs):
-        made = _made(func, *map(_like, args), **{name: _like(x) for name, x in kwargs.items()})
+        given = {name: _like(x) for name, x in kwargs.items()}
+        made = _made(torch.get_default_dtype(), func, *map(_like, args), **given)
     if func._schema.is_mutable:
         written = kwargs.get("out", args[0])
         # Of the size that it had, it is as it was, having no contents.
@@ -61,15 +62,23 @@ def _like(x: Any) -> Any:
 
 
 @lru_cache(maxsize=4096, typed=True)  # by type, since 1, 1.0 and True are equal
-def _made(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _made(_default: torch.dtype, func: Any, *args: Any, **kwargs: Any) -> Any:
     """What an op makes of tensors like these; None if that does not say all."""
-    result = func(*tree_map_only(_Like, _Like.make, args), **tree_map_only(_Like, _Like.make, kwargs))
+    args, kwargs = (tree_map_only(_Like, _Like.make, some) for some in (args, kwargs))
+    result = func(*args, **kwargs)
     made = tree_map_only(Tensor, _like, result)
+    own, given = ({some._cdata for some in _all_storages(tensors)} for tensors in (result, (args, kwargs)))
+    if own & given and not func._schema.is_mutable:  # a view, whatever its schema says
+        return None
     return made if _storages(result) == _storages(tree_map_only(_Like, _Like.make, made)) else None
 
 
 def _storages(made: Any) -> list[tuple[int, torch.device, int]]:
     """Of which number each tensor's storage is, where, and how large."""
-    storages = [x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)]
+    storages = _all_storages(made)
     keys = [some._cdata for some in storages]
     return [(keys.index(key), some.device, some.nbytes()) for key, some in zip(keys, storages, strict=True)]
+
+
+def _all_storages(made: Any) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)]

@@ -86,7 +86,7 @@ class Probe:
         inter, nics, copy_inter = self._inter(per_node, contention) if has_inter else (intra, 1, 0.0)
         return Cluster(
             self.ranks, per_node, intra, inter, nics, kernels=Kernels(copy=max(copy, copy_inter)),
-            striped_gathers=dist.get_backend() != "gloo",
+            striped_gathers=self.device.type != "cpu",  # where gloo gathers
         )  # fmt: skip
 
     def kernels(self, model: ModelShape, sequence: SequenceShape) -> tuple[Kernels, float]:

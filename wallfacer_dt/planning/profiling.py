@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.attention import context_parallel_attention
+from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import PLACEMENTS, context_groups, temporary_groups
 from wallfacer_dt.order import TokenOrder
@@ -28,7 +29,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
 
-_VERSION = 1
+_VERSION = 2
 _CLOSE = 1.1  # times the fastest: so close are run again
 _RANKED = len(PLACEMENTS)  # plans for each that is run: so many there may be of a mesh and schedule
 
@@ -165,7 +166,8 @@ def profile(
         build: from a plan whose choice is to be run, one step of the real model, of which there is one at a time;
             without it, one call of attention of the model's shape, forward and backward, on random numbers, and that is
             what is planned.
-        kernel: of that call, see :class:`wallfacer_dt.AttentionOptions`; not with ``build``, which has its own.
+        kernel: of that call, see :class:`wallfacer_dt.AttentionOptions`; another than ``"auto"`` with ``cluster`` only,
+            which has its rates, and without ``build`` and ``path``.
         cluster: instead of measuring it; it says itself how many ranks share a node, and what memory they have.
         path: a file for rank 0 to add the result to; what it has of other models and sequences stays, unless links and
             kernels are not those that it was measured with, of which a warning tells.
@@ -182,8 +184,12 @@ def profile(
     turns = (1 if build else 3) if turns is None else turns
     if min(top, iterations, turns) < 1:
         raise ValueError(f"top, iterations and turns must be at least 1, got {top}, {iterations} and {turns}")
-    if build and kernel != "auto":
-        raise ValueError(f"build runs the model's own attention, so that kernel={kernel!r} would be of no use")
+    check_kernel(kernel)
+    if kernel != "auto" and (build or cluster is None or path is not None):
+        raise ValueError(
+            f"kernel={kernel!r} goes with cluster, which has its rates, and without build, which has a kernel of its "
+            "own, and path, whose plans run with kernel='auto'"
+        )
     if cluster is not None and (ranks_per_node, memory) != (None, None):
         raise ValueError("a cluster has ranks_per_node and memory itself: give it, or these two")
     if cluster is not None and cluster.ranks != dist.get_world_size():

@@ -131,6 +131,7 @@ class Case:
 
 RING = "ring"
 ULYSSES = "Ulysses"
+HYBRID = "Ulysses across nodes, ring in the node"
 USP = "USP (Ulysses in the node, ring across)"
 PUBLISHED = "WallFacer as published"
 
@@ -159,7 +160,7 @@ def contenders(case: Case) -> dict[str, Candidate]:
     if inside > 1 and case.heads >= inside:
         add(USP, inside, nodes, 1, "ulysses_in_node")
     if inside > 1 and case.heads >= nodes:
-        add("Ulysses across nodes, ring in the node", nodes, inside, 1)
+        add(HYBRID, nodes, inside, 1)
     return found
 
 

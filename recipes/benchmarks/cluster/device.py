@@ -3,14 +3,12 @@
 What they give is zeros, not attention. So the kernel is there only once :func:`register` has been called, and runs only
 where it is asked for by name and a device has been given its rates.
 
-A stream runs its kernels one after the other while the host is ahead of it: what a host does between two of them delays
-none, what it waits for does. Here host and stream are one thread. Of the time since the last kernel ended, that in
-which the thread ran, or would have run had there been a core, is the host's; if it was blocked as well, it waited for a
-transfer, after which the next kernel begins. Where the host comes late its device catches up: it sleeps less.
+A stream runs its kernels one after the other, and each after the transfers that were waited for before it. What a host
+does takes no time here: where it comes late, as on cores that many ranks share, its device catches up: it sleeps less.
 """
 
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from wallfacer_dt.planning.attention import Costs
 KERNEL = "clocked"
 
 _BLOCKED = 2e-4
-"""Seconds: a thread that is blocked for less has not waited for a transfer."""
+"""Seconds: who waits no longer has found a transfer that had arrived before."""
 
 
 class Device:
@@ -37,30 +35,26 @@ class Device:
 
     def __init__(self) -> None:
         self.kernels: Kernels | None = None
-        self.busy = 0.0
-        self._free = 0.0
-        self._last = (0.0, 0.0)
+        self.busy = self._free = 0.0
 
     def begin(self) -> None:
         """Begin to count; nothing is queued."""
-        self.busy, self._free, self._last = 0.0, time.perf_counter(), _now()
+        self.busy, self._free = 0.0, time.perf_counter()
+
+    def wait(self, wait: Callable[[], Tensor]) -> Tensor:
+        """Wait for a transfer, before which nothing that follows begins."""
+        since = time.perf_counter()
+        arrived = wait()
+        now = time.perf_counter()
+        if now - since > _BLOCKED:
+            self._free = max(self._free, now)
+        return arrived
 
     def compute(self, seconds: float) -> None:
         """Compute for so long, after all that came before."""
-        (was, had_run), (now, has_run) = self._last, _now()
-        host = has_run - had_run
-        if now - was - host > _BLOCKED:
-            self._free = max(self._free, now - host)
         self._free += seconds
         self.busy += seconds
         time.sleep(max(0.0, self._free - time.perf_counter()))
-        self._last = _now()
-
-
-def _now() -> tuple[float, float]:
-    """The time, and how much of it this thread has run or waited for a core, in seconds (Linux)."""
-    ran, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    return time.perf_counter(), (int(ran) + int(queued)) * 1e-9
 
 
 DEVICE = Device()

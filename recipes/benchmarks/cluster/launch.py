@@ -1,6 +1,7 @@
 """Starting the ranks, and asking them."""
 
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 from recipes.benchmarks.cluster.cases import Machines
 from recipes.benchmarks.cluster.network import PREFIX, ClusterError, Network, folder_of, remove
 from recipes.benchmarks.cluster.watcher import environment, watched
+
+_PATIENCE = 900.0  # seconds, longer than ranks wait for each other
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Cluster:
     def answer(self, do: str) -> dict[str, Any]:
         """Read one answer."""
         assert self.process.stdout is not None
+        # A line is written at once, so that nothing of it is read yet.
+        ready, _, _ = select.select([self.process.stdout], [], [], _PATIENCE)
+        if not ready:
+            raise ClusterError(f"the ranks have not answered {do!r} for {_PATIENCE:.0f} s")
         line = self.process.stdout.readline()
         if not line:
             raise ClusterError(f"the ranks ended during {do!r}; what they said is above")
@@ -72,6 +79,7 @@ def started(machines: Machines, prefix: str = PREFIX) -> Iterator[Cluster]:
             # Told to end, ranks do not complain of each other.
             assert process.stdin is not None
             process.stdin.close()
-            process.wait()
+            process.wait(_PATIENCE)
         finally:
             process.kill()
+            process.wait()

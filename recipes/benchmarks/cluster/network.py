@@ -2,8 +2,9 @@
 
 Every rank has two interfaces: ``in`` to the switch of its node, ``out`` to other nodes. Either its node's ranks share
 one link, behind a switch of their own, or each has an adapter. A link is limited where something is sent into it and
-where it comes out, by ``tc tbf``. The rank's one address is at ``out``, and a route to its own node's goes by ``in``.
-All names begin with a prefix, by which everything is found again.
+where it comes out, by ``tc htb``, evenly for all ranks that something is sent to; short packets go before long ones, or
+else a rank could not say that it is ready to receive while it sends. The rank's one address is at ``out``, and a route
+to its own node's goes by ``in``. All names begin with a prefix, by which everything is found again.
 """
 
 import ctypes
@@ -58,11 +59,19 @@ class Network:
 
     Attributes:
         machines: nodes, ranks and rates.
-        prefix: of all names, at most 9 characters (an interface's name has 15).
+        prefix: of all names, at most 9 letters (an interface's name has 15).
     """
 
     machines: Machines
     prefix: str = PREFIX
+
+    def __post_init__(self) -> None:
+        """Refuse (ClusterError) what has no names or addresses."""
+        if not re.fullmatch("[a-z]{1,9}", self.prefix) or not 1 <= self.machines.ranks <= 254:
+            raise ClusterError(
+                f"a prefix has 1 to 9 letters, and a cluster 1 to 254 ranks, got {self.prefix!r} and "
+                f"{self.machines.ranks}"
+            )
 
     def namespace(self, rank: int) -> str:
         """The name of a rank's network namespace."""
@@ -126,34 +135,33 @@ class Network:
         )  # fmt: skip
 
     def _limit(self, device: str, rate: float | None, latency: float = 0.0, namespace: str = "") -> None:
-        inside = ("-n", namespace) if namespace else ()
-        if rate is not None:
-            machines = self.machines
-            way = f"htb rate {{}}mbit ceil {rate}mbit burst {_BURST} cburst {_BURST}"
-            lines = [
-                f"qdisc add dev {device} handle 1: root htb default 2",
-                f"class add dev {device} parent 1: classid 1:1 {way.format(rate)}",
-                f"class add dev {device} parent 1:1 classid 1:2 {way.format(rate)} prio 0",
-                # What is shorter than 256 bytes: acknowledgements, and that a rank is ready to receive.
-                f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
+        inside, machines = ("-n", namespace) if namespace else (), self.machines
+        leaf = f"netem delay {latency / 2}ms limit 100000" if latency else f"bfifo limit {_QUEUE}"
+        if rate is None:
+            return
+        way = f"htb rate {{}}mbit ceil {rate}mbit burst {_BURST} cburst {_BURST}"
+        lines = [
+            f"qdisc add dev {device} handle 1: root htb default 2",
+            f"class add dev {device} parent 1: classid 1:1 {way.format(rate)}",
+            f"class add dev {device} parent 1:1 classid 1:2 {way.format(rate)} prio 0",
+            f"qdisc add dev {device} parent 1:2 {leaf}",
+            # What is shorter than 256 bytes: acknowledgements, and that a rank is ready to receive.
+            f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
+        ]
+        for rank in range(machines.ranks):
+            own, share = f"1:{rank + 16:x}", way.format(rate / machines.ranks)
+            address = f"{_SUBNET}.{rank // machines.per_node}.{rank + 1}/32"
+            lines += [
+                f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",
+                f"qdisc add dev {device} parent {own} {leaf}",
+                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {address} flowid {own}",
             ]
-            for rank in range(machines.ranks):
-                own, share = f"1:{rank + 16:x}", way.format(rate / machines.ranks)
-                address = f"{_SUBNET}.{rank // machines.per_node}.{rank + 1}/32"
-                lines += [
-                    f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",
-                    f"qdisc add dev {device} parent {own} bfifo limit {_QUEUE}",
-                    f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {address} flowid {own}",
-                ]
+        try:
             _run("tc", *inside, "-batch", "-", given="\n".join(lines))
-        if latency:
-            at = ("root",) if rate is None else ()
-            try:
-                _run("tc", *inside, "qdisc", "add", "dev", device, *at, "netem", "delay", f"{latency / 2}ms")
-            except ClusterError as error:
-                raise ClusterError(
-                    f"latency needs the qdisc netem, which this kernel does not have ({error})"
-                ) from None
+        except ClusterError as error:
+            if not latency:
+                raise
+            raise ClusterError(f"latency needs the qdisc netem, which this kernel may not have: {error}") from None
 
     def _into(self, node: int) -> Iterator[str]:
         """The ports through which something comes into a node."""

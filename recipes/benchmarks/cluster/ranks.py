@@ -165,6 +165,9 @@ class _Messages:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops._c10d_functional, name)
 
+    def wait_tensor(self, pending: Tensor) -> Tensor:
+        return device.DEVICE.wait(lambda: torch.ops._c10d_functional.wait_tensor(pending))
+
     def all_to_all_single(self, buffer: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
         if buffer.is_meta:  # the planner's
             return torch.ops._c10d_functional.all_to_all_single(buffer, received, sent, group)

@@ -56,7 +56,6 @@ class Result:
         case: it.
         commit: of the checkout.
         machine: on which it was emulated.
-        links: as they were probed, in words.
         ways: by name; what was predicted, or profiled, is under its own name as well where another is the same.
         bound: seconds of forward and backward that no way goes below.
         choosing: seconds that profiling took.
@@ -65,7 +64,6 @@ class Result:
     case: Case
     commit: str
     machine: str
-    links: str
     ways: Mapping[str, Measured]
     bound: tuple[float, float]
     choosing: float = field(compare=False, default=0.0)
@@ -89,7 +87,7 @@ def _measured(given: Mapping[str, Any]) -> Measured:
 
 
 def read(path: Path) -> dict[Case, Result]:
-    """By case its last result; none where there is no file. What an interrupted run has cut short does not count."""
+    """By case its last result; none where there is no file."""
     return {result.case: result for result in map(Result.from_line, _lines(path))}
 
 

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from recipes.benchmarks.cluster.cases import PUBLISHED, RING, ULYSSES, USP, Case
+from recipes.benchmarks.cluster.cases import HYBRID, PUBLISHED, RING, ULYSSES, USP, Case
 from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
 from recipes.benchmarks.memory.tables import Table
@@ -18,7 +18,7 @@ MARK = "<!-- What follows is made by python -m recipes.benchmarks.cluster -->"
 _INK, _FAINT = "#222222", "#8a8a8a"
 # Okabe and Ito's, told apart by colour-blind readers too.
 _COLOURS = {
-    RING: _FAINT, "2d": "#0072B2", PUBLISHED: "#E69F00", USP: "#CC79A7", ULYSSES: "#009E73",
+    RING: _FAINT, "2d": "#0072B2", PUBLISHED: "#E69F00", USP: "#CC79A7", HYBRID: _INK, ULYSSES: "#009E73",
     PREDICTED: "#56B4E9", PROFILED: "#D55E00",
 }  # fmt: skip
 
@@ -40,8 +40,8 @@ def regret(result: Result, name: str) -> float:
 
 
 def over(result: Result, name: str) -> float | None:
-    """How many times as long as what is profiled the fastest takes whose name begins so; None where there is none."""
-    some = [one.seconds for known, one in result.ways.items() if known.startswith(name)]
+    """How many times as long as what is profiled it takes, of the published ones the fastest; None: there is none."""
+    some = [one.seconds for known, one in result.ways.items() if _family(known) == name]
     return min(some) / result.ways[PROFILED].seconds if some else None
 
 
@@ -101,6 +101,11 @@ def _row(result: Result) -> list[str]:
     ]  # fmt: skip
 
 
+def _family(name: str) -> str:
+    """Of a way, by the beginning of its name."""
+    return name if name in _COLOURS else next(known for known in _COLOURS if name.startswith(known))
+
+
 def _summed(what: str, values: list[float], form: str) -> list[str]:
     some = [format(f(values), form) for f in (min, statistics.median, max)] if values else ["-"] * 3
     return [what, str(len(values)), *some]
@@ -131,7 +136,7 @@ def draw(path: Path, results: Mapping[Case, Result]) -> None:
 def _scatter(axes: Axes, results: Mapping[Case, Result], value: Callable[[Measured, Measured], float]) -> None:
     for place, result in enumerate(results.values()):
         for name, one in result.ways.items():
-            family = next(known for known in _COLOURS if name.startswith(known))
+            family = _family(name)
             is_chosen = name in (PREDICTED, PROFILED)
             axes.plot(
                 value(one, result.ways[RING]), place, marker="d" if is_chosen else "o", ms=7 if is_chosen else 4, ls="",

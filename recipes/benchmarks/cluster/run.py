@@ -95,8 +95,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
     found = {way: _measured(way, case, links, turns[way]) for way in ways}
     by_name = {name: found[way] for name, way in names.items()}
     return Result(
-        case, commit, machine(), f"{links.intra}, {links.inter}, {links.nics}", by_name, bound(case, links),
-        chosen["seconds"],
+        case, commit, machine(), by_name, bound(case, links), chosen["seconds"]
     )  # fmt: skip
 
 

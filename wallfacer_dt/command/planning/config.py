@@ -22,7 +22,8 @@ _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
     "vocab": ("vocab_size",),
 }
-_MAY_BE_MISSING = ("kv_heads", "head_dim")
+# As many key heads as query heads, and hidden / heads; other types have numbers of their own where nothing is said.
+_MAY_BE_MISSING = {"kv_heads": ("gpt2", "llama"), "head_dim": ("gpt2", "llama", "mistral", "qwen2")}
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -30,11 +31,13 @@ _ACTIVATIONS = {
 # Gemma's configs name what they compute under a key of its own, and under the usual one something else.
 _ACTIVATION_KEYS = ("hidden_activation", "hidden_act", "activation_function")
 _LEFT_OUT = {
-    "sliding_window": "its sliding window of {} (a window for all layers: --window)",
+    "sliding_window": "its sliding window of {} tokens, itself among them, unless --window gives it to all layers",
+    "final_logit_softcapping": "its soft cap of {} of the logits",
     "attn_logit_softcapping": "its soft cap of {}, which the style must be told",
     "query_pre_attn_scalar": "its scale of attention, {}^-0.5, which the style must be told",
     "tie_word_embeddings": "shared embeddings, taken as two",
     "attention_bias": "biases of attention",
+    "mlp_bias": "biases of the feed-forward",
 }
 
 
@@ -60,7 +63,7 @@ def read_config(path: str) -> KnownModel:
         key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], None))
         if value is None and name == "ffn" and kind == "gpt2":
             value = 4 * sizes["hidden"]
-        if value is None and name in _MAY_BE_MISSING:
+        if value is None and kind in _MAY_BE_MISSING.get(name, ()):
             continue
         if value is None:
             raise ValueError(f"{path}: {' or '.join(keys)} is missing")
@@ -110,6 +113,8 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
     found = [text.format(_short(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]
     if kind in ("qwen3", "gemma3_text"):
         found.append("norms of queries and keys")
+    if kind in ("gemma2", "gemma3_text"):
+        found.append("two more norms of a layer, and what is kept of them")
     if kind in ("gpt2", "qwen2"):
         found.append("biases")
     if kind == "gpt2":

@@ -86,14 +86,18 @@ def plan(
         str | None,
         typer.Option(metavar=_TIME, help=f"Of a message between nodes. [default: {format_time(INTER_LATENCY)}]"),
     ] = None,
-    nics: Annotated[int | None, typer.Option(help="Interfaces that share a node's rate. [default: 1]")] = None,
+    nics: Annotated[
+        int | None, typer.Option(help="Interfaces that share a node's rate. [default: 1, or of --cluster]")
+    ] = None,
     memory: Memory = None,
     attention_speed: Annotated[
         str | None,
-        typer.Option(metavar=_SPEED, help="Of the forward; the backward's is 0.8 of it. [default: 500TFLOPS]"),
+        typer.Option(
+            metavar=_SPEED, help="Of the forward; the backward's is 0.8 of it. [default: 500TFLOPS, or of --cluster]"
+        ),
     ] = None,
     linear_speed: Annotated[
-        str | None, typer.Option(metavar=_SPEED, help="Of other matrix products. [default: 600TFLOPS]")
+        str | None, typer.Option(metavar=_SPEED, help="Of other matrix products. [default: 600TFLOPS, or of --cluster]")
     ] = None,
     peak_speed: Annotated[
         str | None, typer.Option(metavar=_SPEED, help="Of a rank by its data sheet, for MFU. [default: of --cluster]")
@@ -123,7 +127,8 @@ def plan(
     )  # fmt: skip
     is_longest = seq == "longest"
     sequence = make_sequence(MOST if is_longest else seq, batch, causal=causal, full=full, window=window, dtype=dtype)
-    check_size(known.shape, sequence)
+    if not is_longest:
+        check_size(known.shape, sequence)
     machines = Machines(
         name=cluster, ranks=ranks, ranks_per_node=ranks_per_node, nics=nics, intra=intra, inter=inter,
         intra_latency=intra_latency, inter_latency=inter_latency, attention_speed=attention_speed,
@@ -132,7 +137,7 @@ def plan(
     measured = None if profile is None else load_profile(profile)
     where = machines.cluster(sequence.dtype, known.shape.dim) if measured is None else machines.measured(measured)
     if is_longest and where.cluster.memory is None:
-        raise OptionError("--seq longest: the memory of a rank is not known; give --memory or --cluster NAME")
+        raise OptionError("--seq longest: the memory of a rank is not known; give --memory")
     with Console(stderr=True).status(f"planning for {where.cluster.ranks} ranks"):
         unit = length_unit(where.cluster.ranks)
         if is_longest:
@@ -155,5 +160,6 @@ def plan(
         return
     console = make_console()
     if is_longest:
-        console.print(f"the longest sequence of which a plan fits, in steps of {unit}, is {sequence.length} tokens")
+        how = f"by bisection in steps of {unit}, is {'at least ' * (sequence.length + unit > MOST)}"
+        console.print(f"the longest sequence of which a plan fits, {how}{sequence.length} tokens")
     print_plan(made, figures, top, console)

@@ -114,7 +114,7 @@ def _costs(best: Sequence[Ranked], figures: Figures) -> Table:
         p = one.prediction
         mfu = figures.mfu(one)
         shares = [] if mfu is None else [f"{mfu:.0%}"]
-        times = [format_time(p.seconds), f"{figures.rate(one):.0f}", *shares, format_time(p.exposed)]
+        times = [format_time(one.seconds), f"{figures.rate(one):.0f}", *shares, format_time(p.exposed)]
         sizes = [format_size(p.rank_bytes), format_size(p.node_bytes), str(p.hops), format_size(p.memory)]
         table.add_row(str(number), *_choices(one.candidate), *times, *sizes, style="bold" if number == 1 else None)
     return table
