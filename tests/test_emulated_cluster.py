@@ -331,8 +331,22 @@ def test_network_without_names(prefix: str, ranks: int) -> None:
         network.Network(Machines(ranks, 1, (1.0,) * ranks), prefix)
 
 
+def can_limit() -> bool:
+    """Whether links can be limited here as the cluster does it."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    commands = (
+        "ip netns add wfcan",
+        "tc -n wfcan qdisc add dev lo handle 1: root htb",
+        "tc -n wfcan filter add dev lo parent 1: protocol ip u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
+    )
+    done = [subprocess.run(command.split(), capture_output=True, check=False).returncode for command in commands]
+    subprocess.run(["ip", "netns", "del", "wfcan"], capture_output=True, check=False)
+    return not any(done)
+
+
 needs_network = pytest.mark.skipif(
-    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="needs root and iproute2's ip and tc"
+    not can_limit(), reason="needs root, iproute2's ip and tc, and a kernel with veth, htb and u32"
 )
 
 RUNNING = """
