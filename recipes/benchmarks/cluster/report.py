@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from recipes.benchmarks.cluster.cases import HYBRID, PUBLISHED, RING, ULYSSES, USP, Case
 from recipes.benchmarks.cluster.record import Measured, Result
@@ -122,6 +123,9 @@ def draw(path: Path, results: Mapping[Case, Result]) -> None:
     times.plot(bounds, range(len(names)), "|", color=_INK, ms=9, label="bound")
     times.set(xscale="log", xlabel="time / ring's", yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
     times.set_yticklabels(names, fontsize=7)
+    times.xaxis.set_major_locator(FixedLocator([0.25, 0.35, 0.5, 0.7, 1, 1.4, 2]))
+    times.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    times.xaxis.set_minor_locator(NullLocator())
     _scatter(errors, results, lambda one, _: 100 * one.error)
     errors.axvspan(-15, 15, color=_FAINT, alpha=0.15, lw=0)
     errors.set(xlabel="predicted above measured, %", yticks=[], ylim=(len(names) - 0.5, -0.5))
@@ -129,7 +133,7 @@ def draw(path: Path, results: Mapping[Case, Result]) -> None:
         axes.grid(axis="x", color=_FAINT, alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     found = dict(zip(*reversed(times.get_legend_handles_labels()), strict=True))
-    figure.legend(found.values(), found, loc="outside upper center", ncols=len(found), frameon=False)
+    figure.legend(found.values(), found, loc="outside upper center", ncols=5, frameon=False)
     figure.savefig(path, dpi=110)
 
 
