@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -272,3 +273,14 @@ def test_that_nothing_fits_is_said_on_every_rank(ranks) -> None:
     assert all(one == found[0] for one in found)
     assert found[0][0] == "memory"
     assert found[0][1].startswith("nothing fits: memory is 10 B a rank")
+
+
+def test_a_kernel_goes_with_a_cluster_alone(tmp_path: Path) -> None:
+    """What is measured with it must not be taken for what the one that is chosen by itself takes."""
+    asked = (ModelShape(64, 4), SequenceShape(256), "cpu")
+    with pytest.raises(ValueError, match="kernel must be one of"):
+        profile(*asked, kernel="flsh", cluster=WHERE)
+    wrong: list[dict[str, Any]] = [{}, {"cluster": WHERE, "build": lambda _: print}]
+    for others in (*wrong, {"cluster": WHERE, "path": tmp_path / "profile.json"}):
+        with pytest.raises(ValueError, match="kernel='reference' goes with cluster"):
+            profile(*asked, kernel="reference", **others)

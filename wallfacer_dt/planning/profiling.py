@@ -176,8 +176,9 @@ def profile(
         The plan, and what was measured.
 
     Raises:
-        ValueError: ``top``, ``iterations`` or ``turns`` is below 1; ``cluster`` comes with what it has itself, or has
-            other ranks than there are; or, on rank 0, ``path`` is no profile, or one of other ranks.
+        ValueError: ``top``, ``iterations`` or ``turns`` is below 1; ``kernel`` is unknown, or comes with what it does
+            not go with; ``cluster`` comes with what it has itself, or has other ranks than there are; or, on rank 0,
+            ``path`` is no profile, or one of other ranks.
         PlanningError: on every rank: nothing fits, or nodes are not made of neighbouring ranks.
         RuntimeError: on the others, where rank 0 has another error.
     """

@@ -1,4 +1,4 @@
-"""Measure every way to share a sequence on emulated clusters with clocked devices, as root on Linux, and report.
+"""Measure the named ways to share a sequence, and the planner's choice, on emulated clusters; as root on Linux.
 
     python -m recipes.benchmarks.cluster
 

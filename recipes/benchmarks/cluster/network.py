@@ -130,9 +130,7 @@ class Network:
         _run("ip", "link", "set", f"{self.prefix}{name}", "up")
 
     def _plug(self, port: str, switch: str) -> None:
-        _run(
-            "ip", "link", "set", port, "gso_max_size", str(_PACKET), "master", f"{self.prefix}{switch}", "up"
-        )  # fmt: skip
+        _run("ip", "link", "set", port, "gso_max_size", str(_PACKET), "master", f"{self.prefix}{switch}", "up")
 
     def _limit(self, device: str, rate: float | None, latency: float = 0.0, namespace: str = "") -> None:
         inside, machines = ("-n", namespace) if namespace else (), self.machines
