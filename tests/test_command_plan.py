@@ -338,6 +338,10 @@ def test_every_bar_has_a_colour(causal: bool) -> None:
         (f"{SHAPE} {WHERE} --seq 4G", "--seq must be a number of tokens"),
         (f"{SHAPE} {WHERE} --seq nan", "--seq must be a number of tokens"),
         (f"{SHAPE} {WHERE} --seq longest", "--seq longest: the memory of a rank is not known; give --memory"),
+        (
+            f"{SHAPE} {WHERE} --memory 1GB --seq longest --batch 9999999999999999",
+            "--seq, --batch and the model's sizes: ",
+        ),
         (f"{SHAPE} {WHERE} --batch 9999999999999", "--seq, --batch and the model's sizes: a tensor of more than 2^56 "),
         (f"{SHAPE} {WHERE} --ffn 9999999999999999", "--seq, --batch and the model's sizes: "),
         (f"{SHAPE} {WHERE} --dtype float32", "--dtype float32: rates by default are an H100's in 16 bits; give --att"),

@@ -141,6 +141,7 @@ def plan(
     with Console(stderr=True).status(f"planning for {where.cluster.ranks} ranks"):
         unit = length_unit(where.cluster.ranks)
         if is_longest:
+            check_size(known.shape, replace(sequence, length=unit))  # longer ones are held to the memory
             # Of what does not fit at all the plan says how much that needs.
             sequence = replace(sequence, length=longest_length(known.shape, sequence, where.cluster) or unit)
         try:
