@@ -27,13 +27,17 @@ def ulysses_meshes(size: int) -> list[tuple[int, int, int]]:
     ]
 
 
+def schedules(ring: int, team: int) -> list[str]:
+    """All that fit."""
+    return ["2d", *["rings"] * (team > 1), *["published"] * (ring % team == 0)]
+
+
 @st.composite
 def cases(draw: st.DrawFn, sizes: range = range(1, 9), **fixed: object) -> Case:
     """Any case of attention that sees all or is causal, on a ring and a team with shards of equal length."""
     ring, team = draw(st.sampled_from([mesh for size in sizes for mesh in meshes(size)]))
     order = draw(st.sampled_from(["contiguous", "head_tail"]))
-    schedules = ["2d"] if ring % team else ["2d", "published"]
-    schedule = draw(st.sampled_from(schedules))
+    schedule = draw(st.sampled_from(schedules(ring, team)))
     kv_heads = draw(st.sampled_from([1, 2]))
     options = {
         "ring": ring,
@@ -125,7 +129,7 @@ def _documents(draw: st.DrawFn, total: int) -> tuple[int, ...]:
 
 @st.composite
 def _schedules(draw: st.DrawFn, ring: int, team: int) -> dict[str, Any]:
-    schedule = draw(st.sampled_from(["2d"] if ring % team else ["2d", "published"]))
+    schedule = draw(st.sampled_from(schedules(ring, team)))
     return {"schedule": schedule} | draw(_rotations(schedule))
 
 

@@ -40,7 +40,7 @@ MESSAGES = {
         "ValueError",
         "rotates keys and values in its forward: pass rotate_forward='kv' or 'auto'",
     ),
-    "unknown schedule": ("ValueError", "schedule must be one of ('2d', 'published'), got '3d'"),
+    "unknown schedule": ("ValueError", "schedule must be one of ('2d', 'rings', 'published'), got '3d'"),
     "unknown rotation": ("ValueError", "rotate must be one of ('auto', 'kv', 'q'), got 'k'"),
     "unknown rotation forward": ("ValueError", "rotate_forward must be one of ('auto', 'kv', 'q'), got 'k'"),
     "unknown order": (
@@ -194,7 +194,7 @@ MESSAGES = {
     "module that holds a window": ("ValueError", "the module Holding has sliding_window=64, which this style does not"),
     "module that holds dropout": ("ValueError", "no parameters, buffers or submodules; Holding has drop"),
     "module that holds a mask": ("ValueError", "no parameters, buffers or submodules; Inner has hidden"),
-    "unknown schedule of a style": ("ValueError", "schedule must be one of ('2d', 'published'), got '3d'"),
+    "unknown schedule of a style": ("ValueError", "schedule must be one of ('2d', 'rings', 'published'), got '3d'"),
     "unknown rotation of a style": ("ValueError", "rotate must be one of ('auto', 'kv', 'q'), got 'k'"),
     "forward-mode differentiation": ("NotImplementedError", "no forward-mode derivative, but q has a tangent"),
     "a ring without its team": ("ValueError", "slice them all: mesh['cp_ring', 'cp_team']"),

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tests.cases import fake_world
 from tests.closed_volumes import Closed
-from tests.strategies import PLACEMENTS, examples, ulysses_meshes
+from tests.strategies import PLACEMENTS, examples, schedules, ulysses_meshes
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.algorithms.sequences import hops
 from wallfacer_dt.command.app import main
@@ -35,9 +35,10 @@ def asked(draw: st.DrawFn) -> Settings:
     ring, team, ulysses = draw(st.sampled_from(ulysses_meshes(draw(st.integers(1, 16)))))
     kv_heads = draw(st.integers(1, 5))
     group = draw(st.integers(-(-ulysses // kv_heads), -(-ulysses // kv_heads) + 2))
-    published = ring % team == 0 and draw(st.booleans())
+    schedule = draw(st.sampled_from(schedules(ring, team)))
+    published = schedule == "published"
     return Settings(
-        ring=ring, team=team, ulysses=ulysses, schedule="published" if published else "2d",
+        ring=ring, team=team, ulysses=ulysses, schedule=schedule,
         rotate=draw(st.sampled_from(["q", "auto"] if published else ["kv", "q", "auto"])),
         rotate_forward=draw(st.sampled_from(["kv", "auto"] if published else ["kv", "q", "auto"])),
         order=draw(st.sampled_from(["contiguous", "head_tail"])), causal=draw(st.booleans()),
@@ -63,6 +64,7 @@ def test_every_send_has_its_receive(chosen: Settings) -> None:
 
 @example(Settings(ring=4))
 @example(Settings(ring=6, team=2, schedule="published"))
+@example(Settings(ring=2, team=3, schedule="rings", backward=True))
 @examples(50)
 @given(asked())
 def test_a_block_comes_from_where_it_was(chosen: Settings) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import wallfacer_dt
 from tests.cases import mesh_of
-from tests.strategies import examples, meshes
+from tests.strategies import examples, meshes, schedules
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
@@ -88,7 +88,7 @@ def packed(draw: st.DrawFn, size: int) -> Packed:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     least = -(-ulysses // kv_heads)
     is_causal = draw(st.booleans())
-    schedule = draw(st.sampled_from(["2d"] if ring % team else ["2d", "published"]))
+    schedule = draw(st.sampled_from(schedules(ring, team)))
     return Packed(
         ring, team, ulysses, tuple(rows), kv_heads * draw(st.integers(least, least + 2)), kv_heads, is_causal,
         draw(st.sampled_from([None, (3, 0), (5, -1) if is_causal else (2, 4)])), schedule,

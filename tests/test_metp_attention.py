@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.cases import Case
 from tests.metp_cases import AttentionBlock, assert_exact, assert_mean, assert_ratio, check, expected, run, whole
-from tests.strategies import examples, mask_options, meshes
+from tests.strategies import examples, mask_options, meshes, schedules
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn, ring: int, team: int, *, paired: bool, ring_alone: bo
     size, batch = ring * team, draw(st.integers(1, 2))
     total = draw(st.one_of(st.integers(1, size), st.integers(size, 6 * size)))
     masks = draw(mask_options(batch, total).filter(lambda masks: not {"mask", "prefix_length"} & masks.keys()))
-    schedule = draw(st.sampled_from(["2d"] if ring % team or ring_alone else ["2d", "published"]))
+    schedule = draw(st.sampled_from(["2d"] if ring_alone else schedules(ring, team)))
     kv_heads = draw(st.integers(1, size + 2))
     options = {
         "ring": ring,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.strategies import examples, meshes
+from tests.strategies import examples, meshes, schedules
 from wallfacer_dt import (
     METPAttentionParallel,
     METPParallel,
@@ -62,12 +62,13 @@ class Attention(nn.Module):
 @st.composite
 def layers(draw: st.DrawFn, size: int) -> Layer:
     ring, team = draw(st.sampled_from(meshes(size)))
-    published = ring % team == 0 and draw(st.booleans())
+    schedule = draw(st.sampled_from(schedules(ring, team)))
+    published = schedule == "published"
     kv_heads = draw(st.integers(1, 5))
     return Layer(
         ring, team, draw(st.sampled_from(["float64", "float32", "bfloat16"])), draw(st.integers(1, 9)),
         draw(st.integers(1, 40)), kv_heads * draw(st.integers(1, 3)), kv_heads, 2 * draw(st.integers(1, 3)),
-        draw(st.booleans()), draw(st.booleans()), "published" if published else "2d",
+        draw(st.booleans()), draw(st.booleans()), schedule,
         "q" if published else draw(st.sampled_from(["kv", "q", "auto"])),
         "kv" if published else draw(st.sampled_from(["kv", "q", "auto"])),
     )  # fmt: skip

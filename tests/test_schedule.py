@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import Case, held
-from tests.strategies import examples, mask_options, meshes, ulysses_meshes
+from tests.strategies import examples, mask_options, meshes, schedules, ulysses_meshes
 from tests.test_segments import add_covered, planned, seen, sees
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
@@ -26,13 +26,16 @@ from wallfacer_dt.algorithms.steps import (
     Carry,
     Exchange,
     Gather,
+    Hop,
     Move,
+    Pass,
+    Return,
     Schedule,
     Start,
     Wait,
 )
 from wallfacer_dt.layout import ORDERS, deal_documents, positions
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import TEAM_AXIS, Coordinate
 
 SHARD = 2
 
@@ -115,7 +118,8 @@ def drawn(draw: st.DrawFn, largest: int = 36, most: int = 3) -> Drawn:
     """Any schedule; of several blocks of 128 on few ranks, of a few tokens each on many."""
     size = draw(st.integers(1, largest))
     ring, team, ulysses = draw(st.sampled_from(ulysses_meshes(size)))
-    published = ring % team == 0 and draw(st.booleans())
+    schedule = draw(st.sampled_from(schedules(ring, team)))
+    published = schedule == "published"
     backward = draw(st.booleans())
     # As published, queries stay in the forward and keys in the backward.
     resident = ("kv" if backward else "q") if published else draw(st.sampled_from(["q", "kv"]))
@@ -135,24 +139,31 @@ def drawn(draw: st.DrawFn, largest: int = 36, most: int = 3) -> Drawn:
     options: dict[str, Any] = {"length": length} | masks | {"order": draw(st.sampled_from(orders))}
     if not any(masks.values()):
         options |= {"kv_length": draw(st.integers(1, longest)), "replicated": draw(st.sampled_from([0, 0, 1, 5]))}
-    case = Case(ring, team, ulysses=ulysses, batch=batch, schedule="published" if published else "2d", **options)
+    case = Case(ring, team, ulysses=ulysses, batch=batch, schedule=schedule, **options)
     return Drawn(case, resident, backward)
 
 
 @dataclass
 class Rank:
-    """What one rank has: blocks by number, of whom their rows are, and what was computed for them by which step."""
+    """What one rank has: blocks by number, of whom their rows are, and what was computed for them by which step.
+
+    Mates by how far their rows have come, and what was computed for theirs.
+    """
 
     blocks: dict[int, tuple[int, ...]]
+    mates: dict[int, int]
     partial: dict[int, Counter] = field(default_factory=dict)
     local: Counter = field(default_factory=Counter)
     peers: Counter = field(default_factory=Counter)
+    returned: dict[int, Counter] = field(default_factory=dict)
     home: Counter = field(default_factory=Counter)
     under_way: dict[Any, Any] = field(default_factory=dict)
 
 
-def peer(index: int, transfer: Move | Carry, number: int, team: int) -> int:
+def peer(index: int, transfer: Hop, number: int, team: int) -> int:
     """Inner index of a position that a transfer names on its axis."""
+    if transfer.axis == TEAM_AXIS:
+        return index // team * team + number
     return number if transfer.axis == CONTEXT else number * team + index % team
 
 
@@ -164,13 +175,13 @@ class Simulation:
         self.schedules = chosen.schedules()
         self.rotating = "kv" if chosen.resident == "q" else "q"
         self.held = {side: chosen.shards(side) for side in ("q", "kv")}
-        self.ranks = {i: Rank({0: (i,)}) for i in range(chosen.inner)}
+        self.ranks = {i: Rank({0: (i,)}, {0: i}) for i in range(chosen.inner)}
         self.visible = seen(chosen.case)
         if chosen.case.replicated:
             extent = [n + chosen.case.replicated for n in self.visible.shape[2:]]
             self.visible = np.ones((1, 1, *extent), bool)
         self.computed = np.zeros(self.visible.shape, int)
-        self.labels: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {i: [] for i in self.ranks}
+        self.labels: dict[int, list[tuple[tuple[int, ...], int, tuple[int, ...]]]] = {i: [] for i in self.ranks}
 
     def run(self) -> None:
         programs = {i: self._segments(i) for i in self.ranks}
@@ -184,7 +195,7 @@ class Simulation:
                 if isinstance(step, Start):
                     self._start(i, step.transfer)
             for i, step in now.items():
-                if isinstance(step, Start) and isinstance(step.transfer, Move | Carry):
+                if isinstance(step, Start) and isinstance(step.transfer, Hop):
                     self._check_peers(i, now, step.transfer)
                 if isinstance(step, Wait):
                     self._wait(i, step.transfer)
@@ -210,15 +221,18 @@ class Simulation:
 
     def _attend(self, i: int, number: int, step: Attend) -> None:
         rank = self.ranks[i]
-        owners = (i,) if step.part == "local" else tuple(m for m in self.mates(i) if m != i)
+        owners = tuple(m for m in self.mates(i) if m != i)
+        if step.part == "local" or step.distance:
+            owners = (rank.mates[step.distance],)
         staying = self.positions(self.chosen.resident, owners)
         travelling = self.positions(self.rotating, rank.blocks[step.block])
         queries, keys = (staying, travelling) if self.chosen.resident == "q" else (travelling, staying)
         for tile in (tile for call in step.work for tile in call.bands):
             add_covered(self.computed, tile, queries, keys, self.visible)
-        (rank.local if step.part == "local" else rank.peers)[i, number] += 1
+        returned = rank.returned.setdefault(step.distance, Counter()) if step.distance else rank.peers
+        (rank.local if step.part == "local" else returned)[i, number] += 1
         rank.partial.setdefault(step.block, Counter())[i, number] += 1
-        self.labels[i].append((step.part, number, rank.blocks[step.block]))
+        self.labels[i].append((owners, number, rank.blocks[step.block]))
 
     def _start(self, i: int, transfer: Any) -> None:
         """What is sent is what is there at the start."""
@@ -227,6 +241,10 @@ class Simulation:
         match transfer:
             case Move():
                 rank.under_way[transfer] = rank.blocks[transfer.held]
+            case Pass():
+                rank.under_way[transfer] = rank.mates[transfer.distance - 1]
+            case Return():
+                rank.under_way[transfer] = rank.returned.pop(transfer.distance), rank.mates.pop(transfer.distance)
             case Carry():
                 rank.under_way[transfer] = rank.partial.pop(transfer.block, Counter()), rank.blocks[transfer.block]
             case Exchange(side) if side == self.chosen.resident:
@@ -237,13 +255,13 @@ class Simulation:
             case Gather():
                 rank.under_way[transfer] = None
 
-    def _check_peers(self, i: int, now: dict[int, Any], transfer: Move | Carry) -> None:
+    def _check_peers(self, i: int, now: dict[int, Any], transfer: Hop) -> None:
         team = self.chosen.case.team
         target = peer(i, transfer, transfer.to, team)
         answer = now[target].transfer
         assert peer(target, answer, answer.source, team) == i, "a receiver expects another sender"
 
-    def _sent(self, i: int, transfer: Move | Carry) -> Any:
+    def _sent(self, i: int, transfer: Hop) -> Any:
         """What the sender had at the start of the transfer that ends here."""
         rank = self.ranks[peer(i, transfer, transfer.source, self.chosen.case.team)]
         (sent,) = [what for started, what in rank.under_way.items() if is_same_step(started, transfer)]
@@ -257,6 +275,12 @@ class Simulation:
                 rank.blocks[0] = self.mates(i)
             case Move():
                 rank.blocks[transfer.block] = self._sent(i, transfer)
+            case Pass():
+                rank.mates[transfer.distance] = self._sent(i, transfer)
+            case Return():
+                sent, owner = self._sent(i, transfer)
+                assert owner == i, "results of other rows come home"
+                rank.local.update(sent)
             case Carry(into=into):
                 sent, owners = self._sent(i, transfer)
                 if into == HOME:
@@ -278,13 +302,15 @@ class Simulation:
 def kind_of(step: Start | Wait | None) -> tuple[Any, ...]:
     """What must be the same on all ranks, whose collectives are called in one order."""
     transfer = getattr(step, "transfer", None)
-    parts = (getattr(transfer, name, None) for name in ("side", "axis", "block", "held", "into"))
+    parts = (getattr(transfer, name, None) for name in ("side", "axis", "block", "held", "into", "distance"))
     return (type(step), type(transfer), *parts)
 
 
-def is_same_step(theirs: Any, mine: Move | Carry) -> bool:
+def is_same_step(theirs: Any, mine: Hop) -> bool:
     """Whether two ranks' transfers are the two ends of one."""
-    return type(theirs) is type(mine) and theirs.block == mine.block
+    names = ("block", "distance")
+    alike = [getattr(theirs, name, None) == getattr(mine, name, None) for name in names]
+    return type(theirs) is type(mine) and all(alike)
 
 
 @examples(250)
@@ -309,8 +335,8 @@ def assert_complete(chosen: Drawn) -> None:
     for i, rank in simulation.ranks.items():
         # A forward computes something for queries only.
         if chosen.backward or chosen.resident == "q":
-            mine = [(j, number) for j in chosen.mates[i] for part, number, _ in simulation.labels[j]
-                    if part == ("local" if j == i else "peer")]  # fmt: skip
+            mates = chosen.mates[i]
+            mine = [(j, number) for j in mates for owners, number, _ in simulation.labels[j] if i in owners]
             assert rank.local == Counter(mine), "a partial result is lost, or comes twice"
         if chosen.backward or chosen.resident == "kv":
             labels = simulation.labels.items()
@@ -439,12 +465,13 @@ def balanced(draw: st.DrawFn) -> Drawn:
     masks = {"is_causal": draw(st.booleans())}
     size = draw(st.integers(1, 36))
     ring, team = draw(st.sampled_from(meshes(size)))
-    published = ring % team == 0 and draw(st.booleans())
+    schedule = draw(st.sampled_from(schedules(ring, team)))
+    published = schedule == "published"
     backward = draw(st.booleans())
     # As published, queries stay in the forward and keys in the backward.
     resident = ("kv" if backward else "q") if published else draw(st.sampled_from(["q", "kv"]))
     order = draw(st.sampled_from(ORDERS[:2]))
-    case = Case(ring, team, shard=SHARD, order=order, schedule="published" if published else "2d", **masks)
+    case = Case(ring, team, shard=SHARD, order=order, schedule=schedule, **masks)
     return Drawn(case, resident, backward)
 
 

@@ -67,7 +67,8 @@ class AttentionOptions:
             of the inputs' rows are a rank's part of a sum.
         order: in which tokens were dealt out: what :func:`shard_sequence` or the loader was given. Under a mask, and
             within documents, there is no default on several ranks.
-        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3 (team must divide ring).
+        schedule: ``"2d"``; ``"rings"``, where a team's rows go round in a ring, too, for teams on slow links; or
+            ``"published"`` for WallFacer's Algorithms 1 to 3 (team must divide ring).
         rotate: which side moves round the ring in the backward: ``"kv"``, ``"q"``, or ``"auto"`` for what has the
             smaller payload without a mask (see :func:`attention_volume`).
         rotate_forward: the same for the forward, where with queries goes what has been computed of the output.

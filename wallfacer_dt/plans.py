@@ -25,7 +25,8 @@ def llama3_plan(
 
     Args:
         order: in which the loader deals out tokens.
-        schedule: ``"2d"``, or ``"published"`` for WallFacer's Algorithms 1 to 3.
+        schedule: ``"2d"``, ``"rings"`` (the same for teams on slow links), or ``"published"`` for WallFacer's
+            Algorithms 1 to 3.
         rotate: which side moves round the ring in the backward, ``"kv"``, ``"q"`` or ``"auto"``.
         rotate_forward: the same for the forward.
         kernel: ``"auto"``, or the name of one, see docs/kernels.md.

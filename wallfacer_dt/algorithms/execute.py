@@ -15,7 +15,10 @@ from wallfacer_dt.algorithms.steps import (
     Carry,
     Exchange,
     Gather,
+    Hop,
     Move,
+    Pass,
+    Return,
     Schedule,
     Start,
     Transfer,
@@ -41,7 +44,7 @@ class Groups(NamedTuple):
     context: str
     context_ranks: tuple[int, ...]
 
-    def permute(self, buffer: Tensor, way: Move | Carry) -> Tensor:
+    def permute(self, buffer: Tensor, way: Hop) -> Tensor:
         """Start to pass a buffer on along an axis, receiving as much: pending."""
         if way.axis == CONTEXT:
             return permute(buffer, self.context_ranks[way.to], self.context_ranks[way.source], self.context)
@@ -84,11 +87,13 @@ class _Run:
         self.schedule, self.arithmetic, self.groups = schedule, arithmetic, groups
         self.local, self.peers, self.home = resident, Operand(()), Operand(rotating.data)
         self.blocks = {0: rotating}
+        self.mates = {0: resident}  # by how far their rows have come round the team
         self.pending: dict[Transfer, Sent] = {}
 
     def attend(self, step: Attend) -> None:
         """Attend a part of the resident side and a rotating block."""
-        resident, rotating = self.local if step.part == "local" else self.peers, self.blocks[step.block]
+        is_whole = step.part == "peer" and not step.distance
+        resident, rotating = self.peers if is_whole else self.mates[step.distance], self.blocks[step.block]
         query, keys = (resident, rotating) if self.schedule.resident == "q" else (rotating, resident)
         self.arithmetic.attend(query, keys, step.work)
 
@@ -101,8 +106,14 @@ class _Run:
             case Move():
                 sent = self._sent(self.blocks[transfer.held], transfer)
                 pending = self.groups.permute(sent.buffer, transfer)
+            case Pass():
+                sent = self._sent(self.mates[transfer.distance - 1], transfer)
+                pending = self.groups.permute(sent.buffer, transfer)
             case Carry():
                 sent = self._sent_partial(self.blocks[transfer.block])
+                pending = self.groups.permute(sent.buffer, transfer)
+            case Return():
+                sent = self._share(self.mates.pop(transfer.distance), transfer)
                 pending = self.groups.permute(sent.buffer, transfer)
             case Exchange():
                 sent = self._shares(transfer)
@@ -124,6 +135,8 @@ class _Run:
                 if transfer.block > (self.schedule.home == "block"):
                     del self.blocks[transfer.block - 1]
                 self.blocks[transfer.block] = Operand(places.views(buffer), sent=Sent(buffer, places))
+            case Pass():
+                self.mates[transfer.distance] = Operand(places.views(buffer), sent=Sent(buffer, places))
             case Carry() if transfer.into == HOME:
                 self.home.partial = places.views(buffer)
             case Carry():
@@ -133,6 +146,8 @@ class _Run:
                 if block.partial:
                     self.arithmetic.combine_(arrived, block.partial)
                 block.partial, block.sent_partial = arrived, Sent(buffer, places)
+            case Return():
+                self.arithmetic.combine(self.local, _cut(places.views(buffer), self.local))
             case Exchange():
                 operand = self._mine(transfer)
                 for share in _each(buffer, places):
@@ -146,7 +161,7 @@ class _Run:
             return own, self.home.partial
         return own, self._partial(self.blocks[0]) if both or not queries_stay else ()
 
-    def _sent(self, operand: Operand, transfer: Gather | Move) -> Sent:
+    def _sent(self, operand: Operand, transfer: Gather | Move | Pass) -> Sent:
         """An operand's data as it travels: as it came, or one's own shard, as long as the longest."""
         if operand.sent is not None:
             return operand.sent
@@ -163,6 +178,13 @@ class _Run:
         assert operand.sent_partial is None or len(memory) == 1, "what has been added is in what is sent on"
         operand.partial, operand.sent_partial = (), None
         return sent
+
+    def _share(self, operand: Operand, transfer: Return) -> Sent:
+        """What is sent to the owner of rows that had come to be attended here."""
+        partial = self._partial(operand)
+        dtypes = self.arithmetic.home_dtypes(len(partial), operand.data[0].dtype)
+        places = _layout(partial, dtypes, self._padded_length(transfer))
+        return Sent(pack(partial, places), places)
 
     def _shares(self, transfer: Exchange) -> Sent:
         """What an exchange sends: to every other team member the partial result of its rows."""

@@ -20,7 +20,7 @@ from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.holdings import peer_of
 from wallfacer_dt.algorithms.schedule import outline
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import CONTEXT, Carry, Exchange, Move, Side, Transfer
+from wallfacer_dt.algorithms.steps import CONTEXT, Carry, Exchange, Hop, Return, Side, Transfer
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
@@ -84,7 +84,7 @@ class Shape(NamedTuple):
 
     def transferred(self, transfer: Transfer, rows: Ints, heads: Ints, *, backward: bool) -> Content:
         """What a transfer of so many rows and heads brings from each of its sources."""
-        if not isinstance(transfer, Exchange | Carry):
+        if not isinstance(transfer, Exchange | Carry | Return):
             return self.data(transfer.side, rows, heads, backward=backward)
         once = self.partial(transfer.side, rows, heads, backward=backward)
         return Content(0, once.sent, once.statistics) if isinstance(transfer, Carry) else once
@@ -175,7 +175,7 @@ class Flows:
         schedule = outline(place, self.sequences, self.schedule, resident, self.backward, offsets)
         alike: dict[tuple[str, str, str, bytes], list[Transfer]] = {}
         for transfer in schedule.transfers:
-            source = np.asarray(transfer.source).tobytes() if isinstance(transfer, Move | Carry) else b""
+            source = np.asarray(transfer.source).tobytes() if isinstance(transfer, Hop) else b""
             alike.setdefault((transfer.kind, transfer.side, transfer.axis, source), []).append(transfer)
         heads = self._heads
         for group in range(heads.shape[1]):
@@ -190,7 +190,7 @@ class Flows:
 
     def _sources(self, transfer: Transfer) -> np.ndarray:
         place = self.place
-        if not isinstance(transfer, Move | Carry):
+        if not isinstance(transfer, Hop):
             return self._some(place.index - place.team_rank, place.team)
         return self._some(place.index - place.inner_index + peer_of(place, transfer.axis, transfer.source), 1)
 

@@ -8,7 +8,7 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import ByRow, Sees, plan_work
 from wallfacer_dt.algorithms.steps import CONTEXT, Attend, Exchange, Part, Side, Start, Step
 from wallfacer_dt.layout import Pieces, Shards, in_order
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import TEAM_AXIS, Coordinate
 from wallfacer_dt.rows import Members
 
 
@@ -57,12 +57,14 @@ class Holdings:
                 yield Start(exchange)
         yield self.attend("local", block, rotating)
 
-    def attend(self, part: Part, block: int, rotating: ByRow) -> Attend:
-        """A part of the team's rows of the resident side with a block."""
+    def attend(self, part: Part, block: int, rotating: ByRow, distance: int = 0) -> Attend:
+        """A part of the team's rows of the resident side with a block; for ``distance`` see ``steps.Attend``."""
         place, resident = self.place, self.resident
-        rows = self.shard(resident, place.inner_index) if part == "local" else self._peers
+        mate = index_of(place, place.ring_rank, (place.team_rank - distance) % place.team)
+        rows = self._peers if part == "peer" and not distance else self.shard(resident, mate)
         queries, keys = (rows, rotating) if resident == "q" else (rotating, rows)
-        return Attend(part, resident, block, plan_work(queries, keys, self.mask, self.sees) if queries else ())
+        work = plan_work(queries, keys, self.mask, self.sees) if queries else ()
+        return Attend(part, resident, block, work, distance)
 
     @cached_property
     def _peers(self) -> ByRow:
@@ -94,4 +96,6 @@ def index_of(place: Coordinate, ring_rank: int, team_rank: int) -> int:
 
 def peer_of(place: Coordinate, axis: str, position: int) -> int:
     """The inner index of whoever a transfer over an axis names by its position there."""
+    if axis == TEAM_AXIS:
+        return index_of(place, place.ring_rank, position)
     return position if axis == CONTEXT else index_of(place, position, place.team_rank)

@@ -11,7 +11,9 @@ and a team together has seen every key. Where a mask hides blocks at some distan
 are left out: what remains is visited outwards from oneself, first one way round the ring and then the other, so that a
 window sends no further than it reaches (a halo). ``published``: WallFacer's Algorithms 1 to 3. Both sides are gathered
 in the team, the rotating side's copies are placed (Algorithm 2) so that a ring needs only P / C^2 ranks, and hop there
-(Algorithm 3).
+(Algorithm 3). ``rings``: as 2d, with as many bytes, but the resident side goes round the team in a ring of its own, one
+member's rows at a time, and what is computed for them goes straight back: for teams whose links are slow, where a rank
+would wait for a gather, and for the exchange at the end.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +22,16 @@ from functools import lru_cache
 from wallfacer_dt.algorithms.blocks import Answers
 from wallfacer_dt.algorithms.holdings import Holdings
 from wallfacer_dt.algorithms.published import published
+from wallfacer_dt.algorithms.rings import rings
 from wallfacer_dt.algorithms.segments import Sees
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import SIDES, Attend, Gather, Schedule, Side, Start, Step
 from wallfacer_dt.algorithms.two_dimensional import two_dimensional
 from wallfacer_dt.mesh import Coordinate
 
-SCHEDULES: dict[str, Callable[[Holdings], Iterator[Step]]] = {"2d": two_dimensional, "published": published}
+SCHEDULES: dict[str, Callable[[Holdings], Iterator[Step]]] = {
+    "2d": two_dimensional, "rings": rings, "published": published,
+}  # fmt: skip
 
 
 def check_schedule(schedule: str, ring: int, team: int) -> None:
@@ -99,7 +104,7 @@ def _made(
     held = {side: sequences.inner(side, place) if is_planned else () for side in SIDES}
     sizes = {side: sequences.inner_sizes(side, place.axes) for side in SIDES}
     holdings = Holdings(place, resident, backward, offsets, sequences.mask, held, sees)
-    # Without a team there is nothing to gather and nothing to place: the published schedule is a ring.
+    # Without a team there is nothing to gather and nothing to place: every schedule is a ring.
     steps = tuple(SCHEDULES["2d" if place.team == 1 else schedule](holdings))
     rotating = holdings.rotating
     teams = [sum(sizes[rotating][first : first + place.team]) for first in range(0, len(sizes[rotating]), place.team)]

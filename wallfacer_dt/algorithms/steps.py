@@ -84,7 +84,40 @@ class Exchange:
         return f"all_to_all {TEAM_AXIS} partial {self.side}"
 
 
-Transfer = Gather | Move | Carry | Exchange
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Pass on rows of the resident side that have come ``distance - 1`` ranks round the team."""
+
+    kind: ClassVar[str] = "pass"
+    axis: ClassVar[str] = TEAM_AXIS
+    side: Side
+    distance: int
+    to: int
+    source: int
+
+    def __str__(self) -> str:
+        return f"permute {TEAM_AXIS} {self.side}+{self.distance} to {self.to} from {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Send the partial result of rows that have come ``distance`` ranks round the team to their owner, who combines."""
+
+    kind: ClassVar[str] = "return"
+    axis: ClassVar[str] = TEAM_AXIS
+    side: Side
+    distance: int
+    to: int
+    source: int
+
+    def __str__(self) -> str:
+        return f"permute {TEAM_AXIS} partial {self.side}+{self.distance} to {self.to} from {self.source}"
+
+
+Hop = Move | Carry | Pass | Return
+"""What goes to one rank and comes from one."""
+
+Transfer = Gather | Exchange | Hop
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +142,22 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Attend the resident side's rows (own or the others') and a rotating block."""
+    """Attend the resident side's rows (own or the others') and a rotating block.
+
+    ``distance``: of the others' rows only those that have come so far round the team; 0 for all.
+    """
 
     part: Part
     resident: Side
     block: int
     work: Work
+    distance: int = 0
 
     def __str__(self) -> str:
         rotating = "kv" if self.resident == "q" else "q"
         work = "; ".join(map(str, self.work))
-        return f"      attend {self.part} {self.resident} x {rotating}[{self.block}]: {work or 'nothing visible'}"
+        whose = f"{self.part} {self.resident}" + f"+{self.distance}" * bool(self.distance)
+        return f"      attend {whose} x {rotating}[{self.block}]: {work or 'nothing visible'}"
 
 
 Step = Start | Wait | Attend

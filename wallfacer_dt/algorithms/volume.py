@@ -85,7 +85,7 @@ def attention_volume(
         value_dim: of values and outputs, where it is another one.
         shared_dim: what of H all heads of a key share.
         dtype: of q, k and v.
-        schedule: ``"2d"`` or ``"published"``.
+        schedule: ``"2d"``, ``"rings"`` or ``"published"``.
         rotate: ``"kv"``, ``"q"`` or ``"auto"``: for the backward; auto takes what has the smaller payload without
             a mask.
         rotate_forward: the same for the forward.

@@ -10,7 +10,7 @@ from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.sequences import Sequences
-from wallfacer_dt.algorithms.steps import Attend, Carry, Move, Schedule, Side, Start, Transfer, Wait
+from wallfacer_dt.algorithms.steps import Attend, Carry, Move, Return, Schedule, Side, Start, Transfer, Wait
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.planning.candidates import Candidate
@@ -51,11 +51,13 @@ def attention_events(
         The events in program order.
     """
     me, schedule, tiles = schedule_of(candidate, sequence, backward=backward)
-    by_shift, spares_hops = candidate.schedule == "2d" or candidate.team == 1, sequence.mask.spares_hops
+    by_shift, spares_hops = candidate.schedule != "published" or candidate.team == 1, sequence.mask.spares_hops
 
     def wire(transfer: Transfer, group: int) -> Wire:
         hops = by_shift and isinstance(transfer, Move | Carry)
         shift = (me.ring_rank - transfer.source) % me.ring if hops else 0
+        if isinstance(transfer, Return):
+            shift = transfer.distance
         key = Key(backward, transfer.kind, transfer.side, group, shift)
         # Nothing is sent where every rank is its own target, and where a window spares a hop that the longer sequence
         # has which stands for one that does not divide.

@@ -26,7 +26,7 @@ class Candidate:
         team: size of axis ``cp_team``.
         ulysses: size of axis ``cp_ulysses``.
         placement: which axis takes neighbouring ranks.
-        schedule: ``"2d"`` or ``"published"``.
+        schedule: ``"2d"``, ``"rings"`` or ``"published"``.
         rotate: which side moves in the backward, ``"kv"`` or ``"q"``.
         rotate_forward: which side moves in the forward.
         order: token order.
@@ -115,9 +115,9 @@ def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> 
         if ulysses > model.heads:
             continue
         first = Candidate(ring, team, ulysses)
-        for placement in _placements(first, cluster):
+        for placement, spreads in _placements(first, cluster):
             for order in orders:
-                for schedule, rotate, rotate_forward in _ways(ring, team):
+                for schedule, rotate, rotate_forward in _ways(ring, team, spreads):
                     yield replace(
                         first,
                         placement=placement,
@@ -149,18 +149,20 @@ def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
                 yield ulysses, ranks // (ulysses * team), team
 
 
-def _placements(candidate: Candidate, cluster: Cluster) -> list[Placement]:
-    """The placements that put ranks on different nodes."""
-    differ: dict[bytes, Placement] = {}
+def _placements(candidate: Candidate, cluster: Cluster) -> list[tuple[Placement, bool]]:
+    """The placements that put ranks on different nodes, and whether they put a team on several."""
+    differ: dict[bytes, tuple[Placement, bool]] = {}
     for placement in get_args(Placement):
         nodes = node_of(replace(candidate, placement=placement), cluster.ranks_per_node)
-        differ.setdefault(nodes.tobytes(), placement)
+        teams = nodes.reshape(-1, candidate.team)
+        differ.setdefault(nodes.tobytes(), (placement, bool((teams != teams[:, :1]).any())))
     return list(differ.values())
 
 
-def _ways(ring: int, team: int) -> list[tuple[str, str, str]]:
-    """Schedules with the rotations of their backward and forward."""
+def _ways(ring: int, team: int, spreads: bool) -> list[tuple[str, str, str]]:
+    """Schedules with the rotations of their backward and forward; two rings only for teams on several nodes."""
     if ring == team == 1:
         return [("2d", "kv", "kv")]
     published = [("published", "q", "kv")] if team > 1 and ring > 1 and ring % team == 0 else []
-    return [("2d", *rotations) for rotations in product(("kv", "q"), ("kv", "q"))] + published
+    names = ["2d"] + ["rings"] * (team > 1 and spreads)
+    return [(name, *rotations) for name in names for rotations in product(("kv", "q"), ("kv", "q"))] + published

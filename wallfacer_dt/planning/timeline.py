@@ -1,4 +1,4 @@
-"""How long a schedule takes: one rank's steps against links on two levels, each of which carries one thing at a time.
+"""How long a schedule takes: one rank's steps against links on two levels, each shared by what is under way on it.
 
 Ranks are taken to run in step, so one of those with most work stands for all, and what a link of a node carries is what
 all its ranks receive in that transfer.
@@ -88,7 +88,7 @@ def on_links(wire: Wire, cluster: Cluster) -> tuple[float, float]:
 
 def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
     """Run events in order."""
-    line, free, arrives = Timeline(), [0.0, 0.0], {}
+    line, lanes, under_way = Timeline(), (_Lane(), _Lane()), {}
     copy = cluster.kernels.copy
     now = 0.0
     for event in events:
@@ -99,21 +99,67 @@ def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
                 now += seconds
             case Begin(name, wire):
                 now += _copied(line, wire, copy)
-                arrives[name] = now, wire
-                for level, (lane, seconds) in enumerate(zip(("intra", "inter"), on_links(wire, cluster), strict=True)):
-                    if seconds:
-                        start = max(now, free[level])
-                        free[level] = start + seconds
-                        line.bars.append(Bar(lane, name, start, free[level]))
-                        line.transfer += seconds
-                        arrives[name] = max(arrives[name][0], free[level]), wire
+                under_way[name] = wire, now
+                for lane, seconds in zip(lanes, on_links(wire, cluster), strict=True):
+                    lane.begin(name, seconds, now)
             case End(name):
-                there, wire = arrives.pop(name)
-                line.waiting += max(0.0, there - now)
-                now = max(now, there)
-                now += _copied(line, wire, copy)
-    line.seconds = now
+                wire, began = under_way.pop(name)
+                there = now
+                for lane, level in zip(lanes, ("intra", "inter"), strict=True):
+                    arrives = lane.end(name)
+                    if arrives is not None:
+                        line.bars.append(Bar(level, name, began, arrives))
+                        there = max(there, arrives)
+                line.waiting += there - now
+                now = there + _copied(line, wire, copy)
+    line.seconds, line.transfer = now, sum(lane.busy for lane in lanes)
     return line
+
+
+class _Lane:
+    """A link that is shared evenly by all that is under way.
+
+    Attributes:
+        busy: seconds in which something was.
+    """
+
+    def __init__(self) -> None:
+        self.busy = self._now = 0.0
+        self._left: dict[str, float] = {}  # seconds that each needs alone
+        self._arrived: dict[str, float] = {}
+
+    def begin(self, name: str, seconds: float, now: float) -> None:
+        """Something that alone takes so long, perhaps nothing."""
+        if seconds:
+            self._run_until(now)
+            self._left[name] = seconds
+
+    def end(self, name: str) -> float | None:
+        """When it arrives, if nothing more begins before; None where nothing went over this link."""
+        while name in self._left:
+            self._next()
+        return self._arrived.pop(name, None)
+
+    def _run_until(self, now: float) -> None:
+        while self._left and self._now + self._first * len(self._left) <= now:
+            self._next()
+        if self._left and now > self._now:
+            each = (now - self._now) / len(self._left)
+            self._left = {name: left - each for name, left in self._left.items()}
+            self.busy += now - self._now
+        self._now = max(self._now, now)
+
+    @property
+    def _first(self) -> float:
+        return min(self._left.values())
+
+    def _next(self) -> None:
+        """Go on until the next one has arrived, or several that end together."""
+        first, some = self._first, self._left
+        self._now += first * len(some)
+        self.busy += first * len(some)
+        self._left = {name: left - first for name, left in some.items() if left > first}
+        self._arrived.update((name, self._now) for name in some.keys() - self._left.keys())
 
 
 def _copied(line: Timeline, wire: Wire, copy: float) -> float:

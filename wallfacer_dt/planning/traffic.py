@@ -22,7 +22,8 @@ Ints = np.ndarray
 class Key(NamedTuple):
     """Which transfers of a call: those of one kind, side and group of heads; see ``algorithms.flows``.
 
-    ``shift``: how far round the ring hops of the 2D schedule go, under a window not all as far.
+    ``shift``: how far round the ring hops go, under a window not all as far (but for the published schedule's); how far
+    round the team what is returned goes.
     """
 
     backward: bool
@@ -166,8 +167,11 @@ def _arrivals(
             receiver, sender, sent = (
                 np.broadcast_to(x, comes.shape)[comes] for x in (flow.receiver, flow.sources, nbytes)
             )
-            goes_round = (schedule == "2d" or team == 1) and flow.axis == RING_AXIS
-            shift = int(receiver[0] // team - sender[0] // team) % ring if goes_round else 0
+            shift = 0
+            if flow.axis == RING_AXIS and (schedule != "published" or team == 1):
+                shift = int(receiver[0] // team - sender[0] // team) % ring
+            elif flow.kind == "return":
+                shift = int(sender[0] - receiver[0]) % team
             key = Key(backward, flow.kind, flow.side, flow.group, shift)
             via = _before(receiver, team) if flow.kind == "gather" else sender
             entries.setdefault(key, []).append((receiver, sender, via, sent, np.full(len(sent), flow.times)))

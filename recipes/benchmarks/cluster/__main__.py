@@ -17,6 +17,7 @@ from recipes.benchmarks.attention import commit
 from recipes.benchmarks.cluster.cases import Case, Machines, cases, number_cases
 from recipes.benchmarks.cluster.launch import started
 from recipes.benchmarks.cluster.network import ClusterError
+from recipes.benchmarks.cluster.papers import paper_cases
 from recipes.benchmarks.cluster.record import append, read
 from recipes.benchmarks.cluster.report import write
 from recipes.benchmarks.cluster.run import check_network, check_numbers, measure, warm_up
@@ -36,7 +37,7 @@ def main(
 ) -> None:
     """Measure what the record does not have yet, and write the report."""
     record = page.with_suffix(".jsonl.gz")
-    some = [case for case in (number_cases() if numbers else cases()) if only in case.name]
+    some = [case for case in (number_cases() if numbers else (*cases(), *paper_cases())) if only in case.name]
     known = {} if again or numbers else read(record)
     wanted = [] if report_only else [case for case in some if case not in known]
     try:
@@ -50,7 +51,7 @@ def main(
         if not results:
             print("recipes.benchmarks.cluster: the record is empty: measure something first", file=sys.stderr)
             raise typer.Exit(2)
-        write({case: results[case] for case in cases() if case in results}, page)
+        write({case: results[case] for case in (*cases(), *paper_cases()) if case in results}, page)
         _CONSOLE.print(f"report: {page}")
 
 

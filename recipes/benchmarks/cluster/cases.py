@@ -1,7 +1,7 @@
 """What is measured: machines, one attention on them, and the ways to share it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class Case:
         ratio: of the time in which a rank's keys and values, of as many heads as queries, come into it over its share
             of a link, to the forward of a block of its queries and these, which sets how fast devices are.
         head_dim: H.
+        figure: of a paper, which this is of.
+        stands_for: so many tokens of a rank its tokens stand for; 0: 256 times as many as there are.
     """
 
     machines: Machines
@@ -75,16 +77,19 @@ class Case:
     mask: str
     ratio: float
     head_dim: int = 64
+    figure: str = ""
+    stands_for: int = 0
 
     @property
     def tokens(self) -> int:
-        """Of a rank: as many as make queries of 64 KiB, or where computing takes long, of less."""
-        return int(512 * min(1.0, self.ratio)) // self.heads
+        """Of a rank: as many as make queries of 64 KiB, or where computing takes long, of less; even."""
+        return int(256 * min(1.0, (1 + self.ratio) / 4)) // self.heads * 2
 
     @property
     def name(self) -> str:
         """In words."""
-        return f"{self.machines.name}; {self.heads}/{self.kv_heads} heads, {self.mask}, ratio {self.ratio:g}"
+        named = f"{self.figure}: " * bool(self.figure)
+        return f"{named}{self.machines.name}; {self.heads}/{self.kv_heads} heads, {self.mask}, ratio {self.ratio:.3g}"
 
     def as_json(self) -> dict[str, Any]:
         """For a record."""
@@ -112,10 +117,10 @@ class Case:
     def kernels(self) -> Kernels:
         """Of devices as fast as the ratio has it.
 
-        Beside the rate all is as on the planner's H100 with 256 times the tokens: the backward, what a call costs
-        beside, and merging.
+        Beside the rate all is as on the planner's H100 with the tokens that these stand for: the backward, what a call
+        costs beside, and merging.
         """
-        real, longer = Kernels(), 256
+        real, longer = Kernels(), self.stands_for / self.tokens if self.stands_for else 256
         machines = self.machines
         share = min(machines.rates) * 1e6 / 8 / (1 if machines.has_adapters else machines.per_node)
         token = self.heads * self.head_dim
@@ -130,6 +135,7 @@ class Case:
 
 
 RING = "ring"
+PLAIN = "ring, keys and values rotate"
 ULYSSES = "Ulysses"
 HYBRID = "Ulysses across nodes, ring in the node"
 USP = "USP (Ulysses in the node, ring across)"
@@ -150,8 +156,10 @@ def contenders(case: Case) -> dict[str, Candidate]:
         found[name] = Candidate(ring, team, ulysses, placement, how, backward, forward, order)
 
     add(RING, 1, ranks, 1)
-    for team in (2, 4, 8):
-        if ranks % team == 0:
+    if case.figure:  # as the papers have it
+        found[PLAIN] = replace(found[RING], rotate="kv", rotate_forward="kv")
+    for team in (2, 4):
+        if ranks % team == 0 and (not case.figure or ranks < 16):
             add(f"2d, C = {team}", 1, ranks // team, team)
         if ranks % team**2 == 0:
             add(f"{PUBLISHED}, C = {team}", 1, ranks // team, team, how="published")
@@ -159,7 +167,7 @@ def contenders(case: Case) -> dict[str, Candidate]:
         add(ULYSSES, ranks, 1, 1)
     if inside > 1 and case.heads >= inside:
         add(USP, inside, nodes, 1, "ulysses_in_node")
-    if inside > 1 and case.heads >= nodes:
+    if inside > 1 and case.heads >= nodes and not case.figure:
         add(HYBRID, nodes, inside, 1)
     return found
 

@@ -30,6 +30,7 @@ from recipes.benchmarks.cluster import device
 from recipes.benchmarks.cluster.cases import DTYPE, Case, Machines
 from recipes.benchmarks.cluster.network import OUT, Network, enter
 from wallfacer_dt import Cluster, TokenOrder, context_mesh, context_parallel_attention, profile, sequence_positions
+from wallfacer_dt.agreement import agree
 from wallfacer_dt.collectives import functional
 from wallfacer_dt.mesh import context_groups, temporary_groups
 from wallfacer_dt.planning.candidates import Candidate
@@ -188,7 +189,11 @@ class _Messages:
 
 @contextmanager
 def _messages() -> Iterator[None]:
-    with patch.object(functional, "_ops", _Messages()):
+    """Single messages; and ranks do not compare their calls.
+
+    On devices that goes beside their work. Here it takes milliseconds of what all ranks share, cores and links.
+    """
+    with patch.object(functional, "_ops", _Messages()), patch.object(agree, "_meeting", lambda *_: None):
         yield
 
 
@@ -241,6 +246,11 @@ def main(settings: Mapping[str, Any]) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.enable()  # what crashes a rank is else one line without a place
+    try:
+        # Before all that is not of the emulation, so that ranks wake up when their device's time is over.
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        print("ranks may not go before other programs: keep this machine quiet", file=sys.stderr)
     network = Network(machines, settings["prefix"])
     pids = {_forked(rank, network, settings["store"], answers): rank for rank in range(machines.ranks)}
     answers.close()

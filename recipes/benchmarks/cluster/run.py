@@ -11,6 +11,7 @@ import torch
 from recipes.benchmarks.cluster.cases import RING, Case, contenders
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
+from recipes.benchmarks.cluster.papers import OVERLAP
 from recipes.benchmarks.cluster.record import Measured, Result
 from wallfacer_dt import Cluster as Links
 from wallfacer_dt.mesh import placed_ranks
@@ -79,9 +80,12 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
         ClusterError: a device computed longer or shorter than the planner says.
     """
     links = replace(links, kernels=replace(case.kernels, copy=links.kernels.copy))
-    say(f"{case.name}: choosing")
-    chosen = cluster.ask("choose", case=case.as_json(), cluster=links.as_json(), top=_TOP)
-    names = contenders(case) | {name: Candidate(**chosen[name]) for name in (PREDICTED, PROFILED)}
+    names, choosing = contenders(case), 0.0
+    if case.figure != OVERLAP:
+        say(f"{case.name}: choosing")
+        chosen = cluster.ask("choose", case=case.as_json(), cluster=links.as_json(), top=_TOP)
+        names |= {name: Candidate(**chosen[name]) for name in (PREDICTED, PROFILED)}
+        choosing = chosen["seconds"]
     ways = list(dict.fromkeys(names.values()))
     turns: dict[Candidate, list[tuple[dict[str, Any], int]]] = {way: [] for way in ways}
     for turn in range(rounds):
@@ -94,7 +98,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
             )
     found = {way: _measured(way, case, links, turns[way]) for way in ways}
     by_name = {name: found[way] for name, way in names.items()}
-    return Result(case, commit, machine(), by_name, bound(case, links), chosen["seconds"])
+    return Result(case, commit, machine(), by_name, bound(case, links), choosing)
 
 
 def bound(case: Case, links: Links) -> tuple[float, float]:

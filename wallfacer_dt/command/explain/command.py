@@ -21,7 +21,9 @@ def explain(
     ring: Annotated[int, typer.Option(help="Ranks in a ring.")],
     team: Annotated[int, typer.Option(help="Ranks in a team.")] = 1,
     ulysses: Annotated[int, typer.Option(help="Ranks that split the heads.")] = 1,
-    schedule: Annotated[Literal["2d", "published"], typer.Option(help="2d, or the paper's own.")] = "2d",
+    schedule: Annotated[
+        Literal["2d", "rings", "published"], typer.Option(help="2d, with a ring for the team too, or the paper's own.")
+    ] = "2d",
     rotate: Annotated[
         Literal["auto", "kv", "q"], typer.Option(help="What goes round the ring in the backward.")
     ] = "auto",

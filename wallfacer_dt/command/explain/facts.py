@@ -11,8 +11,8 @@ from wallfacer_dt.command.explain.settings import Settings
 
 Pair = tuple[int, int]
 Kind = Literal["heads", "gather", "move", "carry", "exchange", "tokens"]
-"""Of a transfer: tokens for heads (Ulysses), all-gather in the team, a hop of a block, one of what is computed for it,
-partial results to their owners in the team, heads for tokens."""
+"""Of a transfer: tokens for heads (Ulysses), all-gather in the team, a hop of a block or round the team, one of what is
+computed for it, partial results to their owners in the team, heads for tokens."""
 
 
 @dataclass(frozen=True, slots=True)

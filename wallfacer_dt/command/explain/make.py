@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from wallfacer_dt.algorithms.flows import Content, Shape
 from wallfacer_dt.algorithms.heads import Heads, split_heads
-from wallfacer_dt.algorithms.holdings import peer_of
+from wallfacer_dt.algorithms.holdings import index_of, peer_of
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Attend as AttendStep
-from wallfacer_dt.algorithms.steps import Carry, Exchange, Gather, Move, Schedule, Side, Start, Wait
+from wallfacer_dt.algorithms.steps import Carry, Exchange, Gather, Hop, Move, Pass, Return, Schedule, Side, Start, Wait
 from wallfacer_dt.algorithms.steps import Transfer as AnyTransfer
 from wallfacer_dt.command.explain.facts import (
     Attend,
@@ -25,7 +25,9 @@ from wallfacer_dt.command.explain.settings import DTYPES, Settings
 from wallfacer_dt.layout import length_of
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
 
-_KINDS: dict[type, Kind] = {Gather: "gather", Move: "move", Carry: "carry", Exchange: "exchange"}
+_KINDS: dict[type, Kind] = {
+    Gather: "gather", Exchange: "exchange", Move: "move", Pass: "move", Carry: "carry", Return: "carry",
+}  # fmt: skip
 
 
 def make_facts(settings: Settings) -> Facts:
@@ -125,7 +127,9 @@ class _Maker:
     def _attend(self, step: AttendStep, group: int) -> Attend:
         place = self.place
         team = team_of(place.inner_index, place.team)
-        stays = [place.inner_index] if step.part == "local" else [i for i in team if i != place.inner_index]
+        mate = index_of(place, place.ring_rank, (place.team_rank - step.distance) % place.team)
+        others = [i for i in team if i != place.inner_index]
+        stays = others if step.part == "peer" and not step.distance else [mate]
         moves = self.holding.of(place.inner_index, step.block)
         pairs = sum(segments.area for segments in step.work)
         return Attend(
@@ -170,14 +174,14 @@ class _Maker:
     def _peers(self, transfer: AnyTransfer) -> tuple[list[int], list[int]]:
         """To whom it goes, and from whom it comes."""
         place = self.place
-        if isinstance(transfer, Move | Carry):
+        if isinstance(transfer, Hop):
             to, source = (peer_of(place, transfer.axis, position) for position in (transfer.to, transfer.source))
             return [self._peer(to)], [self._peer(source)]
         mates = [self._peer(i) for i in team_of(place.inner_index, place.team)]
         return mates, mates
 
     def _names(self, transfer: AnyTransfer) -> str:
-        is_result = isinstance(transfer, Exchange | Carry)
+        is_result = isinstance(transfer, Exchange | Carry | Return)
         return self._result(transfer.side) if is_result else self._data(transfer.side)
 
     def _data(self, side: Side) -> str:

@@ -26,7 +26,7 @@ class Settings:
         ring: R, ranks in a ring.
         team: C, ranks in a team.
         ulysses: ranks that split the heads.
-        schedule: ``"2d"`` or ``"published"``.
+        schedule: ``"2d"``, ``"rings"`` or ``"published"``.
         rotate: which side moves in the backward; ``"auto"`` for the fewest bytes.
         rotate_forward: the same for the forward.
         order: token order, ``"contiguous"`` or ``"head_tail"``.

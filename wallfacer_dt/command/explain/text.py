@@ -53,7 +53,8 @@ def _summary(facts: Facts) -> Iterator[str]:
     shape = f"{asked.heads}/{asked.kv_heads} heads of {asked.head_dim}, batch {asked.batch}, {asked.dtype}"
     yield f"{phase} of {asked.length} tokens, {asked.order}{seen}; {shape}"
     stay, move = _SIDES[facts.stays], _SIDES[facts.moves]
-    gathered = f"{stay} are gathered in teams of {asked.team} and stay" if asked.team > 1 else f"{stay} stay"
+    comes = "go round" if asked.schedule == "rings" else "are gathered in"
+    gathered = f"{stay} {comes} teams of {asked.team} and stay" if asked.team > 1 else f"{stay} stay"
     if _is_placed(facts):
         blocks = asked.ring // asked.team
         yield f"published schedule: {stay} and {move} are gathered in teams of {asked.team};"

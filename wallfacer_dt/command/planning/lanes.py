@@ -21,6 +21,7 @@ _KINDS = {
     "exchange": ("all-to-all in a team", "#CC79A7"),
 }
 _DARK = ("local", "heads", "gather", "hop")
+_HEIGHT = 0.72  # of a row's bars
 _INCHES, _LETTER = 8.0, 0.075  # of a panel, and of a letter of its labels
 
 
@@ -33,25 +34,37 @@ def draw_lanes(axes: Axes, bars: Sequence[Bar], longest: float) -> None:
         longest: seconds at which the axis ends.
     """
     rows = {lane: row for row, lane in enumerate(_LANES)}
-    for bar in bars:
+    for bar, track, tracks in _beside(bars):
         kind = kind_of(bar)
+        height = _HEIGHT / tracks
+        row = rows[bar.lane] + height * track - (_HEIGHT - height) / 2
         width = bar.stop - bar.start
         share = width / (longest or 1)
         colour = _KINDS[kind][1]
         # A white edge would hide a bar that is thinner than two, and without any the thinnest are not seen.
         edge = "white" if share > 0.004 else colour
-        axes.barh(
-            rows[bar.lane], 1e3 * width, left=1e3 * bar.start, height=0.72, color=colour, edgecolor=edge, linewidth=0.6
-        )
+        axes.barh(row, 1e3 * width, left=1e3 * bar.start, height=height, color=colour, edgecolor=edge, linewidth=0.6)
         label = next((text for text in _labels(bar, kind) if len(text) + 1 <= share * _INCHES / _LETTER), "")
         if label:
             ink = "white" if kind in _DARK else INK
-            middle = 1e3 * (bar.start + width / 2), rows[bar.lane]
+            middle = 1e3 * (bar.start + width / 2), row
             axes.annotate(label, middle, ha="center", va="center", fontsize=8, color=ink)
     axes.set_yticks(range(len(rows)), list(_LANES.values()))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1e3 * (longest or 1) * 1.005)
     axes.set_xlabel("time, ms")
+
+
+def _beside(bars: Sequence[Bar]) -> Iterator[tuple[Bar, int, int]]:
+    """Every bar, its track, and how many its lane has: as few as keep those apart that share a link."""
+    for lane in _LANES:
+        ends: list[float] = []
+        found = []
+        for bar in sorted((bar for bar in bars if bar.lane == lane), key=lambda bar: bar.start):
+            track = next((number for number, end in enumerate(ends) if end <= bar.start), len(ends))
+            ends[track:] = [bar.stop, *ends[track + 1 :]]
+            found.append((bar, track))
+        yield from ((bar, track, len(ends)) for bar, track in found)
 
 
 def draw_kinds(figure: Figure, bars: Sequence[Bar]) -> None:

@@ -1,0 +1,70 @@
+"""How blocks go round a ring: which come when, whose they are, and what is computed for them on its way behind them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from wallfacer_dt.algorithms.holdings import Holdings, index_of
+from wallfacer_dt.algorithms.segments import ByRow
+from wallfacer_dt.algorithms.steps import Carry, Move
+from wallfacer_dt.mesh import RING_AXIS
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Every rank's own block moves round its ring.
+
+    Attributes:
+        held: who holds which rows.
+    """
+
+    held: Holdings
+
+    @property
+    def blocks(self) -> int:
+        """How many a rank sees, its own among them."""
+        return len(self._route[0])
+
+    @property
+    def carries(self) -> bool:
+        """Whether something is computed for them that comes home."""
+        return self.held.is_given(self.held.rotating)
+
+    def move(self, block: int) -> Move:
+        """By which a block comes."""
+        before = 0 if block == 1 + self._route[1] else block - 1
+        return Move(self.held.rotating, before, block, RING_AXIS, *self._hop(before, block))
+
+    def carry(self, block: int) -> Carry:
+        """By which what has been computed for a block goes on, behind it."""
+        into = 0 if block in (self._route[1], self.blocks - 1) else block + 1
+        return Carry(self.held.rotating, block, into, RING_AXIS, *self._hop(block, into), self.held.result)
+
+    def rows(self, block: int) -> ByRow:
+        """The positions of a block."""
+        held = self.held
+        come = self._route[0][block]
+        return held.shard(
+            held.rotating,
+            index_of(held.place, (held.place.ring_rank - come) % held.place.ring, held.place.team_rank),
+        )
+
+    def _hop(self, start: int, stop: int) -> tuple[int, int]:
+        """To whom and from whom a block goes that becomes another."""
+        ring, me, come = self.held.place.ring, self.held.place.ring_rank, self._route[0]
+        shift = come[stop] - come[start]
+        return (me + shift) % ring, (me - shift) % ring
+
+    @cached_property
+    def _route(self) -> tuple[Sequence[int], int]:
+        """By block how far it has come, and how many come the first way round.
+
+        Block 0 is one's own. The distances, ascending, are visited outwards from it; what is nearer the other way comes
+        that way, unless all are visited.
+        """
+        ring, distances = self.held.place.ring, self.held.offsets
+        if len(distances) == ring - 1:
+            return (0, *distances), ring - 1
+        ahead = [distance for distance in distances if 2 * distance <= ring]
+        back = [distance - ring for distance in reversed(distances) if 2 * distance > ring]
+        return (0, *ahead, *back), len(ahead)
