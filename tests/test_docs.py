@@ -38,6 +38,16 @@ def test_commands_are_found() -> None:
         assert len(commands(text)) == len(shown), name
 
 
+PRINTED = re.findall(r"```python\n([^`]*)```\n\n```text\n([^`]*)```", "".join(TEXTS.values()))
+
+
+def test_a_program_prints_what_is_shown_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert PRINTED
+    for program, text in PRINTED:
+        exec(program, {})
+        assert capsys.readouterr().out == text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SHOWN)
 def test_a_command_that_is_shown_runs(

@@ -50,7 +50,7 @@ PREFIX = "wftest"
 def test_contenders_that_fit() -> None:
     names = list(contenders(Case(Machines(4, 4, (50.0,) * 4), 16, 16, "full", 1.0)))
     assert names[0] == RING
-    assert {ULYSSES, USP, f"{PUBLISHED}, C = 2", f"{PUBLISHED}, C = 4", "2d, C = 8"} < set(names)
+    assert {ULYSSES, USP, f"{PUBLISHED}, C = 2", f"{PUBLISHED}, C = 4", "2d, C = 4"} < set(names)
     few = list(contenders(Case(Machines(4, 4, (50.0,) * 4), 6, 6, "full", 1.0)))
     assert set(names) - set(few) == {ULYSSES}
     flat = list(contenders(Case(Machines(2, 1, (50.0,) * 2), 16, 16, "full", 1.0)))

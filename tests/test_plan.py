@@ -182,6 +182,18 @@ def test_blocks_of_few_queries_take_longer() -> None:
     assert ulysses.backward.compute < team.backward.compute < ring.backward.compute
 
 
+def test_what_goes_back_round_a_team_crosses_nodes_by_its_distance() -> None:
+    """Of a team of four on two nodes: to a neighbour one of a node's ranks from the other node, farther both."""
+    links = {"intra": Link(1e9), "inter": Link(1e8)}
+    line = attention_cost(Candidate(1, 4, schedule="rings"), MODEL, SEQUENCE, cluster(4, 2, **links)).forward
+    rows = SEQUENCE.length // 4 * 4  # bytes of a float of each
+    passed, returned = rows * MODEL.hidden, rows * (MODEL.hidden + MODEL.heads)
+    # A neighbour's, the next one's, and that of the neighbour on the other side.
+    entering = 3 * passed + (1 + 2 + 1) * returned
+    within = 3 * passed + 2 * returned
+    assert line.transfer == pytest.approx(entering / 1e8 + within / 1e9)
+
+
 def test_what_is_enumerated() -> None:
     some = list(attentions(MODEL, SEQUENCE, cluster()))
     assert len(set(some)) == len(some)

@@ -619,6 +619,74 @@ wait  all_to_all cp_team partial q""",
     )
 
 
+def test_golden_rings_forward() -> None:
+    assert_expected_inline(
+        golden(2, 3, (0, 1), schedule="rings"),
+        """\
+start permute cp_team q+1 to 2 from 0
+      attend local q x kv[0]: 0:2 x 0:2
+wait  permute cp_team q+1 to 2 from 0
+start permute cp_team q+2 to 2 from 0
+      attend peer q+1 x kv[0]: 0:2 x 0:2
+wait  permute cp_team q+2 to 2 from 0
+start permute cp_ring kv[1] to 1 from 1
+      attend peer q+2 x kv[0]: 0:2 x 0:2
+wait  permute cp_ring kv[1] to 1 from 1
+      attend peer q+1 x kv[1]: 0:2 x 0:2
+start permute cp_team partial q+1 to 0 from 2
+      attend peer q+2 x kv[1]: 0:2 x 0:2
+start permute cp_team partial q+2 to 2 from 0
+      attend local q x kv[1]: 0:2 x 0:2
+wait  permute cp_team partial q+1 to 0 from 2
+wait  permute cp_team partial q+2 to 2 from 0""",
+    )
+
+
+def test_golden_rings_backward_rotating_q() -> None:
+    assert_expected_inline(
+        golden(2, 3, (0, 1), schedule="rings", resident="kv", backward=True),
+        """\
+start permute cp_team kv+1 to 2 from 0
+      attend local kv x q[0]: 0:1 x 0:2
+wait  permute cp_team kv+1 to 2 from 0
+start permute cp_team kv+2 to 2 from 0
+      attend peer kv+1 x q[0]: 0:2 x 0:2
+wait  permute cp_team kv+2 to 2 from 0
+start permute cp_ring q[1] to 1 from 1
+      attend peer kv+2 x q[0]: 0:2 x 0:2
+wait  permute cp_ring q[1] to 1 from 1
+      attend peer kv+1 x q[1]: 0:2 x 0:2
+start permute cp_team partial kv+1 to 0 from 2
+      attend peer kv+2 x q[1]: 0:2 x 0:2
+start permute cp_team partial kv+2 to 2 from 0
+      attend local kv x q[1]: 0:2 x 0:2
+start permute cp_ring dq[1] into dq[0] to 1 from 1
+      attend local kv x q[0]: 1:2 x 0:2
+wait  permute cp_team partial kv+1 to 0 from 2
+wait  permute cp_team partial kv+2 to 2 from 0
+wait  permute cp_ring dq[1] into dq[0] to 1 from 1""",
+    )
+
+
+def test_golden_rings_without_a_ring() -> None:
+    assert_expected_inline(
+        golden(1, 3, schedule="rings"),
+        """\
+start permute cp_team q+1 to 1 from 2
+      attend local q x kv[0]: 0:1 x 0:2
+wait  permute cp_team q+1 to 1 from 2
+start permute cp_team q+2 to 1 from 2
+      attend peer q+1 x kv[0]: 0:2 x 0:2
+start permute cp_team partial q+1 to 2 from 1
+wait  permute cp_team q+2 to 1 from 2
+      attend peer q+2 x kv[0]: 0:2 x 0:2
+start permute cp_team partial q+2 to 1 from 2
+      attend local q x kv[0]: 1:2 x 0:2
+wait  permute cp_team partial q+1 to 2 from 1
+wait  permute cp_team partial q+2 to 1 from 2""",
+    )
+
+
 def test_golden_published_forward() -> None:
     assert_expected_inline(
         golden(4, 2, (1, 0), schedule="published"),

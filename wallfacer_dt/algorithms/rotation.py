@@ -42,12 +42,9 @@ class Rotation:
 
     def rows(self, block: int) -> ByRow:
         """The positions of a block."""
-        held = self.held
-        come = self._route[0][block]
-        return held.shard(
-            held.rotating,
-            index_of(held.place, (held.place.ring_rank - come) % held.place.ring, held.place.team_rank),
-        )
+        place = self.held.place
+        owner = (place.ring_rank - self._route[0][block]) % place.ring
+        return self.held.shard(self.held.rotating, index_of(place, owner, place.team_rank))
 
     def _hop(self, start: int, stop: int) -> tuple[int, int]:
         """To whom and from whom a block goes that becomes another."""
