@@ -23,6 +23,7 @@ from wallfacer_dt.planning import (
     plan,
     profile,
 )
+from wallfacer_dt.sdpa import context_parallel
 from wallfacer_dt.sequence import sequence_positions, shard_sequence, unshard_sequence
 from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel
 
@@ -50,6 +51,7 @@ __all__ = [
     "attention_volume",
     "check_equivalence",
     "context_mesh",
+    "context_parallel",
     "context_parallel_attention",
     "feed_forward_volume",
     "metp_attention_volume",
