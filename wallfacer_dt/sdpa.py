@@ -11,6 +11,7 @@ refused. Both need torch's own functions to be other ones, which outside a conte
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
+from inspect import signature
 from threading import local
 from typing import Any, Unpack
 
@@ -186,18 +187,22 @@ def _again(mode: _Attending, own: Any) -> Iterator[None]:
 @cache
 def _replace() -> None:
     """See Note [What is seen]; once, as ranks may be threads."""
-    make, apply = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" * hasattr(checkpoint, f"{name}_impl")  # from torch 2.14 on
+    make, apply = getattr(checkpoint, name), checkpoint.CheckpointFunction.apply
     validate = flex_attention._validate_sdpa_input
 
     @wraps(make)
-    def generator(function: Any, preserve: Any, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = _active()
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        mode, given = _active(), signature(make).bind(*args, **kwargs)
+        context_fn = given.arguments["context_fn"]
 
         def contexts() -> tuple[Any, Any]:
             forward, again = context_fn()
-            return forward, again if mode is None else _again(mode, again)
+            return forward, _again(mode, again) if mode else again
 
-        return make(function, preserve, contexts, *args, **kwargs)
+        given.arguments["context_fn"] = contexts
+        return make(*given.args, **given.kwargs)
 
     def reentrant(*args: Any) -> Any:
         mode = _active()
@@ -211,7 +216,7 @@ def _replace() -> None:
             mode.refuse_unseen("flex_attention")
         return validate(*args, **kwargs)
 
-    checkpoint._checkpoint_without_reentrant_generator = generator
+    setattr(checkpoint, name, generator)
     checkpoint.CheckpointFunction.apply = reentrant
     flex_attention._validate_sdpa_input = flex
 

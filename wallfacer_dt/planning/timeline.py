@@ -117,14 +117,11 @@ def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
 
 
 class _Lane:
-    """A link that is shared evenly by all that is under way.
-
-    Attributes:
-        busy: seconds in which something was.
-    """
+    """A link that is shared evenly by all that is under way."""
 
     def __init__(self) -> None:
-        self.busy = self._now = 0.0
+        self.busy = 0.0  # seconds in which something was under way
+        self._now = 0.0
         self._left: dict[str, float] = {}  # seconds that each needs alone
         self._arrived: dict[str, float] = {}
 

@@ -12,6 +12,8 @@ from wallfacer_dt.mesh import Placement
 from wallfacer_dt.planning.candidates import Candidate
 
 DTYPE = torch.bfloat16
+METP = "METP's feed-forward"
+"""A figure of cases, none of which has attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class Case:
         kv_heads: key and value heads.
         mask: ``"full"``, ``"causal"`` or ``"window"`` (causal, a quarter of the sequence).
         ratio: of the time in which a rank's keys and values, of as many heads as queries, come into it over its share
-            of a link, to the forward of a block of its queries and these, which sets how fast devices are.
+            of a link, to the forward of a block of its queries and these, which sets how fast devices are; of METP's
+            weights, to the products of its tokens with these.
         head_dim: H.
         figure: of a paper, which this is of.
         stands_for: so many tokens of a rank its tokens stand for; 0: 256 times as many as there are.
@@ -89,6 +92,8 @@ class Case:
     def name(self) -> str:
         """In words."""
         named = f"{self.figure}: " * bool(self.figure)
+        if self.figure == METP:
+            return f"{named}{self.machines.name}; {self.model.hidden} x {self.model.ffn}, ratio {self.ratio:.3g}"
         return f"{named}{self.machines.name}; {self.heads}/{self.kv_heads} heads, {self.mask}, ratio {self.ratio:.3g}"
 
     def as_json(self) -> dict[str, Any]:
@@ -103,8 +108,10 @@ class Case:
 
     @property
     def model(self) -> ModelShape:
-        """The attention."""
-        return ModelShape(self.heads * self.head_dim, self.heads, self.kv_heads, self.head_dim)
+        """The attention; or with it METP's feed-forward, of two projections, which alone is then measured."""
+        hidden = self.heads * self.head_dim
+        ffn = 4 * hidden * (self.figure == METP)
+        return ModelShape(hidden, self.heads, self.kv_heads, self.head_dim, ffn=ffn, gated=not ffn)
 
     @property
     def sequence(self) -> SequenceShape:
@@ -131,6 +138,7 @@ class Case:
             backward=4 * self.tokens**2 * token / block * real.backward / real.forward,
             overhead=real.overhead * slower,
             merge=real.merge / slower / longer,
+            linear=self.ratio * share * self.tokens,
         )
 
 
@@ -145,6 +153,8 @@ PUBLISHED = "WallFacer as published"
 def contenders(case: Case) -> dict[str, Candidate]:
     """The ways that have a name and fit, the ring first; by its payload what rotates, as by default."""
     nodes, inside, ranks = case.machines.nodes, case.machines.per_node, case.machines.ranks
+    if case.figure == METP:
+        return {METP: Candidate(ranks, feed_forward="metp")}
     found: dict[str, Candidate] = {}
 
     def add(name: str, ulysses: int, ring: int, team: int, placement: Placement = "team_in_node", how: str = "2d"):

@@ -1,7 +1,7 @@
-"""A clocked device: block kernels that take as long as they would on a device, and use no core meanwhile.
+"""A clocked device: kernels that take as long as they would on a device, and use no core meanwhile.
 
-What they give is zeros, not attention. So the kernel is there only once :func:`register` has been called, and runs only
-where it is asked for by name and a device has been given its rates.
+What blocks of attention give is zeros, not attention. So the kernel is there only once :func:`register` has been called,
+and runs only where it is asked for by name and a device has been given its rates.
 
 A stream runs its kernels one after the other, and each after the transfers that were waited for before it. What a host
 does takes no time here: where it comes late, as on cores that many ranks share, its device catches up: it sleeps less.
@@ -57,6 +57,8 @@ class Device:
         time.sleep(max(0.0, self._free - time.perf_counter()))
 
 
+_MM = torch.mm
+
 DEVICE = Device()
 """This process'."""
 
@@ -64,6 +66,14 @@ DEVICE = Device()
 def register() -> None:
     """Make the kernel known, by the name :data:`KERNEL`."""
     register_kernel(KERNEL, _forward, _backward, _supports)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``torch.mm``, which takes as long as it would on the device."""
+    assert DEVICE.kernels is not None, "a device has been given its rates"
+    found = _MM(a, b)
+    DEVICE.compute(2 * a.shape[0] * a.shape[1] * b.shape[1] / DEVICE.kernels.linear)
+    return found
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:

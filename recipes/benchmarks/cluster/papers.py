@@ -6,19 +6,25 @@ stands in ``wallfacer_dt.planning.gpus``. Links within a node are as much faster
 
 from collections.abc import Iterator
 
-from recipes.benchmarks.cluster.cases import Case, Machines
+from recipes.benchmarks.cluster.cases import METP, Case, Machines
 from wallfacer_dt.planning.gpus import GPUS
 
 K = 1024
 STRONG, WEAK, OVERLAP = "figure 9", "figure 10", "table 2"
 """WallFacer's, and Ring Attention's: what hides a hop."""
 
+PRINTED = ((STRONG + ", DiT", 32, 114.33), (STRONG + ", GPT", 64, 60.71))
+"""WallFacer's improvements over the ring in percent that its text has: of what, and on how many GPUs."""
+
 _ETHERNET = 12.5e9  # bytes per second into a node (WallFacer, table 2)
 _NODE, _ADAPTER, _OF_MANY = 40.0, 12.5, 0.4  # Mbit/s here; and of 32 ranks, whose cores are as few, such a part
 
 
 def paper_cases() -> Iterator[Case]:
-    """WallFacer's figures 7, 9 and 10 (DiT 1B on A100s, GPT 7B on H100s), and Ring Attention's table 2."""
+    """WallFacer's figures 9 and 10 (DiT 1B on A100s, GPT 7B on H100s), Ring Attention's table 2, METP's figure 7.
+
+    WallFacer's figure 7 has the same models on the most GPUs.
+    """
     for per_node in (4, 8, 16):
         yield _dit(2, per_node, 128 * K, STRONG)
     for per_node in (4, 8):
@@ -28,8 +34,11 @@ def paper_cases() -> Iterator[Case]:
     for nodes in (2, 4):
         for adapter in (50e9, 25e9):
             yield _gpt(nodes, 128 * K, adapter)
+    flat = Machines(8, 1, (_ADAPTER,) * 8)
     for ratio in (3.0, 2.0, 1.5, 1.0, 0.75, 0.5):
-        yield Case(Machines(8, 1, (_ADAPTER,) * 8), 16, 16, "full", ratio, figure=OVERLAP)
+        yield Case(flat, 16, 16, "full", ratio, figure=OVERLAP)
+    for ratio in (3.0, 2.0, 1.5, 1.0, 0.75, 0.5):
+        yield Case(flat, 1, 1, "full", ratio, 256, METP)
 
 
 def _dit(nodes: int, per_node: int, tokens: int, figure: str) -> Case:

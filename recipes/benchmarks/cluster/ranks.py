@@ -22,14 +22,23 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.benchmarks.cluster import device
 from recipes.benchmarks.cluster.cases import DTYPE, Case, Machines
 from recipes.benchmarks.cluster.network import OUT, Network, enter
-from wallfacer_dt import Cluster, TokenOrder, context_mesh, context_parallel_attention, profile, sequence_positions
+from wallfacer_dt import (
+    Cluster,
+    METPParallel,
+    TokenOrder,
+    context_mesh,
+    context_parallel_attention,
+    profile,
+    sequence_positions,
+)
 from wallfacer_dt.agreement import agree
 from wallfacer_dt.collectives import functional
 from wallfacer_dt.mesh import context_groups, temporary_groups
@@ -73,6 +82,8 @@ class Rank:
     def turn(self, case: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
         """Of forward and backward: seconds until the last rank is done, and by rank in which its device computed."""
         one, candidate = Case.from_json(case), Candidate(**way)
+        if candidate.feed_forward == "metp":
+            return self._feed_forward(one, candidate)
         shape = (one.heads, one.kv_heads, one.kv_heads)
         leaves = [torch.randn(1, n, one.tokens, one.head_dim, dtype=DTYPE, requires_grad=True) for n in shape]
         with self._clocked(one), self._mesh(candidate) as mesh:
@@ -80,6 +91,18 @@ class Rank:
             grad = torch.ones(1, one.heads, one.tokens, one.head_dim, dtype=DTYPE)
             out, forward = _timed(lambda: attend(*leaves))
             _, backward = _timed(lambda: torch.autograd.grad(out, leaves, grad))
+        return {"forward": forward, "backward": backward}
+
+    def _feed_forward(self, case: Case, candidate: Candidate) -> dict[str, Any]:
+        """The same of METP's feed-forward."""
+        model = case.model
+        x = torch.randn(case.tokens, model.hidden, dtype=DTYPE, requires_grad=True)
+        with self._clocked(case), self._mesh(candidate) as mesh, patch.object(torch, "mm", device.product):
+            layers = {"up": nn.Linear(model.hidden, model.ffn), "down": nn.Linear(model.ffn, model.hidden)}
+            block = FeedForward(layers).to(DTYPE)
+            parallelize_module(block, mesh, METPParallel(up="up", down="down", activation="relu", check=False))
+            out, forward = _timed(lambda: block(x))
+            _, backward = _timed(lambda: out.backward(torch.ones_like(out)))
         return {"forward": forward, "backward": backward}
 
     def check(self, case: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,6 +159,14 @@ class Rank:
             q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
             schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, kernel=kernel,
         )  # fmt: skip
+
+
+class FeedForward(nn.ModuleDict):
+    """Two projections of a Transformer's layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of tokens (T, D)."""
+        return self["down"](self["up"](x).relu())
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:

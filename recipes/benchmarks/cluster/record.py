@@ -43,6 +43,12 @@ class Measured:
         return (max(sums) - min(sums)) / self.seconds
 
     @property
+    def over_busy(self) -> list[float]:
+        """Of forward and backward, the median time over that in which the busiest device computes."""
+        seconds = (statistics.median(some) for some in zip(*self.rounds, strict=True))
+        return [one / busy for one, busy in zip(seconds, self.busy, strict=True)]
+
+    @property
     def error(self) -> float:
         """How much longer than measured it was predicted to take, as a part of that."""
         return sum(self.predicted) / self.seconds - 1

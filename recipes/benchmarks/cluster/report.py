@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from recipes.benchmarks.cluster import report_papers
 from recipes.benchmarks.cluster.cases import HYBRID, PUBLISHED, RING, ULYSSES, USP, Case
 from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
@@ -27,9 +28,13 @@ _COLOURS = {
 def write(results: Mapping[Case, Result], page: Path) -> None:
     """Write the tables under a page's text, which stays as it is, and its picture beside it."""
     picture = page.with_suffix(".png")
-    draw(picture, results)
     text = page.read_text().partition(MARK)[0] if page.exists() else f"# {page.stem}\n\n"
-    parts = [MARK, f"![Times of every case, and predictions]({picture.name})", *_tables(results)]
+    every = {case: one for case, one in results.items() if PROFILED in one.ways}
+    parts = [MARK, f"![Times of every case, and predictions]({picture.name})", *_tables(every)]
+    if papers := list(report_papers.tables(results)):
+        report_papers.draw(page.with_name(f"{page.stem}_papers.png"), results)
+        parts += [f"![The papers' figures]({page.stem}_papers.png)", *papers]
+    draw(picture, every)
     page.write_text(text + "\n\n".join(parts) + "\n")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recipes.benchmarks.cluster.cases import RING, Case, contenders
+from recipes.benchmarks.cluster.cases import METP, RING, Case, contenders
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.papers import OVERLAP
@@ -81,7 +81,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
     """
     links = replace(links, kernels=replace(case.kernels, copy=links.kernels.copy))
     names, choosing = contenders(case), 0.0
-    if case.figure != OVERLAP:
+    if case.figure not in (OVERLAP, METP):
         say(f"{case.name}: choosing")
         chosen = cluster.ask("choose", case=case.as_json(), cluster=links.as_json(), top=_TOP)
         names |= {name: Candidate(**chosen[name]) for name in (PREDICTED, PROFILED)}

@@ -1,0 +1,127 @@
+"""Of a record, the papers' figures: what was measured beside what was predicted, and what the paper has."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from recipes.benchmarks.cluster.cases import METP, PLAIN, PUBLISHED, RING, Case
+from recipes.benchmarks.cluster.papers import OVERLAP, PRINTED
+from recipes.benchmarks.cluster.record import Measured, Result
+from recipes.benchmarks.cluster.run import PROFILED
+from recipes.benchmarks.memory.tables import Table
+
+Results = Mapping[Case, Result]
+_LINES = {RING: "#8a8a8a", "2d, C = 2": "#56B4E9", "2d, C = 4": "#0072B2", f"{PUBLISHED}, C = 2": "#E69F00"}
+
+
+def scaling(results: Results) -> Results:
+    """Cases of WallFacer's figures 9 and 10."""
+    return {case: one for case, one in results.items() if case.figure and case.figure not in (OVERLAP, METP)}
+
+
+def hiding(results: Results, figure: str) -> Results:
+    """Cases that show how long a block hides a hop, of attention or of METP, the longest hop first."""
+    return {case: one for case, one in results.items() if case.figure == figure}
+
+
+def tables(results: Results) -> Iterator[str]:
+    """The tables of what there is in a record."""
+    if some := scaling(results):
+        head = ["figure and cluster", "C", "published", "predicted", "the paper", "ring", "predicted", "choice",
+                "predicted", "the choice"]  # fmt: skip
+        yield Table("WallFacer's figures 9 and 10", head, [_row(one) for one in some.values()], _NOTE).markdown()
+    if some := hiding(results, OVERLAP):
+        head = ["hop / block", *(f"{name}, {way}" for name in _LINES for way in ("forward", "backward"))]
+        rows = [
+            [f"{case.ratio:g}", *(cell for name in _LINES for cell in _parts(one.ways.get(name)))]
+            for case, one in some.items()
+        ]
+        yield Table("Ring Attention, table 2: what hides a hop", head, rows, _HIDES).markdown()
+    if some := hiding(results, METP):
+        head = ["hop / block", "forward", "predicted", "one after the other", "backward", "predicted",
+                "one after the other"]  # fmt: skip
+        yield Table("METP, figure 7", head, [_metp(case, one) for case, one in some.items()], _METP).markdown()
+
+
+_NOTE = (
+    "How much more tokens per second than the papers' ring, whose keys and values rotate forward and backward. "
+    "Published: with the better C. Ring: this package's, which rotates what is less. Choice: what the planner profiles."
+)
+_HIDES = "8 ranks on a flat network: time over that in which the device computes. 1 is hidden entirely."
+_METP = (
+    "8 ranks on a flat network: time over that in which the device computes; and what it would be if nothing were "
+    "computed while something is sent. The paper's condition is a ratio below 1 (its section 3.2: 1,040 tokens a rank)."
+)
+
+
+def gain(result: Result, name: str, *, predicted: bool = False) -> float:
+    """How much more tokens per second than the papers' ring: 0.5 is half as much again."""
+    ring, way = (result.ways[which] for which in (PLAIN, name))
+    return sum(ring.predicted) / sum(way.predicted) - 1 if predicted else ring.seconds / way.seconds - 1
+
+
+def better(result: Result) -> str:
+    """The faster of the published ways."""
+    return min((name for name in result.ways if name.startswith(PUBLISHED)), key=lambda name: result.ways[name].seconds)
+
+
+def _row(result: Result) -> list[str]:
+    case, wall = result.case, better(result)
+    gains = [f"{100 * gain(result, name, predicted=it):+.0f}%" for name in (wall, RING, PROFILED) for it in (0, 1)]
+    printed = next((value for part, ranks, value in PRINTED if part in case.figure and ranks == case.machines.ranks), 0)
+    name = f"{case.figure}: {case.machines.nodes} x {case.machines.per_node}"
+    paper = f"+{printed}%" if printed else "not in the text"
+    return [name, wall[-1], *gains[:2], paper, *gains[2:], str(result.ways[PROFILED].way)]
+
+
+def _parts(one: Measured | None) -> list[str]:
+    return [f"{x:.2f}" for x in one.over_busy] if one else ["-", "-"]
+
+
+def _metp(case: Case, result: Result) -> list[str]:
+    one = result.ways[METP]
+    predicted = [seconds / busy for seconds, busy in zip(one.predicted, one.busy, strict=True)]
+    # Hops of the forward bring weights; those of the backward weights, and sums of gradients in float32.
+    hops = [(case.machines.ranks - 1) * case.ratio / case.machines.ranks * parts for parts in (1, 3 / 2.5)]
+    cells = zip(one.over_busy, predicted, (1 + hop for hop in hops), strict=True)
+    return [f"{case.ratio:g}", *(f"{x:.2f}" for cell in cells for x in cell)]
+
+
+def draw(path: Path, results: Results) -> None:
+    """Draw both: what is gained over the ring, and what hides behind a block."""
+    figure = Figure(figsize=(15, 6), layout=ConstrainedLayoutEngine())
+    FigureCanvasAgg(figure)
+    gains, overlap = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_gains(gains, scaling(results))
+    for name, colour in _LINES.items():
+        some = hiding(results, OVERLAP)
+        points = [(case.ratio, one.ways[name].seconds / sum(one.ways[name].busy)) for case, one in some.items()]
+        overlap.plot(*zip(*points, strict=True), "o-", color=colour, label=name)
+    if metp := hiding(results, METP):
+        points = [(case.ratio, one.ways[METP].seconds / sum(one.ways[METP].busy)) for case, one in metp.items()]
+        overlap.plot(*zip(*points, strict=True), "s--", color="#009E73", label=METP)
+    overlap.set(xlabel="a hop's time / a block's", ylabel="time / computing", title="What hides a hop, 8 ranks")
+    overlap.legend(frameon=False)
+    for axes in (gains, overlap):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#8a8a8a", alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_gains(axes: Axes, results: Results) -> None:
+    names = ("published", "this package's ring", "the planner's choice")
+    colours = ("#E69F00", "#8a8a8a", "#D55E00")
+    for place, result in enumerate(results.values()):
+        for n, (way, colour) in enumerate(zip((better(result), RING, PROFILED), colours, strict=True)):
+            at = place + 0.27 * (n - 1)
+            axes.bar(at, 100 * gain(result, way), 0.25, color=colour, label=names[n] if not place else None)
+            axes.plot(at, 100 * gain(result, way, predicted=True), "_", ms=9, color="#222222",
+                      label="predicted" if not place and not n else None)  # fmt: skip
+    labels = [f"{case.figure}\n{case.machines.nodes} x {case.machines.per_node}" for case in results]
+    axes.set_xticks(range(len(labels)), labels, rotation=35, ha="right", fontsize=8)
+    axes.set(ylabel="more tokens/s than the papers' ring, %", title="WallFacer's figures 9 and 10")
+    axes.legend(frameon=False)
