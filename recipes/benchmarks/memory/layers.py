@@ -22,6 +22,7 @@ from wallfacer_dt import METPAttentionParallel, METPParallel, UlyssesParallel, W
 
 Contender = Literal["tp", "fsdp", "metp"]
 CONTENDERS: tuple[Contender, ...] = ("tp", "fsdp", "metp")
+NAMES = {"tp": "TP+SP", "rsa": "RSA", "fsdp": "FSDP+Ulysses", "metp": "METP"}
 
 
 class FeedForward(nn.Module):
@@ -47,12 +48,10 @@ class Inner(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As the module says."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if self.flash:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                out = F.scaled_dot_product_attention(q, k, v)
-        else:
-            out = torch.softmax(q * q.shape[-1] ** -0.5 @ k.mT, -1) @ v
-        return out.transpose(1, 2)
+        if not self.flash:
+            return (torch.softmax(q * q.shape[-1] ** -0.5 @ k.mT, -1) @ v).transpose(1, 2)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -67,10 +66,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, D)."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
-        )
-        return self.out(self.inner(q, k, v).flatten(-2))
+        qkv = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value))
+        return self.out(self.inner(*qkv).flatten(-2))
 
 
 def mesh_of(contender: Contender, ranks: int) -> DeviceMesh:
@@ -83,58 +80,42 @@ def mesh_of(contender: Contender, ranks: int) -> DeviceMesh:
 def make(
     kind: Kind, contender: Contender, layer: Layer, mesh: DeviceMesh, *, flash: bool = True, dtype: torch.dtype
 ) -> nn.Module:
-    """A layer as one rank has it; all ranks of the world call this together.
-
-    Args:
-        kind: of the layer.
-        contender: how ranks share it.
-        layer: its sizes.
-        mesh: that :func:`mesh_of` made.
-        flash: with flash attention; otherwise scores are stored.
-        dtype: of its weights.
-
-    Returns:
-        The layer, which takes this rank's tokens (B, L / p, D).
-    """
-    if kind == "feed-forward":
-        module: nn.Module = FeedForward(layer.hidden, dtype)
-    else:
-        module = Attention(layer.hidden, layer.heads, dtype, flash=flash)
-    share = {"tp": _share_tp, "fsdp": _share_fsdp, "metp": _share_metp}[contender]
-    return share(module, kind, mesh, flash=flash)
-
-
-def _share_tp(module: nn.Module, kind: Kind, mesh: DeviceMesh, *, flash: bool) -> nn.Module:  # noqa: ARG001
-    """Megatron's tensor and sequence parallelism from torch's own styles."""
-    back = RowwiseParallel(output_layouts=Shard(1))
-    plan: dict[str, ParallelStyle]
-    if kind == "feed-forward":
-        plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": back}
-        return parallelize_module(module, mesh, plan, src_data_rank=None)
-    # x is gathered once, for all three projections.
-    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    plan = {"": gather, "query": ColwiseParallel(), "key": ColwiseParallel(), "value": ColwiseParallel(), "out": back}
+    """A layer as one rank has it, which takes this rank's tokens (B, L / p, D); all ranks call this together."""
+    module = (
+        FeedForward(layer.hidden, dtype)
+        if kind == "feed-forward"
+        else Attention(layer.hidden, layer.heads, dtype, flash=flash)
+    )
+    if contender == "fsdp":
+        return _with_fsdp(module, mesh, flash=flash)
+    plan = _tp_plan(module) if contender == "tp" else {"": _metp_style(module, flash=flash)}
     return parallelize_module(module, mesh, plan, src_data_rank=None)
 
 
-def _share_fsdp(module: nn.Module, kind: Kind, mesh: DeviceMesh, *, flash: bool) -> nn.Module:
+def _tp_plan(module: FeedForward | Attention) -> dict[str, ParallelStyle]:
+    """Megatron's tensor and sequence parallelism from torch's own styles."""
+    back = RowwiseParallel(output_layouts=Shard(1))
+    if isinstance(module, FeedForward):
+        return {"up": ColwiseParallel(input_layouts=Shard(1)), "down": back}
+    # x is gathered once, for all three projections.
+    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return {"": gather, "query": ColwiseParallel(), "key": ColwiseParallel(), "value": ColwiseParallel(), "out": back}
+
+
+def _metp_style(module: FeedForward | Attention, *, flash: bool) -> ParallelStyle:
+    if isinstance(module, FeedForward):
+        return METPParallel(up="up", down="down", activation="gelu", check=False)
+    inner = WallFacerParallel(kernel="flash" if flash else "reference", check=False)
+    return METPAttentionParallel(
+        query="query", key="key", value="value", output="out", head_dim=module.head_dim, attention=inner, check=False
+    )
+
+
+def _with_fsdp(module: FeedForward | Attention, mesh: DeviceMesh, *, flash: bool) -> nn.Module:
     """FSDP2, one projection gathered at a time as in the paper's tables, and Ulysses for attention."""
-    if kind == "attention":
+    if isinstance(module, Attention):
         style = UlyssesParallel(kernel="flash" if flash else "reference", check=False)
         parallelize_module(module, mesh, {"inner": style}, src_data_rank=None)
-    for child in module.modules():
-        if isinstance(child, nn.Linear):
-            fully_shard(child, mesh=mesh, reshard_after_forward=True)
-    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    for child in (*(child for child in module.modules() if isinstance(child, nn.Linear)), module):
+        fully_shard(child, mesh=mesh, reshard_after_forward=True)
     return module
-
-
-def _share_metp(module: nn.Module, kind: Kind, mesh: DeviceMesh, *, flash: bool) -> nn.Module:  # noqa: ARG001
-    style: ParallelStyle = METPParallel(up="up", down="down", activation="gelu", check=False)
-    if isinstance(module, Attention):
-        inner = WallFacerParallel(kernel="flash" if flash else "reference", check=False)
-        style = METPAttentionParallel(
-            query="query", key="key", value="value", output="out", head_dim=module.head_dim,
-            attention=inner, check=False,
-        )  # fmt: skip
-    return parallelize_module(module, mesh, style, src_data_rank=None)

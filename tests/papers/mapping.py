@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipes.benchmarks.memory.run import fake_world
-from recipes.benchmarks.memory.tables import Table
+from recipes.benchmarks.fake_ranks import fake_world
+from recipes.benchmarks.report import Table
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
@@ -168,7 +168,7 @@ def figure_5() -> Table:
         "", "who", "q of", "k, v gathered", "k, v placed", "sends k, v to, ours", "Algorithm 2", "next, ours",
         "Algorithm 3", "sub-ring", "how ours was got",
     ]  # fmt: skip
-    return Table("WallFacer, figure 5: initialisation of 8 ranks and 4 sub-rings", head, rows, _note_5(held))
+    return Table("WallFacer, figure 5: initialisation of 8 ranks and 4 sub-rings", head, rows)
 
 
 def facts(held: list[Holding], ranks: int = RANKS, team: int = TEAM) -> dict[str, bool]:
@@ -186,14 +186,6 @@ def facts(held: list[Holding], ranks: int = RANKS, team: int = TEAM) -> dict[str
         ),
         "a rank sends where Algorithms 2 and 3 say": all((o.to, o.following) == o.printed for o in held),
     }
-
-
-def _note_5(held: list[Holding]) -> str:
-    listed = "; ".join(f"{fact}: {'yes' if holds else 'NO'}" for fact, holds in facts(held).items())
-    return (
-        "T0 is team 0. The picture's own entries are not in the text that this was made from; compared is what section "
-        f"3.3 says of them, and its algorithms as printed: {listed}."
-    )
 
 
 def figure_6() -> Table:
@@ -214,13 +206,7 @@ def figure_6() -> Table:
         "", "naive, of 16 chunks", "zigzag, of 16 chunks", "naive, published", "naive, 2d", "zigzag, published",
         "zigzag, 2d", "how ours was got",
     ]  # fmt: skip
-    note = (
-        "Chunks from `sequence_positions`, work of the causal mask from the tiles of the schedules, as multiples of "
-        "the mean. The picture's entries are not in the text; of zigzag it says only that work is balanced, which "
-        "holds. It also says that the beginning of a sequence is more work than its end: that is so of keys, which "
-        "more queries see, and the other way round of queries, which is what a rank is given here."
-    )
-    return Table("WallFacer, figure 6: naive and zigzag loader, 8 ranks, C = 2", head, rows, note)
+    return Table("WallFacer, figure 6: naive and zigzag loader, 8 ranks, C = 2", head, rows)
 
 
 def figure_6_by_ranks() -> Table:
@@ -237,8 +223,4 @@ def figure_6_by_ranks() -> Table:
         "naive, ring",
         "how ours was got",
     ]
-    note = (
-        "The caption says that balancing gains more on more ranks. It does, but it is bounded: a ring's last rank has "
-        "2 - 1 / P times the mean."
-    )
-    return Table("WallFacer, figure 6: by ranks", head, rows, note)
+    return Table("WallFacer, figure 6: by ranks", head, rows)
