@@ -4,15 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.benchmarks.papers.__main__ import printed, scalings, table, throughputs
-from recipes.benchmarks.papers.clusters import CHECKPOINT, DIT_1B, GPT_7B, Setting, a100, h100, predicted
+from recipes.benchmarks.papers.__main__ import table
+from recipes.benchmarks.papers.clusters import (
+    CHECKPOINT,
+    DIT_1B,
+    GPT_7B,
+    Setting,
+    a100,
+    h100,
+    predicted,
+    printed,
+    scalings,
+    throughputs,
+)
 from recipes.benchmarks.report import GIB, K
 from tests.papers.models import per_layer
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.stack import stack_memory
 
-SMALL = Setting("", DIT_1B, 16 * K, a100(2, 4))
+SMALL = Setting(DIT_1B, 16 * K, a100(2, 4))
 
 
 def every(setting: Setting) -> dict:
@@ -22,7 +33,7 @@ def every(setting: Setting) -> dict:
     return {it: predict(it, model, sequence, cluster, attention_cost(it, model, sequence, cluster)) for it in ways}
 
 
-@pytest.mark.parametrize("setting", [SMALL, Setting("", GPT_7B, 32 * K, h100(16))])
+@pytest.mark.parametrize("setting", [SMALL, Setting(GPT_7B, 32 * K, h100(16))])
 def test_the_fastest_of_each_kind(setting: Setting) -> None:
     ways, found = predicted(setting), every(setting)
     ranks = setting.cluster.ranks
@@ -99,4 +110,4 @@ def test_the_tables() -> None:
         assert all(f"{K // 8}K" in row[0] for row in made.rows if "%" in row[1])
         assert made.head[-1] == "how ours was got"
     for nodes, per_node, team in ((2, 16, 2), (4, 8, 4)):
-        assert predicted(Setting("", DIT_1B, 128 * K, a100(nodes, per_node))).best_wall.candidate.team == team
+        assert predicted(Setting(DIT_1B, 128 * K, a100(nodes, per_node))).best_wall.candidate.team == team

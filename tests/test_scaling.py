@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.benchmarks.scaling import tables
+from recipes.benchmarks.scaling import __main__ as tables
 from recipes.benchmarks.scaling.bound import least_of_teams, least_received
 from recipes.benchmarks.scaling.cases import FAST, LARGEST_RING, LINKS, Case, is_considered, predicted
 from recipes.benchmarks.ways import BEST, NAMES, RING, names_of

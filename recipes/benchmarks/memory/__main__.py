@@ -4,7 +4,6 @@ python -m recipes.benchmarks.memory
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -28,18 +27,14 @@ def main(page: Path = Path("docs/benchmarks/memory.md")) -> None:
 
 
 def _parts(folder: Path) -> Iterator[Table | str]:
-    for kind in KINDS:
-        cases = [Case(kind, c, layer, dtype="bfloat16") for layer in _on_ranks(LAYER) for c in CONTENDERS]
-        yield table(f"By ranks: {kind}, bfloat16", cases)
-        layers = (LAYER._replace(tokens=2**n, ranks=8) for n in range(9, 17))
-        yield table(
-            f"By tokens: {kind}, bfloat16",
-            (replace(cases[0], layer=it, contender=c) for it in layers for c in CONTENDERS),
-        )
+    by_tokens = [LAYER._replace(tokens=2**n, ranks=8) for n in range(9, 17)]
     both: tuple[Contender, ...] = ("tp", "metp")
-    yield table(
-        "METP and TP+SP: attention, float32", (Case("attention", c, it) for it in _on_ranks(LAYER) for c in both)
-    )
+    for kind in KINDS:
+        for name, layers in (("ranks", _on_ranks(LAYER)), ("tokens", by_tokens)):
+            cases = [Case(kind, c, it, dtype="bfloat16") for it in layers for c in CONTENDERS]
+            yield table(f"By {name}: {kind}, bfloat16", cases)
+        cases = [Case(kind, c, it) for it in _on_ranks(LAYER) for c in both]
+        yield table(f"METP and TP+SP: {kind}, float32", cases)
     for dtype in ("bfloat16", "float32"):
         long = [Case("attention", c, it, dtype=dtype, backward=False) for it in _on_ranks(LONG) for c in both]
         yield table(f"METP and TP+SP at length: attention, {dtype}", long)

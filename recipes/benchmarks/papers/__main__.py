@@ -3,67 +3,14 @@
 python -m recipes.benchmarks.papers
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 
-from recipes.benchmarks.papers.clusters import (
-    DIT_1B,
-    GPT_3B,
-    GPT_7B,
-    INFINIBAND,
-    NAMES,
-    SLOW_INFINIBAND,
-    Setting,
-    Step,
-    Steps,
-    a100,
-    h100,
-    predicted,
-)  # fmt: skip
+from recipes.benchmarks.papers.clusters import Curves, Step, Steps, predicted, printed, scalings, throughputs
 from recipes.benchmarks.pictures import BLACK, BLUE, GREEN, ORANGE, Panel, draw
 from recipes.benchmarks.report import K, Table, write
-
-PRINTED_DIT, PRINTED_GPT = 114.33, 60.71
-"""Improvements over the ring in percent: of DiT on 32 A100s at 128K (section 4.3), of GPT on 64 H100s (figure 9)."""
-
-Curves = Mapping[str, Sequence[Setting]]
-
-
-def throughputs() -> Curves:
-    """Figure 7 by model and cluster: 32 GPUs; the text names one length only, the figure itself could not be read."""
-    groups = (
-        ("A100, 2 x 16", DIT_1B, a100(2, 16)), ("A100, 4 x 8", DIT_1B, a100(4, 8)), ("H100, 4 x 8", GPT_7B, h100(32)),
-        ("H100, 4 x 8, 200 Gbit/s", GPT_7B, h100(32, SLOW_INFINIBAND)),
-        ("H100, 4 x 8, as one link", GPT_7B, h100(32, nics=1)), ("H100, 4 x 8", GPT_3B, h100(32)),
-    )  # fmt: skip
-    return {
-        f"{name}, {NAMES[model]}": [Setting(name, model, n * K, cluster) for n in (128, 256, 512)]
-        for name, model, cluster in groups
-    }
-
-
-def scalings(*, weak: bool) -> Curves:
-    """Figure 9 at 128K tokens, or figure 10, whose sequences grow with the GPUs from 64K (GPT) and 128K (DiT) on 8."""
-    curves = {}
-    for nodes in (2, 4):
-        curves[f"DiT 1B, A100s on {nodes} nodes"] = [
-            Setting(f"{n} GPUs", DIT_1B, (16 * n if weak else 128) * K, a100(nodes, n // nodes)) for n in (8, 16, 32)
-        ]
-    adapters = (("400 Gbit/s", INFINIBAND, 8), ("200 Gbit/s", SLOW_INFINIBAND, 8), ("as one link", INFINIBAND, 1))
-    for name, link, nics in adapters:
-        curves[f"GPT 7B, H100s, {name}"] = [
-            Setting(f"{n} GPUs", GPT_7B, (8 * n if weak else 128) * K, h100(n, link, nics)) for n in (8, 16, 32, 64)
-        ]
-    return curves
-
-
-def printed(setting: Setting) -> float | None:
-    """The paper's improvement over the ring in percent where its text has it; of which A100 cluster it has not."""
-    if setting.tokens == 128 * K and (setting.model, setting.cluster.ranks) == (DIT_1B, 32):
-        return PRINTED_DIT
-    return PRINTED_GPT if setting.tokens == 128 * K and setting.cluster.ranks == 64 else None
 
 
 def table(title: str, curves: Curves) -> Table:

@@ -4,11 +4,11 @@ The paper gives GPUs, nodes and Ethernet's rate. The rest is assumed, in round n
 nothing is fitted to the paper's results.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from recipes.benchmarks.report import GIB
+from recipes.benchmarks.report import GIB, K
 from recipes.benchmarks.ways import PUBLISHED, RING, Way, names_of, predicted_ways
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning import Candidate, Prediction
@@ -28,6 +28,8 @@ INFINIBAND = GPUS["h100"].cluster(16).inter
 """Eight adapters a node (section 4.1), assumed to have 400 Gbit/s each."""
 SLOW_INFINIBAND = Link(200e9, 10e-6)
 """The same with 200 Gbit/s each."""
+PRINTED_DIT, PRINTED_GPT = 114.33, 60.71
+"""Improvements over the ring in percent: of DiT on 32 A100s at 128K (section 4.3), of GPT on 64 H100s (figure 9)."""
 CHECKPOINT = "attention"
 """Section 3.6: a layer is computed again but for its attention."""
 
@@ -47,9 +49,8 @@ def h100(gpus: int, inter: Link = INFINIBAND, nics: int = 8) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model's step of batch 1 in bfloat16 on a cluster of some name; GPTs are causal, DiTs are not."""
+    """A model's step of batch 1 in bfloat16 on a cluster; GPTs are causal, DiTs are not."""
 
-    name: str
     model: ModelShape
     tokens: int
     cluster: Cluster
@@ -58,6 +59,44 @@ class Setting:
     def sequence(self) -> SequenceShape:
         """What it takes."""
         return SequenceShape(self.tokens, is_causal=self.model != DIT_1B)
+
+
+Curves = Mapping[str, Sequence[Setting]]
+
+
+def throughputs() -> Curves:
+    """Figure 7 by model and cluster: 32 GPUs; the text names one length only, the figure itself could not be read."""
+    groups = (
+        ("A100, 2 x 16", DIT_1B, a100(2, 16)), ("A100, 4 x 8", DIT_1B, a100(4, 8)), ("H100, 4 x 8", GPT_7B, h100(32)),
+        ("H100, 4 x 8, 200 Gbit/s", GPT_7B, h100(32, SLOW_INFINIBAND)),
+        ("H100, 4 x 8, as one link", GPT_7B, h100(32, nics=1)), ("H100, 4 x 8", GPT_3B, h100(32)),
+    )  # fmt: skip
+    return {
+        f"{name}, {NAMES[model]}": [Setting(model, n * K, cluster) for n in (128, 256, 512)]
+        for name, model, cluster in groups
+    }
+
+
+def scalings(*, weak: bool) -> Curves:
+    """Figure 9 at 128K tokens, or figure 10, whose sequences grow with the GPUs from 64K (GPT) and 128K (DiT) on 8."""
+    curves = {}
+    for nodes in (2, 4):
+        curves[f"DiT 1B, A100s on {nodes} nodes"] = [
+            Setting(DIT_1B, (16 * n if weak else 128) * K, a100(nodes, n // nodes)) for n in (8, 16, 32)
+        ]
+    adapters = (("400 Gbit/s", INFINIBAND, 8), ("200 Gbit/s", SLOW_INFINIBAND, 8), ("as one link", INFINIBAND, 1))
+    for name, link, nics in adapters:
+        curves[f"GPT 7B, H100s, {name}"] = [
+            Setting(GPT_7B, (8 * n if weak else 128) * K, h100(n, link, nics)) for n in (8, 16, 32, 64)
+        ]
+    return curves
+
+
+def printed(setting: Setting) -> float | None:
+    """The paper's improvement over the ring in percent where its text has it; of which A100 cluster it has not."""
+    if setting.tokens == 128 * K and (setting.model, setting.cluster.ranks) == (DIT_1B, 32):
+        return PRINTED_DIT
+    return PRINTED_GPT if setting.tokens == 128 * K and setting.cluster.ranks == 64 else None
 
 
 @dataclass(frozen=True, slots=True)
