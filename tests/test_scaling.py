@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.benchmarks.scaling import __main__ as tables
-from recipes.benchmarks.scaling.bound import least_of_teams, least_received
+from recipes.benchmarks.scaling.bound import least_received
 from recipes.benchmarks.scaling.cases import FAST, LARGEST_RING, LINKS, Case, is_considered, predicted
 from recipes.benchmarks.ways import BEST, NAMES, RING, names_of
-from tests.papers import assert_shown, simulated
+from tests.papers import assert_shown, simulated, teams
+from tests.papers.teams import least_of_teams
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning import Candidate
@@ -140,6 +141,12 @@ def test_the_page_has_what_was_counted() -> None:
     assert_shown(table, PAGE)
 
 
+@pytest.mark.slow
+@pytest.mark.whole
+def test_the_page_has_what_a_rank_receives() -> None:
+    assert_shown(teams.forward_table(), PAGE)
+
+
 def test_a_whole_node_is_what_the_planner_says_comes_into_one() -> None:
     case, candidate, ranks, _ = CHECKS[0]
     cost = attention_cost(candidate, case.model, case.sequence, case.cluster(FAST))
@@ -149,8 +156,8 @@ def test_a_whole_node_is_what_the_planner_says_comes_into_one() -> None:
 
 def test_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "STRONG_RANKS", (8, 16))
-    monkeypatch.setattr(tables, "HEADS", ((8, 8),))
-    for table in (tables.ways_table((8, 8), weak=False), tables.forward_table()):
+    monkeypatch.setattr(teams, "HEADS", ((8, 8),))
+    for table in (tables.ways_table((8, 8), weak=False), teams.forward_table()):
         assert all(len(row) == len(table.head) for row in table.rows)
     rows = tables.ways_table((8, 8), weak=False).rows
     assert len(rows) == 4

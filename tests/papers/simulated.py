@@ -61,8 +61,9 @@ def counted(case: Case, way: Candidate, ranks: range, backward: bool) -> Bytes:
 def planned(case: Case, way: Candidate, ranks: range, backward: bool) -> Bytes:
     """What the planner says that these ranks receive."""
     total = crossing = 0
+    rank_of = ranks_of(way)
     for key, some in arrivals(way, case.model, case.sequence).items():
-        receivers, senders = (ranks_of(way)[torch.from_numpy(ends)] for ends in (some.receiver, some.via))
+        receivers, senders = (rank_of[torch.from_numpy(ends)] for ends in (some.receiver, some.via))
         nbytes = torch.from_numpy(some.total) * (receivers >= ranks.start) * (receivers < ranks.stop)
         if backward or not key.backward:
             total += int(nbytes.sum())

@@ -100,8 +100,8 @@ def main(module: str, stages: Stages) -> int:
         except subprocess.TimeoutExpired:
             record(file, name, {"case": "the stage", "error": f"cut off after {seconds:.0f} s"})
         file.with_suffix(".md").write_text(page(file, stages))
-    print(page(file, stages))
-    return int("**" in page(file, stages))
+    print(text := page(file, stages))
+    return int("**" in text)
 
 
 def record(file: Path, stage: str, found: Record) -> None:

@@ -10,7 +10,6 @@ import typer
 
 from recipes.benchmarks.pictures import BLACK, FAINT, GREEN, ORANGE, PINK, Panel, draw
 from recipes.benchmarks.report import GB, Table, write
-from recipes.benchmarks.scaling.bound import least_of_teams, least_received
 from recipes.benchmarks.scaling.cases import FAST, HEADS, LINKS, PER_NODE, STRONG_RANKS, WEAK_RANKS, Case, predicted
 from recipes.benchmarks.ways import BEST, NAMES, PUBLISHED, RING, ULYSSES, USP, Way, names_of
 from wallfacer_dt.planning.candidates import attentions
@@ -52,26 +51,6 @@ def _cell(way: Way | None) -> str:
     return f"{way.seconds:.3g} / {way.exposed:.2g} / {way.share:.1%} / {way.node_bytes / GB:.3g}"
 
 
-def forward_table() -> Table:
-    """What a rank receives in the forward, least against bounds."""
-    rows = []
-    for case in (case for heads in HEADS for case in cases(heads, weak=False)):
-        ways = predicted(case, FAST)
-        ring = first(ways, RING)
-        assert ring is not None
-        teams = min(way.rank_bytes[0] for way in ways if way.candidate.ulysses == 1)
-        least = min(way.rank_bytes[0] for way in ways)
-        of_teams = least_of_teams(case.model, case.sequence, case.ranks)
-        bound = least_received(case.model, case.sequence, case.ranks, backward=False)
-        numbers = (ring.rank_bytes[0], teams, of_teams, least, bound)
-        rows.append([f"{case.name}, {case.ranks} ranks", *(f"{number / GB:.4g}" for number in numbers)])
-    head = [
-        "strong scaling, GB", "ring", "least of rings and teams", "4 sqrt(gP) U - (2 + 2g) U", "least of all",
-        "bound of any schedule",
-    ]  # fmt: skip
-    return Table("Into a rank, forward", head, rows)
-
-
 _STYLES = {
     RING: {"color": BLACK, "marker": "D"}, PUBLISHED: {"color": ORANGE}, ULYSSES: {"color": PINK, "marker": "^"},
     USP: {"color": "#E69F00", "marker": "v"}, BEST: {"color": GREEN, "marker": "s", "lw": 2.2},
@@ -111,7 +90,6 @@ def _parts(folder: Path) -> Iterator[Table | str]:
     for weak, name in ((False, "strong"), (True, "weak")):
         yield picture(folder / f"scaling_{name}.png", weak=weak)
         yield from (ways_table(heads, weak=weak) for heads in HEADS)
-    yield forward_table()
 
 
 if __name__ == "__main__":

@@ -48,17 +48,6 @@ def least_received(model: ModelShape, sequence: SequenceShape, parts: int, *, ba
     return sequence.batch * model.dim * elements * sequence.dtype.itemsize
 
 
-def least_of_teams(model: ModelShape, sequence: SequenceShape, ranks: int) -> float:
-    """The least that a rank receives in the forward from rings and teams of any size, heads not split, lse left out.
-
-    That is 2(C - 1) U + 2g(P / C - 1) U at C = sqrt(g P), which need not be a whole number, within 1 and P.
-    """
-    g = model.keys / model.heads
-    team = min(max(sqrt(g * ranks), 1.0), ranks)
-    shard = sequence.batch * sequence.length * model.heads * model.dim / ranks
-    return (2 * (team - 1) + 2 * g * (ranks / team - 1)) * shard * sequence.dtype.itemsize
-
-
 def _elements(model: ModelShape, sequence: SequenceShape, parts: int, query: int, key: int) -> float:
     own = sequence.length / parts
     group = _Group(model.heads // model.keys, own, sequence.length, query, key)
