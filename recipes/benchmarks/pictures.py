@@ -63,7 +63,7 @@ def _tidy(axes: Axes, panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=11, loc="left", pad=10)
     places = sorted({x for curve in panel.curves.values() for x in curve})
     if axes.get_xscale() == "log":
-        axes.set_xticks(places, [f"{x:,}" for x in places])
+        axes.set_xticks(places, [f"{x}" for x in places])
         axes.xaxis.set_minor_locator(NullLocator())
     if axes.get_yscale() == "log":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
