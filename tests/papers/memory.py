@@ -31,7 +31,7 @@ from tests.papers.models import (
     Call,
     parameters,
     per_layer,
-)  # fmt: skip
+)
 from wallfacer_dt import BlockwiseFeedForward, ModelShape, context_mesh
 from wallfacer_dt.planning.alive import Alive
 
