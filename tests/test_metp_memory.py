@@ -21,8 +21,20 @@ from recipes.benchmarks.memory.__main__ import table
 from recipes.benchmarks.memory.formulas import KINDS, METHODS, Kind, Layer, overhead
 from recipes.benchmarks.memory.layers import CONTENDERS, Contender, FeedForward, make, mesh_of
 from recipes.benchmarks.memory.measure import Case, measure, on_fake_ranks, plain
+from recipes.benchmarks.report import Table
 from tests.papers import assert_shown
-from tests.papers.metp import MODELS, longest, longest_table, model_peak, overhead_table, peak_ratio, stacked_ratio
+from tests.papers.metp import (
+    MODELS,
+    longest,
+    longest_table,
+    model_peak,
+    overhead_table,
+    peak_ratio,
+    ratios_table,
+    scores_table,
+    stacked_ratio,
+    surcharges_table,
+)
 from wallfacer_dt.collectives.functional import all_gather, wait
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.testing import RankPool, worst_error
@@ -95,10 +107,19 @@ def test_longest_fits_and_no_longer_one_does(flash: bool, model, method, ranks: 
     assert needed(tokens + 1) > budget
 
 
+PAGE = (Path(__file__).parents[1] / "docs" / "benchmarks" / "memory.md").read_text()
+
+
 def test_the_page_has_the_formulas() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "benchmarks" / "memory.md").read_text()
     for made in (longest_table(), *map(overhead_table, KINDS)):
-        assert_shown(made, page)
+        assert_shown(made, PAGE)
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.parametrize("make", [ratios_table, scores_table, surcharges_table], ids=lambda make: make.__name__)
+def test_the_page_has_what_is_measured(make: Callable[[], Table]) -> None:
+    assert_shown(make(), PAGE)
 
 
 def test_a_row_of_the_report() -> None:

@@ -1,10 +1,13 @@
-"""Longest sequences by formulas: METP's equations 10 and 11 and table 3, and the bisection for all papers."""
+"""METP's equations 10 and 11 and tables 1 to 3, with what is measured, and the bisection for all papers."""
 
 from collections.abc import Callable
 from fractions import Fraction
+from math import log2
 
+from recipes.benchmarks.memory.__main__ import LAYER, LONG, RANKS, STORED
 from recipes.benchmarks.memory.formulas import KINDS, METHODS, Kind, Layer, Method, overhead
 from recipes.benchmarks.memory.layers import CONTENDERS, NAMES
+from recipes.benchmarks.memory.measure import Case, on_fake_ranks
 from recipes.benchmarks.report import GIB, MIB, Table
 from wallfacer_dt import ModelShape
 
@@ -78,3 +81,63 @@ def overhead_table(kind: Kind) -> Table:
     number = 1 if kind == "feed-forward" else 2
     head = ["", "memory after forward", "peak memory", "sent in a step"]
     return Table(f"Table {number} of the paper, {kind}, MiB a rank, states among them", head, rows)
+
+
+def ratios_table() -> Table:
+    """Equations 10 and 11, and METP's bytes over TP+SP's as measured."""
+    rows = []
+    for p in RANKS:
+        cells = [f"{p}", f"{float(peak_ratio(p)):.3f}", f"{float(stacked_ratio(p, 32)):.3f}"]
+        for dtype in ("bfloat16", "float32"):
+            ours, theirs = (
+                on_fake_ranks(Case("attention", c, LAYER._replace(ranks=p), dtype=dtype)) for c in ("metp", "tp")
+            )
+            cells += [f"{ours.peak / theirs.peak:.3f}"] + [f"{ours.kept / theirs.kept:.3f}"] * (dtype == "bfloat16")
+            long = [Case("attention", c, LONG._replace(ranks=p), dtype=dtype, backward=False) for c in ("metp", "tp")]
+            cells.append(f"{on_fake_ranks(long[0]).peak / on_fake_ranks(long[1]).peak:.3f}")
+        rows.append([*cells, f"{on_fake_ranks(long[0]).peak / (4 * float(long[1].formula.peak)):.3f}"])
+    same = f"the same, {LONG.tokens:,} tokens"
+    head = [
+        "p", "equation 10", "equation 11, L = 32", "measured peaks, bfloat16", "after forward", same,
+        "measured peaks, float32", same, f"METP measured / TP+SP's formula, float32, {LONG.tokens:,} tokens",
+    ]  # fmt: skip
+    return Table("METP / TP+SP, attention with flash", head, rows)
+
+
+def surcharges_table(ranks: int = 8) -> Table:
+    """What METP's peak has that the paper's formula has not: of the feed-forward every byte, of attention the sum."""
+    rows = []
+    for kind in KINDS:
+        for dtype in ("bfloat16", "float32"):
+            case = Case(kind, "metp", LAYER._replace(ranks=ranks), dtype=dtype)
+            seen = on_fake_ranks(case)
+            named = (case.torch_dtype.itemsize * case.formula.peak, 4 * case.layer.activation, 2 * seen.weights)
+            numbers = (*named, seen.peak - sum(named), seen.peak)
+            rows.append([f"{kind}, {dtype}", *(f"{float(n) / MIB:,.1f}" for n in numbers)])
+    head = ["", "formula", "output in float32", "two shards of weights", "rest", "measured"]
+    return Table(f"What METP's forward holds at its peak on {ranks} ranks, MiB a rank", head, rows)
+
+
+def scores_table() -> Table:
+    """How peaks fall where scores are stored."""
+    cases = {
+        c: [Case("attention", c, STORED._replace(ranks=p), flash=False, backward=False) for p in RANKS]
+        for c in CONTENDERS
+    }
+    rows = []
+    for place, p in enumerate(RANKS):
+        seen = {c: on_fake_ranks(cases[c][place]) for c in CONTENDERS}
+        numbers = (
+            *(seen[c].peak for c in CONTENDERS),
+            4 * float(STORED.scores) / p**3,
+            *(seen[c].largest for c in ("metp", "fsdp")),
+        )
+        rows.append([f"p = {p}", *(f"{n / MIB:,.1f}" for n in numbers)])
+    ends = [(on_fake_ranks(cases[c][0]).peak, on_fake_ranks(cases[c][-1]).peak) for c in CONTENDERS]
+    law = (f"-{log2(first / last) / log2(RANKS[-1] / RANKS[0]):.2f}" for first, last in ends)
+    rows.append([f"falls as p to the power of, {RANKS[0]} to {RANKS[-1]}", *law, "-3", "", ""])
+    head = [
+        "peak of the forward, MiB", *(NAMES[c] for c in CONTENDERS), "bns^2 / p^3, formula", "METP's largest tensor",
+        "FSDP+Ulysses' largest tensor",
+    ]  # fmt: skip
+    return Table("How peaks fall with stored scores", head, rows)
