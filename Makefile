@@ -60,7 +60,8 @@ mutants: .venv/stamp-dev  ## break the code line by line and see tests fail (MUT
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 gpu: .venv/stamp-recipes  ## what only a GPU can show, on one, in at most 20 minutes (GPU_ARGS="--device cpu" tries it)
-	$(BIN)/python -m recipes.benchmarks.gpu $(GPU_ARGS)
+	@$(BIN)/python -m tests.gpu $(GPU_ARGS); checks=$$?; \
+	$(BIN)/python -m recipes.benchmarks.gpu $(GPU_ARGS) && exit $$checks
 
 format: .venv/stamp-dev  ## rewrite the sources: ruff format and its safe fixes
 	$(BIN)/ruff format

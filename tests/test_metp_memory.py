@@ -6,6 +6,7 @@ Bounds are derived from what an algorithm must have at a time: its formula, its 
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,21 +16,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from recipes.benchmarks.memory.baselines import CONTENDERS, Contender, FeedForward, make, mesh_of
-from recipes.benchmarks.memory.formulas import (
-    KINDS,
-    METHODS,
+from recipes.benchmarks.fake_ranks import fake_world
+from recipes.benchmarks.memory.__main__ import table
+from recipes.benchmarks.memory.formulas import KINDS, METHODS, Kind, Layer, overhead
+from recipes.benchmarks.memory.layers import CONTENDERS, Contender, FeedForward, make, mesh_of
+from recipes.benchmarks.memory.measure import Case, measure, on_fake_ranks, plain
+from recipes.benchmarks.report import Table
+from tests.papers import assert_shown
+from tests.papers.metp import (
     MODELS,
-    Kind,
-    Layer,
     longest,
+    longest_table,
     model_peak,
-    overhead,
+    overhead_table,
     peak_ratio,
+    ratios_table,
+    scores_table,
     stacked_ratio,
+    surcharges_table,
 )
-from recipes.benchmarks.memory.measure import measure, plain
-from recipes.benchmarks.memory.run import Case, fake_world, on_fake_ranks
 from wallfacer_dt.collectives.functional import all_gather, wait
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.testing import RankPool, worst_error
@@ -92,11 +97,37 @@ def test_tables_by_hand() -> None:
 
 
 @pytest.mark.parametrize("flash", [True, False])
-@given(st.sampled_from(MODELS), st.sampled_from(METHODS), st.integers(1, 16), st.integers(0, 10**12))
+@given(st.sampled_from([*MODELS.values()]), st.sampled_from(METHODS), st.integers(1, 16), st.integers(0, 10**12))
 def test_longest_fits_and_no_longer_one_does(flash: bool, model, method, ranks: int, budget: int) -> None:
-    tokens = longest(model, method, ranks, budget=budget, flash=flash)
-    assert tokens == 0 or 2 * model_peak(model, method, tokens, ranks, flash=flash) <= budget
-    assert 2 * model_peak(model, method, tokens + 1, ranks, flash=flash) > budget
+    def needed(tokens: int) -> Fraction:
+        return 2 * model_peak(model, method, tokens, ranks, flash=flash)
+
+    tokens = longest(needed, budget)
+    assert tokens == 0 or needed(tokens) <= budget
+    assert needed(tokens + 1) > budget
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "benchmarks" / "memory.md").read_text()
+
+
+def test_the_page_has_the_formulas() -> None:
+    for made in (longest_table(), *map(overhead_table, KINDS)):
+        assert_shown(made, PAGE)
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.parametrize("make", [ratios_table, scores_table, surcharges_table], ids=lambda make: make.__name__)
+def test_the_page_has_what_is_measured(make: Callable[[], Table]) -> None:
+    assert_shown(make(), PAGE)
+
+
+def test_a_row_of_the_report() -> None:
+    case = case_of("attention", "metp", 2, dtype="bfloat16")
+    made, seen = table("", [case]), on_fake_ranks(case)
+    numbers = (2 * case.formula.kept, seen.kept, 2 * case.formula.peak, seen.peak, seen.step_peak, seen.largest)
+    assert made.rows == [["2,048 tokens, p = 2, METP", *(f"{float(n) / 2**20:,.1f}" for n in numbers)]]
+    assert len(made.head) == 7
 
 
 def test_alive_by_hand() -> None:

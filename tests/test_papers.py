@@ -1,5 +1,6 @@
 """The papers' numbers: formulas against what is printed, and what runs against the formulas."""
 
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -7,21 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.benchmarks.papers import equations, figure1, mapping, picture, report, ring_table1, ring_table3, table4
-from recipes.benchmarks.papers.budget import FSDP, ZERO_2, longest, power_of_two
-from recipes.benchmarks.papers.equations import ring_p2p, team_collective, team_hops, team_p2p
-from recipes.benchmarks.papers.models import EXAMPLE, GIB, LLAMA_7B, Call, K, Model, call_of
-from recipes.benchmarks.papers.peak import activations, ours_before
-from recipes.benchmarks.papers.ring_table2 import HOSTS, intensity, smallest
-from recipes.benchmarks.papers.run import held, received
+from recipes.benchmarks.papers.clusters import GPT_7B
+from recipes.benchmarks.report import GIB, K, Table
+from tests.papers import assert_shown, communication, mapping, memory
+from tests.papers.communication import HOSTS, intensity, ring_p2p, saved, smallest, team_collective, team_hops, team_p2p
+from tests.papers.executed import held, received
+from tests.papers.memory import FSDP, ZERO_2, activations, ours_before, power_of_two
+from tests.papers.metp import longest
+from tests.papers.models import EXAMPLE, LLAMA_7B, Call, parameters
+from wallfacer_dt import ModelShape
 
-SMALL = Call(1, 1, tokens=1536, heads=4, head_dim=8)
+PAGE = (Path(__file__).parents[1] / "docs" / "benchmarks" / "papers.md").read_text()
+SMALL = Call(ModelShape(32, 4), 1536, 1)
 NUMBER = 16  # bytes of a call's number and that of what its mask captures, which its backward is told
 MESHES = [(4, 2), (8, 2), (12, 2), (16, 4), (32, 4), (48, 4), (64, 8)]
 
 
 def example(team: int) -> Call:
-    return call_of(EXAMPLE, 64 * K, 64, team, "published" if team > 1 else "2d")
+    return Call(EXAMPLE, 64 * K, 64, team, "published" if team > 1 else "2d")
 
 
 def test_equations_2_to_4_as_printed() -> None:
@@ -51,7 +55,7 @@ def test_counted_is_the_formula(ranks: int, team: int) -> None:
     assert seen.hops == team_hops(published)
     seen = received(flat)
     assert (seen.point_to_point, seen.collective) == (4 * (ranks // team - 1) * a, 4 * (team - 1) * a)
-    assert seen.statistics == 4 * (team - 1) * a / SMALL.head_dim
+    assert seen.statistics == 4 * (team - 1) * a / SMALL.model.dim
     seen = received(ring)
     assert seen.point_to_point == 2 * ring_p2p(ring) * Fraction(ranks - 1, ranks)
     assert (seen.hops, seen.collective, seen.statistics) == (ranks - 1, 0, 0)
@@ -68,20 +72,20 @@ def test_held_afterwards() -> None:
     """q, k, v, the output, and lse in float32."""
     for call in (SMALL.on(8, 1), SMALL.on(8, 2, "published"), SMALL.on(8, 2)):
         seen = held(call)
-        assert seen.kept == 2 * 4 * call.activation + 4 * call.activation / SMALL.head_dim + NUMBER
+        assert seen.kept == 2 * 4 * call.activation + 4 * call.activation / SMALL.model.dim + NUMBER
         assert seen.before < seen.peak < seen.step_peak
 
 
-def test_figure_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figure1, "LENGTHS", (16 * K, 64 * K))
-    found = figure1.points()
-    for point in found:
-        if point.team > 1 and point.schedule == "published":
-            assert point.point_to_point == point.formula
-            assert figure1.saved(found, point) == pytest.approx(1 - 64 / 63 / point.team)
-        elif point.team > 1:
-            assert figure1.saved(found, point) == pytest.approx(1 - (64 / point.team - 1) / 63)
-            assert figure1.saved(found, point, "payload") < figure1.saved(found, point)
+@pytest.mark.parametrize("tokens", [16 * K, 64 * K])
+def test_figure_1(tokens: int) -> None:
+    """At every length the same."""
+    for team in (2, 4):
+        published, flat = (Call(EXAMPLE, tokens, 64, team, schedule) for schedule in ("published", "2d"))
+        assert received(published).point_to_point == 2 * team_p2p(published)
+        assert saved(published) == pytest.approx(1 - 64 / 63 / team)
+        assert saved(flat) == pytest.approx(1 - (64 / team - 1) / 63)
+        for call in (published, flat):
+            assert saved(call, "payload") < saved(call)
 
 
 def test_algorithms_2_and_3_by_hand() -> None:
@@ -129,32 +133,32 @@ def test_powers_of_two() -> None:
 
 def test_table_4_by_hand() -> None:
     """2 layers of 4 * 10 * 10 + 2 * 10 * 40 = 1200 weights, no vocabulary; 8 tokens on 2 GPUs: A is 40 elements."""
-    model = Model("", 10, 2, 2, 40)
-    assert model.parameters == 2400
+    model = ModelShape(10, 2, ffn=40, gated=False, layers=2)
+    assert parameters(model) == 2400
     assert ZERO_2.of(model, 2) == 2400 * (2 + 14 / 2)
-    assert table4.equation_bytes(model, 8, 2, 1) == 21600 + 2 * 40 * (2 + 4)
-    assert table4.equation_bytes(model, 8, 2, 2) == 21600 + 2 * 40 * (2 + 1 + 6)
+    assert memory.equation_bytes(model, 8, 2, 1) == 21600 + 2 * 40 * (2 + 4)
+    assert memory.equation_bytes(model, 8, 2, 2) == 21600 + 2 * 40 * (2 + 1 + 6)
 
 
 def test_table_4_measures_attention_in_proportion() -> None:
     """What is held is as many bytes a token, however many there are."""
-    short, long = (held(call_of(table4.GPT_7B, n * K, 8, 2, "published")).step_peak for n in (64, 128))
+    short, long = (held(Call(GPT_7B, n * K, 8, 2, "published")).step_peak for n in (64, 128))
     assert long - NUMBER == 2 * (short - NUMBER)
-    model = table4.GPT_7B
-    attention = table4.measured_bytes(model, 128 * K, 8, 2) - ZERO_2.of(model, 8)
+    model = GPT_7B
+    attention = memory.measured_bytes(model, 128 * K, 8, 2) - ZERO_2.of(model, 8)
     assert attention == long + 33 * 2 * 16 * K * 4096
 
 
 def test_ring_table_1() -> None:
-    layer, tokens = ring_table1.LAYER, ring_table1.TOKENS
-    assert ring_table1.formula("vanilla", layer, tokens) == 2 * 32 * tokens**2
-    assert ring_table1.formula("attention", layer, tokens) == 8 * tokens * 4096
-    assert ring_table1.formula("blockwise", layer, tokens) == 2 * tokens * 4096
-    assert ring_table1.formula("ring", layer, tokens) == 6 * tokens * 4096
-    flash = ring_table1.attention_peak("attention")
+    layer, tokens = memory.LAYER, memory.TOKENS
+    assert memory.formula("vanilla", layer, tokens) == 2 * 32 * tokens**2
+    assert memory.formula("attention", layer, tokens) == 8 * tokens * 4096
+    assert memory.formula("blockwise", layer, tokens) == 2 * tokens * 4096
+    assert memory.formula("ring", layer, tokens) == 6 * tokens * 4096
+    flash = memory.attention_peak("attention")
     assert flash.forward - flash.given == 2 * tokens * 4096 + 4 * tokens * 32
-    assert ring_table1.attention_peak("ring", 4) == ring_table1.attention_peak("ring", 16)
-    whole, blockwise = (ring_table1.feed_forward_peak(way) for way in ("attention", "blockwise"))
+    assert memory.attention_peak("ring", 4) == memory.attention_peak("ring", 16)
+    whole, blockwise = (memory.feed_forward_peak(way) for way in ("attention", "blockwise"))
     assert whole.forward - whole.given == 18 * tokens * 4096
     assert blockwise.forward - blockwise.given == 4 * tokens * 4096
 
@@ -178,48 +182,39 @@ def test_a_teams_hop_serves_as_many_queries_as_it_has_members(schedule: str) -> 
 
 def test_ring_table_3_by_hand() -> None:
     """One layer's model of 1200 weights on 2 devices, 100 tokens."""
-    model = Model("", 10, 2, 1, 40)
-    cluster = ring_table3.Cluster("", 2, 0)
+    model = ModelShape(10, 2, ffn=40, gated=False)
+    cluster = memory.Devices("", 2, 0)
     states = Fraction(16 * 1200, 2) + 4 * 1200
     assert FSDP.of(model, 2) == states
     for architecture, layer, tokens in (
         ("vanilla", 2 * 2 * 2 * 100**2, 100), ("attention", 2 * 8 * 100 * 10, 100),
         ("blockwise", 2 * 2 * 100 * 10, 100), ("ring", 2 * 6 * 50 * 10, 50),
     ):  # fmt: skip
-        assert ring_table3.needed(cluster, model, architecture, 100) == states + 2 * tokens * 10 * 4 + layer
+        assert memory.needed(cluster, model, architecture, 100) == states + 2 * tokens * 10 * 4 + layer
 
 
 def test_ring_table_3_goes_with_the_devices() -> None:
     """Twice the devices, twice the length and somewhat more: states shrink too."""
     lengths = [
-        longest(lambda n: ring_table3.needed(cluster, LLAMA_7B, "ring", n), cluster.memory)  # noqa: B023
-        for cluster in (ring_table3.A100_8, ring_table3.A100_32)
+        longest(lambda n: memory.needed(cluster, LLAMA_7B, "ring", n), cluster.memory)  # noqa: B023
+        for cluster in (memory.A100_8, memory.A100_32)
     ]
     assert 4 < lengths[1] / lengths[0] < 5
-    assert [len(printed) for _, _, printed in ring_table3.PRINTED] == [4] * 13
+    assert [len(printed) for _, _, printed in memory.CONTEXTS] == [4] * 13
+
+
+TABLES = [
+    communication.ring_table, communication.team_table, communication.hosts_table, memory.peak_table,
+    memory.lengths_table, memory.activations_table, memory.contexts_table, mapping.figure_5, mapping.figure_6,
+    mapping.figure_6_by_ranks,
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.whole
-def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every table and picture, on fewer ranks and at fewer lengths."""
-    monkeypatch.setattr(equations, "MESHES", ((16, 2), (64, 4)))
-    for module in (figure1, picture):
-        monkeypatch.setattr(module, "LENGTHS", (16 * K, 64 * K))
-    made = list(report.sections(tmp_path))
-    text = "\n\n".join(section.markdown() for section in made)
-    for what in (
-        "equation 2",
-        "equations 3 and 4",
-        "equations 6 and 7",
-        *(f"figure {n}" for n in (1, 5, 6)),
-        "table 4",
-    ):
-        assert f"## WallFacer, {what}" in text
-    for n in (1, 2, 3):
-        assert f"## Ring Attention, table {n}" in text
-    assert ": NO" not in text
-    for section in made:
-        assert all(len(row) == len(section.table.head) for row in section.table.rows)
-        assert section.table.head[-1] == "how ours was got"
-        assert not section.picture or (tmp_path / section.picture).stat().st_size > 10_000
+@pytest.mark.parametrize("make", TABLES, ids=lambda make: make.__name__)
+def test_the_page_has_this_table(make: Callable[[], Table]) -> None:
+    table = make()
+    assert all(len(row) == len(table.head) for row in table.rows)
+    assert table.head[-1] == "how ours was got"
+    assert_shown(table, PAGE)

@@ -4,24 +4,36 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.benchmarks.papers import figure7, scaling_figures
-from recipes.benchmarks.papers.clusters import CHECKPOINT, Setting, a100, h100, predicted
-from recipes.benchmarks.papers.models import DIT_1B, GIB, GPT_7B, K
+from recipes.benchmarks.papers.__main__ import table
+from recipes.benchmarks.papers.clusters import (
+    CHECKPOINT,
+    DIT_1B,
+    GPT_7B,
+    Setting,
+    a100,
+    h100,
+    predicted,
+    printed,
+    scalings,
+    throughputs,
+)
+from recipes.benchmarks.report import GIB, K
+from tests.papers.models import per_layer
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.stack import stack_memory
 
-SMALL = Setting("", DIT_1B, 16 * K, a100(2, 4), False)
+SMALL = Setting(DIT_1B, 16 * K, a100(2, 4))
 
 
 def every(setting: Setting) -> dict:
     """All ways in layers as the paper has them, with what is predicted of each."""
-    model, sequence, cluster = setting.shape, setting.sequence, setting.cluster
+    model, sequence, cluster = setting.model, setting.sequence, setting.cluster
     ways = [replace(one, checkpoint=CHECKPOINT) for one in attentions(model, sequence, cluster)]
     return {it: predict(it, model, sequence, cluster, attention_cost(it, model, sequence, cluster)) for it in ways}
 
 
-@pytest.mark.parametrize("setting", [SMALL, Setting("", GPT_7B, 32 * K, h100(16), True)])
+@pytest.mark.parametrize("setting", [SMALL, Setting(GPT_7B, 32 * K, h100(16))])
 def test_the_fastest_of_each_kind(setting: Setting) -> None:
     ways, found = predicted(setting), every(setting)
     ranks = setting.cluster.ranks
@@ -43,7 +55,7 @@ def test_what_does_not_fit_is_not_best() -> None:
     tight = replace(given, cluster=replace(given.cluster, memory=memory))
     ways, found = predicted(tight), every(tight)
     by_time = sorted(found, key=lambda it: found[it].seconds)
-    fitting = next(it for it in by_time if stack_memory(it, tight.shape, tight.sequence).peak <= memory)
+    fitting = next(it for it in by_time if stack_memory(it, tight.model, tight.sequence).peak <= memory)
     assert by_time[0] != fitting
     assert ways.best.fits
     assert ways.best.prediction.seconds == pytest.approx(found[fitting].seconds)
@@ -68,34 +80,34 @@ def test_tables_2_and_3() -> None:
     ]  # fmt: skip
     assert [c.memory for c in (a100(2, 16), h100(64))] == [40 * GIB, 80 * GIB]
     assert a100(2, 16).inter.bandwidth == 100e9 / 8
-    assert SMALL.shape.ffn_weights + SMALL.shape.attention_weights == DIT_1B.per_layer
-    assert (SMALL.shape.heads, SMALL.shape.hidden, SMALL.shape.layers) == (24, 1536, 24)
+    assert SMALL.model.ffn_weights + SMALL.model.attention_weights == per_layer(DIT_1B)
+    assert (SMALL.model.heads, SMALL.model.hidden, SMALL.model.layers) == (24, 1536, 24)
 
 
-def test_figures_9_and_10_have_the_papers_sizes() -> None:
-    strong, weak = (scaling_figures.curves(weak=is_weak) for is_weak in (False, True))
-    for curve in (*strong, *weak):
-        is_gpt = curve.name.startswith("GPT")
-        ranks = [setting.cluster.ranks for setting in curve.settings]
-        assert ranks == [8, 16, 32, 64][: 4 if is_gpt else 3]
-        assert all(setting.is_causal is is_gpt for setting in curve.settings)
-        assert is_gpt or all(setting.cluster.nodes > 1 for setting in curve.settings)
-    assert {setting.tokens for curve in strong for setting in curve.settings} == {128 * K}
-    ends = {(c.settings[0].tokens, c.settings[-1].tokens) for c in weak}
-    assert ends == {(64 * K, 512 * K), (128 * K, 512 * K)}
-    assert [curve.printed for curve in strong] == [114.33] * 2 + [60.71] * 3
-    assert not any(curve.printed for curve in weak)
+def test_figures_have_the_papers_sizes() -> None:
+    for is_weak, ends in ((False, {(128, 128)}), (True, {(64, 512), (128, 512)})):
+        curves = scalings(weak=is_weak)
+        assert {(curve[0].tokens // K, curve[-1].tokens // K) for curve in curves.values()} == ends
+        for curve in curves.values():
+            is_gpt = curve[0].model == GPT_7B
+            assert [setting.cluster.ranks for setting in curve] == [8, 16, 32, 64][: 4 if is_gpt else 3]
+            assert all(setting.sequence.is_causal is is_gpt for setting in curve)
+            assert is_gpt or all(setting.cluster.nodes > 1 for setting in curve)
+    strong = [[printed(setting) for setting in curve] for curve in scalings(weak=False).values()]
+    assert strong == [[None, None, 114.33]] * 2 + [[None] * 3 + [60.71]] * 3
+    assert not any(printed(setting) for curve in scalings(weak=True).values() for setting in curve)
+    assert [setting.tokens for curve in throughputs().values() for setting in curve] == [128 * K, 256 * K, 512 * K] * 6
 
 
 @pytest.mark.slow
 @pytest.mark.whole
 def test_the_tables() -> None:
-    """The paper's numbers stand where its text has them, and nowhere else."""
-    tables = [figure7.table(), scaling_figures.table(weak=False), scaling_figures.table(weak=True)]
-    for table, known in zip(tables, (2, 5, 0), strict=True):
-        assert all(len(row) == len(table.head) for row in table.rows)
-        assert sum(row[1] != "not in the text" for row in table.rows) == known
-        assert table.head[-1] == "how ours was got"
-    for table in tables[:2]:
-        assert all(f"{K // 8}K" in row[0] for row in table.rows if "%" in row[1])
-    assert "the better C is 2 on nodes of 16 and 4 on nodes of 8" in tables[0].note.replace("\n", " ")
+    """The paper's numbers stand where its text has them, and nowhere else; the better C is what it says."""
+    for curves, known in ((throughputs(), 2), (scalings(weak=False), 5), (scalings(weak=True), 0)):
+        made = table("", curves)
+        assert all(len(row) == len(made.head) for row in made.rows)
+        assert sum(row[1] != "not in the text" for row in made.rows) == known
+        assert all(f"{K // 8}K" in row[0] for row in made.rows if "%" in row[1])
+        assert made.head[-1] == "how ours was got"
+    for nodes, per_node, team in ((2, 16, 2), (4, 8, 4)):
+        assert predicted(Setting(DIT_1B, 128 * K, a100(nodes, per_node))).best_wall.candidate.team == team

@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.benchmarks.scaling import report, simulate
-from recipes.benchmarks.scaling.bound import least_of_teams, least_received
-from recipes.benchmarks.scaling.cases import BEST, FAST, LARGEST_RING, NAMES, RING, SLOW, Case, considered, names_of
-from recipes.benchmarks.scaling.predictions import predicted
+from recipes.benchmarks.scaling import __main__ as tables
+from recipes.benchmarks.scaling.bound import least_received
+from recipes.benchmarks.scaling.cases import FAST, LARGEST_RING, LINKS, Case, is_considered, predicted
+from recipes.benchmarks.ways import BEST, NAMES, RING, names_of
+from tests.papers import assert_shown, simulated, teams
+from tests.papers.teams import least_of_teams
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning import Candidate
@@ -19,6 +22,7 @@ from wallfacer_dt.planning.predict import attention_cost
 
 LINK = Link(1e9)
 SMALL = Case(16, 8, 2, weak=True)
+PAGE = (Path(__file__).parents[1] / "docs" / "benchmarks" / "scaling.md").read_text()
 HEADS = st.sampled_from([(1, 1), (4, 4), (8, 2), (8, 1), (3, 3), (16, 4), (16, 1)])
 
 
@@ -80,12 +84,14 @@ def test_the_papers_example_by_teams() -> None:
     assert least_of_teams(grouped, sequence, 64) / (1024 * 8192 * 2) == pytest.approx(4 * 8**0.5 - 2.25)
 
 
+def considered(case: Case) -> list[Candidate]:
+    return [it for it in attentions(case.model, case.sequence, case.cluster(FAST)) if is_considered(it)]
+
+
 def test_what_is_considered() -> None:
-    case = replace(SMALL, ranks=1024)
-    looked_at = list(considered(case))
-    rings = [it for it in looked_at if it.ring > LARGEST_RING]
+    rings = [it for it in considered(replace(SMALL, ranks=1024)) if it.ring > LARGEST_RING]
     assert [(it.ring, it.team, it.ulysses, it.rotate) for it in rings] == [(1024, 1, 1, "kv")]
-    assert len(list(considered(SMALL))) == len(list(attentions(SMALL.model, SMALL.sequence, SMALL.cluster(FAST))))
+    assert len(considered(SMALL)) == len(list(attentions(SMALL.model, SMALL.sequence, SMALL.cluster(FAST))))
     named = {name for it in considered(replace(SMALL, ranks=8)) for name in names_of(it)}
     assert named == set(NAMES)
     assert names_of(Candidate(8, 2, 2, schedule="published")) == [BEST]
@@ -93,19 +99,20 @@ def test_what_is_considered() -> None:
 
 
 def test_the_best_is_the_fastest() -> None:
-    point = predicted(SMALL)
-    for link in (FAST, SLOW):
+    for link in LINKS:
         found = {it: attention_cost(it, SMALL.model, SMALL.sequence, SMALL.cluster(link)) for it in considered(SMALL)}
         seconds = {it: cost.forward.seconds + cost.backward.seconds for it, cost in found.items()}
+        ways = predicted(SMALL, link)
+        assert {way.candidate: way.seconds for way in ways} == seconds
         for name in NAMES:
             kind = [seconds[it] for it in found if name in names_of(it)]
-            assert ((link, name) in point.ways) == bool(kind)
-            assert not kind or point.ways[link, name].seconds == min(kind)
-        ring = found[next(it for it in found if RING in names_of(it))]
-        assert point.ways[link, RING].exposed == ring.forward.exposed + ring.backward.exposed
-        assert point.ways[link, RING].node_bytes == sum(ring.node_bytes)
-    assert point.least_node == min(sum(cost.node_bytes) for cost in found.values())
-    assert point.ways[SLOW, RING].share > point.ways[FAST, BEST].share
+            way = tables.first(ways, name)
+            assert (way is not None) == bool(kind)
+            assert way is None or way.seconds == min(kind)
+        ring, cost = tables.first(ways, RING), found[next(it for it in found if RING in names_of(it))]
+        assert ring is not None
+        assert ring.exposed == cost.forward.exposed + cost.backward.exposed
+        assert (ring.node_bytes, ring.rank_bytes) == (sum(cost.node_bytes), cost.rank_bytes)
 
 
 CHECKS = (
@@ -118,27 +125,41 @@ CHECKS = (
 
 
 def test_counted_is_predicted() -> None:
-    for case, candidate, ranks, backward in CHECKS:
-        seen = simulate.counted(case, candidate, ranks, backward=backward)
-        assert seen == simulate.predicted(case, candidate, ranks, backward=backward)
-        assert 0 < seen.crossing < seen.all
-    table = report.check_table(CHECKS[:2])
-    assert [row[-1] for row in table.rows] == ["yes", "yes"]
+    for check in CHECKS:
+        seen = simulated.counted(*check)
+        assert seen == simulated.planned(*check)
+        assert 0 < seen[1] < seen[0]
+    assert [row[-1] for row in simulated.check_table(CHECKS[:2]).rows] == ["yes", "yes"]
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_the_page_has_what_was_counted() -> None:
+    """On up to 1024 ranks, as many bytes as are predicted."""
+    table = simulated.check_table()
+    assert {row[-1] for row in table.rows} == {"yes"}
+    assert_shown(table, PAGE)
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_the_page_has_what_a_rank_receives() -> None:
+    assert_shown(teams.forward_table(), PAGE)
 
 
 def test_a_whole_node_is_what_the_planner_says_comes_into_one() -> None:
     case, candidate, ranks, _ = CHECKS[0]
     cost = attention_cost(candidate, case.model, case.sequence, case.cluster(FAST))
-    nodes = [simulate.counted(case, candidate, some, backward=True).crossing for some in (range(8), ranks)]
+    nodes = [simulated.counted(case, candidate, some, backward=True)[1] for some in (range(8), ranks)]
     assert max(nodes) == sum(cost.node_bytes)
 
 
 def test_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "STRONG_RANKS", (8, 16))
-    monkeypatch.setattr(report, "HEADS", ((8, 8),))
-    for table in (report.ways_table((8, 8), weak=False), report.forward_table()):
+    monkeypatch.setattr(tables, "STRONG_RANKS", (8, 16))
+    monkeypatch.setattr(teams, "HEADS", ((8, 8),))
+    for table in (tables.ways_table((8, 8), weak=False), teams.forward_table()):
         assert all(len(row) == len(table.head) for row in table.rows)
-    rows = report.ways_table((8, 8), weak=False).rows
+    rows = tables.ways_table((8, 8), weak=False).rows
     assert len(rows) == 4
     assert rows[0][-3:-1] == ["-", "-"]
     # More than 8 ranks do not go into 8 heads.

@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from recipes.benchmarks.attention import commit
 from recipes.benchmarks.cluster.cases import Case, Machines, cases, number_cases
 from recipes.benchmarks.cluster.launch import started
 from recipes.benchmarks.cluster.network import ClusterError
@@ -21,6 +20,7 @@ from recipes.benchmarks.cluster.papers import paper_cases
 from recipes.benchmarks.cluster.record import append, read
 from recipes.benchmarks.cluster.report import write
 from recipes.benchmarks.cluster.run import check_network, check_numbers, measure, warm_up
+from recipes.benchmarks.report import commit
 from wallfacer_dt import Cluster as Links
 
 _CONSOLE = Console(stderr=True)

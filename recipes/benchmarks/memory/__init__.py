@@ -1,1 +1,1 @@
-"""METP's memory beside that of other ways to share a sequence: the paper's formulas, and what is measured."""
+"""METP's memory beside tensor parallelism's and FSDP's: the paper's formulas, and what tensors hold."""

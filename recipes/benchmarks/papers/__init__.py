@@ -1,1 +1,1 @@
-"""The papers' numbers beside ours: WallFacer and Ring Attention, from formulas and from calls on fake ranks."""
+"""WallFacer's figures of throughput, as the planner predicts them; tests/papers has what needs no prediction."""

@@ -1,60 +1,83 @@
-"""Write the report and its pictures.
+"""Predict WallFacer's figures 7, 9 and 10, and write the report (a minute on two cores).
 
-python -m recipes.benchmarks.papers --out docs/benchmarks
+python -m recipes.benchmarks.papers
 """
 
-import os
-import platform
-import time
-from datetime import date
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from recipes.benchmarks.attention import commit
-from recipes.benchmarks.papers.report import sections
-
-_HEAD = """\
-# The papers' numbers beside ours
-
-{date}, commit {commit}, torch {torch}, a virtual machine with {cores} {machine} cores. Made in {seconds:.0f} s by
-`{command}`.
-
-WallFacer is Liu, Cheng et al., "WallFacer: Harnessing multi-dimensional ring parallelism for efficient long sequence
-model training"; Ring Attention is Liu, Zaharia, Abbeel, "Ring attention with blockwise Transformers for near-infinite
-context". Both were read as text, without their pictures.
-
-"Executed, P fake ranks" is a call of this package's attention on one rank (rank 1) of a fake process group of P ranks,
-on tensors without contents: the collectives that run are counted, and what tensors hold is read after every operation.
-"Formula" is arithmetic on what the papers print. Units: N tokens, H hidden size, P ranks, C ranks of a team, A = NH / P
-elements; of Ring Attention b, s, h, n and c: batch, tokens, hidden size, heads and tokens of a rank; GiB and MiB are
-2^30 and 2^20 bytes, K is 1,024 tokens. Where ours differs from the paper, the note says why.
-
-"Predicted" is what this package's planner says of the paper's clusters, on which nothing was run.
-"""
+from recipes.benchmarks.papers.clusters import Curves, Step, Steps, predicted, printed, scalings, throughputs
+from recipes.benchmarks.pictures import BLACK, BLUE, GREEN, ORANGE, Panel, draw
+from recipes.benchmarks.report import K, Table, write
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("docs/benchmarks"),
-    day: Annotated[str, typer.Option("--date", help="Of the report, in its name; today by default.")] = "",
-) -> None:
-    """Compute the papers' numbers, and write a report with pictures."""
-    # The commit at which this began: its own pictures are changes, too.
-    start, at, day = time.perf_counter(), commit(), day or str(date.today())
-    out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    parts = []
-    for section in sections(out):
-        console.print(f"{time.perf_counter() - start:5.0f} s  {section.table.title}")
-        parts.append(section.markdown())
-    head = _HEAD.format(
-        date=day, commit=at, torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
-        seconds=time.perf_counter() - start, command="python -m recipes.benchmarks.papers",
+def table(title: str, curves: Curves) -> Table:
+    """Predictions, and the paper's improvements where the text has them."""
+    rows = []
+    for name, setting in ((name, setting) for name, curve in curves.items() for setting in curve):
+        steps, paper = predicted(setting), printed(setting)
+        said = "not in the text" if paper is None else f"+{paper}%"
+        where = f"{name}, {setting.cluster.ranks} GPUs, {setting.tokens // K}K"
+        rows.append([where, said, *_cells(steps), f"predicted, best of {steps.considered} plans"])
+    head = [
+        "model, cluster, GPUs, N", "paper, better C over ring", "ring, K tokens/s", "Wall-2", "Wall-4", "plan",
+        "ring waits", "Wall-2 over ring", "Wall-4", "plan", "attention alone, Wall-2", "Wall-4", "plan", "the plan",
+        "how ours was got",
+    ]  # fmt: skip
+    return Table(title, head, rows)
+
+
+def _cells(steps: Steps) -> list[str]:
+    def gain(step: Step | None, *, attention: bool = False) -> str:
+        return "-" if step is None else f"{100 * step.gain(steps.ring, attention=attention):+.1f}%"
+
+    some = [*steps.walls.values(), steps.best]
+    speeds = ["-" if step is None else f"{step.throughput / 1e3:.1f}" for step in (steps.ring, *some)]
+    waits = f"{steps.ring.prediction.exposed / steps.ring.prediction.seconds:.0%}"
+    plan = str(steps.best.candidate).replace(", checkpoint attention", "")
+    return [*speeds, waits, *map(gain, some), *(gain(step, attention=True) for step in some), plan]
+
+
+_STYLES = {
+    "ring": {"color": BLACK, "marker": "D"}, "published, better C": {"color": ORANGE},
+    "plan": {"color": GREEN, "marker": "s"}, "the paper": {"color": BLUE, "marker": "*", "ms": 14, "ls": ""},
+}  # fmt: skip
+
+
+def panels(curves: Curves) -> list[Panel]:
+    """Throughput by GPUs, or where these are as many by length; the paper's improvement stands on our ring."""
+    made = []
+    for name, curve in curves.items():
+        is_scaling = len({setting.cluster.ranks for setting in curve}) > 1
+        lines: dict[str, dict[int, float]] = {name: {} for name in _STYLES}
+        for setting in curve:
+            steps, paper = predicted(setting), printed(setting)
+            x = setting.cluster.ranks if is_scaling else setting.tokens // K
+            named = {"ring": steps.ring, "published, better C": steps.best_wall, "plan": steps.best}
+            lines |= {line: lines[line] | {x: step.throughput / 1e3} for line, step in named.items()}
+            if paper is not None:
+                lines["the paper"][x] = steps.ring.throughput / 1e3 * (1 + paper / 100)
+        settings = {"xscale": "log", "xlabel": "GPUs" if is_scaling else "N, K tokens", "ylabel": "K tokens per second"}
+        made.append(Panel(name, lines, settings))
+    return made
+
+
+def main(page: Path = Path("docs/benchmarks/papers.md")) -> None:
+    """Write what is found into the page, and pictures beside it."""
+    write(page, "recipes.benchmarks.papers", _parts(page.parent))
+
+
+def _parts(folder: Path) -> Iterator[Table | str]:
+    figures = (
+        ("7: throughput on 32 GPUs", throughputs()), ("9: strong scaling at 128K", scalings(weak=False)),
+        ("10: weak scaling", scalings(weak=True)),
     )  # fmt: skip
-    (out / f"papers_{day}.md").write_text("\n\n".join([head.rstrip(), *parts]) + "\n")
+    for title, curves in figures:
+        picture = folder / f"papers_figure{title.partition(':')[0]}.png"
+        yield table(f"WallFacer, figure {title}, predicted", curves)
+        yield draw(picture, [panels(curves)], _STYLES, (3.2 * len(curves), 4.5))
 
 
 if __name__ == "__main__":

@@ -1,84 +1,107 @@
-"""WallFacer's clusters (table 2) as the planner takes them, and what it predicts for a model on them.
+"""WallFacer's clusters and models (tables 2 and 3) as the planner takes them, and what it predicts on them.
 
 The paper gives GPUs, nodes and Ethernet's rate. The rest is assumed, in round numbers, before anything was predicted;
 nothing is fitted to the paper's results.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from recipes.benchmarks.papers.models import GIB, Model
-from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, Prediction, SequenceShape
-from wallfacer_dt.planning.candidates import attentions
+from recipes.benchmarks.report import GIB, K
+from recipes.benchmarks.ways import PUBLISHED, RING, Way, names_of, predicted_ways
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
+from wallfacer_dt.planning import Candidate, Prediction
 from wallfacer_dt.planning.gpus import GPUS
-from wallfacer_dt.planning.predict import AttentionCost, attention_cost, predict
+from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.stack import stack_memory
 
-A100_KERNELS, H100_KERNELS = (GPUS[name].kernels(head_dim=128) for name in ("a100", "h100"))
+# 3B has 12 heads in the paper, which do not divide 4096; with 16 nothing that is sent differs but lse.
+GPT_3B = ModelShape(4096, 16, ffn=4 * 4096, gated=False, layers=16, vocab=50257)
+GPT_7B = ModelShape(4096, 32, ffn=4 * 4096, gated=False, layers=32, vocab=50257)
+DIT_1B = ModelShape(1536, 24, ffn=4 * 1536, gated=False, layers=24)
+NAMES = {GPT_3B: "GPT 3B", GPT_7B: "GPT 7B", DIT_1B: "DiT 1B"}
+
 ETHERNET = Link(12.5e9, 30e-6)
 """100 Gbit/s into a node (table 2)."""
 INFINIBAND = GPUS["h100"].cluster(16).inter
 """Eight adapters a node (section 4.1), assumed to have 400 Gbit/s each."""
 SLOW_INFINIBAND = Link(200e9, 10e-6)
 """The same with 200 Gbit/s each."""
-
+PRINTED_DIT, PRINTED_GPT = 114.33, 60.71
+"""Improvements over the ring in percent: of DiT on 32 A100s at 128K (section 4.3), of GPT on 64 H100s (figure 9)."""
 CHECKPOINT = "attention"
 """Section 3.6: a layer is computed again but for its attention."""
 
 
 def a100(nodes: int, per_node: int) -> Cluster:
     """Nodes of A100s with 40 GB, NVLink within them and 100 Gbit/s Ethernet between them."""
-    cluster = GPUS["a100"].cluster(nodes * per_node, per_node)
-    return replace(cluster, inter=ETHERNET, nics=1, memory=40 * GIB, kernels=A100_KERNELS)
+    gpu = GPUS["a100"]
+    cluster = gpu.cluster(nodes * per_node, per_node)
+    return replace(cluster, inter=ETHERNET, nics=1, memory=40 * GIB, kernels=gpu.kernels(head_dim=128))
 
 
 def h100(gpus: int, inter: Link = INFINIBAND, nics: int = 8) -> Cluster:
     """H100s with 80 GB, eight to a node, NVLink within them and InfiniBand between them."""
-    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=H100_KERNELS)
+    gpu = GPUS["h100"]
+    return replace(gpu.cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=gpu.kernels(head_dim=128))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A bar of a figure, or a group of them.
+    """A model's step of batch 1 in bfloat16 on a cluster; GPTs are causal, DiTs are not."""
 
-    Attributes:
-        name: of the cluster.
-        model: whose step.
-        tokens: N.
-        cluster: where.
-        is_causal: a GPT's attention is, a DiT's is not.
-    """
-
-    name: str
-    model: Model
+    model: ModelShape
     tokens: int
     cluster: Cluster
-    is_causal: bool
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model as the planner takes it."""
-        it = self.model
-        return ModelShape(it.hidden, it.heads, ffn=it.ffn, gated=it.matrices == 3, layers=it.layers, vocab=it.vocab)
 
     @property
     def sequence(self) -> SequenceShape:
-        """Batch 1 in bfloat16."""
-        return SequenceShape(self.tokens, is_causal=self.is_causal)
+        """What it takes."""
+        return SequenceShape(self.tokens, is_causal=self.model != DIT_1B)
+
+
+Curves = Mapping[str, Sequence[Setting]]
+
+
+def throughputs() -> Curves:
+    """Figure 7 by model and cluster: 32 GPUs; the text names one length only, the figure itself could not be read."""
+    groups = (
+        ("A100, 2 x 16", DIT_1B, a100(2, 16)), ("A100, 4 x 8", DIT_1B, a100(4, 8)), ("H100, 4 x 8", GPT_7B, h100(32)),
+        ("H100, 4 x 8, 200 Gbit/s", GPT_7B, h100(32, SLOW_INFINIBAND)),
+        ("H100, 4 x 8, as one link", GPT_7B, h100(32, nics=1)), ("H100, 4 x 8", GPT_3B, h100(32)),
+    )  # fmt: skip
+    return {
+        f"{name}, {NAMES[model]}": [Setting(model, n * K, cluster) for n in (128, 256, 512)]
+        for name, model, cluster in groups
+    }
+
+
+def scalings(*, weak: bool) -> Curves:
+    """Figure 9 at 128K tokens, or figure 10, whose sequences grow with the GPUs from 64K (GPT) and 128K (DiT) on 8."""
+    curves = {}
+    for nodes in (2, 4):
+        curves[f"DiT 1B, A100s on {nodes} nodes"] = [
+            Setting(DIT_1B, (16 * n if weak else 128) * K, a100(nodes, n // nodes)) for n in (8, 16, 32)
+        ]
+    adapters = (("400 Gbit/s", INFINIBAND, 8), ("200 Gbit/s", SLOW_INFINIBAND, 8), ("as one link", INFINIBAND, 1))
+    for name, link, nics in adapters:
+        curves[f"GPT 7B, H100s, {name}"] = [
+            Setting(GPT_7B, (8 * n if weak else 128) * K, h100(n, link, nics)) for n in (8, 16, 32, 64)
+        ]
+    return curves
+
+
+def printed(setting: Setting) -> float | None:
+    """The paper's improvement over the ring in percent where its text has it; of which A100 cluster it has not."""
+    if setting.tokens == 128 * K and (setting.model, setting.cluster.ranks) == (DIT_1B, 32):
+        return PRINTED_DIT
+    return PRINTED_GPT if setting.tokens == 128 * K and setting.cluster.ranks == 64 else None
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a setting's ranks share a sequence, and what is predicted of it.
-
-    Attributes:
-        candidate: it, with its layers.
-        attention: seconds of one layer's attention, forward and backward.
-        prediction: of the step.
-        tokens: N.
-        fits: into memory.
-    """
+class Step:
+    """How a setting's ranks share a sequence, with its layers, and what is predicted of attention and of the step."""
 
     candidate: Candidate
     attention: float
@@ -91,86 +114,49 @@ class Way:
         """Tokens per second, of all ranks together."""
         return self.tokens / self.prediction.seconds
 
-    @property
-    def exposed(self) -> float:
-        """Share of the step in which ranks wait."""
-        return self.prediction.exposed / self.prediction.seconds
-
-    def gain(self, ring: "Way", *, attention: bool = False) -> float:
+    def gain(self, ring: "Step", *, attention: bool = False) -> float:
         """How much more tokens per second than with a ring: 0.5 is half as much again."""
-        if attention:
-            return ring.attention / self.attention - 1
-        return self.throughput / ring.throughput - 1
+        return ring.attention / self.attention - 1 if attention else self.throughput / ring.throughput - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """What is predicted of a setting.
-
-    Attributes:
-        ring: Ring Attention.
-        walls: WallFacer as published by C, on the better of its placements; None where C^2 does not divide P.
-        best: the fastest of all that fits.
-        considered: how many there are.
+class Steps:
+    """Ring Attention; WallFacer as published by C on the better of its placements, None where C^2 does not divide P;
+    the fastest that fits; and of how many.
     """
 
-    ring: Way
-    walls: dict[int, Way | None]
-    best: Way
+    ring: Step
+    walls: dict[int, Step | None]
+    best: Step
     considered: int
 
     @property
-    def best_team(self) -> int:
-        """The better C."""
-        return min((way.prediction.seconds, team) for team, way in self.walls.items() if way)[1]
-
-    @property
-    def best_wall(self) -> Way:
-        """WallFacer as published with it."""
-        way = self.walls[self.best_team]
-        assert way is not None
-        return way
+    def best_wall(self) -> Step:
+        """WallFacer as published with the better C."""
+        return min((wall for wall in self.walls.values() if wall), key=lambda wall: wall.prediction.seconds)
 
 
 @cache
-def predicted(setting: Setting, teams: tuple[int, ...] = (2, 4)) -> Ways:
-    """Predict a setting.
+def predicted(setting: Setting) -> Steps:
+    """Predict a setting."""
+    every = predicted_ways(setting.model, setting.sequence, setting.cluster)
 
-    Args:
-        setting: what and where.
-        teams: C of the published schedule.
+    def first(some: Iterable[Way]) -> Step | None:
+        return next((_step(setting, way.candidate) for way in some), None)
 
-    Returns:
-        What is predicted.
-    """
-    every = [
-        (candidate, attention_cost(candidate, setting.shape, setting.sequence, setting.cluster))
-        for candidate in attentions(setting.shape, setting.sequence, setting.cluster)
-    ]
-    every.sort(key=lambda one: _seconds(one[1]))
-
-    def first(chosen: Iterable[tuple[Candidate, AttentionCost]]) -> Way | None:
-        return next((_way(setting, *one) for one in chosen), None)
-
-    plain = {"axes": (1, setting.cluster.ranks, 1), "rotate": "kv", "rotate_forward": "kv"}
-    ring = first(one for one in every if all(getattr(one[0], name) == value for name, value in plain.items()))
-    walls = {
-        team: first(one for one in every if one[0].schedule == "published" and one[0].axes[::2] == (1, team))
-        for team in teams
-    }
+    ring = first(way for way in every if RING in names_of(way.candidate))
+    published = [way for way in every if PUBLISHED in names_of(way.candidate)]
+    walls = {team: first(way for way in published if way.candidate.team == team) for team in (2, 4)}
     # Layers cost the same whatever the attention, so the first that fits is the fastest.
-    best = next(way for way in (_way(setting, *one) for one in every) if way.fits)
+    best = next(step for way in every if (step := _step(setting, way.candidate)).fits)
     assert ring is not None
-    return Ways(ring, walls, best, len(every))
+    return Steps(ring, walls, best, len(every))
 
 
-def _seconds(cost: AttentionCost) -> float:
-    return cost.forward.seconds + cost.backward.seconds
-
-
-def _way(setting: Setting, candidate: Candidate, cost: AttentionCost) -> Way:
-    candidate = replace(candidate, checkpoint=CHECKPOINT)
-    peak = stack_memory(candidate, setting.shape, setting.sequence).peak
-    prediction = replace(predict(candidate, setting.shape, setting.sequence, setting.cluster, cost), memory=peak)
+def _step(setting: Setting, candidate: Candidate) -> Step:
+    candidate, sizes = replace(candidate, checkpoint=CHECKPOINT), (setting.model, setting.sequence)
+    cost = attention_cost(candidate, *sizes, setting.cluster)
+    peak = stack_memory(candidate, *sizes).peak
+    prediction = replace(predict(candidate, *sizes, setting.cluster, cost), memory=peak)
     fits = setting.cluster.memory is None or peak <= setting.cluster.memory
-    return Way(candidate, _seconds(cost), prediction, setting.tokens, fits)
+    return Step(candidate, cost.forward.seconds + cost.backward.seconds, prediction, setting.tokens, fits)

@@ -1,140 +1,95 @@
-"""Write the report and its pictures.
+"""Predict attention on 8 to 1024 ranks, beside a lower bound, and write the report (minutes).
 
-python -m recipes.benchmarks.scaling --out docs/benchmarks
+python -m recipes.benchmarks.scaling
 """
 
-import os
-import platform
-import textwrap
-import time
-from collections.abc import Iterator
-from dataclasses import replace
-from datetime import date
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from recipes.benchmarks.attention import commit
-from recipes.benchmarks.memory.tables import Table
-from recipes.benchmarks.scaling.cases import (
-    BEST,
-    FAST,
-    HEADS,
-    LARGEST_RING,
-    LARGEST_TEAM,
-    PUBLISHED,
-    RING,
-    SLOW,
-    USP,
-)
-from recipes.benchmarks.scaling.picture import draw
-from recipes.benchmarks.scaling.predictions import Point, predicted
-from recipes.benchmarks.scaling.report import cases, check_table, forward_table, node_bound, ways_table
-
-_HEAD = """\
-# Scaling to 1024 ranks, predicted
-
-{date}, commit {commit}, torch {torch}, a virtual machine with {cores} {machine} cores. Made in {seconds:.0f} s by
-`python -m recipes.benchmarks.scaling`. Nothing here was run on GPUs.
-
-What the planner predicts of one layer's attention, forward and backward: one causal sequence in bfloat16, heads of 128,
-tokens in head-tail order, on nodes of 8 ranks with 450 GB/s into a rank within a node, 5 us a message there and 10 us
-between nodes, and the planner's default rates (attention at 500 / 400 TFLOP/s forward / backward, 20 us a kernel call).
-"{fast}" has eight interfaces, each serving one rank; "{slow}" has one. Strong scaling:
-N = 1,048,576; weak: 16,384 tokens a rank. GB is 10^9 bytes.
-
-"Exposed" are seconds in which a rank waits for others. Ring, published WallFacer, Ulysses (as many ranks as there are
-query heads at most) and USP (Ulysses x ring) are each the fastest of their kind: of every C, size and placement. The
-best plan is the fastest of all considered: every size of Ulysses, ring and team, placement, schedule and rotation, but
-rings of more than {ring} ranks, other than the plain one, and teams of more than {team}, which are left out for time's
-sake (with them the published schedule with C = 2 on 512 and 1024 ranks, and with C = 4 on 1024). What does not fit into
-memory is not dropped here.
-
-The lower bound: parts (nodes, or ranks) own as many tokens, and do as many (query, key) pairs, each. A part receives q
-for every query that it does not own and works on, and has its output sent back, k and v for every such key; in the
-backward q, the output's gradient and dq, and k, v, dk and dv, nothing but own shards having been kept. The area of rows
-times columns is at least that of its pairs. The least sum is the bound, for the part that receives most; lse and delta
-are left out. No schedule need reach it: a causal mask gives it half the area of a full one, which a schedule makes use
-of only with blocks that the mask does not cut. It is of bytes, not of time; of time the bound is waiting for nothing.
-"""
+from recipes.benchmarks.pictures import BLACK, FAINT, GREEN, ORANGE, PINK, Panel, draw
+from recipes.benchmarks.report import GB, Table, write
+from recipes.benchmarks.scaling.cases import FAST, HEADS, LINKS, PER_NODE, STRONG_RANKS, WEAK_RANKS, Case, predicted
+from recipes.benchmarks.ways import BEST, NAMES, PUBLISHED, RING, ULYSSES, USP, Way, names_of
+from wallfacer_dt.planning.candidates import attentions
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("docs/benchmarks"),
-    day: Annotated[str, typer.Option("--date", help="Of the report, in its name; today by default.")] = "",
-) -> None:
-    """Predict attention on 8 to 1024 ranks, check bytes by simulation, and write a report with pictures."""
-    # The commit at which this began: its own pictures are changes, too.
-    start, at, day = time.perf_counter(), commit(), day or str(date.today())
-    out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    parts = []
-    for table in _tables():
-        console.print(f"{time.perf_counter() - start:5.0f} s  {table.title}")
-        parts.append(replace(table, note=textwrap.fill(table.note, 120)).markdown())
-    pictures = []
-    for weak, name in ((False, "strong"), (True, "weak")):
-        draw(out / f"scaling_{day}_{name}.png", weak=weak)
-        pictures.append(f"![{name.capitalize()} scaling](scaling_{day}_{name}.png)")
-    points = [predicted(case) for weak in (False, True) for heads in HEADS for case in cases(heads, weak=weak)]
-    head = _HEAD.format(
-        date=day, commit=at, torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine(),
-        seconds=time.perf_counter() - start, fast=FAST, slow=SLOW, ring=LARGEST_RING, team=LARGEST_TEAM,
-    )  # fmt: skip
-    text = "\n\n".join([head.rstrip(), _shows(points), *pictures, *parts]) + "\n"
-    (out / f"scaling_{day}.md").write_text(text)
+def cases(heads: tuple[int, int], *, weak: bool) -> list[Case]:
+    """The points of a curve."""
+    return [Case(ranks, *heads, weak=weak) for ranks in (WEAK_RANKS if weak else STRONG_RANKS)]
 
 
-def _tables() -> Iterator[Table]:
-    yield check_table()
-    for weak in (False, True):
-        for heads in HEADS:
-            yield ways_table(heads, weak=weak)
-    yield forward_table()
+def first(ways: Sequence[Way], name: str) -> Way | None:
+    """The fastest of its kind."""
+    return next((way for way in ways if name in names_of(way.candidate)), None)
 
 
-def _shows(points: list[Point]) -> str:
-    """What the tables show, in words with their numbers."""
-    lines = ["## What it shows", ""]
-    for link in (FAST, SLOW):
-        largest = [point for point in points if point.case.ranks == 1024]
-        for name in (RING, PUBLISHED, USP):
-            times = [point.ways[link, name].seconds / point.ways[link, BEST].seconds for point in largest]
-            lines.append(f"- {link}, 1024 ranks: {name} takes {_span(times)} times as long as the best plan.")
-        shares = [point.ways[link, BEST].share for point in largest]
-        rings = [point.ways[link, RING].share for point in largest]
-        ratios = [point.ways[link, BEST].node_bytes / node_bound(point.case) for point in largest]
-        lines.append(
-            f"- {link}, 1024 ranks: the best plan waits {_percents(shares)} of its time, the ring {_percents(rings)} "
-            f"(52/52, 64/8 and 8/8 heads, strong scaling, then weak); into a node come {_span(ratios)} times the bound."
+def ways_table(heads: tuple[int, int], *, weak: bool) -> Table:
+    """Every way by ranks and links, forward and backward of one layer's attention."""
+    rows = []
+    for case in cases(heads, weak=weak):
+        every = sum(1 for _ in attentions(case.model, case.sequence, case.cluster(FAST)))
+        least = min(way.node_bytes for link in LINKS for way in predicted(case, link))
+        for link in LINKS:
+            ways, bound = predicted(case, link), case.node_bound
+            ratios = [f"{nbytes / bound:.2f}" if bound else "-" for nbytes in (ways[0].node_bytes, least)]
+            against = [str(ways[0].candidate), f"{bound / GB:.3g}", *ratios, f"{len(ways)}, {every}"]
+            cells = [_cell(first(ways, name)) for name in NAMES]
+            rows.append([f"{case.ranks}, {link}", f"{case.sequence.length:,}", *cells, *against])
+    head = [
+        "ranks", "N", *NAMES, "the best plan", "lower bound into a node, GB", "best plan / bound",
+        "least of all / bound", "ways considered, of",
+    ]  # fmt: skip
+    title = f"{'Weak' if weak else 'Strong'} scaling, {heads[0]}/{heads[1]} heads"
+    return Table(title, head, rows, "Each cell: seconds / exposed seconds / share exposed / GB into a node.")
+
+
+def _cell(way: Way | None) -> str:
+    if way is None:
+        return "-"
+    return f"{way.seconds:.3g} / {way.exposed:.2g} / {way.share:.1%} / {way.node_bytes / GB:.3g}"
+
+
+_STYLES = {
+    RING: {"color": BLACK, "marker": "D"}, PUBLISHED: {"color": ORANGE}, ULYSSES: {"color": PINK, "marker": "^"},
+    USP: {"color": "#E69F00", "marker": "v"}, BEST: {"color": GREEN, "marker": "s", "lw": 2.2},
+    "lower bound": {"color": FAINT, "ls": "--", "marker": ""},
+}  # fmt: skip
+
+
+def picture(path: Path, *, weak: bool) -> str:
+    """A column of panels for each number of heads and link, a row for each of time, waiting and bytes."""
+    rows: list[list[Panel]] = [[], [], []]
+    for link, heads in ((link, heads) for link in LINKS for heads in HEADS):
+        points = [(case, predicted(case, link)) for case in cases(heads, weak=weak)]
+        curves = {
+            name: {case.ranks: way for case, ways in points if (way := first(ways, name)) is not None} for name in NAMES
+        }
+        time = {name: {p: way.seconds for p, way in curve.items()} for name, curve in curves.items()}
+        share = {name: {p: 100 * way.share for p, way in curve.items()} for name, curve in curves.items()}
+        node = {n: {p: way.node_bytes / GB for p, way in c.items() if p > PER_NODE} for n, c in curves.items()}
+        node["lower bound"] = {case.ranks: case.node_bound / GB for case, _ in points if case.node_bound}
+        by_ranks = {"xscale": "log", "xlabel": "ranks P, 8 on a node"}
+        made = (
+            (f"{heads[0]}/{heads[1]} heads\n{link}", time, {"yscale": "log", "ylabel": "seconds"}),
+            ("", share, {"ylim": (-2, 102), "ylabel": "exposed, % of the seconds"}),
+            ("", node, {"yscale": "log", "ylabel": "into a node, GB"}),
         )
-    lines.append(_least_bytes(points))
-    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in lines)
+        for row, (title, found, settings) in zip(rows, made, strict=True):
+            row.append(Panel(title, found, by_ranks | settings))
+    return draw(path, rows, _STYLES, (21, 12))
 
 
-def _least_bytes(points: list[Point]) -> str:
-    behind = [point for point in points if node_bound(point.case)]
-    more = sum(
-        point.ways[link, BEST].node_bytes > point.ways[link, RING].node_bytes
-        for point in behind
-        for link in (FAST, SLOW)
-    )
-    least = [point.least_node / node_bound(point.case) for point in behind]
-    return (
-        f"- The best plan is the fastest, not the one that sends least: in {more} of {2 * len(behind)} rows more bytes "
-        f"come into a node than with the ring. The least of all ways considered is {_span(least)} times the bound."
-    )
+def main(page: Path = Path("docs/benchmarks/scaling.md")) -> None:
+    """Write what is found into the page, and pictures beside it."""
+    write(page, "recipes.benchmarks.scaling", _parts(page.parent))
 
 
-def _span(numbers: list[float]) -> str:
-    return f"{min(numbers):.2f} to {max(numbers):.2f}"
-
-
-def _percents(shares: list[float]) -> str:
-    return ", ".join(f"{share:.1%}" for share in shares)
+def _parts(folder: Path) -> Iterator[Table | str]:
+    for weak, name in ((False, "strong"), (True, "weak")):
+        yield picture(folder / f"scaling_{name}.png", weak=weak)
+        yield from (ways_table(heads, weak=weak) for heads in HEADS)
 
 
 if __name__ == "__main__":

@@ -10,41 +10,22 @@ For one head and no mask this is design's 4 sqrt(P) U - 4 U. Heads that are not 
 about 4 sqrt(P / h) U, for P >= h.
 """
 
-from dataclasses import dataclass
 from math import sqrt
+from typing import NamedTuple
 
 from wallfacer_dt.planning import ModelShape, SequenceShape
 
 _FORWARD, _BACKWARD = (2, 2), (3, 4)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """One key head with its query heads, as a part sees it.
-
-    Attributes:
-        shared: query heads of the key head.
-        own: tokens that the part owns.
-        length: tokens of all.
-        query: tensors received for a query's row that is not owned.
-        key: for a key's.
-    """
+class _Group(NamedTuple):
+    """A key head with its query heads, tokens that a part owns and all, and tensors received for a query and a key."""
 
     shared: int
     own: float
     length: float
     query: int
     key: int
-
-    @property
-    def areas(self) -> tuple[float, float]:
-        """Of what is owned, and of everything."""
-        return self.shared * self.own**2, self.shared * self.length**2
-
-    @property
-    def is_convex(self) -> bool:
-        """Whether more area costs ever more: keys come first as queries of many heads are dear, and there are few."""
-        return self.shared * self.own * self.query > self.key * self.length
 
     def cost(self, area: float) -> float:
         """The least rows to receive, each counted as often as tensors are received for it, to have an area.
@@ -61,57 +42,24 @@ class _Group:
 
 
 def least_received(model: ModelShape, sequence: SequenceShape, parts: int, *, backward: bool = True) -> float:
-    """Bytes that the part which receives most receives at least, in one call of attention.
-
-    Args:
-        model: whose heads.
-        sequence: what is attended, with or without a causal mask.
-        parts: ranks, or nodes.
-        backward: and forward, or the forward alone.
-
-    Returns:
-        The bytes.
-    """
+    """Bytes that the part which receives most receives at least in a call of attention, or in its forward alone."""
     tensors = (_FORWARD, _BACKWARD) if backward else (_FORWARD,)
-    return sum(_elements(model, sequence, parts, *some) for some in tensors) * sequence.dtype.itemsize
-
-
-def least_of_teams(model: ModelShape, sequence: SequenceShape, ranks: int) -> float:
-    """The least that a rank receives in the forward from rings and teams of any size, heads not split.
-
-    That is 2(C - 1) U + 2g(P / C - 1) U at C = sqrt(g P), which need not be a whole number, within 1 and P.
-
-    Args:
-        model: whose heads.
-        sequence: what is attended; the mask does not matter.
-        ranks: P.
-
-    Returns:
-        Bytes, lse left out.
-    """
-    g = model.keys / model.heads
-    team = min(max(sqrt(g * ranks), 1.0), ranks)
-    shard = sequence.batch * sequence.length * model.heads * model.dim / ranks
-    return (2 * (team - 1) + 2 * g * (ranks / team - 1)) * shard * sequence.dtype.itemsize
+    elements = sum(_elements(model, sequence, parts, *some) for some in tensors)
+    return sequence.batch * model.dim * elements * sequence.dtype.itemsize
 
 
 def _elements(model: ModelShape, sequence: SequenceShape, parts: int, query: int, key: int) -> float:
-    length = sequence.length
-    own = length / parts
-    group = _Group(model.heads // model.keys, own, length, query, key)
+    own = sequence.length / parts
+    group = _Group(model.heads // model.keys, own, sequence.length, query, key)
     # Of what a part owns, queries by keys, a causal mask hides nearly half.
     area = model.heads * (sequence.pairs() / parts + sequence.is_causal * own * (own - 1) / 2)
-    return sequence.batch * model.dim * _least(group, model.keys, area)
-
-
-def _least(group: _Group, groups: int, area: float) -> float:
-    """Shared among groups so that it costs least; what is owned costs nothing."""
-    free, full = group.areas
-    extra = area - groups * free
+    free, full = group.shared * own**2, group.shared * group.length**2
+    extra = area - model.keys * free
     if extra <= 0:
         return 0.0
-    if group.is_convex:
-        return groups * group.cost(free + extra / groups)
+    # More area costs ever more: keys come first as queries of many heads are dear, and there are few.
+    if group.shared * own * query > key * group.length:
+        return model.keys * group.cost(free + extra / model.keys)
     # A concave cost is least where all but one group have nothing or everything.
     whole, rest = divmod(extra, full - free)
     return whole * group.cost(full) + group.cost(free + rest)

@@ -1,49 +1,32 @@
-"""What is planned: heads, clusters, sequences, and the ways that are looked at."""
+"""What is planned: heads, clusters and sequences."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
-from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, SequenceShape
-from wallfacer_dt.planning.candidates import attentions
+from recipes.benchmarks.report import K
+from recipes.benchmarks.scaling.bound import least_received
+from recipes.benchmarks.ways import RING, Way, names_of, predicted_ways
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
+from wallfacer_dt.planning import Candidate
 
-K = 1024
 STRONG_RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 WEAK_RANKS = (16, 64, 256, 1024)
 PER_NODE = 8
 HEADS = ((52, 52), (64, 8), (8, 8))
-HEAD_DIM = 128
-STRONG_TOKENS = 1024 * K
-WEAK_TOKENS = 16 * K
-
-INTRA = Link(450e9, 5e-6)
 FAST, SLOW = "400 GB/s a node", "12.5 GB/s a node"
-_INTER = {FAST: (Link(400e9, 10e-6), 8), SLOW: (Link(12.5e9, 10e-6), 1)}
-
-RING, PUBLISHED, ULYSSES, USP, BEST = "ring", "published", "Ulysses", "USP", "best plan"
-NAMES = (RING, PUBLISHED, ULYSSES, USP, BEST)
+LINKS = {FAST: (Link(400e9, 10e-6), 8), SLOW: (Link(12.5e9, 10e-6), 1)}
+"""Between nodes, with how many interfaces."""
 LARGEST_RING, LARGEST_TEAM = 128, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A point of the curves.
-
-    Attributes:
-        ranks: P.
-        heads: of queries.
-        kv_heads: of keys and values.
-        weak: sequences grow with the ranks.
-    """
+    """One layer's attention of one causal sequence in bfloat16, which where scaling is weak grows with the ranks."""
 
     ranks: int
     heads: int
     kv_heads: int
     weak: bool
-
-    @property
-    def tokens(self) -> int:
-        """N."""
-        return WEAK_TOKENS * self.ranks if self.weak else STRONG_TOKENS
 
     @property
     def name(self) -> str:
@@ -52,38 +35,30 @@ class Case:
 
     @property
     def model(self) -> ModelShape:
-        """One layer's attention."""
-        return ModelShape(self.heads * HEAD_DIM, self.heads, self.kv_heads, HEAD_DIM)
+        """Heads of 128."""
+        return ModelShape(self.heads * 128, self.heads, self.kv_heads, 128)
 
     @property
     def sequence(self) -> SequenceShape:
-        """One causal sequence in bfloat16."""
-        return SequenceShape(self.tokens, is_causal=True)
+        """Of 16K tokens a rank, or of 1024K."""
+        return SequenceShape(16 * K * self.ranks if self.weak else 1024 * K, is_causal=True)
 
-    def cluster(self, inter: str) -> Cluster:
-        """Nodes of 8 ranks with FAST or SLOW links between them."""
-        link, nics = _INTER[inter]
-        return Cluster(self.ranks, PER_NODE, INTRA, link, nics)
+    @property
+    def node_bound(self) -> float:
+        """The least bytes into a node, forward and backward; nothing for one node."""
+        return least_received(self.model, self.sequence, self.ranks // PER_NODE) if self.ranks > PER_NODE else 0.0
 
-
-def considered(case: Case) -> Iterator[Candidate]:
-    """The ways that are predicted: the plain ring, and all others but long rings and large teams, for time's sake."""
-    for candidate in attentions(case.model, case.sequence, case.cluster(FAST)):
-        is_long = candidate.ring > LARGEST_RING or candidate.team > LARGEST_TEAM
-        if not is_long or RING in names_of(candidate):
-            yield candidate
+    def cluster(self, link: str) -> Cluster:
+        """Nodes of 8 ranks with such links between them."""
+        return Cluster(self.ranks, PER_NODE, Link(450e9, 5e-6), *LINKS[link])
 
 
-def names_of(candidate: Candidate) -> list[str]:
-    """What a way is an example of; every one may be the best plan."""
-    ulysses, ring, team = candidate.axes
-    names = [BEST]
-    if ulysses == team == 1:
-        names += [RING] * (candidate.rotate == candidate.rotate_forward == "kv")
-    elif candidate.schedule == "published" and ulysses == 1:
-        names.append(PUBLISHED)
-    elif ring == team == 1:
-        names.append(ULYSSES)
-    elif team == 1:
-        names.append(USP)
-    return names
+@cache
+def predicted(case: Case, link: str) -> list[Way]:
+    """All ways considered, the fastest first."""
+    return predicted_ways(case.model, case.sequence, case.cluster(link), is_considered)
+
+
+def is_considered(way: Candidate) -> bool:
+    """The plain ring is, and all others but long rings and large teams, for time's sake."""
+    return (way.ring <= LARGEST_RING and way.team <= LARGEST_TEAM) or RING in names_of(way)

@@ -1,0 +1,143 @@
+"""One rank's loop on one device: how long it takes with hops that are copies, beside one call of as much work."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+
+from recipes.benchmarks.fake_ranks import fake_world
+from recipes.benchmarks.gpu.stages import Cases, Place, Record
+from wallfacer_dt import ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
+from wallfacer_dt.planning import Candidate
+from wallfacer_dt.planning.dry_run import attention_peaks
+
+
+def loops(place: Place) -> Cases:
+    """One rank of a larger mesh, hops being copies at a given rate, beside one flash call of as much work."""
+    meshes = [(4, 1), (8, 1), (4, 2), (2, 4), (16, 4)] if place.is_gpu else [(2, 2)]
+    for ring, team in meshes:
+        for rate in (None, 400, 100, 40) if place.is_gpu else (None,):
+            yield f"ring {ring} x team {team}, hops at {rate} GB/s", partial(_loop, place, ring, team, rate)
+
+
+def _loop(place: Place, ring: int, team: int, rate: float | None) -> Record:
+    size, tokens = ring * team, 8192 if place.is_gpu else 16
+    heads, kv_heads, dim = 32, 8, 128
+    q, k, v = (place.drawn(n, tokens, dim) for n in (heads, kv_heads, kv_heads))
+    grad_out = torch.randn_like(q)
+    with fake_world(size, 1):
+        mesh = context_mesh(place.device, ring, team)
+        order = TokenOrder("head_tail", mesh)
+        attend = partial(context_parallel_attention, q, k, v, mesh, is_causal=True, order=order)
+
+        def both() -> None:
+            attend().backward(grad_out)
+
+        with _copying(rate) if place.is_gpu and rate else nullcontext():
+            found = {"forward ms": place.milliseconds(attend), "ms": place.milliseconds(both)}
+        if place.is_gpu and rate is None:
+            found |= _launches_and_memory(both, ring, team, size * tokens)
+            if team == 1:
+                theirs = _torch_ring(q.detach(), k.detach(), v.detach(), grad_out, mesh["cp_ring"])
+                names = ("torch's ring, forward ms", "torch's ring, ms")
+                found |= {name: place.milliseconds(run) for name, run in zip(names, theirs, strict=True)}
+    # As many pairs: head-tail's tokens see half of the sequence.
+    key, value = (place.drawn(kv_heads, max(1, size * tokens // 2), dim) for _ in range(2))
+    alone = partial(F.scaled_dot_product_attention, q, key, value, enable_gqa=True)
+    found["one call, forward ms"] = place.milliseconds(alone)
+    found["one call, ms"] = place.milliseconds(lambda: alone().backward(grad_out))
+    return {name: round(x, 3) for name, x in found.items()}
+
+
+def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length: int) -> Record:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    both()
+    host = 1e3 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        both()
+        torch.cuda.synchronize()
+    shape, sequence = ModelShape(32 * 128, 32, 8), SequenceShape(length, is_causal=True)
+    ways = [Candidate(ring, team, order="head_tail", rotate=rotate) for rotate in ("kv", "q")]
+    peaks = [attention_peaks(way, shape, sequence, 1, by_tokens=False) for way in ways]
+    return {
+        "host ms": host,
+        "launches": len([event for event in profile.events() or () if event.device_type.name == "CUDA"]),
+        "peak MiB": peak / 2**20,
+        "planner, MiB": min(peak.backward for peak in peaks) / 2**20,
+    }
+
+
+@contextmanager
+def _copying(rate: float) -> Iterator[None]:
+    """Collectives as copies on a stream of their own, with as long a sleep as they would take at GB/s."""
+    side, pending = torch.cuda.Stream(), {}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(10**6)  # the first one loads it
+    begin.record()
+    torch.cuda._sleep(10**8)
+    end.record()
+    torch.cuda.synchronize()
+    cycles = 10**8 / begin.elapsed_time(end)  # of a millisecond
+
+    def start(buffer: Tensor, elements: int) -> Tensor:
+        out = buffer.new_empty(elements)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(int(elements * buffer.itemsize / rate / 1e6 * cycles))
+            out.copy_(buffer[:1].expand(elements) if elements > buffer.numel() else buffer[:elements])
+            done = torch.cuda.Event()
+            done.record()
+        for x in (buffer, out):
+            x.record_stream(side)
+        pending[out.data_ptr()] = done
+        return out
+
+    def wait(x: Tensor) -> Tensor:
+        torch.cuda.current_stream().wait_event(pending.pop(x.data_ptr()))
+        return x
+
+    copies = SimpleNamespace(
+        all_gather_into_tensor=lambda buffer, size, _: start(buffer, buffer.numel() * size),
+        all_to_all_single=lambda buffer, received, *_: start(buffer, sum(received)),
+        wait_tensor=wait,
+    )
+    with mock.patch("wallfacer_dt.collectives.functional._ops", copies):
+        yield
+
+
+def _torch_ring(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mesh: DeviceMesh
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward, and both, of torch's own causal ring attention, head and tail dealt out, hop by hop.
+
+    Private; run on fake CUDA tensors only, with CUDA wheels of torch 2.11.0 and 2.14.1.
+    """
+    torch_cp.set_rotate_method("alltoall")
+    torch_cp._cp_options.enable_load_balance = True
+
+    @torch.no_grad()
+    def forward() -> Any:
+        return torch_cp._scaled_dot_product_ring_flash_attention(mesh, q, k, v, is_causal=True)
+
+    @torch.no_grad()
+    def both() -> object:
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward()
+        return torch_cp._scaled_dot_product_ring_flash_attention_backward(
+            mesh, grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset
+        )
+
+    return forward, both

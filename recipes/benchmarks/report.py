@@ -1,0 +1,62 @@
+"""Reports: people write the text of a page, and a program the tables and pictures beneath it."""
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+K, MIB, GIB = 2**10, 2**20, 2**30
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells by row, of which the first is text and the others are numbers; a note stands under the title."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """As Markdown."""
+        ruler = ["---"] + ["---:"] * (len(self.head) - 1)
+        lines = [f"| {' | '.join(cells)} |" for cells in (self.head, ruler, *self.rows)]
+        return "\n".join([f"## {self.title}", "", *([self.note, ""] if self.note else []), *lines])
+
+
+def write(page: Path, command: str, parts: Iterable[Table | str]) -> None:
+    """Write what a program finds under a page's text, which stays as it is.
+
+    Args:
+        page: the file, made where there is none.
+        command: the module that finds it, as ``python -m`` takes it.
+        parts: tables, and Markdown, written in this order once all are there.
+    """
+    start, at = time.perf_counter(), commit()  # at which this began: its own pictures are changes, too
+    made = []
+    for part in parts:
+        made.append(part.markdown() if isinstance(part, Table) else part)
+        print(f"{time.perf_counter() - start:5.0f} s  {made[-1].splitlines()[0]}", flush=True)
+    mark = f"<!-- What follows is made by python -m {command} -->"
+    text = page.read_text().partition(mark)[0] if page.exists() else f"# {page.stem}\n\n"
+    took = f"{time.perf_counter() - start:.0f} s"
+    found = f"{date.today()}, commit {at}, {machine()}; made in {took} by `python -m {command}`."
+    page.write_text("\n\n".join([text + mark, found, *made]) + "\n")
+
+
+def commit() -> str:
+    """The commit of this checkout, marked where it has changes."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    """Versions and cores, in words."""
+    return f"torch {torch.__version__}, {os.cpu_count()} {platform.machine()} cores"

@@ -1,0 +1,58 @@
+"""What the planner predicts of every way to share a sequence, and what people call a way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wallfacer_dt import Cluster, ModelShape, SequenceShape
+from wallfacer_dt.planning import Candidate
+from wallfacer_dt.planning.candidates import attentions
+from wallfacer_dt.planning.predict import attention_cost
+
+RING, PUBLISHED, ULYSSES, USP, BEST = "ring", "published", "Ulysses", "USP", "best plan"
+NAMES = (RING, PUBLISHED, ULYSSES, USP, BEST)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One call of attention, forward and backward: seconds, and the bytes into the rank and node that receive most."""
+
+    candidate: Candidate
+    seconds: float
+    exposed: float
+    rank_bytes: tuple[int, ...]
+    node_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Of the seconds, in which a rank waits."""
+        return self.exposed / self.seconds
+
+
+def predicted_ways(
+    model: ModelShape, sequence: SequenceShape, cluster: Cluster, only: Callable[[Candidate], bool] = lambda _: True
+) -> list[Way]:
+    """All ways, the fastest first."""
+    ways = [_way(it, model, sequence, cluster) for it in attentions(model, sequence, cluster) if only(it)]
+    return sorted(ways, key=lambda way: way.seconds)
+
+
+def _way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Way:
+    cost = attention_cost(candidate, model, sequence, cluster)
+    lines = (cost.forward, cost.backward)
+    seconds, exposed = sum(line.seconds for line in lines), sum(line.exposed for line in lines)
+    return Way(candidate, seconds, exposed, cost.rank_bytes, sum(cost.node_bytes))
+
+
+def names_of(candidate: Candidate) -> list[str]:
+    """What a way is an example of; every one may be the best plan."""
+    ulysses, ring, team = candidate.axes
+    names = [BEST]
+    if ulysses == team == 1:
+        names += [RING] * (candidate.rotate == candidate.rotate_forward == "kv")
+    elif candidate.schedule == "published" and ulysses == 1:
+        names.append(PUBLISHED)
+    elif ring == team == 1:
+        names.append(ULYSSES)
+    elif team == 1:
+        names.append(USP)
+    return names

@@ -1,0 +1,1 @@
+"""What only a GPU can check, on one of them: `make gpu`."""

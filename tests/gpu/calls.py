@@ -1,0 +1,148 @@
+"""Whole calls of attention on one device: four processes that share it, one rank of NCCL, and no waiting hosts."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from recipes.benchmarks.fake_ranks import fake_world
+from recipes.benchmarks.gpu.stages import Cases, Place, Record
+from tests.cases import rms
+from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
+from wallfacer_dt.testing import RankPool, attention_oracle
+
+
+def _mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx // 200 == kv_idx // 200) | ((q_idx + kv_idx) % 7 == 0)
+
+
+CALLS: dict[str, Record] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, head_tail": {"is_causal": True, "order": "head_tail"},
+    "window": {"window_size": (90, 30)},
+    "documents": {"is_causal": True, "document_ids": True},
+    "mask_mod": {"mask_mod": _mask_mod},
+    "sinks": {"is_causal": True, "sinks": True},
+    "queries rotate": {"rotate": "q", "rotate_forward": "q"},
+    "published": {"schedule": "published"},
+}
+MESHES = [{"ring": 4}, {"ring": 2, "team": 2}, {"team": 4}, {"ulysses": 2, "ring": 2}]
+
+
+def ranks(place: Place) -> Cases:
+    """Attention on four processes that share the device, against one in float64; eager, and some compiled."""
+    pool = RankPool(4, timeout=300)
+    try:
+        for axes in MESHES if place.is_gpu else MESHES[1:2]:
+            for name in CALLS:
+                if name != "published" or axes == MESHES[1]:
+                    yield f"{axes} {name}", partial(_on_ranks, pool, place, axes, name, False)
+        for name in ("causal, head_tail", "window") if place.is_gpu else ():
+            yield f"compiled {name}", partial(_on_ranks, pool, place, MESHES[1], name, True)
+    finally:
+        pool.close()
+
+
+def _on_ranks(pool: RankPool, *case: Any) -> Record:
+    worst = max(pool.run(_on_rank, *case))
+    if worst > 4:
+        raise AssertionError(f"errors of {worst:.1f} roundings of a typical entry")
+    return {"worst": round(worst, 2)}
+
+
+def _on_rank(place: Place, axes: Record, name: str, compiled: bool) -> float:
+    """The largest error of output and gradients, in roundings of a typical entry."""
+    torch.manual_seed(0)
+    dtype, length = place.dtypes[0], 1024 if place.is_gpu else 64
+    q, k, v, grad_out = (torch.randn(1, n, length, 64).to(dtype) for n in (8, 2, 2, 8))
+    mesh = context_mesh(place.device, **axes)
+    order, options = _options(name, mesh, length)
+    ways = {"rotate", "rotate_forward", "schedule"}
+    exact = attention_oracle(q, k, v, grad_out, **{key: x for key, x in options.items() if key not in ways})
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(place.device)
+    mine = [shard_sequence(x.to(place.device), order, dim=2).requires_grad_() for x in (q, k, v)]
+    attend: Callable[..., Tensor] = partial(context_parallel_attention, mesh=mesh, order=order, **options)
+    if compiled:
+        style = WallFacerParallel(layout="BNLH", check=False, order=order, **options)
+        attend = torch.compile(parallelize_module(_Inner(), mesh, style), fullgraph=True)
+    out = attend(*mine)
+    out.backward(shard_sequence(grad_out.to(place.device), order, dim=2))
+    unit = torch.finfo(dtype).eps if place.is_gpu else 1e-5
+    found = (out.detach(), *(x.grad for x in mine if x.grad is not None))
+    wanted = (shard_sequence(x, order, dim=2) for x in (exact.out, exact.dq, exact.dk, exact.dv))
+    return max(_error(x.cpu().double(), want) / unit for x, want in zip(found, wanted, strict=True))
+
+
+def _options(name: str, mesh: Any, length: int) -> tuple[TokenOrder, Record]:
+    """The order and options of a call, tensors among them on the CPU."""
+    options = dict(CALLS[name])
+    order = TokenOrder(options.pop("order", "contiguous"), mesh)
+    if "document_ids" in options:
+        options["document_ids"] = (torch.arange(length) // 300).view(1, -1)
+    if "sinks" in options:
+        options["sinks"] = torch.randn(8)
+    return order, options
+
+
+class _Inner(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise AssertionError
+
+
+def waiting(place: Place) -> Cases:
+    """That the host waits for the device nowhere in the loop: torch raises at the first such place."""
+    for name in CALLS:
+        if name not in ("published", "mask_mod"):
+            yield name, partial(_waiting, place, name)
+
+
+def _waiting(place: Place, name: str) -> Record:
+    with fake_world(8, 1):
+        mesh, length = context_mesh(place.device, 4, 2), 256 if place.is_gpu else 8
+        order, options = _options(name, mesh, 8 * length)
+        if "sinks" in options:
+            options["sinks"] = options["sinks"].to(place.device)
+        q, k, v = (place.drawn(n, length) for n in (8, 2, 2))
+        # The first call may wait: it compiles kernels.
+        for mode in ("default", "error"):
+            if place.is_gpu:
+                torch.cuda.set_sync_debug_mode(mode)
+            try:
+                out = context_parallel_attention(q, k, v, mesh, order=order, **options)
+                out.backward(torch.ones_like(out))
+            finally:
+                if place.is_gpu:
+                    torch.cuda.set_sync_debug_mode("default")
+    return {}
+
+
+def nccl(place: Place) -> Cases:
+    """One rank of NCCL: whole calls, and what is sent when nobody else holds it any more."""
+    if place.is_gpu:
+        yield "one rank", partial(_one_rank, place)
+
+
+def _one_rank(place: Place) -> Record:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        q = place.drawn(8, 512)
+        out = context_parallel_attention(q, q, q, context_mesh("cuda", 1, 1), is_causal=True)
+        out.sum().backward()
+        want = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        error = _error(out.detach().double(), want.detach().double())
+        if error > 2**-7:
+            raise AssertionError(f"error {error:.1e}")
+        return {"worst": error}
+    finally:
+        dist.destroy_process_group()
+
+
+def _error(found: Tensor, want: Tensor) -> float:
+    return rms(found, want) / rms(want)

@@ -1,0 +1,168 @@
+"""Block kernels on one device: every one against float64, by itself and on many segments, and the merge of results."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from recipes.benchmarks.gpu.stages import Cases, Place, Record
+from tests.cases import rms
+from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.segments import Work, plan_work
+from wallfacer_dt.kernels import (
+    CAUSAL,
+    FULL,
+    Band,
+    BlockKernel,
+    How,
+    Need,
+    accumulation_dtype,
+    merge_,
+    reference,
+    select_kernel,
+)
+from wallfacer_dt.kernels.registry import names
+from wallfacer_dt.layout import length_of
+from wallfacer_dt.testing import worst_error
+
+WORST = 4.0  # times the error of the reference kernel, which rounds once
+Attend = Callable[..., tuple[Tensor, ...]]
+"""out, lse, dq, dk and dv from a kernel, q, k, v, the output's gradient, and the output and lse of whole rows."""
+
+SHAPES = [
+    (256, 256, 4, 4, 128, 128), (200, 200, 8, 2, 64, 64), (333, 777, 6, 2, 80, 80), (129, 129, 4, 1, 20, 24),
+    (1, 77, 8, 2, 64, 64), (300, 100, 4, 4, 64, 64), (128, 128, 3, 3, 192, 128), (65, 65, 2, 1, 256, 256),
+]  # fmt: skip
+"""Rows, columns, heads, key heads, head dim and that of values."""
+BANDS = [FULL, CAUSAL, Band(0, None), Band(-40, 7), Band(-40, 0), Band(5, None), Band(None, -9), Band(0, 99)]
+
+
+def kernels(place: Place) -> Cases:
+    """Every kernel that runs here, forward and backward, against float64; operands that are not aligned among them."""
+    shapes, bands = (SHAPES, BANDS) if place.is_gpu else (SHAPES[1:6:3], BANDS[1:4])
+    for name in names():
+        for dtype in place.dtypes:
+            for shape in shapes:
+                seen = torch.rand(shape[:2], device=place.device) < 0.7
+                for band in bands:
+                    for mask, softcap in ((None, 0.0), (None, 5.0), (_listed(seen), 0.0)):
+                        kinds = " mask" * (mask is not None) + " softcap" * bool(softcap)
+                        case = f"{name} {dtype} {shape} {tuple(band)}{kinds}"
+                        attend = partial(_one_block, How(band, 0.1, mask, softcap))
+                        yield (
+                            case,
+                            partial(_against_float64, place, name, dtype, shape, attend, mask is not None, softcap),
+                        )
+
+
+def segments(place: Place) -> Cases:
+    """Many segments in one call, of kernels that take them: documents, windows, rows of the batch that differ."""
+    for name in names():
+        for dtype in place.dtypes:
+            for case, work, rows, columns in _works(900 if place.is_gpu else 60):
+                for dim in (64, 128) if place.is_gpu else (8,):
+                    shape, attend = (rows, columns, 4, 2, dim, dim), partial(_segments, work)
+                    yield f"{name} {dtype} {case} {dim}", partial(_against_float64, place, name, dtype, shape, attend)
+
+
+def _listed(seen: Tensor) -> BlockMask:
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return seen[i, j]
+
+    return create_block_mask(mask_mod, None, None, *seen.shape, device=seen.device)
+
+
+def _works(n: int) -> Iterator[tuple[str, Work, int, int]]:
+    """What is computed, and of how many queries and keys."""
+    short = (0, n // 9, n // 9 + 1, n // 2, n)
+    whole, middle, around = np.array([[0, n]]), np.array([[n // 3, n // 2]]), np.array([[0, n // 3], [n // 2, n]])
+    differing = ((0, n // 5, n), (0, n // 2, n // 2 + 3, n))
+    full = Mask(documents=((0, n // 3 + 4, n // 2 + 4, n),))
+    for name, rows, columns, mask in (
+        ("documents", whole, whole, Mask(right=0, documents=(short,))),
+        ("rows that differ", whole, whole, Mask(right=0, documents=differing)),
+        ("windows in documents", whole, whole, Mask(left=n // 20, right=0, documents=(short,))),
+        ("two sides", whole, whole, Mask(n // 20, n // 30, 0, (short,))),
+        ("others than these", around, middle, full),
+        ("these of others", middle, around, full),
+    ):
+        yield name, plan_work([rows], [columns], mask), length_of(rows), length_of(columns)
+
+
+def _one_block(
+    how: How, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    return *kernel.forward(q, k, v, how), *kernel.backward(grad_out, q, k, v, out, lse, how)
+
+
+def _segments(
+    work: Work, kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    scores, query, keys = Scores(kernel, 0.1), Operand((q,)), Operand((k, v))
+    Forward(scores, v.shape[-1]).attend(query, Operand((k, v)), work)
+    behind = Operand((q, grad_out, lse, (grad_out * out).sum(-1)), out=out)
+    Backward(scores).attend(behind, keys, work)
+    return *query.partial, *behind.partial, *keys.partial
+
+
+def _against_float64(
+    place: Place, name: str, dtype: torch.dtype, shape: tuple[int, ...], attend: Attend, masked: bool = False,
+    softcap: float = 0.0,
+) -> Record:  # fmt: skip
+    rows, columns, heads, kv_heads, dim, value_dim = shape
+    torch.manual_seed(0)
+    sizes = ((heads, rows, dim), (kv_heads, columns, dim), (kv_heads, columns, value_dim), (heads, rows, value_dim))
+    wide = [torch.randn(2 * math.prod(size) + 1, dtype=torch.float64).to(place.device, dtype) for size in sizes]
+    given = [x[1:].view(2, *size) for x, size in zip(wide, sizes, strict=True)]  # at no multiple of 16 bytes
+    try:
+        kernel = select_kernel(name, Need.of(given[0], given[2], masked=masked, softcap=softcap))
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
+    exact = [x.double() for x in given]
+    # Of the whole rows, which see more than this block.
+    out = torch.randn_like(exact[3]).to(dtype)
+    _, lse, *_ = attend(reference.KERNEL, *exact, out.double(), torch.zeros_like(exact[3][..., 0]))
+    lse = torch.logaddexp(lse, torch.randn_like(lse)).to(accumulation_dtype(dtype))
+    want = attend(reference.KERNEL, *exact, out.double(), lse.double())
+    found = [attend(each, *given, out, lse) for each in (kernel, reference.KERNEL)]
+    ratios = {}
+    for part, *three in zip(("out", "lse", "dq", "dk", "dv"), *found, want, strict=True):
+        unseen = three[2] == -torch.inf
+        if not unseen.equal(three[0] == -torch.inf):
+            raise AssertionError(f"{part}: other rows see nothing")
+        mine, its, right = (x.double().masked_fill(unseen, 0) for x in three)
+        allowed = max(rms(its, right), torch.finfo(dtype).eps * max(rms(right), 0.1))
+        ratios[part] = round(rms(mine, right) / allowed, 2)
+    if max(ratios.values()) > WORST:
+        raise AssertionError(f"errors of {ratios} times the reference's")
+    return {"worst": max(ratios.values())}
+
+
+def merging(place: Place) -> Cases:
+    """The merge of a partial result."""
+    rows = 8192 if place.is_gpu else 64
+    for dtype in place.dtypes:
+        yield f"{dtype} (1, 32, {rows}, 128)", partial(_merging, place, dtype, rows)
+
+
+def _merging(place: Place, dtype: torch.dtype, rows: int) -> Record:
+    torch.manual_seed(0)
+    wide = accumulation_dtype(dtype)
+    out, lse = (torch.randn(1, 32, rows, *more, device=place.device, dtype=wide) for more in ((128,), ()))
+    more_out = torch.randn(1, rows, 32, 128, device=place.device).to(dtype).transpose(1, 2)
+    more_lse = torch.randn_like(lse)
+    more_lse[..., :7] = -torch.inf
+    want_lse = torch.logaddexp(lse.double(), more_lse.double())
+    parts = ((out, lse), (more_out, more_lse))
+    want = sum((x.double() * (its.double() - want_lse).exp().unsqueeze(-1) for x, its in parts), torch.zeros(()))
+    mine = out.clone(), lse.clone()
+    merge_(*mine, more_out, more_lse)
+    error = worst_error([(mine[0].double(), want)])
+    if error > 64 * torch.finfo(wide).eps:
+        raise AssertionError(f"error {error:.1e}")
+    return {"worst": error}
