@@ -33,7 +33,7 @@ from recipes.benchmarks.cluster.cases import (
     contenders,
 )
 from recipes.benchmarks.cluster.record import Measured, Result, append, read
-from recipes.benchmarks.cluster.report import MARK, over, regret, write
+from recipes.benchmarks.cluster.report import over, regret, write
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
 from recipes.benchmarks.cluster.watcher import environment
 from wallfacer_dt import Cluster, Kernels, Link
@@ -219,10 +219,11 @@ def test_what_was_chosen_is_judged() -> None:
 
 def test_report_keeps_what_people_wrote(tmp_path: Path) -> None:
     page = tmp_path / "cluster.md"
-    page.write_text(f"# Title\n\nFindings.\n\n{MARK}\nold")
+    mark = "<!-- What follows is made by python -m recipes.benchmarks.cluster -->"
+    page.write_text(f"# Title\n\nFindings.\n\n{mark}\nold")
     write({CASE: result(ring=2.0, two=1.0, published=1.5, profiled=1.25)}, page)
     text = page.read_text()
-    assert text.startswith(f"# Title\n\nFindings.\n\n{MARK}\n")
+    assert text.startswith(f"# Title\n\nFindings.\n\n{mark}\n")
     assert "old" not in text
     assert f"| {CASE.name} | 2d, C = 2 | 1.00 |" in text
     assert "| regret of what is profiled, % | 1 | 25.0 | 25.0 | 25.0 |" in text

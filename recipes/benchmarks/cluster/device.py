@@ -1,7 +1,7 @@
 """A clocked device: kernels that take as long as they would on a device, and use no core meanwhile.
 
-What blocks of attention give is zeros, not attention. So the kernel is there only once :func:`register` has been called,
-and runs only where it is asked for by name and a device has been given its rates.
+What blocks of attention give is zeros, not attention. So the kernel is there only once :func:`register` has been
+called, and runs only where it is asked for by name and a device has been given its rates.
 
 A stream runs its kernels one after the other, and each after the transfers that were waited for before it. What a host
 does takes no time here: where it comes late, as on cores that many ranks share, its device catches up: it sleeps less.

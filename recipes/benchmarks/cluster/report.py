@@ -10,32 +10,35 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from recipes.benchmarks import report
 from recipes.benchmarks.cluster import report_papers
 from recipes.benchmarks.cluster.cases import HYBRID, PUBLISHED, RING, ULYSSES, USP, Case
 from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
-from recipes.benchmarks.memory.tables import Table
+from recipes.benchmarks.pictures import BLACK, BLUE, FAINT, GREEN, ORANGE, PINK
+from recipes.benchmarks.report import Table
 
-MARK = "<!-- What follows is made by python -m recipes.benchmarks.cluster -->"
-_INK, _FAINT = "#222222", "#8a8a8a"
-# Okabe and Ito's, told apart by colour-blind readers too.
 _COLOURS = {
-    RING: _FAINT, "2d": "#0072B2", PUBLISHED: "#E69F00", USP: "#CC79A7", HYBRID: _INK, ULYSSES: "#009E73",
-    PREDICTED: "#56B4E9", PROFILED: "#D55E00",
+    RING: FAINT, "2d": BLUE, PUBLISHED: "#E69F00", USP: PINK, HYBRID: BLACK, ULYSSES: GREEN,
+    PREDICTED: "#56B4E9", PROFILED: ORANGE,
 }  # fmt: skip
 
 
 def write(results: Mapping[Case, Result], page: Path) -> None:
-    """Write the tables under a page's text, which stays as it is, and its picture beside it."""
-    picture = page.with_suffix(".png")
-    text = page.read_text().partition(MARK)[0] if page.exists() else f"# {page.stem}\n\n"
+    """Write the tables under a page's text, which stays as it is, and pictures beside it."""
+    report.write(page, "recipes.benchmarks.cluster", _parts(results, page))
+
+
+def _parts(results: Mapping[Case, Result], page: Path) -> Iterator[Table | str]:
     every = {case: one for case, one in results.items() if PROFILED in one.ways}
-    parts = [MARK, f"![Times of every case, and predictions]({picture.name})", *_tables(every)]
+    if every:
+        picture = page.with_suffix(".png")
+        draw(picture, every)
+        yield f"![Times of every case, and predictions]({picture.name})"
+        yield from _tables(every)
     if papers := list(report_papers.tables(results)):
-        report_papers.draw(page.with_name(f"{page.stem}_papers.png"), results)
-        parts += [f"![The papers' figures]({page.stem}_papers.png)", *papers]
-    draw(picture, every)
-    page.write_text(text + "\n\n".join(parts) + "\n")
+        yield report_papers.picture(page.with_name(f"{page.stem}_papers.png"), results)
+        yield from papers
 
 
 def regret(result: Result, name: str) -> float:
@@ -61,7 +64,7 @@ def busy(one: Measured) -> float:
     return sum(one.busy) / one.seconds
 
 
-def _tables(results: Mapping[Case, Result]) -> Iterator[str]:
+def _tables(results: Mapping[Case, Result]) -> Iterator[Table]:
     every = [one for result in results.values() for one in set(result.ways.values())]
     rows = [
         _summed("regret of what is profiled, %", [100 * regret(r, PROFILED) for r in results.values()], ".1f"),
@@ -78,12 +81,12 @@ def _tables(results: Mapping[Case, Result]) -> Iterator[str]:
     note = f"{len(results)} cases. Commits: {', '.join(sorted({r.commit for r in results.values()}))}. " + "; ".join(
         sorted({r.machine for r in results.values()})
     )
-    yield Table("All cases", ["what", "cases", "least", "median", "most"], rows, note).markdown()
+    yield Table("All cases", ["what", "cases", "least", "median", "most"], rows, note)
     head = [
         "case", "fastest", "s", "profiled", "s", "/ bound", "busy", "regret", "regret of predicted", "predicted, %",
         *(f"{name} /" for name in (RING, ULYSSES, USP, PUBLISHED)),
     ]  # fmt: skip
-    yield Table("Case by case", head, [_row(result) for result in results.values()], _NOTE).markdown()
+    yield Table("Case by case", head, [_row(result) for result in results.values()], _NOTE)
 
 
 _NOTE = (
@@ -125,17 +128,17 @@ def draw(path: Path, results: Mapping[Case, Result]) -> None:
     names = [result.case.name for result in results.values()]
     _scatter(times, results, lambda one, ring: one.seconds / ring.seconds)
     bounds = [sum(result.bound) / result.ways[RING].seconds for result in results.values()]
-    times.plot(bounds, range(len(names)), "|", color=_INK, ms=9, label="bound")
+    times.plot(bounds, range(len(names)), "|", color=BLACK, ms=9, label="bound")
     times.set(xscale="log", xlabel="time / ring's", yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
     times.set_yticklabels(names, fontsize=7)
     times.xaxis.set_major_locator(FixedLocator([0.25, 0.35, 0.5, 0.7, 1, 1.4, 2]))
     times.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
     times.xaxis.set_minor_locator(NullLocator())
     _scatter(errors, results, lambda one, _: 100 * one.error)
-    errors.axvspan(-15, 15, color=_FAINT, alpha=0.15, lw=0)
+    errors.axvspan(-15, 15, color=FAINT, alpha=0.15, lw=0)
     errors.set(xlabel="predicted above measured, %", yticks=[], ylim=(len(names) - 0.5, -0.5))
     for axes in (times, errors):
-        axes.grid(axis="x", color=_FAINT, alpha=0.3)
+        axes.grid(axis="x", color=FAINT, alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     found = dict(zip(*reversed(times.get_legend_handles_labels()), strict=True))
     figure.legend(found.values(), found, loc="outside upper center", ncols=5, frameon=False)

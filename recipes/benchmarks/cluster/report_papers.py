@@ -3,19 +3,16 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-
 from recipes.benchmarks.cluster.cases import METP, PLAIN, PUBLISHED, RING, Case
 from recipes.benchmarks.cluster.papers import OVERLAP, PRINTED
 from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.cluster.run import PROFILED
-from recipes.benchmarks.memory.tables import Table
+from recipes.benchmarks.pictures import BLUE, FAINT, GREEN, ORANGE, Panel, draw
+from recipes.benchmarks.report import Table
 
 Results = Mapping[Case, Result]
-_LINES = {RING: "#8a8a8a", "2d, C = 2": "#56B4E9", "2d, C = 4": "#0072B2", f"{PUBLISHED}, C = 2": "#E69F00"}
+WALL, OWN_RING, CHOICE = "published", "this package's ring", "the planner's choice"
+_LINES = {RING: FAINT, "2d, C = 2": "#56B4E9", "2d, C = 4": BLUE, f"{PUBLISHED}, C = 2": "#E69F00"}
 
 
 def scaling(results: Results) -> Results:
@@ -28,23 +25,23 @@ def hiding(results: Results, figure: str) -> Results:
     return {case: one for case, one in results.items() if case.figure == figure}
 
 
-def tables(results: Results) -> Iterator[str]:
+def tables(results: Results) -> Iterator[Table]:
     """The tables of what there is in a record."""
     if some := scaling(results):
         head = ["figure and cluster", "C", "published", "predicted", "the paper", "ring", "predicted", "choice",
                 "predicted", "the choice"]  # fmt: skip
-        yield Table("WallFacer's figures 9 and 10", head, [_row(one) for one in some.values()], _NOTE).markdown()
+        yield Table("WallFacer's figures 9 and 10", head, [_row(one) for one in some.values()], _NOTE)
     if some := hiding(results, OVERLAP):
         head = ["hop / block", *(f"{name}, {way}" for name in _LINES for way in ("forward", "backward"))]
         rows = [
             [f"{case.ratio:g}", *(cell for name in _LINES for cell in _parts(one.ways.get(name)))]
             for case, one in some.items()
         ]
-        yield Table("Ring Attention, table 2: what hides a hop", head, rows, _HIDES).markdown()
+        yield Table("Ring Attention, table 2: what hides a hop", head, rows, _HIDES)
     if some := hiding(results, METP):
         head = ["hop / block", "forward", "predicted", "one after the other", "backward", "predicted",
                 "one after the other"]  # fmt: skip
-        yield Table("METP, figure 7", head, [_metp(case, one) for case, one in some.items()], _METP).markdown()
+        yield Table("METP, figure 7", head, [_metp(case, one) for case, one in some.items()], _METP)
 
 
 _NOTE = (
@@ -91,37 +88,29 @@ def _metp(case: Case, result: Result) -> list[str]:
     return [f"{case.ratio:g}", *(f"{x:.2f}" for cell in cells for x in cell)]
 
 
-def draw(path: Path, results: Results) -> None:
-    """Draw both: what is gained over the ring, and what hides behind a block."""
-    figure = Figure(figsize=(15, 6), layout=ConstrainedLayoutEngine())
-    FigureCanvasAgg(figure)
-    gains, overlap = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_gains(gains, scaling(results))
-    for name, colour in _LINES.items():
-        some = hiding(results, OVERLAP)
-        points = [(case.ratio, one.ways[name].seconds / sum(one.ways[name].busy)) for case, one in some.items()]
-        overlap.plot(*zip(*points, strict=True), "o-", color=colour, label=name)
-    if metp := hiding(results, METP):
-        points = [(case.ratio, one.ways[METP].seconds / sum(one.ways[METP].busy)) for case, one in metp.items()]
-        overlap.plot(*zip(*points, strict=True), "s--", color="#009E73", label=METP)
-    overlap.set(xlabel="a hop's time / a block's", ylabel="time / computing", title="What hides a hop, 8 ranks")
-    overlap.legend(frameon=False)
-    for axes in (gains, overlap):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#8a8a8a", alpha=0.3)
-    figure.savefig(path, dpi=110)
+def picture(path: Path, results: Results) -> str:
+    """What is gained over the ring, and what hides behind a block; in Markdown."""
+    gains: dict[str, dict[str, dict[int, float]]] = {}
+    for case, one in scaling(results).items():
+        model = case.figure.rpartition(", ")[0] if "GPT" in case.figure else f"{case.figure[:14]}"
+        panel = gains.setdefault(f"{model}, {case.machines.nodes} nodes" if "DiT" in model else model, {})
+        for name, way in ((WALL, better(one)), (OWN_RING, RING), (CHOICE, PROFILED)):
+            for told in (False, True):
+                curve = panel.setdefault(name + ", predicted" * told, {})
+                curve[case.machines.ranks] = 100 * gain(one, way, predicted=told)
+    hides: dict[str, dict[float, float]] = {}
+    for figure, names in ((OVERLAP, list(_LINES)), (METP, [METP])):
+        for case, one in hiding(results, figure).items():
+            for name in names:
+                hides.setdefault(name, {})[case.ratio] = one.ways[name].seconds / sum(one.ways[name].busy)
+    words = {"xlabel": "ranks", "ylabel": "over the papers' ring, %"}
+    panels = [Panel(title, curves, words) for title, curves in gains.items()]
+    hidden = Panel("What hides a hop, 8 ranks", hides, {"xlabel": "hop / block", "ylabel": "time / computing"})
+    rows = [panels[:3], [*panels[3:], hidden]]
+    return draw(path, rows, _STYLES, (15, 8))
 
 
-def _draw_gains(axes: Axes, results: Results) -> None:
-    names = ("published", "this package's ring", "the planner's choice")
-    colours = ("#E69F00", "#8a8a8a", "#D55E00")
-    for place, result in enumerate(results.values()):
-        for n, (way, colour) in enumerate(zip((better(result), RING, PROFILED), colours, strict=True)):
-            at = place + 0.27 * (n - 1)
-            axes.bar(at, 100 * gain(result, way), 0.25, color=colour, label=names[n] if not place else None)
-            axes.plot(at, 100 * gain(result, way, predicted=True), "_", ms=9, color="#222222",
-                      label="predicted" if not place and not n else None)  # fmt: skip
-    labels = [f"{case.figure}\n{case.machines.nodes} x {case.machines.per_node}" for case in results]
-    axes.set_xticks(range(len(labels)), labels, rotation=35, ha="right", fontsize=8)
-    axes.set(ylabel="more tokens/s than the papers' ring, %", title="WallFacer's figures 9 and 10")
-    axes.legend(frameon=False)
+_COLOURS = {**_LINES, METP: GREEN, WALL: "#E69F00", OWN_RING: FAINT, CHOICE: ORANGE}
+_STYLES = {name: {"color": colour} for name, colour in _COLOURS.items()} | {
+    f"{name}, predicted": {"color": _COLOURS[name], "ls": ":", "marker": "_"} for name in (WALL, OWN_RING, CHOICE)
+}

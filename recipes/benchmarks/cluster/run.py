@@ -1,18 +1,15 @@
 """Measuring a case: all ways take turns, round after round."""
 
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
-
-import torch
 
 from recipes.benchmarks.cluster.cases import METP, RING, Case, contenders
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.papers import OVERLAP
 from recipes.benchmarks.cluster.record import Measured, Result
+from recipes.benchmarks.report import machine
 from wallfacer_dt import Cluster as Links
 from wallfacer_dt.mesh import placed_ranks
 from wallfacer_dt.planning.attention import schedule_of
@@ -143,8 +140,3 @@ def _counted(cluster: Cluster, call: Callable[[], dict[str, Any]]) -> tuple[dict
     before = cluster.network.received()
     returned = call()
     return returned, max(after - was for was, after in zip(before, cluster.network.received(), strict=True))
-
-
-def machine() -> str:
-    """Cores and versions, in words."""
-    return f"{os.cpu_count()} {platform.machine()} cores, Linux {platform.release()}, torch {torch.__version__}"
