@@ -19,6 +19,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, predict
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
+from wallfacer_dt.planning.words import said_bytes, said_seconds
 from wallfacer_dt.styles import WallFacerParallel
 
 if TYPE_CHECKING:
@@ -210,13 +211,13 @@ def plan(
     if not ranked:
         least = min(dropped, key=lambda one: one.prediction.memory)
         raise PlanningError(
-            f"nothing fits: memory is {_size(cluster.memory or 0)} a rank, and the least that any plan needs is "
-            f"{_size(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
+            f"nothing fits: memory is {said_bytes(cluster.memory or 0)} a rank, and the least that any plan needs is "
+            f"{said_bytes(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
             about="memory",
         )
     explained = tuple(_because(one, ranked[0]) for one in ranked)
     too_large = tuple(
-        replace(one, why=f"needs {_size(one.prediction.memory)}, a rank has {_size(cluster.memory or 0)}")
+        replace(one, why=f"needs {said_bytes(one.prediction.memory)}, a rank has {said_bytes(cluster.memory or 0)}")
         for one in sorted(dropped, key=lambda one: one.prediction.memory)
     )
     return Plan(model, sequence, cluster, explained, too_large, len(some))
@@ -323,7 +324,7 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     if one is first:
         how = "measured fastest" if one.measured is not None else "fastest"
         hidden = p.exposed / p.seconds if p.seconds else 0.0
-        into_node = f", {_size(p.node_bytes)} come into a node" if p.node_bytes else ""
+        into_node = f", {said_bytes(p.node_bytes)} come into a node" if p.node_bytes else ""
         return replace(one, why=f"{how}: {hidden:.0%} of the step is waiting{into_node}")
     slower = one.seconds / first.seconds - 1 if first.seconds else 0.0
     if one.measured is not None:
@@ -334,9 +335,9 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
         return replace(one, why=_as_fast(p, best))
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
-        return replace(one, why=f"{slower:+.0%}: waits {_ms(waits)} longer{_more_bytes(p, best)}")
+        return replace(one, why=f"{slower:+.0%}: waits {said_seconds(waits)} longer{_more_bytes(p, best)}")
     return replace(
-        one, why=f"{slower:+.0%}: computes {_ms(computes)} longer (smaller tiles, more merging, or idle heads)"
+        one, why=f"{slower:+.0%}: computes {said_seconds(computes)} longer (smaller tiles, more merging, or idle heads)"
     )
 
 
@@ -354,14 +355,3 @@ def _more_bytes(p: Prediction, best: Prediction) -> str:
     if best.rank_bytes and p.rank_bytes > 1.005 * best.rank_bytes:
         return f", receives {p.rank_bytes / best.rank_bytes:.2g} times as much"
     return ", less of it hidden"
-
-
-def _size(nbytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes} B"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
