@@ -40,6 +40,11 @@ class RankedDivision:
     prediction: Prediction
     why: str = ""
 
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.seconds
+
 
 @dataclass(frozen=True, slots=True)
 class DivisionPlan:
@@ -53,7 +58,8 @@ class DivisionPlan:
         ranked: what fits, fastest first; one for every number of data, tensor, pipeline and context ranks, and
             replicas, with the microbatches, layers and attention that suit it best. The first is chosen.
         by_context: the fastest for every number of context ranks of which something fits, ascending.
-        considered: how many divisions there were to choose from, of which attentions are not counted.
+        contexts: all numbers of context ranks that there were to choose from, ascending.
+        considered: how many divisions, of which attentions are not counted.
     """
 
     model: ModelShape
@@ -62,6 +68,7 @@ class DivisionPlan:
     sequences: int
     ranked: tuple[RankedDivision, ...]
     by_context: tuple[RankedDivision, ...]
+    contexts: tuple[int, ...]
     considered: int
 
     @property
@@ -83,7 +90,7 @@ class DivisionPlan:
         Returns:
             Ranks.
         """
-        times = [(one.division.context.size, one.prediction.seconds) for one in self.by_context]
+        times = [(one.division.context.size, one.seconds) for one in self.by_context]
         return next(
             size for i, (size, seconds) in enumerate(times) if all(seconds * (1 - gain) <= t for _, t in times[i + 1 :])
         )
@@ -116,15 +123,15 @@ def divide(
         raise PlanningError(f"must be at least 1, got {sequences}", about="sequences")
     if not model.ffn:
         raise PlanningError("ranks are divided for whole layers, and there is no feed-forward", about="ffn")
-    search = _Search(model, sequence, cluster)
-    considered = 0
-    for considered, division in enumerate(divisions(model, sequence, cluster, sequences), 1):  # noqa: B007
-        search.add(division)
-    if not considered:
+    every = list(divisions(model, sequence, cluster, sequences))
+    if not every:
         raise PlanningError(
             f"{cluster.ranks} ranks cannot be divided for {sequences} sequences of {sequence.length} tokens",
             about="sequences",
         )
+    search = _Search(model, sequence, cluster)
+    for division in every:
+        search.add(division)
     search.run(keep)
     if not search.ranked:
         raise PlanningError(
@@ -134,8 +141,9 @@ def divide(
         )
     first = search.ranked[0]
     ranked = tuple(replace(one, why=_why(one, first)) for one in search.ranked[:keep])
-    by_context = (search.by_context[size] for size in sorted(search.by_context))
-    return DivisionPlan(model, sequence, cluster, sequences, ranked, tuple(by_context), considered)
+    by_context = tuple(search.by_context[size] for size in sorted(search.by_context))
+    contexts = tuple(sorted({division.context.size for division in every}))
+    return DivisionPlan(model, sequence, cluster, sequences, ranked, by_context, contexts, len(every))
 
 
 def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequences: int) -> Iterator[Division]:
