@@ -7,6 +7,7 @@ nothing is fitted to the paper's results.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from recipes.benchmarks.papers.models import GIB, Model
 from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, Prediction, SequenceShape
@@ -143,34 +144,41 @@ def predicted(setting: Setting, teams: tuple[int, ...] = (2, 4)) -> Ways:
     Returns:
         What is predicted.
     """
-    every = [
-        (candidate, attention_cost(candidate, setting.shape, setting.sequence, setting.cluster))
-        for candidate in attentions(setting.shape, setting.sequence, setting.cluster)
-    ]
-    every.sort(key=lambda one: _seconds(one[1]))
+    every = [_predicted(setting, one) for one in attentions(setting.shape, setting.sequence, setting.cluster)]
+    every.sort(key=lambda one: one.prediction.seconds)
 
-    def first(chosen: Iterable[tuple[Candidate, AttentionCost]]) -> Way | None:
-        return next((_way(setting, *one) for one in chosen), None)
+    def first(chosen: Iterable[_Predicted]) -> Way | None:
+        return next((_way(setting, one) for one in chosen), None)
 
     plain = {"axes": (1, setting.cluster.ranks, 1), "rotate": "kv", "rotate_forward": "kv"}
-    ring = first(one for one in every if all(getattr(one[0], name) == value for name, value in plain.items()))
+    ring = first(one for one in every if all(getattr(one.candidate, name) == value for name, value in plain.items()))
     walls = {
-        team: first(one for one in every if one[0].schedule == "published" and one[0].axes[::2] == (1, team))
+        team: first(
+            one for one in every if one.candidate.schedule == "published" and one.candidate.axes[::2] == (1, team)
+        )
         for team in teams
     }
-    # Layers cost the same whatever the attention, so the first that fits is the fastest.
-    best = next(way for way in (_way(setting, *one) for one in every) if way.fits)
+    best = next(way for way in (_way(setting, one) for one in every) if way.fits)
     assert ring is not None
     return Ways(ring, walls, best, len(every))
 
 
-def _seconds(cost: AttentionCost) -> float:
-    return cost.forward.seconds + cost.backward.seconds
+class _Predicted(NamedTuple):
+    """What is quick to say of a candidate, with its layers: all but its memory."""
+
+    candidate: Candidate
+    cost: AttentionCost
+    prediction: Prediction
 
 
-def _way(setting: Setting, candidate: Candidate, cost: AttentionCost) -> Way:
-    candidate = replace(candidate, checkpoint=CHECKPOINT)
-    peak = stack_memory(candidate, setting.shape, setting.sequence).peak
-    prediction = replace(predict(candidate, setting.shape, setting.sequence, setting.cluster, cost), memory=peak)
+def _predicted(setting: Setting, attention: Candidate) -> _Predicted:
+    candidate = replace(attention, checkpoint=CHECKPOINT)
+    cost = attention_cost(attention, setting.shape, setting.sequence, setting.cluster)
+    return _Predicted(candidate, cost, predict(candidate, setting.shape, setting.sequence, setting.cluster, cost))
+
+
+def _way(setting: Setting, one: _Predicted) -> Way:
+    peak = stack_memory(one.candidate, setting.shape, setting.sequence).peak
     fits = setting.cluster.memory is None or peak <= setting.cluster.memory
-    return Way(candidate, _seconds(cost), prediction, setting.tokens, fits)
+    seconds = one.cost.forward.seconds + one.cost.backward.seconds
+    return Way(one.candidate, seconds, replace(one.prediction, memory=peak), setting.tokens, fits)

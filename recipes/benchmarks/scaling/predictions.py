@@ -87,5 +87,6 @@ def predicted(case: Case) -> Point:
 
 
 def _without_bars(cost: AttentionCost) -> AttentionCost:
-    """Thousands of them would be kept."""
-    return replace(cost, forward=replace(cost.forward, bars=[]), backward=replace(cost.backward, bars=[]))
+    """Nor events: thousands of them would be kept."""
+    forward, backward = (replace(way, line=replace(way.line, bars=[]), events=()) for way in cost.ways)
+    return replace(cost, ways=(forward, backward))

@@ -54,7 +54,7 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
 def divided_as_json(plan: DivisionPlan, figures: Figures) -> str:
     """Divided ranks as one JSON document, as ``--sequences`` prints it.
 
-    ``version``, ``model``, ``sequence`` (of batch 1), ``cluster`` and ``figures`` as :func:`plan_as_json` has them, and ::
+    ``version``, ``model``, ``sequence``, ``cluster`` and ``figures`` are as in :func:`plan_as_json`, and ::
 
         sequences   of a step, over all ranks
         considered  how many divisions there were to choose from
