@@ -26,10 +26,8 @@ class Group:
     @property
     def is_aligned(self) -> bool:
         """Whether all nodes see equally much of the groups."""
-        if self.size == 1:
+        if self.size == 1 or self.stride >= self.per_node:
             return True
-        if self.stride >= self.per_node:
-            return self.stride % self.per_node == 0
         fitting, rest = divmod(self.per_node, self.stride)
         return rest == 0 and (fitting % self.size == 0 or self.size % fitting == 0)
 
