@@ -260,7 +260,7 @@ def lines(gpus: str, model: str, length: int, sequences: int, **changes: int) ->
         GPUS[name].cluster(int(ranks)), sequences, keep=4,
     )  # fmt: skip
     ranked = [
-        f"{one.seconds:.3f} s, {one.prediction.memory / 1e9:.1f} GB: {one.division} | {one.why}" for one in made.ranked
+        f"{one.seconds:.3f} s, {one.prediction.memory / 1e9:.1f} GB, {one.why}\n  {one.division}" for one in made.ranked
     ]
     by_context = ", ".join(f"{one.division.context.size}: {one.seconds:.3f}" for one in made.by_context)
     return "\n".join([f"of {made.considered}", *ranked, by_context, f"enough: {made.enough_context()}"])
@@ -268,35 +268,56 @@ def lines(gpus: str, model: str, length: int, sequences: int, **changes: int) ->
 
 @pytest.mark.slow
 def test_golden_llama3_8b_on_16_h100s() -> None:
-    assert_expected_inline(lines("h100x16", "llama3-8b", 32768, 16), """\
+    assert_expected_inline(
+        lines("h100x16", "llama3-8b", 32768, 16),
+        """\
 of 510
-4.930 s, 73.9 GB: shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail | fastest: 2% of the step is waiting
-4.998 s, 73.9 GB: shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail | +1.4%: computes 118 ms longer, in smaller tiles
-5.039 s, 50.3 GB: replicas 2 x context 8, 8 microbatches of 1: ulysses 8, head-tail | +2.2%: waits 109 ms longer
-5.060 s, 73.9 GB: context 16, 4 microbatches of 4: ulysses 4 x team 4, ulysses in node, 2d, rotates q, head-tail | +2.6%: computes 108 ms longer, in smaller tiles
+4.930 s, 73.9 GB, fastest: 2% of the step is waiting
+  shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
+4.998 s, 73.9 GB, +1.4%: computes 118 ms longer, in smaller tiles
+  shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
+5.039 s, 50.3 GB, +2.2%: waits 109 ms longer
+  replicas 2 x context 8, 8 microbatches of 1: ulysses 8, head-tail
+5.060 s, 73.9 GB, +2.6%: computes 108 ms longer, in smaller tiles
+  context 16, 4 microbatches of 4: ulysses 4 x team 4, ulysses in node, 2d, rotates q, head-tail
 1: 5.613, 2: 5.099, 4: 4.930, 8: 4.998, 16: 5.060
-enough: 4""")
+enough: 4""",
+    )
 
 
 @pytest.mark.slow
 def test_golden_llama3_70b_on_32_a100s() -> None:
-    assert_expected_inline(lines("a100x32", "llama3-70b", 8192, 32), """\
+    assert_expected_inline(
+        lines("a100x32", "llama3-70b", 8192, 32),
+        """\
 of 1089
-22.599 s, 77.0 GB: shards 4 x context 4 x tensor 2, 8 microbatches of 1: team 4, 2d, rotates q, head-tail | fastest: 13% of the step is waiting
-22.883 s, 77.0 GB: shards 2 x context 8 x tensor 2, 8 microbatches of 2: ulysses 4 x team 2, ulysses in node, 2d, rotates q, head-tail | +1.3%: waits 300 ms longer
-23.081 s, 77.2 GB: shards 4 x context 8, 8 microbatches of 1: team 8, 2d, rotates q, head-tail | +2.1%: waits 450 ms longer
-23.435 s, 77.2 GB: shards 2 x context 16, 8 microbatches of 2: ulysses 8 x team 2, ulysses in node, 2d, rotates q, head-tail | +3.7%: waits 853 ms longer
+22.599 s, 77.0 GB, fastest: 13% of the step is waiting
+  shards 4 x context 4 x tensor 2, 8 microbatches of 1: team 4, 2d, rotates q, head-tail
+22.883 s, 77.0 GB, +1.3%: waits 300 ms longer
+  shards 2 x context 8 x tensor 2, 8 microbatches of 2: ulysses 4 x team 2, ulysses in node, 2d, rotates q, head-tail
+23.081 s, 77.2 GB, +2.1%: waits 450 ms longer
+  shards 4 x context 8, 8 microbatches of 1: team 8, 2d, rotates q, head-tail
+23.435 s, 77.2 GB, +3.7%: waits 853 ms longer
+  shards 2 x context 16, 8 microbatches of 2: ulysses 8 x team 2, ulysses in node, 2d, rotates q, head-tail
 1: 24.950, 2: 24.987, 4: 22.599, 8: 22.883, 16: 23.435, 32: 24.354
-enough: 4""")
+enough: 4""",
+    )
 
 
 @pytest.mark.slow
 def test_golden_qwen3_8b_on_8_h200s() -> None:
-    assert_expected_inline(lines("h200x8", "qwen3-8b", 131072, 2), """\
+    assert_expected_inline(
+        lines("h200x8", "qwen3-8b", 131072, 2),
+        """\
 of 78
-13.469 s, 94.5 GB: context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail, METP | fastest: 0% of the step is waiting
-13.795 s, 68.9 GB: shards 2 x context 4: ulysses 4, head-tail, checkpoint attention | +2.4%: computes 272 ms longer, layers but for attention twice
-14.070 s, 67.4 GB: shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention | +4.5%: waits 329 ms longer
-14.101 s, 67.4 GB: context 4 x tensor 2: team 4, 2d, rotates q, head-tail, checkpoint attention | +4.7%: computes 339 ms longer, layers but for attention twice
+13.469 s, 94.5 GB, fastest: 0% of the step is waiting
+  context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail, METP
+13.795 s, 68.9 GB, +2.4%: computes 272 ms longer, layers but for attention twice
+  shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
+14.070 s, 67.4 GB, +4.5%: waits 329 ms longer
+  shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
+14.101 s, 67.4 GB, +4.7%: computes 339 ms longer, layers but for attention twice
+  context 4 x tensor 2: team 4, 2d, rotates q, head-tail, checkpoint attention
 1: 14.534, 2: 14.070, 4: 13.795, 8: 13.469
-enough: 8""")
+enough: 8""",
+    )
