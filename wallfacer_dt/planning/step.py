@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.layer import Layer, alone
 from wallfacer_dt.planning.timeline import Event, Timeline, run
 
@@ -148,9 +149,13 @@ class _Ends:
 
 
 def _without_attention(layer: Layer, **changes: Any) -> Layer:
-    """A layer with all that its own transfers depend on."""
-    context = replace(layer.division.context, placement="team_in_node", rotate="kv", rotate_forward="kv", **changes)
-    return replace(layer, division=replace(layer.division, context=context, microbatches=1))
+    """A layer with all that its own transfers depend on: ranks' numbers, and how what does not divide is dealt out."""
+    context = layer.division.context
+    if layer.sequence.length % context.size == layer.model.ffn % context.size == 0:
+        ring = Candidate(context.size, feed_forward=context.feed_forward, checkpoint=context.checkpoint)
+    else:
+        ring = replace(context, placement="team_in_node", rotate="kv", rotate_forward="kv")
+    return replace(layer, division=replace(layer.division, context=replace(ring, **changes), microbatches=1))
 
 
 @lru_cache(maxsize=256)
