@@ -28,7 +28,7 @@ from wallfacer_dt import (
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.attention import attention_events, head_patterns
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
-from wallfacer_dt.planning.predict import _round_all, attention_cost, predict
+from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.search import _because
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
@@ -407,15 +407,6 @@ def test_as_fast_is_what_is_ranked_by_bytes() -> None:
     first = ranked(9.990, 100)
     assert _because(ranked(9.9904, 200), first).why == "as fast, but more bytes cross nodes"
     assert _because(ranked(9.993, 50), first).why == "+0%: waits 3 ms longer, less of it hidden"
-
-
-def test_weights_go_round_as_fast_as_the_slower_link() -> None:
-    """Of many ranks latency decides, and of links only those that are used."""
-    both = Cluster(1024, 8, Link(50e9, 5e-6), Link(400e9, 10e-6))
-    assert _round_all(5 * 10**8, 1024, both) == pytest.approx(3 * 1023 * 10e-6 + 5e8 / 400e9)
-    alone = Cluster(4, 1, Link(1.0), Link(1e9))
-    assert _round_all(10**9, 4, alone) == pytest.approx(1.0)
-    assert _round_all(10**9, 4, Cluster(4, 4, Link(1e9), Link(1.0))) == pytest.approx(1.0)
 
 
 def test_the_same_sizes_are_equal_however_they_are_said() -> None:

@@ -13,9 +13,13 @@ from wallfacer_dt.metp import METPParallel
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.predict import Prediction, attention_cost, predict
+from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, predict
 from wallfacer_dt.planning.stack import stack_memory
+from wallfacer_dt.planning.step import Spent, least_step
+from wallfacer_dt.planning.words import said_bytes, said_seconds
 from wallfacer_dt.styles import WallFacerParallel
 
 if TYPE_CHECKING:
@@ -207,16 +211,30 @@ def plan(
     if not ranked:
         least = min(dropped, key=lambda one: one.prediction.memory)
         raise PlanningError(
-            f"nothing fits: memory is {_size(cluster.memory or 0)} a rank, and the least that any plan needs is "
-            f"{_size(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
+            f"nothing fits: memory is {said_bytes(cluster.memory or 0)} a rank, and the least that any plan needs is "
+            f"{said_bytes(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
             about="memory",
         )
     explained = tuple(_because(one, ranked[0]) for one in ranked)
     too_large = tuple(
-        replace(one, why=f"needs {_size(one.prediction.memory)}, a rank has {_size(cluster.memory or 0)}")
+        replace(one, why=f"needs {said_bytes(one.prediction.memory)}, a rank has {said_bytes(cluster.memory or 0)}")
         for one in sorted(dropped, key=lambda one: one.prediction.memory)
     )
     return Plan(model, sequence, cluster, explained, too_large, len(some))
+
+
+_UNKNOWN = -1  # bytes, so that a choice is looked at before those that are as fast
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A candidate in the queue, by the least that it can take until it has been predicted."""
+
+    least: tuple
+    candidate: Candidate
+    cost: AttentionCost
+    measured: float | None
+    ranked: Ranked | None = None
 
 
 def _by_mesh(attentions: Sequence[Candidate]) -> dict[Candidate, list[Candidate]]:
@@ -228,42 +246,59 @@ def _by_mesh(attentions: Sequence[Candidate]) -> dict[Candidate, list[Candidate]
 
 
 class _Search:
-    """The choices of every mesh and schedule, fastest first; memory is asked for only of those whose turn comes."""
+    """The choices of every mesh and schedule, fastest first.
+
+    What takes longer to say is asked only of those whose turn comes: at first of each the least that it can take, then
+    what it takes, then its memory.
+    """
 
     def __init__(self, model: ModelShape, sequence: SequenceShape, cluster: Cluster, profile: "Profile | None") -> None:
         self.model, self.sequence, self.cluster, self.profile = model, sequence, cluster, profile
-        self.choices: list[list[Ranked]] = []
+        self.queue: list[tuple[tuple, int, int, _Choice]] = []
+        self.left: list[int] = []
 
     def add(self, alike: Sequence[Candidate]) -> None:
-        """Predict attentions that differ in their rotations, each with layers of every kind."""
-        self.choices.append(sorted((one for attention in alike for one in self._choices(attention)), key=_order))
+        """Attentions that differ in their rotations, each with layers of every kind."""
+        mesh = len(self.left)
+        choices = [one for attention in alike for one in self._choices(attention)]
+        self.left.append(len(choices))
+        self.queue += ((one.least, mesh, turn, one) for turn, one in enumerate(choices))
 
-    def _choices(self, attention: Candidate) -> Iterator[Ranked]:
-        model, sequence, cluster, profile = self.model, self.sequence, self.cluster, self.profile
-        cost = attention_cost(attention, model, sequence, cluster)
+    def _choices(self, attention: Candidate) -> Iterator["_Choice"]:
+        model, sequence, profile = self.model, self.sequence, self.profile
+        cost = attention_cost(attention, model, sequence, self.cluster)
+        spent = [Spent.of(way.line) for way in cost.ways]
         for candidate in with_layers(attention, model):
-            prediction = predict(candidate, model, sequence, cluster, cost)
             measured = profile.seconds(candidate, model, sequence) if profile else None
-            yield Ranked(candidate, prediction, "", measured)
+            layer = Layer(Division(candidate, microbatch=sequence.batch), model, sequence, self.cluster)
+            least = (measured is None, measured or 0.0, _rounded(least_step(layer, *spent) * (1 - 1e-9)))
+            yield _Choice((*least, _UNKNOWN), candidate, cost, measured)
 
     def run(self, keep: int | None) -> tuple[list[Ranked], list[Ranked]]:
         """Those that fit, best first, of every mesh one; and those of which no choice fits, as small as can be."""
         limit = self.cluster.memory
         ranked, dropped = [], []
-        queue = [(_order(choices[0]), number, 0) for number, choices in enumerate(self.choices)]
         smallest: dict[int, Ranked] = {}
-        heapq.heapify(queue)
-        while queue and len(ranked) != keep:
-            _, number, turn = heapq.heappop(queue)
-            one = self._with_memory(self.choices[number][turn])
+        is_done = [False] * len(self.left)
+        heapq.heapify(self.queue)
+        while self.queue and len(ranked) != keep:
+            _, mesh, turn, choice = heapq.heappop(self.queue)
+            if is_done[mesh]:
+                continue
+            if choice.ranked is None:
+                prediction = predict(choice.candidate, self.model, self.sequence, self.cluster, choice.cost)
+                one = Ranked(choice.candidate, prediction, "", choice.measured)
+                heapq.heappush(self.queue, (_order(one), mesh, turn, replace(choice, ranked=one)))
+                continue
+            one = self._with_memory(choice.ranked)
             if limit is None or one.prediction.memory <= limit:
                 ranked.append(one)
+                is_done[mesh] = True
                 continue
-            smallest[number] = min(smallest.get(number, one), one, key=lambda some: some.prediction.memory)
-            if turn + 1 < len(self.choices[number]):
-                heapq.heappush(queue, (_order(self.choices[number][turn + 1]), number, turn + 1))
-            else:
-                dropped.append(smallest[number])
+            smallest[mesh] = min(smallest.get(mesh, one), one, key=lambda some: some.prediction.memory)
+            self.left[mesh] -= 1
+            if not self.left[mesh]:
+                dropped.append(smallest[mesh])
         return ranked, dropped
 
     def _with_memory(self, one: Ranked) -> Ranked:
@@ -289,7 +324,7 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     if one is first:
         how = "measured fastest" if one.measured is not None else "fastest"
         hidden = p.exposed / p.seconds if p.seconds else 0.0
-        into_node = f", {_size(p.node_bytes)} come into a node" if p.node_bytes else ""
+        into_node = f", {said_bytes(p.node_bytes)} come into a node" if p.node_bytes else ""
         return replace(one, why=f"{how}: {hidden:.0%} of the step is waiting{into_node}")
     slower = one.seconds / first.seconds - 1 if first.seconds else 0.0
     if one.measured is not None:
@@ -300,9 +335,9 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
         return replace(one, why=_as_fast(p, best))
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
-        return replace(one, why=f"{slower:+.0%}: waits {_ms(waits)} longer{_more_bytes(p, best)}")
+        return replace(one, why=f"{slower:+.0%}: waits {said_seconds(waits)} longer{_more_bytes(p, best)}")
     return replace(
-        one, why=f"{slower:+.0%}: computes {_ms(computes)} longer (smaller tiles, more merging, or idle heads)"
+        one, why=f"{slower:+.0%}: computes {said_seconds(computes)} longer (smaller tiles, more merging, or idle heads)"
     )
 
 
@@ -320,14 +355,3 @@ def _more_bytes(p: Prediction, best: Prediction) -> str:
     if best.rank_bytes and p.rank_bytes > 1.005 * best.rank_bytes:
         return f", receives {p.rank_bytes / best.rank_bytes:.2g} times as much"
     return ", less of it hidden"
-
-
-def _size(nbytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes} B"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

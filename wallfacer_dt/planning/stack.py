@@ -1,5 +1,8 @@
 """Peak memory of a stack of layers on one rank: weights, what autograd keeps, and the most a step needs beyond that.
 
+Of tensor ranks each has a part of heads, hidden units and vocabulary, and between these of the tokens; what they gather
+before a projection is kept, as DTensor keeps it (Korthikanti et al. 2022, section 4.2.2, would gather it once more).
+
 A layer is x + attention(norm(x)), then x + ffn(norm(x)), of ``torch.nn.RMSNorm`` and projections without biases. The
 most is held in the backward, of the last layer or of the loss: so only these are written out. Bytes are those of
 torch's CPU kernels, whose RMSNorm keeps its input and its result in the accumulation dtype; fused ones keep less.
@@ -11,7 +14,8 @@ from functools import lru_cache
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.candidates import Candidate
-from wallfacer_dt.planning.dry_run import feed_forward_peak
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.dry_run import Peaks, feed_forward_peak
 from wallfacer_dt.planning.memory import attention_memory
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
@@ -50,7 +54,7 @@ class StackMemory:
 
 
 def stack_memory(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> StackMemory:
-    """What a stack of ``model.layers`` layers holds in a step of training.
+    """What a stack of ``model.layers`` layers holds in a step of training, all ranks sharing each sequence.
 
     Weights are FSDP's, sharded over all ranks, but for those of feed-forwards under METP. Without a vocabulary there is
     no loss, and the output is the caller's and not counted.
@@ -63,68 +67,149 @@ def stack_memory(candidate: Candidate, model: ModelShape, sequence: SequenceShap
     Returns:
         The bytes.
     """
-    layer = _Layer(candidate, model, sequence)
-    stack = layer.kept * model.layers
-    loss = layer.loss
-    kept = stack + (layer.x + loss + layer.tokens if model.vocab else 0)
+    return division_memory(Division(candidate, microbatch=sequence.batch), model, sequence)
+
+
+def division_memory(division: Division, model: ModelShape, sequence: SequenceShape) -> StackMemory:
+    """The same on a rank of the stage that holds most.
+
+    Under 1F1B the first stage holds what up to p microbatches keep, the second one less, the last that of one, and what
+    the loss keeps (Narayanan et al. 2021, section 2.2.1). The first has the embedding, the last the output projection.
+
+    Args:
+        division: how ranks are divided.
+        model: whose layers, of all ranks together.
+        sequence: what a context group takes at a time; weights have its dtype.
+
+    Returns:
+        The bytes.
+    """
+    return _most(_Layer(division, model, sequence))
+
+
+def least_memory(division: Division, model: ModelShape, sequence: SequenceShape) -> int:
+    """The same, but for what computing takes beside: quick to say, and never more than :func:`division_memory`'s peak.
+
+    Args:
+        division: how ranks are divided.
+        model: whose layers.
+        sequence: what a context group takes at a time.
+
+    Returns:
+        The bytes.
+    """
+    return _most(_Layer(division, model, sequence, is_least=True)).peak
+
+
+def _most(layer: "_Layer") -> StackMemory:
+    last = layer.division.pipeline - 1
+    return max((_stage(layer, stage) for stage in {0, last}), key=lambda memory: memory.peak)
+
+
+def _stage(layer: "_Layer", stage: int) -> StackMemory:
+    division, model = layer.division, layer.model
+    layers, has_loss = model.layers // division.pipeline, bool(model.vocab) and stage == division.pipeline - 1
+    in_flight = min(division.pipeline - stage, division.microbatches)
+    stack = layer.kept * layers
+    has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
+    kept = stack + (layer.x + layer.loss + layer.tokens if has_loss else layer.tokens * has_tokens)
     # Logits' gradient, and the gradient of what the loss keeps; later, what it kept and the output are gone.
-    peaks = [kept + 2 * loss, stack - layer.kept + layer.backward + layer.tokens * bool(model.vocab)]
-    mine, itemsize = _elements(candidate, model), sequence.dtype.itemsize
+    peaks = [kept + 2 * layer.loss * has_loss, stack - layer.kept + layer.backward + layer.tokens * has_tokens]
+    others = (in_flight - 1) * kept
+    return StackMemory(*_of_weights(division, model, layer.sequence, stage), others + kept, max(peaks) - kept)
+
+
+def _of_weights(
+    division: Division, model: ModelShape, sequence: SequenceShape, stage: int
+) -> tuple[int, int, int, int]:
+    """Bytes of a rank's weights, of their gradients and of the optimizer's states; and of whole weights in use."""
+    mine, itemsize = _elements(division, model, stage), sequence.dtype.itemsize
     optimizer = mine * (_MOMENTS + _MASTER * (itemsize < _MASTER))
-    return StackMemory(
-        mine * itemsize, mine * itemsize, optimizer, _gathered(candidate, model, sequence), kept, max(peaks) - kept
-    )
+    return mine * itemsize, mine * itemsize, optimizer, _gathered(division, model, stage) * itemsize
 
 
-def _elements(candidate: Candidate, model: ModelShape) -> int:
-    """Of all weights, that a rank has."""
-    units = shard_sizes(model.ffn, candidate.axes)[0]
-    whole = model.layers * (model.attention_weights + 2 * model.hidden) + 2 * model.vocab * model.hidden
-    if candidate.feed_forward == "metp":
-        mine = model.layers * units * (model.ffn_weights // max(1, model.ffn))
+def _ends(division: Division, stage: int) -> int:
+    """How many of embedding and output projection a stage has."""
+    return (stage == 0) + (stage == division.pipeline - 1)
+
+
+def _norms(model: ModelShape) -> int:
+    """Elements of a layer's norms, which tensor ranks all have."""
+    return 2 * model.hidden
+
+
+def _elements(division: Division, model: ModelShape, stage: int) -> int:
+    """Of all weights of a stage, that a rank has."""
+    context, tensor = division.context, division.tensor
+    layers = model.layers // division.pipeline
+    split = layers * model.attention_weights + _ends(division, stage) * model.vocab * model.hidden
+    units = shard_sizes(model.ffn, context.axes)[0]
+    if context.feed_forward == "metp":
+        mine = layers * units * (model.ffn_weights // max(1, model.ffn))
     else:
-        whole, mine = whole + model.layers * model.ffn_weights, 0
-    return -(-whole // candidate.size) + mine
+        split, mine = split + layers * model.ffn_weights, 0
+    return -(-(-(-split // tensor) + layers * _norms(model)) // division.weight_ranks) + mine
 
 
-def _gathered(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> int:
-    if candidate.size == 1:
+def _gathered(division: Division, model: ModelShape, stage: int) -> int:
+    """Elements of whole weights in use, and of whole gradients; a tensor rank's part of them."""
+    if division.weight_ranks == 1:
         return 0
-    layer = model.attention_weights + 2 * model.hidden
-    layer += 0 if candidate.feed_forward == "metp" else model.ffn_weights
+    tensor = division.tensor
+    layer = model.attention_weights + (0 if division.context.feed_forward == "metp" else model.ffn_weights)
+    layer = -(-layer // tensor) + _norms(model)
+    if division.pipeline > 1:
+        # Gathered until the step ends, and so are gradients until the last microbatch's: torchtitan's default.
+        ends = -(-_ends(division, stage) * model.vocab * model.hidden // tensor)
+        return 2 * (model.layers // division.pipeline * layer + ends)
     # One is the next to be used; with the output projection and its gradient only that one is there.
     of_layer = (2 + (model.layers > 1)) * layer
-    of_loss = 2 * model.vocab * model.hidden + layer if model.vocab else 0
-    return max(of_layer, of_loss) * sequence.dtype.itemsize
+    of_loss = 2 * -(-model.vocab * model.hidden // tensor) + layer if model.vocab else 0
+    return max(of_layer, of_loss)
 
 
 class _Layer:
-    """Bytes of a layer's tensors by name; ``x`` is a rank's tokens, in the inputs' dtype."""
+    """Bytes of a layer's tensors by name; ``x`` is a rank's tokens, in the inputs' dtype.
 
-    def __init__(self, candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> None:
-        self.candidate, self.model, self.sequence = candidate, model, sequence
+    ``rows`` are those of the context rank, which its tensor ranks have together between projections.
+    """
+
+    def __init__(
+        self, division: Division, model: ModelShape, sequence: SequenceShape, *, is_least: bool = False
+    ) -> None:
+        candidate, tensor = division.context, division.tensor
+        self.division, self.candidate, self.model, self.sequence = division, candidate, model, sequence
         self.rows = shard_sizes(sequence.length, candidate.axes)[0] * sequence.batch
+        own = -(-self.rows // tensor)
         itemsize, wide = sequence.dtype.itemsize, accumulation_dtype(sequence.dtype).itemsize
-        self.x = self.rows * model.hidden * itemsize
-        self.wide_x = self.rows * model.hidden * wide
+        self.x = own * model.hidden * itemsize
+        self.wide_x = own * model.hidden * wide
         self.is_narrow = itemsize != wide
-        self.hidden = self.rows * model.ffn * itemsize
-        self.loss = self.rows * model.vocab * itemsize
+        self.whole_x = self.rows * model.hidden * itemsize
+        self.hidden = self.rows * -(-model.ffn // tensor) * itemsize
+        self.loss = self.rows * -(-model.vocab // tensor) * itemsize
         self.tokens = 2 * self.rows * 8  # and the targets
-        self.scale = self.rows * wide  # of every token, in a norm
-        self.attention = attention_memory(candidate, model, sequence, by_tokens=True)
+        self.scale = own * wide  # of every token, in a norm
+        self.is_least = is_least
+        own_heads = division.heads_of(model)
+        if is_least:
+            # Inputs, output and lse are kept, whatever the schedule.
+            token = 2 * (own_heads.heads + own_heads.keys) * own_heads.dim * itemsize + own_heads.heads * wide
+            self.attention = Peaks(*[self.rows * token] * 3)
+        else:
+            self.attention = attention_memory(candidate, own_heads, sequence, by_tokens=True)
 
     @property
     def result(self) -> int:
         """Attention's output and lse, which :func:`wallfacer_dt.checkpoint.save_attention` keeps."""
         wide = accumulation_dtype(self.sequence.dtype).itemsize
         token = self.model.dim * self.sequence.dtype.itemsize + wide
-        return self.rows * self.model.heads * token
+        return self.rows * self.model.heads // self.division.tensor * token
 
     @property
     def norm(self) -> int:
         """What a norm keeps: its input in the wide dtype, that scaled, the scale; and its output, for projections."""
-        return (self.wide_x if self.is_narrow else self.x) + self.wide_x + self.scale + self.x
+        return (self.wide_x if self.is_narrow else self.x) + self.wide_x + self.scale + self.whole_x
 
     @property
     def feed_forward(self) -> int:
@@ -151,9 +236,13 @@ class _Layer:
         if not self.model.ffn:
             return attending
         norming = before_ffn + 6 * self.wide_x + self.x
-        return max(self._feeding(there) + self.x, norming, attending)
+        # Tensor ranks gather the gradient of what they have given, which projections of the feed-forward need whole.
+        gathered = self.whole_x * (self.division.tensor > 1)
+        return max(self._feeding(there) + self.x + gathered, norming, attending)
 
     def _feeding(self, there: int) -> int:
+        if self.candidate.feed_forward == "metp" and self.is_least:
+            return there
         if self.candidate.feed_forward == "metp":
             return there + _feed_forward_peak(self.candidate.size, self.model, self.sequence)
         # Where both factors of the product have their gradients, it is gone, and its own gradient there.

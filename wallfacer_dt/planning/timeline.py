@@ -53,7 +53,8 @@ class Timeline:
         compute: seconds of computing.
         waiting: seconds of waiting for transfers.
         copying: seconds of copying what is sent, and what comes.
-        transfer: seconds during which links were busy.
+        intra: seconds during which the link within a node was busy.
+        inter: the same of the one between nodes.
         bars: of lanes "compute", "intra" and "inter".
     """
 
@@ -61,8 +62,19 @@ class Timeline:
     compute: float = 0.0
     waiting: float = 0.0
     copying: float = 0.0
-    transfer: float = 0.0
+    intra: float = 0.0
+    inter: float = 0.0
     bars: list[Bar] = field(default_factory=list)
+
+    @property
+    def busy(self) -> tuple[float, float]:
+        """Seconds in which each link was busy."""
+        return self.intra, self.inter
+
+    @property
+    def transfer(self) -> float:
+        """The sum of both."""
+        return self.intra + self.inter
 
     @property
     def exposed(self) -> float:
@@ -112,7 +124,7 @@ def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
                         there = max(there, arrives)
                 line.waiting += there - now
                 now = there + _copied(line, wire, copy)
-    line.seconds, line.transfer = now, sum(lane.busy for lane in lanes)
+    line.seconds, line.intra, line.inter = now, lanes[0].busy, lanes[1].busy
     return line
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from recipes.benchmarks.cluster.cases import METP, RING, Case, contenders
@@ -15,6 +16,8 @@ from wallfacer_dt.mesh import placed_ranks
 from wallfacer_dt.planning.attention import schedule_of
 from wallfacer_dt.planning.candidates import Candidate, attentions
 from wallfacer_dt.planning.predict import AttentionCost, attention_cost
+from wallfacer_dt.planning.timeline import Timeline, run
+from wallfacer_dt.planning.weights_ring import feed_forward_events
 
 PREDICTED, PROFILED = "predicted", "profiled"
 TOLERANCE = 1e-4
@@ -98,11 +101,23 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
     return Result(case, commit, machine(), by_name, bound(case, links), choosing)
 
 
+def _lines(way: Candidate, case: Case, links: Links) -> tuple[Timeline, Timeline]:
+    """What the planner predicts of forward and backward."""
+    if case.figure != METP:
+        cost = attention_cost(way, case.model, case.sequence, links)
+        return cost.forward, cost.backward
+    events = partial(feed_forward_events, way.axes, case.tokens, case.model, case.sequence, links)
+    return run(events(backward=False), links), run(events(backward=True), links)
+
+
 def bound(case: Case, links: Links) -> tuple[float, float]:
     """Seconds of forward and backward below which no way goes that there is.
 
     The larger of what a device computes at least, and of how long a node's link is busy with the fewest bytes.
     """
+    if case.figure == METP:
+        lines = _lines(contenders(case)[METP], case, links)
+        return max(lines[0].compute, *lines[0].busy), max(lines[1].compute, *lines[1].busy)
     costs = [
         attention_cost(way, case.model, case.sequence, links) for way in attentions(case.model, case.sequence, links)
     ]
@@ -115,11 +130,11 @@ def _bound(costs: list[AttentionCost], links: Links, which: int) -> float:
 
 
 def _measured(way: Candidate, case: Case, links: Links, turns: list[tuple[dict[str, Any], int]]) -> Measured:
-    cost = attention_cost(way, case.model, case.sequence, links)
+    lines = _lines(way, case, links)
     ranks = placed_ranks(way.ring, way.team, ulysses=way.ulysses, placement=way.placement).flatten()
     first, node_bytes = turns[0]
     planned, busy = [], []
-    for name, line in (("forward", cost.forward), ("backward", cost.backward)):
+    for name, line in zip(("forward", "backward"), lines, strict=True):
         place, *_ = schedule_of(way, case.sequence, backward=name == "backward")
         seen = first[name]["busy"]
         # Ranks that Ulysses gives other heads have other work, of which the planner takes the most.

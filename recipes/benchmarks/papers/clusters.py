@@ -147,8 +147,8 @@ def predicted(setting: Setting) -> Steps:
     ring = first(way for way in every if RING in names_of(way.candidate))
     published = [way for way in every if PUBLISHED in names_of(way.candidate)]
     walls = {team: first(way for way in published if way.candidate.team == team) for team in (2, 4)}
-    # Layers cost the same whatever the attention, so the first that fits is the fastest.
-    best = next(step for way in every if (step := _step(setting, way.candidate)).fits)
+    steps = (_step(setting, way.candidate) for way in every)
+    best = min((step for step in steps if step.fits), key=lambda step: step.prediction.seconds)
     assert ring is not None
     return Steps(ring, walls, best, len(every))
 

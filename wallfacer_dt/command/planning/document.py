@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from wallfacer_dt.command.planning.figures import Figures
+from wallfacer_dt.command.planning.flags import flags_of
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.planning import Plan, Profile, Ranked
+from wallfacer_dt.planning.dividing import DivisionPlan
 
 _VERSION = 1
 
@@ -46,6 +48,46 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
         The text.
     """
     entries = _plan_entries(plan) | {"code": code_of(plan, figures.activation), "figures": figures.as_json(plan)}
+    return json.dumps(entries, indent=1)
+
+
+def divided_as_json(plan: DivisionPlan, figures: Figures) -> str:
+    """Divided ranks as one JSON document, as ``--sequences`` prints it.
+
+    ``version``, ``model``, ``sequence``, ``cluster`` and ``figures`` are as in :func:`plan_as_json`, and ::
+
+        sequences   of a step, over all ranks
+        considered  how many divisions there were to choose from
+        ranked[]    why; what fits, fastest first
+          division    tensor, shards, replicas, pipeline, microbatch (sequences that a context group takes at a time),
+                      microbatches (how many of these in a step), context (a candidate)
+          prediction  as in a plan
+        by_context[]  likewise: the fastest for every number of context ranks of which something fits
+        contexts[]    all numbers of context ranks
+        enough_context  of which no more make a step shorter by more than 1%
+        flags       of torchtitan, for the first; as text
+
+    Args:
+        plan: the plan.
+        figures: of its first.
+
+    Returns:
+        The text.
+    """
+    entries = {
+        "version": _VERSION,
+        "model": asdict(plan.model),
+        "sequence": asdict(plan.sequence) | {"dtype": plan.sequence.dtype_name},
+        "cluster": plan.cluster.as_json(),
+        "sequences": plan.sequences,
+        "considered": plan.considered,
+        "ranked": [asdict(one) for one in plan.ranked],
+        "by_context": [asdict(one) for one in plan.by_context],
+        "contexts": list(plan.contexts),
+        "enough_context": plan.enough_context(),
+        "flags": flags_of(plan),
+        "figures": figures.as_json(plan),
+    }
     return json.dumps(entries, indent=1)
 
 

@@ -1,14 +1,15 @@
 """What stands beside a plan's predictions: tokens per second, MFU, memory by category, and what none of them counts."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wallfacer_dt.command.planning.machines import Where
-from wallfacer_dt.planning import Plan, Ranked
+from wallfacer_dt.planning import ModelShape, Plan, Ranked
+from wallfacer_dt.planning.dividing import DivisionPlan, RankedDivision
 from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.known_models import KnownModel
-from wallfacer_dt.planning.stack import StackMemory, stack_memory
+from wallfacer_dt.planning.stack import StackMemory, division_memory, stack_memory
 
 MFU = "model FLOPs without recomputation, causal attention counted as half / (time x ranks x peak)"
 
@@ -52,18 +53,35 @@ class Figures:
             origins=where.origins,
             source=where.source,
             activation=known.activation,
-            left_out=tuple(_left_out(plan, known)),
+            left_out=(*_left_out(model), _ALL_SHARE, *_of_model(known)),
         )
 
-    def rate(self, one: Ranked) -> float:
+    @classmethod
+    def of_division(cls, plan: DivisionPlan, where: Where, known: KnownModel) -> "Figures":
+        """The figures of divided ranks."""
+        step = replace(plan.sequence, batch=plan.sequences)
+        taken = replace(plan.sequence, batch=plan.chosen.microbatch)
+        return cls(
+            flops=model_flops(plan.model, step),
+            peak=where.peak,
+            ranks=plan.cluster.ranks,
+            tokens=step.batch * step.length,
+            memory=division_memory(plan.chosen, plan.model, taken),
+            origins=where.origins,
+            source=where.source,
+            activation=known.activation,
+            left_out=(*_left_out(plan.model), *_NOT_DIVIDED, *_of_model(known)),
+        )
+
+    def rate(self, one: Ranked | RankedDivision) -> float:
         """Tokens per second, of all ranks together."""
         return self.tokens / one.seconds
 
-    def mfu(self, one: Ranked) -> float | None:
+    def mfu(self, one: Ranked | RankedDivision) -> float | None:
         """Model FLOPs utilization, see :data:`MFU`; None without a peak."""
         return None if self.peak is None else flops_utilization(self.flops, one.seconds, self.ranks, self.peak)
 
-    def as_json(self, plan: Plan) -> dict[str, Any]:
+    def as_json(self, plan: Plan | DivisionPlan) -> dict[str, Any]:
         """Of the plan's first."""
         first = plan.ranked[0]
         return {
@@ -79,17 +97,25 @@ class Figures:
         }
 
 
-def _left_out(plan: Plan, known: KnownModel) -> Iterator[str]:
-    """What is in no number: of the time, of memory, and of the model."""
-    model = plan.model
+_ALL_SHARE = "data, tensor and pipeline parallelism: all ranks are taken to share each sequence; see --sequences"
+_NOT_DIVIDED = (
+    "in memory: FSDP's copies of gradients in float32 while they are reduced",
+    "of divisions: expert parallelism, other pipeline schedules than 1F1B, stages of unlike layers, asynchronous "
+    "tensor parallelism, METP's feed-forward beside data, tensor or pipeline parallelism, METP's attention",
+)
+
+
+def _left_out(model: ModelShape) -> Iterator[str]:
+    """What is in no number, of the time and of memory."""
     if not model.ffn:
         yield "in the time: projections (no --ffn: attention alone is planned)"
     if not model.vocab:
         yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
     else:
-        yield "in the time: FSDP's traffic of embedding and output projection"
+        yield "in the time: FSDP's traffic of the embedding; of the output projection a layer's counts"
     yield "in the time: norms, rotary embedding and other elementwise work, the loss, the optimizer, loading data"
     yield "in memory: workspace of kernels, the CUDA context, buffers of NCCL, what the allocator loses"
-    yield "data, tensor and pipeline parallelism: all ranks are taken to share each sequence"
-    for one in known.left_out:
-        yield f"of the model: {one}"
+
+
+def _of_model(known: KnownModel) -> Iterator[str]:
+    return (f"of the model: {one}" for one in known.left_out)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from wallfacer_dt import planning
 from wallfacer_dt.command.options import OptionError, check_least
+from wallfacer_dt.command.planning.divided import check_divisible, print_divided
 from wallfacer_dt.command.planning.document import plan_as_json
 from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.machines import Machines, load_profile
@@ -63,6 +64,13 @@ def plan(
         int | None, typer.Option(help="Entries of the vocabulary; 0 leaves it out. [default: 0, or the model's]")
     ] = None,
     batch: Batch = 1,
+    sequences: Annotated[
+        int | None,
+        typer.Option(
+            help="In a step over all ranks, which are then divided among data, tensor, pipeline and context "
+            "parallelism. [default: they all share --batch sequences]"
+        ),
+    ] = None,
     causal: Causal = False,
     full: Full = False,
     window: Window = None,
@@ -75,7 +83,9 @@ def plan(
             "replace its parts, but for --ranks, which it says itself.",
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="That share a sequence.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="All of them; they share a sequence, unless --sequences divides them.")
+    ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help=f"Neighbouring ranks in a node. [default: {NODE}]")] = None,
     intra: Annotated[str | None, typer.Option(metavar=_RATE, help="Into a rank, from its node, like 300GB/s.")] = None,
     inter: Annotated[str | None, typer.Option(metavar=_RATE, help="Into a node, like 12.5GB/s or 100Gbps.")] = None,
@@ -115,6 +125,7 @@ def plan(
 
     \b
     wallfacer plan --cluster h100x64 --model llama3-8b --seq 128k --causal
+    wallfacer plan --cluster h100x64 --model llama3-8b --seq 128k --causal --sequences 8
     """
     check_least("--top", top)
     if picture is not None:
@@ -126,6 +137,8 @@ def plan(
         vocab=vocab,
     )  # fmt: skip
     is_longest = seq == "longest"
+    if sequences is not None:
+        check_divisible(sequences, batch=batch, is_longest=is_longest, picture=picture)
     sequence = make_sequence(MOST if is_longest else seq, batch, causal=causal, full=full, window=window, dtype=dtype)
     if not is_longest:
         check_size(known.shape, sequence)
@@ -138,6 +151,9 @@ def plan(
     where = machines.cluster(sequence.dtype, known.shape.dim) if measured is None else machines.measured(measured)
     if is_longest and where.cluster.memory is None:
         raise OptionError("--seq longest: the memory of a rank is not known; give --memory")
+    if sequences is not None:
+        print_divided(known, sequence, sequences, where, top, as_document=as_document)
+        return
     with Console(stderr=True).status(f"planning for {where.cluster.ranks} ranks"):
         unit = length_unit(where.cluster.ranks)
         if is_longest:

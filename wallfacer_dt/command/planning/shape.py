@@ -25,7 +25,7 @@ Hidden = Annotated[int | None, typer.Option(help="Model dim.")]
 Heads = Annotated[int | None, typer.Option(help="Query heads.")]
 KVHeads = Annotated[int | None, typer.Option(help="Key and value heads. [default: as many]")]
 HeadDim = Annotated[int | None, typer.Option(help="Elements of a head. [default: hidden / heads]")]
-Batch = Annotated[int, typer.Option(help="Sequences in a step.")]
+Batch = Annotated[int, typer.Option(help="Sequences in a step, which all ranks share.")]
 Causal = Annotated[
     bool, typer.Option("--causal", help="A query sees the keys up to its own position. This or --full must be said.")
 ]

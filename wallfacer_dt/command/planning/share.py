@@ -5,6 +5,7 @@ from rich.console import Console
 from wallfacer_dt.command.planning.figures import MFU, Figures
 from wallfacer_dt.command.units import format_size, format_speed
 from wallfacer_dt.planning import Plan
+from wallfacer_dt.planning.dividing import DivisionPlan
 
 _CATEGORIES = {
     "weights": "weights, a rank's shards",
@@ -16,7 +17,7 @@ _CATEGORIES = {
 }
 
 
-def print_figures(plan: Plan, figures: Figures, console: Console) -> None:
+def print_figures(plan: Plan | DivisionPlan, figures: Figures, console: Console) -> None:
     """Print them.
 
     Args:

@@ -14,7 +14,7 @@ from wallfacer_dt.command.planning.machines import MEASURED
 from wallfacer_dt.command.planning.share import print_figures
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.command.units import format_rate, format_size, format_speed, format_time
-from wallfacer_dt.planning import Candidate, Link, Plan, Profile, Ranked
+from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, Plan, Profile, Ranked, SequenceShape
 
 _WIDTH = 100
 _DROPPED = 3  # of which more is said than how many
@@ -42,10 +42,10 @@ def print_plan(plan: Plan, figures: Figures, top: int, console: Console) -> None
     best = plan.ranked[:top]
     what = "" if plan.model.ffn else " of attention"
     layers = f", {plan.model.layers} layers" if plan.model.layers > 1 else ""
-    _print_table(
+    print_table(
         f"The best {len(best)} of {plan.considered} plans, for a step{what}{layers}", _costs(best, figures), console
     )
-    _print_table("Why", _reasons(plan, best), console)
+    print_table("Why", _reasons(plan, best), console)
     _print_dropped(plan.dropped, console)
     print_figures(plan, figures, console)
     console.print("\nTo use plan 1:", style="bold")
@@ -69,13 +69,32 @@ def print_profile(plan: Plan, profile: Profile, path: Path, console: Console) ->
     )
     if kernels.copy:
         console.print(f"a rank copies what it sends and receives, at {format_rate(1 / kernels.copy)}")
-    _print_table("Plans that were run: a step of attention, forward and backward", _runs(plan, profile), console)
+    print_table("Plans that were run: a step of attention, forward and backward", _runs(plan, profile), console)
     console.print(f"\nchosen: {plan.chosen}")
     console.print(f"written to {path}; wallfacer plan --profile reads it", soft_wrap=True)
 
 
 def _summary(plan: Plan, origins: Mapping[str, str]) -> Iterator[str]:
-    cluster, model, sequence = plan.cluster, plan.model, plan.sequence
+    sequence = plan.sequence
+    yield from summary_of_cluster(plan.cluster, origins)
+    orders = sorted({one.candidate.order for one in plan.ranked})
+    yield (
+        f"{sequence.length} tokens in {' or '.join(orders)} order{mask_of(sequence)}, batch {sequence.batch}, "
+        f"{sequence.dtype_name}"
+    )
+    yield summary_of_model(plan.model)
+
+
+def summary_of_cluster(cluster: Cluster, origins: Mapping[str, str]) -> Iterator[str]:
+    """Ranks, links and kernels, a line each.
+
+    Args:
+        cluster: it.
+        origins: who says the kernels' rates.
+
+    Yields:
+        The lines.
+    """
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {min(cluster.ranks, cluster.ranks_per_node)}"
     limit = "" if cluster.memory is None else f", each with {format_size(cluster.memory)}"
     yield f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)} on {nodes}{limit}"
@@ -88,14 +107,18 @@ def _summary(plan: Plan, origins: Mapping[str, str]) -> Iterator[str]:
     speeds = [f"{format_speed(getattr(kernels, name))} ({origin})" for name, origin in origins.items()]
     long = f" in long blocks, half of that in those of {kernels.half_rows:.0f} queries" * (kernels.half_rows >= 0.5)
     yield f"attention at {speeds[0]}, its backward at {speeds[1]}{long}, other matrix products at {speeds[2]}"
-    orders = sorted({one.candidate.order for one in plan.ranked})
-    seen = (", causal" if sequence.is_causal else ", full") + _window(sequence.window_size)
-    yield (
-        f"{sequence.length} tokens in {' or '.join(orders)} order{seen}, batch {sequence.batch}, {sequence.dtype_name}"
-    )
+
+
+def mask_of(sequence: SequenceShape) -> str:
+    """What is seen, after a comma."""
+    return (", causal" if sequence.is_causal else ", full") + _window(sequence.window_size)
+
+
+def summary_of_model(model: ModelShape) -> str:
+    """Its sizes."""
     ffn = f", {'gated ' * model.gated}feed-forward of {model.ffn}" if model.ffn else ""
     vocab = f", vocabulary of {model.vocab}" if model.vocab else ""
-    yield f"hidden {model.hidden}, {model.heads}/{model.keys} heads of {model.dim}{ffn}{vocab}"
+    return f"hidden {model.hidden}, {model.heads}/{model.keys} heads of {model.dim}{ffn}{vocab}"
 
 
 def _link(link: Link) -> str:
@@ -122,7 +145,7 @@ def _costs(best: Sequence[Ranked], figures: Figures) -> Table:
 
 def _table(*times: str, gap: int = 1) -> Table:
     """A table of candidates, with columns for how long they take."""
-    table = _plain(gap)
+    table = plain_table(gap)
     for heading in (_MESH, "in\nnode", "schedule", "rotates\nfwd,bwd"):
         table.add_column(heading)
     for heading in times:
@@ -143,7 +166,7 @@ def _choices(it: Candidate) -> list[str]:
 
 def _reasons(plan: Plan, best: Sequence[Ranked]) -> Table:
     """With the choices that not every plan has, so that the other table is not too wide."""
-    table = _plain()
+    table = plain_table()
     columns = {
         "order": (len({one.candidate.order for one in plan.ranked}) > 1, lambda one: one.candidate.order),
         "feed-forward": (bool(plan.model.ffn), lambda one: one.candidate.feed_forward.replace("metp", "METP")),
@@ -185,13 +208,15 @@ def _print_dropped(dropped: Sequence[Ranked], console: Console) -> None:
         console.print(f"and {len(dropped) - _DROPPED} that need as much or more")
 
 
-def _plain(gap: int = 1) -> Table:
+def plain_table(gap: int = 1) -> Table:
+    """A table of numbered rows."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, gap, 0, 0), pad_edge=False)
     table.add_column("#", justify="right", no_wrap=True)
     return table
 
 
-def _print_table(title: str, table: Table, console: Console) -> None:
+def print_table(title: str, table: Table, console: Console) -> None:
+    """A table with a line over it."""
     # Printed here, since a title is wrapped where its table ends.
     console.print(f"\n{title}", style="bold")
     for column in table.columns:

@@ -1,0 +1,62 @@
+"""Small clusters, models and every way to divide them, for tests of the planner."""
+
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+
+from wallfacer_dt import Cluster, Kernels, Link, ModelShape, SequenceShape
+from wallfacer_dt.planning.candidates import attentions
+from wallfacer_dt.planning.dividing import divisions
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.layer import Layer
+
+KERNELS = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10)
+MODEL = ModelShape(hidden=64, heads=4, kv_heads=2, ffn=192, layers=4, vocab=100)
+SEQUENCE = SequenceShape(256, is_causal=True, dtype=torch.bfloat16)
+
+
+def cluster(ranks: int = 8, per_node: int = 4, **changes: object) -> Cluster:
+    given = {"intra": Link(1e9, 1e-5), "inter": Link(4e8, 1e-4), "nics": per_node, "kernels": KERNELS}
+    return Cluster(ranks, per_node, **(given | changes))
+
+
+@st.composite
+def divided(draw: st.DrawFn, **fixed: object) -> Layer:
+    """A layer of any division of a small cluster, with any of its attentions."""
+    per_node = draw(st.sampled_from([1, 2, 4]))
+    where = cluster(per_node * draw(st.sampled_from([1, 2, 4])), per_node)
+    model = replace(
+        MODEL, ffn=draw(st.sampled_from([192, 256])), gated=draw(st.booleans()), vocab=draw(st.sampled_from([0, 100]))
+    )
+    sequence = replace(
+        SEQUENCE, dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])), is_causal=draw(st.booleans())
+    )
+    number = draw(st.sampled_from([1, 2, 4, 8]))
+    every = [
+        one for one in divisions(model, sequence, where, number)
+        if all(getattr(one, name) == value for name, value in fixed.items())
+    ]  # fmt: skip
+    some = every or [one for one in divisions(model, sequence, where, 8) if one.pipeline == 1]
+    division = draw(st.sampled_from(some))
+    heads = division.heads_of(model)
+    attention = draw(st.sampled_from(list(attentions(heads, sequence, division.context_cluster(where)))))
+    context = replace(attention, feed_forward=division.context.feed_forward, checkpoint=division.context.checkpoint)
+    return Layer(replace(division, context=context), model, replace(sequence, batch=division.microbatch), where)
+
+
+def cost_of(layer: Layer) -> object:
+    """Of the layer's attention."""
+    from wallfacer_dt.planning.predict import attention_cost
+
+    division = layer.division
+    return attention_cost(
+        division.context, division.heads_of(layer.model), layer.sequence, division.context_cluster(layer.cluster),
+        siblings=division.groups(layer.cluster)["context"].siblings,
+    )  # fmt: skip
+
+
+def layer_of(division: Division, **changes: object) -> Layer:
+    return replace(
+        Layer(division, MODEL, replace(SEQUENCE, batch=division.microbatch), cluster(division.size)), **changes
+    )

@@ -1,0 +1,323 @@
+"""Ranks divided among data, tensor, pipeline and context parallelism: what can be, what fits, what is chosen."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.divided import MODEL, SEQUENCE, cluster, cost_of, divided
+from tests.strategies import examples
+from wallfacer_dt import Cluster, Link, SequenceShape, plan
+from wallfacer_dt.planning import Candidate, PlanningError
+from wallfacer_dt.planning.candidates import attentions
+from wallfacer_dt.planning.dividing import DivisionPlan, divide, divisions
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.gpus import GPUS
+from wallfacer_dt.planning.known_models import MODELS
+from wallfacer_dt.planning.layer import Layer
+from wallfacer_dt.planning.predict import predict_division
+from wallfacer_dt.planning.stack import division_memory, least_memory, stack_memory
+
+
+@examples(40)
+@given(st.sampled_from([(1, 1), (2, 1), (4, 4), (8, 4), (12, 4), (16, 2), (24, 8)]), st.integers(1, 16))
+def test_divisions_are_all_that_can_be(size: tuple[int, int], sequences: int) -> None:
+    """Every product of the ranks tried."""
+    where = cluster(*size)
+    found = list(divisions(MODEL, SEQUENCE, where, sequences))
+    assert len(set(found)) == len(found)
+    for it in found:
+        assert it.size == where.ranks
+        assert it.sequences == sequences
+        assert all(group.is_aligned for group in it.groups(where).values())
+    sizes = {(it.pipeline, it.replicas, it.shards, it.context.size, it.tensor) for it in found}
+    assert sizes == set(possible(where, sequences))
+    assert {it.context.checkpoint for it in found} <= {"none", "attention", "full"}
+    for it in found:
+        if it.context.feed_forward == "metp":
+            assert it.context.size == where.ranks > 1
+
+
+def possible(where: Cluster, sequences: int) -> Iterator[tuple[int, ...]]:
+    """By the rules written out: 2 key heads, 4 layers, 192 hidden units, 256 tokens."""
+    numbers, per_node = range(1, where.ranks + 1), where.ranks_per_node
+    for p, t in product((1, 2, 4), (1, 2)):
+        for r, s in product(numbers, numbers):
+            c, rest = divmod(where.ranks, p * t * r * s)
+            if c == 0 or rest or sequences % (r * s) or per_node % t or -(-256 // c) % t:
+                continue
+            if r > 1 and t * s * c % per_node:
+                continue
+            spans = [(c, t), (s * c, t), (r, t * s * c), (p, t * s * c * r)]
+            if all(is_alike(where, *span) for span in spans):
+                yield p, r, s, c, t
+
+
+def is_alike(where: Cluster, size: int, stride: int) -> bool:
+    """Whether of a group every node that has some of its ranks has as many."""
+    counts: dict[tuple[int, int], int] = {}
+    for rank in range(where.ranks):
+        place = rank // stride % size
+        key = rank - place * stride, rank // where.ranks_per_node
+        counts[key] = counts.get(key, 0) + 1
+    return len(set(counts.values())) == 1
+
+
+@pytest.mark.parametrize("where", [(64, 8), (32, 8), (16, 4)])
+def test_tensor_ranks_stay_in_a_node_and_divide_heads(where: tuple[int, int]) -> None:
+    for heads, keys in ((32, 8), (12, 4), (6, 1)):
+        model = replace(MODEL, hidden=96, heads=heads, kv_heads=keys, head_dim=16)
+        found = {it.tensor for it in divisions(model, replace(SEQUENCE, length=4096), cluster(*where), 4)}
+        assert found == {t for t in (1, 2, 4, 8) if where[1] % t == 0 == heads % t == keys % t}
+
+
+@pytest.mark.parametrize("name", ["tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches"])
+def test_what_is_no_division_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Division(Candidate(2), **{name: 0})
+    if not name.startswith("micro"):
+        with pytest.raises(ValueError, match="feed_forward must be 'plain' beside data, tensor or pipeline"):
+            Division(Candidate(2, feed_forward="metp"), **{name: 2})
+    with pytest.raises(ValueError, match="tensor must divide heads, got 8 and 4"):
+        Division(Candidate(1), tensor=8).heads_of(MODEL)
+    with pytest.raises(ValueError, match="tensor must divide kv_heads, got 4 and 2"):
+        Division(Candidate(1), tensor=4).heads_of(MODEL)
+
+
+@examples(25)
+@given(divided(tensor=1, shards=1, replicas=1, pipeline=1), st.integers(1, 3))
+def test_where_all_share_a_sequence_it_is_the_plan_there_was(layer: Layer, rounds: int) -> None:
+    """Memory as the stack's, whatever the number of microbatches; and of one microbatch time as ``plan`` has it."""
+    division = replace(layer.division, tensor=1, shards=1, replicas=1, pipeline=1, microbatches=rounds)
+    where = cluster(division.size, min(4, division.size))
+    memory = stack_memory(division.context, layer.model, layer.sequence)
+    assert division_memory(division, layer.model, layer.sequence) == memory
+    if rounds == 1 and division.context.checkpoint == "none":
+        made = plan(layer.model, layer.sequence, where, only=[replace(division.context, feed_forward="plain")])
+        it = next(one for one in made.ranked if one.candidate.axes == division.context.axes)
+        divided = replace(division, context=it.candidate)
+        cost = cost_of(replace(layer, division=divided, cluster=where))
+        assert predict_division(divided, layer.model, layer.sequence, where, cost) == replace(it.prediction, memory=0)
+
+
+@examples(40)
+@given(divided())
+def test_memory_is_at_least_its_least(layer: Layer) -> None:
+    division, model, sequence = layer.division, layer.model, layer.sequence
+    memory = division_memory(division, model, sequence)
+    assert least_memory(division, model, sequence) <= memory.peak
+    assert min(memory.weights, memory.gradients, memory.optimizer, memory.kept, memory.working) >= 0
+    # All ranks together have every weight.
+    elements = model.layers * (model.attention_weights + model.ffn_weights + 2 * model.hidden)
+    elements += 2 * model.vocab * model.hidden
+    shares = division.tensor * division.weight_ranks * division.pipeline
+    assert memory.weights * shares >= elements * sequence.dtype.itemsize * (1 - 0.5 * (division.pipeline > 1))
+    parts = (1, 1, 2) if sequence.dtype == torch.float32 else (1, 1, 6)
+    assert (memory.gradients, memory.optimizer) == (memory.weights * parts[1], memory.weights * parts[2])
+    assert (memory.gathered == 0) == (division.weight_ranks == 1)
+
+
+def test_memory_of_a_stage_by_hand() -> None:
+    """The first keeps what its microbatches in flight do, the last one of them, and the loss's."""
+    model = replace(MODEL, vocab=0)
+    one = Division(Candidate(1))
+    whole = division_memory(one, model, SEQUENCE)
+    halves = replace(one, pipeline=2, microbatches=4)
+    staged = division_memory(halves, model, SEQUENCE)
+    assert staged.weights == whole.weights / 2
+    assert staged.kept == whole.kept  # two in flight of half as many layers
+    assert division_memory(replace(halves, microbatches=1), model, SEQUENCE).kept == whole.kept / 2
+    assert division_memory(replace(halves, pipeline=4), model, SEQUENCE).kept == whole.kept
+    # Weights and gradients of a stage are whole until the step ends.
+    sharded = division_memory(replace(halves, shards=2), model, SEQUENCE)
+    elements = 2 * (model.attention_weights + model.ffn_weights + 2 * model.hidden)
+    assert sharded.gathered == 2 * 2 * elements
+    assert sharded.weights == whole.weights / 4
+    # A vocabulary so large that the last stage holds most.
+    wide = replace(MODEL, vocab=10**5)
+    loss = division_memory(halves, wide, SEQUENCE)
+    assert loss.kept - staged.kept / 2 == pytest.approx(256 * (10**5 * 2 + 2 * 8 + 64 * 2))
+
+
+def test_tensor_ranks_have_a_part_of_all_but_what_they_gather() -> None:
+    one, two = (division_memory(Division(Candidate(1), tensor=t), replace(MODEL, vocab=0), SEQUENCE) for t in (1, 2))
+    norms = MODEL.layers * 2 * MODEL.hidden
+    assert 2 * two.weights - one.weights == 2 * norms
+    tokens = 256 * MODEL.hidden * 2
+    # Of a layer two norms' outputs are whole.
+    assert 2 * two.kept - one.kept == pytest.approx(MODEL.layers * 2 * tokens, rel=1e-3)
+
+
+@examples(8)
+@given(st.sampled_from([(4, 2), (8, 4), (4, 4)]), st.sampled_from([1, 2, 4]), st.floats(0.3, 1.5), st.booleans())
+def test_the_chosen_is_the_fastest_that_fits(size: tuple[int, int], sequences: int, tight: float, causal: bool) -> None:
+    """Every division with every attention predicted: none that fits is faster by more than 1% (see _TRIED)."""
+    where, sequence = cluster(*size), replace(SEQUENCE, is_causal=causal)
+    typical = division_memory(next(divisions(MODEL, sequence, where, sequences)), MODEL, sequence).peak
+    where = replace(where, memory=int(tight * typical))
+    best: dict[int, float] = {}
+    for division in divisions(MODEL, sequence, where, sequences):
+        heads, taken = division.heads_of(MODEL), replace(sequence, batch=division.microbatch)
+        for attention in attentions(heads, sequence, division.context_cluster(where)):
+            context = replace(
+                attention, feed_forward=division.context.feed_forward, checkpoint=division.context.checkpoint
+            )
+            one = replace(division, context=context)
+            if division_memory(one, MODEL, taken).peak <= where.memory:
+                layer = Layer(one, MODEL, taken, where)
+                seconds = predict_division(one, MODEL, taken, where, cost_of(layer)).seconds
+                best[context.size] = min(seconds, best.get(context.size, seconds))
+    if not best:
+        with pytest.raises(PlanningError, match="nothing fits"):
+            divide(MODEL, sequence, where, sequences)
+        return
+    made = divide(MODEL, sequence, where, sequences, keep=1)
+    assert len(made.ranked) == 1
+    assert made.prediction.seconds <= min(best.values()) * 1.01
+    assert made.prediction.memory <= where.memory
+    assert {one.division.context.size for one in made.by_context} == set(best)
+    for one in made.by_context:
+        assert best[one.division.context.size] <= one.seconds * (1 + 1e-9)
+        assert one.seconds <= best[one.division.context.size] * 1.01
+
+
+def test_ranked_are_different_and_in_order() -> None:
+    made = divide(MODEL, SEQUENCE, cluster(8, 4), 4, keep=7)
+    assert len(made.ranked) == 7
+    assert all(before.seconds <= after.seconds for before, after in pairwise(made.ranked))
+    kinds = [(d.pipeline, d.replicas, d.shards, d.context.size, d.tensor) for d in (o.division for o in made.ranked)]
+    assert len(set(kinds)) == 7
+    assert made.ranked[0].why.startswith("fastest: ")
+    assert all(one.why.startswith("+") for one in made.ranked[1:])
+    assert made.chosen.size == 8
+    assert made.considered == len(list(divisions(MODEL, SEQUENCE, cluster(8, 4), 4)))
+    assert made.contexts == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "about", "message"),
+    [
+        ({"sequences": 0}, "sequences", "must be at least 1, got 0"),
+        ({"model": replace(MODEL, ffn=0)}, "ffn", "there is no feed-forward"),
+        ({"cluster": cluster(8, 4, memory=1000)}, "memory", "nothing fits: memory is 1 kB a rank, and the least"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(changes: dict, about: str, message: str) -> None:
+    given = {"model": MODEL, "sequence": SEQUENCE, "cluster": cluster(8, 4), "sequences": 4} | changes
+    with pytest.raises(PlanningError, match=message) as refused:
+        divide(**given)
+    assert refused.value.about == about
+
+
+def test_what_is_no_request_is_refused() -> None:
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        divide(MODEL, SEQUENCE, cluster(), 1, keep=0)
+    with pytest.raises(ValueError, match="batch must be 1 where ranks are divided"):
+        divide(MODEL, replace(SEQUENCE, batch=2), cluster(), 1)
+
+
+def contexts(*seconds: float) -> DivisionPlan:
+    """With 1, 2, 4, ... context ranks of so many seconds."""
+    made = divide(MODEL, SEQUENCE, cluster(1, 1), 1)
+    by_context = tuple(
+        replace(
+            made.ranked[0],
+            division=Division(Candidate(2**i)),
+            prediction=replace(made.prediction, seconds=one),
+        )
+        for i, one in enumerate(seconds)
+    )
+    return replace(made, by_context=by_context, contexts=tuple(2**i for i in range(len(seconds))))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "enough"),
+    [((1.0,), 1), ((4, 2, 1), 4), ((1, 2, 3), 1), ((2, 1, 0.995, 1.2), 2), ((2, 1, 0.98, 1.2), 4), ((1, 1.1, 0.5), 4)],
+)
+def test_enough_context_ranks(seconds: tuple[float, ...], enough: int) -> None:
+    assert contexts(*seconds).enough_context() == enough
+
+
+def test_slow_nodes_are_told_apart_by_a_pipeline() -> None:
+    """Where hardly anything can be sent between two nodes, stages are on them."""
+    model = replace(MODEL, hidden=512, head_dim=16, ffn=2048, vocab=0)
+    where = cluster(8, 4, inter=Link(1e6), intra=Link(1e10, 1e-6))
+    made = divide(model, replace(SEQUENCE, length=64), where, 32)
+    assert made.chosen.pipeline == 2
+    fast = divide(model, replace(SEQUENCE, length=64), cluster(8, 4, inter=Link(1e12), intra=Link(1e12)), 32)
+    assert fast.chosen.pipeline == 1
+
+
+def lines(gpus: str, model: str, length: int, sequences: int, **changes: int) -> str:
+    name, ranks = gpus.split("x")
+    made = divide(
+        replace(MODELS[model].shape, **changes), SequenceShape(length, is_causal=True),
+        GPUS[name].cluster(int(ranks)), sequences, keep=4,
+    )  # fmt: skip
+    ranked = [
+        f"{one.seconds:.3f} s, {one.prediction.memory / 1e9:.1f} GB, {one.why}\n  {one.division}" for one in made.ranked
+    ]
+    by_context = ", ".join(f"{one.division.context.size}: {one.seconds:.3f}" for one in made.by_context)
+    return "\n".join([f"of {made.considered}", *ranked, by_context, f"enough: {made.enough_context()}"])
+
+
+@pytest.mark.slow
+def test_golden_llama3_8b_on_16_h100s() -> None:
+    assert_expected_inline(
+        lines("h100x16", "llama3-8b", 32768, 16),
+        """\
+of 510
+4.930 s, 73.9 GB, fastest: 2% of the step is waiting
+  shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
+4.998 s, 73.9 GB, +1.4%: computes 118 ms longer, in smaller tiles
+  shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
+5.039 s, 50.3 GB, +2.2%: waits 109 ms longer
+  replicas 2 x context 8, 8 microbatches of 1: ulysses 8, head-tail
+5.060 s, 73.9 GB, +2.6%: computes 108 ms longer, in smaller tiles
+  context 16, 4 microbatches of 4: ulysses 4 x team 4, ulysses in node, 2d, rotates q, head-tail
+1: 5.613, 2: 5.119, 4: 4.930, 8: 4.998, 16: 5.060
+enough: 4""",
+    )
+
+
+@pytest.mark.slow
+def test_golden_llama3_70b_on_32_a100s() -> None:
+    assert_expected_inline(
+        lines("a100x32", "llama3-70b", 8192, 32),
+        """\
+of 1089
+22.599 s, 77.0 GB, fastest: 13% of the step is waiting
+  shards 4 x context 4 x tensor 2, 8 microbatches of 1: team 4, 2d, rotates q, head-tail
+22.883 s, 77.0 GB, +1.3%: waits 300 ms longer
+  shards 2 x context 8 x tensor 2, 8 microbatches of 2: ulysses 4 x team 2, ulysses in node, 2d, rotates q, head-tail
+23.081 s, 77.2 GB, +2.1%: waits 450 ms longer
+  shards 4 x context 8, 8 microbatches of 1: team 8, 2d, rotates q, head-tail
+23.435 s, 77.2 GB, +3.7%: waits 853 ms longer
+  shards 2 x context 16, 8 microbatches of 2: ulysses 8 x team 2, ulysses in node, 2d, rotates q, head-tail
+1: 24.950, 2: 24.987, 4: 22.599, 8: 22.883, 16: 23.435, 32: 24.108
+enough: 4""",
+    )
+
+
+@pytest.mark.slow
+def test_golden_qwen3_8b_on_8_h200s() -> None:
+    assert_expected_inline(
+        lines("h200x8", "qwen3-8b", 131072, 2),
+        """\
+of 78
+13.469 s, 94.5 GB, fastest: 0% of the step is waiting
+  context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail, METP
+13.795 s, 68.9 GB, +2.4%: computes 272 ms longer, layers but for attention twice
+  shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
+14.082 s, 67.4 GB, +4.6%: waits 341 ms longer
+  shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
+14.113 s, 67.4 GB, +4.8%: computes 339 ms longer, layers but for attention twice
+  context 4 x tensor 2: team 4, 2d, rotates q, head-tail, checkpoint attention
+1: 14.534, 2: 14.082, 4: 13.795, 8: 13.469
+enough: 8""",
+    )

@@ -1,0 +1,275 @@
+"""A layer as one simulation: what groups put on links, what shares them, and how long a step is at least."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.divided import KERNELS, MODEL, SEQUENCE, cost_of, divided, layer_of
+from tests.strategies import examples
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
+from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
+from wallfacer_dt.planning import Candidate
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.groups import Group
+from wallfacer_dt.planning.layer import Layer, alone
+from wallfacer_dt.planning.predict import attention_cost, predict, predict_division
+from wallfacer_dt.planning.step import Spent, least_step, simulated_step
+from wallfacer_dt.planning.timeline import Begin, End, on_links, run
+from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, wires
+
+ONE = Cluster(4, 2, Link(1.0), Link(1.0))  # a byte a second
+
+
+def near(nbytes: int) -> Wire:
+    return Wire(nbytes, 1, nbytes)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[Group, int]:
+    """A group's axis, and all ranks."""
+    per_node, nodes = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(1, 6))
+    ranks = per_node * nodes
+    size = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+    stride = draw(st.sampled_from([n for n in range(1, ranks // size + 1) if (ranks // size) % n == 0]))
+    return Group(size, stride, per_node), ranks
+
+
+def places(group: Group, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every rank's place in its group, and its node."""
+    every = np.arange(ranks)
+    return every // group.stride % group.size, every // group.per_node
+
+
+@given(groups(), st.integers(1, 100), st.booleans())
+def test_a_gather_is_one_of_all_groups_rank_by_rank(drawn: tuple[Group, int], part: int, striped: bool) -> None:
+    """Every sender and receiver written out, as attention's transfers are."""
+    group, ranks = drawn
+    if not group.is_aligned:
+        return
+    place, node = places(group, ranks)
+    pairs = [(r, r + (k - place[r]) * group.stride) for r in range(ranks) for k in range(group.size) if k != place[r]]
+    if not pairs:
+        assert group.gather(part) == Wire()
+        return
+    receiver, sender = np.array(pairs).T
+    via = receiver + ((place[receiver] - 1) % group.size - place[receiver]) * group.stride
+    arrived = Arrivals(receiver, sender, via, np.full(len(pairs), part), np.ones(len(pairs), int))
+    key = Key(False, "gather", "", 0)
+    counted = wires({key: arrived}, node, striped_gathers=False)[key]
+    assert group.gather(part, is_striped=False) == counted
+    members = [sum(node[s] == node[r] for s in range(ranks) if (s - r) % group.stride == 0
+                   and (place[s] - place[r]) * group.stride == s - r) for r in range(ranks)]  # fmt: skip
+    assert set(members) == {group.members}
+    entering = (group.size - 1) * -(-part // group.members) if counted.far else 0
+    assert group.gather(part) == replace(counted, inter=entering)
+    twice = group.all_reduce(group.size * part, is_striped=striped)
+    once = group.gather(part, is_striped=striped)
+    assert twice == Wire(*(2 * n for n in (once.nbytes, once.near, once.intra, once.far, once.inter, once.node)))
+
+
+@given(groups())
+def test_aligned_groups_are_alike_on_all_nodes(drawn: tuple[Group, int]) -> None:
+    """And only these: of each group as many ranks on every node that has any."""
+    group, ranks = drawn
+    place, node = places(group, ranks)
+    of = np.arange(ranks) - place * group.stride
+    counts = Counter(zip(of.tolist(), node.tolist(), strict=True))
+    assert group.is_aligned == (len(set(counts.values())) == 1)
+
+
+@given(groups(), st.integers(1, 100))
+def test_a_pipeline_sends_to_the_next_stage(drawn: tuple[Group, int], nbytes: int) -> None:
+    group, ranks = drawn
+    group = replace(group, stride=ranks // group.size)
+    if not group.is_aligned or group.size == 1:
+        return
+    place, node = places(group, ranks)
+    sender = np.flatnonzero(place < group.size - 1)
+    receiver = sender + group.stride
+    key = Key(False, "move", "", 0)
+    arrived = Arrivals(receiver, sender, sender, np.full(len(sender), nbytes), np.ones(len(sender), int))
+    assert group.send(nbytes) == wires({key: arrived}, node)[key]
+
+
+@examples(60)
+@given(divided())
+def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
+    """FSDP: (n-1)/n of a layer's weights; tensor ranks: (t-1)/t of tokens, four times each way; METP: its volume."""
+    division, model = layer.division, layer.model
+    ways = cost_of(layer).ways
+    forward, backward = list(layer.forward(ways[0].events)), list(layer.backward(ways[1].events, ways[0].events))
+    sent: list[Counter[str]] = []
+    for events in (forward, backward):
+        begun = [event for event in events if isinstance(event, Begin)]
+        assert sorted(one.name for one in begun) == sorted(one.name for one in events if isinstance(one, End))
+        sent.append(Counter())
+        for one in begun:
+            sent[-1][one.name.split()[0]] += one.wire.nbytes
+    itemsize, n, t, r = layer.sequence.dtype.itemsize, division.weight_ranks, division.tensor, division.replicas
+    is_metp = division.context.feed_forward == "metp"
+    weights = (model.attention_weights + (0 if is_metp else model.ffn_weights)) // t
+    shard = -(-weights // n)
+    assert sent[0]["weights"] == sent[1]["weights"] == (n - 1) * shard * itemsize
+    # Gradients in float32.
+    assert (sent[0]["gradients"], sent[1]["gradients"]) == (0, (n - 1) * shard * 4)
+    assert sent[1]["replicas"] == 2 * (r - 1) * -(-shard * 4 // r)
+    repeats = 1 if division.context.checkpoint == "none" else 2
+    tokens = 256 // division.context.size * division.microbatch
+    assert sent[0]["tokens"] == 4 * (t - 1) * (tokens // t) * model.hidden * itemsize
+    assert sent[1]["tokens"] == repeats * sent[0]["tokens"]
+    if is_metp:
+        volumes = feed_forward_volume(
+            division.context.axes, model_dim=model.hidden, hidden=model.ffn, dtype=layer.sequence.dtype,
+            gated=model.gated,
+        )  # fmt: skip
+        assert sent[0]["feed-forward"] == volumes[0].bytes
+        assert sent[1]["feed-forward"] == volumes[1].bytes + (repeats - 1) * volumes[0].bytes
+
+
+@examples(40)
+@given(divided())
+def test_a_layer_computes_every_product(layer: Layer) -> None:
+    """Twice as much in the backward, once more under a checkpoint, and what METP computes again of its units."""
+    division, model = layer.division, layer.model
+    tokens = 256 // division.context.size * division.microbatch
+    share = 2 * tokens / division.tensor / KERNELS.linear
+    again = (2 / 3 if model.gated else 1 / 2) if division.context.feed_forward == "metp" else 0
+    passes = 2 if division.context.checkpoint == "none" else 3
+    weights = model.attention_weights + model.ffn_weights
+    assert run(layer.forward(()), layer.cluster).compute == pytest.approx(share * weights)
+    backward = run(layer.backward((), ()), layer.cluster).compute
+    assert backward == pytest.approx(share * (passes * weights + again * model.ffn_weights))
+
+
+@examples(40)
+@given(divided(), st.sampled_from(["intra", "inter"]), st.floats(1, 100), st.floats(0, 1))
+def test_a_better_link_makes_no_step_longer(layer: Layer, level: str, factor: float, latency: float) -> None:
+    link = getattr(layer.cluster, level)
+    better = replace(layer, cluster=replace(layer.cluster, **{
+        level: Link(link.bandwidth * factor, link.latency * latency)
+    }))  # fmt: skip
+    before, after = (simulated_step(one, cost_of(one).ways) for one in (layer, better))
+    assert after.seconds <= before.seconds * (1 + 1e-9)
+    assert after.compute == pytest.approx(before.compute)
+
+
+@examples(60)
+@given(divided())
+def test_a_step_is_no_shorter_than_its_least(layer: Layer) -> None:
+    cost = cost_of(layer)
+    step = simulated_step(layer, cost.ways)
+    spent = [Spent.of(way.line) for way in cost.ways]
+    least = least_step(layer, *spent)
+    assert least <= step.seconds * (1 + 1e-9)
+    assert step.compute <= step.seconds * (1 + 1e-9)
+    # Nothing is left out of it: what is on no link but one after the other is all there is.
+    free = replace(layer, cluster=replace(layer.cluster, intra=Link(1e40), inter=Link(1e40)))
+    ways = cost_of(free).ways
+    alone = least_step(free, *(Spent.of(way.line) for way in ways))
+    assert simulated_step(free, ways).seconds == pytest.approx(alone)
+
+
+def test_one_rank_only_computes() -> None:
+    """By hand: 6 for every token and weight, of which the backward has two thirds, and attention's rates."""
+    division = Division(Candidate(1, order="head_tail"), microbatch=3, microbatches=5)
+    layer = layer_of(division)
+    cost = cost_of(layer)
+    it = predict_division(division, MODEL, layer.sequence, layer.cluster, cost)
+    tokens = 5 * 3 * 256
+    weights = MODEL.layers * (MODEL.attention_weights + MODEL.ffn_weights) + MODEL.hidden * MODEL.vocab
+    attention = MODEL.layers * (cost.forward.compute + cost.backward.compute)
+    assert (it.exposed, it.overlapped, it.rank_bytes, it.node_bytes) == (pytest.approx(0, abs=1e-12), 0, 0, 0)
+    assert it.seconds == pytest.approx(6 * tokens * weights / KERNELS.linear + 5 * attention)
+
+
+@pytest.mark.parametrize("name", ["weights", "gradients", "replicas", "tokens", "activations"])
+def test_a_transfer_alone_takes_what_its_links_say(name: str) -> None:
+    division = Division(Candidate(2), tensor=2, shards=2, replicas=2, pipeline=2)
+    layer = layer_of(division)
+    wire = getattr(layer, name)
+    assert wire.nbytes
+    assert run(alone((name, wire)), layer.cluster).seconds == max(on_links(wire, layer.cluster))
+    by_hand = {
+        # 3 others of 4 on two nodes, each a fourth of half the weights; two of a node go round at once.
+        "weights": 3 * 1e-4 + 2 * 3 * (MODEL.attention_weights + MODEL.ffn_weights) // 8 * 2 / 4e8,
+        "gradients": 3 * 1e-4 + 2 * 3 * (MODEL.attention_weights + MODEL.ffn_weights) // 8 * 4 / 4e8,
+        # All four ranks of a node, each twice half of an eighth.
+        "replicas": 2 * 1e-4 + 4 * (MODEL.attention_weights + MODEL.ffn_weights) // 8 * 4 / 4e8,
+        "tokens": 1e-5 + 64 * 64 * 2 / 1e9,
+        "activations": 1e-4 + 4 * 64 * 64 * 2 / 4e8,
+    }
+    assert max(on_links(wire, layer.cluster)) == pytest.approx(by_hand[name])
+
+
+def test_weights_hide_behind_all_that_computes_and_gradients_of_the_last_layer_do_not() -> None:
+    """Of a chain of layers by hand: what is longer than the layer is exposed, and a layer's at both ends."""
+    model = replace(MODEL, vocab=0)
+    for bandwidth, is_hidden in ((1e12, True), (1e6, False)):
+        where = Cluster(2, 2, Link(bandwidth), Link(1.0), kernels=KERNELS)
+        layer = Layer(Division(Candidate(1), shards=2), model, SEQUENCE, where)
+        cost = cost_of(layer)
+        elements = (model.attention_weights + model.ffn_weights) / 2
+        gather, reduce = elements * 2 / bandwidth, elements * 4 / bandwidth
+        forward = cost.forward.compute + 2 * 256 * 2 * elements / KERNELS.linear
+        backward = cost.backward.compute + 4 * 256 * 2 * elements / KERNELS.linear
+        step = simulated_step(layer, cost.ways)
+        layers = max(forward, gather) + max(backward, gather + reduce)
+        assert (gather < forward) is is_hidden
+        assert step.seconds == pytest.approx(gather + model.layers * layers + reduce)
+
+
+def test_a_pipeline_by_hand() -> None:
+    """Two stages, three microbatches: the bubble is a stage's, the output projection the last one's."""
+    where = Cluster(2, 1, Link(1e40), Link(1e40), kernels=KERNELS)
+    division = Division(Candidate(1), pipeline=2, microbatches=3)
+    layer = Layer(division, MODEL, SEQUENCE, where)
+    cost = cost_of(layer)
+    weights = MODEL.attention_weights + MODEL.ffn_weights
+    stage = 2 * (cost.forward.compute + cost.backward.compute + 6 * 256 * weights / KERNELS.linear)
+    head = 6 * 256 * MODEL.hidden * MODEL.vocab / KERNELS.linear
+    it = predict_division(division, MODEL, SEQUENCE, where, cost)
+    assert it.seconds == pytest.approx(4 * stage + 3 * head)
+    assert it.compute == pytest.approx(3 * (stage + head))
+    assert division.bubble == pytest.approx(stage / (3 * stage))
+    # What is sent is waited for, forward and backward, by all but the last that many times.
+    slow = replace(layer, cluster=replace(where, inter=Link(1e6)))
+    sent = 2 * 256 * 64 * 2 / 1e6
+    assert simulated_step(slow, cost.ways).seconds == pytest.approx(it.seconds + 4 * sent)
+
+
+def test_a_pipelines_weights_come_once_and_gradients_leave_once() -> None:
+    where = Cluster(4, 2, Link(1e6), Link(1e40), kernels=KERNELS)
+    model = replace(MODEL, vocab=0)
+    times = {}
+    for rounds in (2, 3):
+        layer = Layer(Division(Candidate(1), shards=2, pipeline=2, microbatches=rounds), model, SEQUENCE, where)
+        times[rounds] = simulated_step(layer, cost_of(layer).ways).seconds
+    cost = cost_of(layer)
+    weights = model.attention_weights + model.ffn_weights
+    stage = 2 * (cost.forward.compute + cost.backward.compute + 6 * 256 * weights / KERNELS.linear)
+    assert times[3] - times[2] == pytest.approx(stage)
+    gather, forward = weights / 1e6, cost.forward.compute + 2 * 256 * weights / KERNELS.linear
+    assert gather > forward
+    assert times[2] == pytest.approx(3 * stage + gather + 2 * (gather - forward) + 2 * 2 * gather)
+
+
+def test_attention_shares_its_links_with_weights() -> None:
+    """Ulysses' exchange takes up to twice as long while weights come, and everything else that long alone."""
+    model, sequence = ModelShape(64, 4, ffn=4096), SequenceShape(512)
+    where = Cluster(4, 4, Link(1e7), Link(1.0), kernels=KERNELS)
+    candidate = Candidate(1, 1, 4)
+    cost = attention_cost(candidate, model, sequence, where)
+    together = predict(candidate, model, sequence, where, cost)
+    layer = Layer(Division(candidate), model, sequence, where)
+    parts = run(layer.forward(cost.ways[0].events, shares_weights=False), where)
+    weights = run(alone(("weights", layer.weights)), where)
+    forward = run(layer.forward(cost.ways[0].events), where)
+    assert weights.seconds > parts.transfer > 0
+    # The link has both to carry, and carries without a break.
+    assert forward.seconds == pytest.approx(weights.seconds + parts.transfer, rel=0.05)
+    assert forward.waiting < parts.waiting + weights.seconds + parts.transfer
+    assert together.seconds > parts.seconds

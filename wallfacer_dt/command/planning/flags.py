@@ -1,0 +1,64 @@
+"""A division as flags of torchtitan 0.3.0, as ``recipes.torchtitan`` takes them, and what these cannot say."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from wallfacer_dt.planning.candidates import node_of
+from wallfacer_dt.planning.dividing import DivisionPlan
+
+_BALANCERS = {"head_tail": "headtail", "contiguous": "None"}
+_CHECKPOINTS = {"none": "none", "attention": "full", "full": "full"}
+
+
+def flags_of(plan: DivisionPlan) -> str:
+    """Flags for the chosen division, and a comment for everything that they cannot say.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        Lines of a shell.
+    """
+    it, context = plan.chosen, plan.chosen.context
+    parallelism = {
+        "data_parallel_replicate_degree": it.replicas,
+        "data_parallel_shard_degree": it.shards,
+        "tensor_parallel_degree": it.tensor,
+        "pipeline_parallel_degree": it.pipeline,
+        "context_parallel_degree": context.size,
+        "context_parallel_ulysses": context.ulysses,
+        "context_parallel_ring": context.ring,
+        "context_parallel_team": context.team,
+        "context_parallel_schedule": context.schedule,
+        "context_parallel_rotate": context.rotate,
+        "context_parallel_rotate_forward": context.rotate_forward,
+        "context_parallel_load_balancer": _BALANCERS[context.order],
+    }
+    if it.pipeline > 1:
+        parallelism |= {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": it.microbatch}
+    # Of a pipeline all microbatches are one batch; otherwise gradients of one after the other are added up.
+    local = it.microbatch * (it.microbatches if it.pipeline > 1 else 1)
+    training = {"local_batch_size": local, "global_batch_size": plan.sequences, "seq_len": plan.sequence.length}
+    lines = [f"--parallelism.{name} {value}" for name, value in parallelism.items()]
+    lines += [f"--training.{name} {value}" for name, value in training.items()]
+    lines.append(f"activation-checkpoint:{_CHECKPOINTS[context.checkpoint]}")
+    return "\n".join([*(f"{line} \\" for line in lines[:-1]), lines[-1], *(f"# {note}" for note in _notes(plan))])
+
+
+def _notes(plan: DivisionPlan) -> Iterator[str]:
+    it, context = plan.chosen, plan.chosen.context
+    if it.pipeline > 1:
+        yield "recipes.torchtitan refuses pipeline parallelism beside its context parallelism"
+    if context.feed_forward == "metp":
+        yield "METP's feed-forward is not the recipe's: apply wallfacer_dt.METPParallel"
+    if context.checkpoint == "full":
+        yield "the recipe saves attention in every mode, which takes more memory than this plan"
+    if plan.sequence.window_size is not None:
+        yield "the recipe has no option for a window"
+    divisor = it.tensor * (2 * context.size if context.size > 1 else 1)
+    if plan.sequence.length % divisor:
+        yield f"torchtitan needs sequences that {divisor} divides"
+    placement = "ulysses_in_node" if context.order == "head_tail" else "team_in_node"
+    members = it.groups(plan.cluster)["context"].members
+    if (node_of(context, members) != node_of(replace(context, placement=placement), members)).any():
+        yield f"the recipe places ranks {placement.replace('_', ' ')}, this plan {context.placement.replace('_', ' ')}"

@@ -1,0 +1,338 @@
+"""The search over all ways to divide ranks among data, tensor, pipeline and context parallelism.
+
+Of every division that can be, at first the least that it can take is said, with attention that only computes; then
+context ranks get their attentions, and last are simulated, and asked for their memory, those whose turn comes. So of
+what is ranked nothing was left out that is faster, but for this: for a division's context ranks attentions are ranked
+alone, one sequence at a time, and the best few of different meshes or schedules are tried.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import count
+
+from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
+from wallfacer_dt.planning.cluster import Cluster, PlanningError
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.layer import Layer
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, predict_division
+from wallfacer_dt.planning.stack import division_memory, least_memory
+from wallfacer_dt.planning.step import Spent, least_step
+from wallfacer_dt.planning.words import said_bytes, said_seconds
+
+_TRIED = 6  # attentions of a division, of different meshes or schedules
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDivision:
+    """A division with what was predicted of it.
+
+    Attributes:
+        division: it.
+        prediction: of a step.
+        why: it is where it is, in one line.
+    """
+
+    division: Division
+    prediction: Prediction
+    why: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DivisionPlan:
+    """What was chosen, and among what.
+
+    Attributes:
+        model: that was planned for.
+        sequence: one of those of a step.
+        cluster: whose ranks are divided.
+        sequences: of a step, over all ranks.
+        ranked: what fits, fastest first; one for every number of data, tensor, pipeline and context ranks, and
+            replicas, with the microbatches, layers and attention that suit it best. The first is chosen.
+        by_context: the fastest for every number of context ranks of which something fits, ascending.
+        contexts: all numbers of context ranks that there were to choose from, ascending.
+        considered: how many divisions, of which attentions are not counted.
+    """
+
+    model: ModelShape
+    sequence: SequenceShape
+    cluster: Cluster
+    sequences: int
+    ranked: tuple[RankedDivision, ...]
+    by_context: tuple[RankedDivision, ...]
+    contexts: tuple[int, ...]
+    considered: int
+
+    @property
+    def chosen(self) -> Division:
+        """The first."""
+        return self.ranked[0].division
+
+    @property
+    def prediction(self) -> Prediction:
+        """Of the chosen."""
+        return self.ranked[0].prediction
+
+    def enough_context(self, gain: float = 0.01) -> int:
+        """The fewest context ranks of which no more make a step shorter by more than ``gain``, a part of it.
+
+        Args:
+            gain: that more ranks must bring.
+
+        Returns:
+            Ranks.
+        """
+        times = [(one.division.context.size, one.seconds) for one in self.by_context]
+        return next(
+            size for i, (size, seconds) in enumerate(times) if all(seconds * (1 - gain) <= t for _, t in times[i + 1 :])
+        )
+
+
+def divide(
+    model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequences: int, *, keep: int = 10
+) -> DivisionPlan:
+    """Choose how ranks are divided for steps of so many sequences.
+
+    Args:
+        model: sizes, with a feed-forward.
+        sequence: one of the step's, with a batch of 1.
+        cluster: whose ranks.
+        sequences: of a step, over all ranks.
+        keep: how many divisions to rank.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanningError: nothing can be, or fits into memory.
+        ValueError: ``keep`` or the batch are none.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    if sequence.batch != 1:
+        raise ValueError(f"batch must be 1 where ranks are divided, which chooses microbatches, got {sequence.batch}")
+    if sequences < 1:
+        raise PlanningError(f"must be at least 1, got {sequences}", about="sequences")
+    if not model.ffn:
+        raise PlanningError("ranks are divided for whole layers, and there is no feed-forward", about="ffn")
+    every = list(divisions(model, sequence, cluster, sequences))
+    if not every:
+        raise PlanningError(
+            f"{cluster.ranks} ranks cannot be divided for {sequences} sequences of {sequence.length} tokens",
+            about="sequences",
+        )
+    search = _Search(model, sequence, cluster)
+    for division in every:
+        search.add(division)
+    search.run(keep)
+    if not search.ranked:
+        raise PlanningError(
+            f"nothing fits: memory is {said_bytes(cluster.memory or 0)} a rank, and the least that any division needs "
+            f"is {said_bytes(search.least)} or more; use more ranks, shorter sequences or fewer of them",
+            about="memory",
+        )
+    first = search.ranked[0]
+    ranked = tuple(replace(one, why=_why(one, first)) for one in search.ranked[:keep])
+    by_context = tuple(search.by_context[size] for size in sorted(search.by_context))
+    contexts = tuple(sorted({division.context.size for division in every}))
+    return DivisionPlan(model, sequence, cluster, sequences, ranked, by_context, contexts, len(every))
+
+
+def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequences: int) -> Iterator[Division]:
+    """Every division, with layers of every kind; its context ranks are a ring, which stands for all their attentions.
+
+    Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens. Replicas
+    are whole nodes, or several. Layers and sequences divide. No group lies across the edge of a node in one place and
+    not in another.
+
+    Args:
+        model: sizes.
+        sequence: one of the step's.
+        cluster: whose ranks.
+        sequences: of a step.
+
+    Yields:
+        The divisions.
+    """
+    per_node = min(cluster.ranks, cluster.ranks_per_node)
+    for pipeline in _divisors(cluster.ranks):
+        for tensor in _divisors(cluster.ranks // pipeline):
+            if model.layers % pipeline or not _splits(tensor, per_node, model):
+                continue
+            for data in _divisors(cluster.ranks // pipeline // tensor):
+                context = cluster.ranks // pipeline // tensor // data
+                if sequences % data or shard_sizes(sequence.length, (context,))[0] % tensor:
+                    continue
+                for replicas in _divisors(data):
+                    if replicas > 1 and cluster.ranks // pipeline // replicas % per_node:
+                        continue
+                    yield from _with_microbatches(
+                        Division(Candidate(context), tensor, data // replicas, replicas, pipeline),
+                        model, cluster, sequences // data,
+                    )  # fmt: skip
+
+
+def _with_microbatches(division: Division, model: ModelShape, cluster: Cluster, each: int) -> Iterator[Division]:
+    if not all(group.is_aligned for group in division.groups(cluster).values()):
+        return
+    shares_all = division.size == division.context.size
+    for microbatch in _divisors(each):
+        for context in with_layers(division.context, model):
+            if shares_all or context.feed_forward == "plain":
+                yield replace(division, context=context, microbatch=microbatch, microbatches=each // microbatch)
+
+
+def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
+    return per_node % tensor == 0 and not any(n % tensor for n in (model.heads, model.keys, model.ffn))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A division in the queue: of all attentions, of one, and with what that takes."""
+
+    division: Division
+    cost: AttentionCost | None = None
+    prediction: Prediction | None = None
+
+
+class _Search:
+    """The divisions, by the least that they can take."""
+
+    def __init__(self, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> None:
+        self.model, self.sequence, self.cluster = model, sequence, cluster
+        self.queue: list[tuple[float, int, _Choice]] = []
+        self.number = count()
+        self.left: dict[int, int] = {}
+        self.ranked: list[RankedDivision] = []
+        self.by_context: dict[int, RankedDivision] = {}
+        self.kinds: set[tuple[int, ...]] = set()
+        self.least = 0
+
+    def add(self, division: Division) -> None:
+        """One of which the attention is to be chosen, unless it cannot fit."""
+        needed = least_memory(division, self.model, self._taken(division))
+        if self.cluster.memory is None or needed <= self.cluster.memory:
+            forward, backward = self._ideal(division)
+            self._push(least_step(self._layer(division), forward, backward), _Choice(division))
+        self._note(needed)
+
+    def run(self, keep: int) -> None:
+        """Rank so many, and find the fastest for every number of context ranks."""
+        while self.queue and (len(self.ranked) < keep or self.left.keys() - self.by_context.keys()):
+            _, _, choice = heapq.heappop(self.queue)
+            size = choice.division.context.size
+            self.left[size] -= 1
+            if not self.left[size]:
+                del self.left[size]
+            if _kind(choice.division) in self.kinds or (len(self.ranked) >= keep and size in self.by_context):
+                continue
+            if choice.cost is None:
+                self._expand(choice.division)
+            elif choice.prediction is None:
+                self._predict(choice.division, choice.cost)
+            else:
+                self._rank(choice.division, choice.prediction)
+
+    def _expand(self, division: Division) -> None:
+        for attention, cost in self._attentions(division):
+            context = replace(
+                attention, feed_forward=division.context.feed_forward, checkpoint=division.context.checkpoint
+            )
+            one = replace(division, context=context)
+            spent = [Spent.of(way.line) for way in cost.ways]
+            self._push(least_step(self._layer(one), *spent), _Choice(one, cost))
+
+    def _predict(self, division: Division, cost: AttentionCost) -> None:
+        prediction = predict_division(division, self.model, self._taken(division), self.cluster, cost)
+        self._push(prediction.seconds, _Choice(division, cost, prediction))
+
+    def _rank(self, division: Division, prediction: Prediction) -> None:
+        peak = division_memory(division, self.model, self._taken(division)).peak
+        if self.cluster.memory is not None and peak > self.cluster.memory:
+            self._note(peak)
+            return
+        one = RankedDivision(division, replace(prediction, memory=peak))
+        self.kinds.add(_kind(division))
+        self.by_context.setdefault(division.context.size, one)
+        self.ranked.append(one)
+
+    def _push(self, seconds: float, choice: _Choice) -> None:
+        size = choice.division.context.size
+        self.left[size] = self.left.get(size, 0) + 1
+        heapq.heappush(self.queue, (seconds, next(self.number), choice))
+
+    def _note(self, needed: int) -> None:
+        self.least = min(self.least or needed, needed)
+
+    def _taken(self, division: Division) -> SequenceShape:
+        return replace(self.sequence, batch=division.microbatch)
+
+    def _layer(self, division: Division) -> Layer:
+        return Layer(division, self.model, self._taken(division), self.cluster)
+
+    def _ideal(self, division: Division) -> tuple[Spent, Spent]:
+        """Attention that has nothing to wait for, whose ranks have equally much to do."""
+        kernels, heads = self.cluster.kernels, division.heads_of(self.model)
+        pairs = division.microbatch * self.sequence.pairs() * heads.heads * heads.dim / division.context.size
+        forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
+        return Spent(forward, forward), Spent(backward, backward)
+
+    def _attentions(self, division: Division) -> list[tuple[Candidate, AttentionCost]]:
+        heads, where = division.heads_of(self.model), division.context_cluster(self.cluster)
+        siblings = division.groups(self.cluster)["context"].siblings
+        best = _best_attentions(heads, self.sequence, where, siblings)
+        taken = self._taken(division)
+        return [(one, _cost(one, heads, taken, where, siblings)) for one in best]
+
+
+@lru_cache(maxsize=64)
+def _best_attentions(
+    model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int
+) -> tuple[Candidate, ...]:
+    """The fastest alone of different meshes or schedules."""
+    best: dict[tuple, tuple[float, Candidate]] = {}
+    for one in attentions(model, sequence, cluster):
+        cost = attention_cost(one, model, sequence, cluster, siblings=siblings)
+        seconds = cost.forward.seconds + cost.backward.seconds
+        kind = one.axes, one.schedule, one.order
+        if kind not in best or seconds < best[kind][0]:
+            best[kind] = seconds, one
+    return tuple(one for _, one in sorted(best.values(), key=lambda some: some[0])[:_TRIED])
+
+
+@lru_cache(maxsize=1024)
+def _cost(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int
+) -> AttentionCost:
+    return attention_cost(candidate, model, sequence, cluster, siblings=siblings)
+
+
+def _kind(division: Division) -> tuple[int, ...]:
+    """Of divisions that differ in nothing else one is ranked."""
+    return division.pipeline, division.replicas, division.shards, division.context.size, division.tensor
+
+
+def _why(one: RankedDivision, first: RankedDivision) -> str:
+    p, best = one.prediction, first.prediction
+    if one is first:
+        return f"fastest: {p.exposed / p.seconds:.0%} of the step is waiting"
+    slower = p.seconds / best.seconds - 1
+    waits, computes = p.exposed - best.exposed, p.compute - best.compute
+    if waits >= computes:
+        bubble = f", a bubble of {one.division.bubble:.0%}" if one.division.pipeline > 1 else ""
+        return f"{slower:+.1%}: waits {said_seconds(waits)} longer{bubble}"
+    again = {"none": "", "attention": ", layers but for attention twice", "full": ", layers twice"}
+    how = again[one.division.context.checkpoint] or ", in smaller tiles"
+    return f"{slower:+.1%}: computes {said_seconds(computes)} longer{how}"

@@ -1,0 +1,107 @@
+"""How ranks are divided among data, pipeline, tensor and context parallelism, as data.
+
+Ranks lie as in torchtitan's mesh, ``["pp", "dp_replicate", "dp_shard", "cp", "tp"]`` (``ParallelDims.build_mesh``):
+those of a tensor group are neighbours, those of a pipeline far apart.
+"""
+
+from dataclasses import dataclass, replace
+
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.groups import Group
+from wallfacer_dt.planning.model import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """One way to divide ranks.
+
+    Attributes:
+        context: how ranks share a sequence, and what layers are.
+        tensor: ranks that split heads and hidden units, and between these the tokens (Megatron-LM with sequence
+            parallelism; Korthikanti et al. 2022, section 4.2.2).
+        shards: groups of context ranks, each with sequences of its own, that share weights with them: FSDP is over
+            ``shards x context`` (ZeRO's stage 3; Rajbhandari et al. 2020, section 5).
+        replicas: of these, which have the same weights: above 1 it is HSDP (Zhao et al. 2023, section 3.2.2), or with
+            nothing else to share weights, DDP.
+        pipeline: stages, of equally many layers, by 1F1B (Narayanan et al. 2021, section 2.2.1).
+        microbatch: sequences that a context group takes at a time.
+        microbatches: how many of these it takes in a step.
+    """
+
+    context: Candidate
+    tensor: int = 1
+    shards: int = 1
+    replicas: int = 1
+    pipeline: int = 1
+    microbatch: int = 1
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) what is none, or has not been put together with METP."""
+        for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.context.feed_forward == "metp" and self.tensor * self.data * self.pipeline > 1:
+            raise ValueError(
+                "feed_forward must be 'plain' beside data, tensor or pipeline parallelism, got 'metp': METP is planned "
+                "where all ranks share a sequence"
+            )
+
+    @property
+    def data(self) -> int:
+        """Context groups with sequences of their own."""
+        return self.shards * self.replicas
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.tensor * self.context.size * self.data * self.pipeline
+
+    @property
+    def sequences(self) -> int:
+        """Of a step, over all ranks."""
+        return self.data * self.microbatch * self.microbatches
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of a pipeline as a part of its work: (p - 1) / m (Narayanan et al. 2021, section 2.2.1)."""
+        return (self.pipeline - 1) / self.microbatches
+
+    @property
+    def weight_ranks(self) -> int:
+        """Over which FSDP shards."""
+        return self.shards * self.context.size
+
+    def groups(self, cluster: Cluster) -> dict[str, Group]:
+        """By axis: ``tensor``, ``context``, ``weights`` (FSDP), ``replicas`` and ``pipeline``."""
+        per_node = min(cluster.ranks, cluster.ranks_per_node)
+        sharing = self.tensor * self.weight_ranks
+        return {
+            "tensor": Group(self.tensor, 1, per_node),
+            "context": Group(self.context.size, self.tensor, per_node),
+            "weights": Group(self.weight_ranks, self.tensor, per_node),
+            "replicas": Group(self.replicas, sharing, per_node),
+            "pipeline": Group(self.pipeline, sharing * self.replicas, per_node),
+        }
+
+    def context_cluster(self, cluster: Cluster) -> Cluster:
+        """The ranks of one context group, on links that are the cluster's."""
+        group = self.groups(cluster)["context"]
+        return replace(cluster, ranks=group.size, ranks_per_node=group.members)
+
+    def heads_of(self, model: ModelShape) -> ModelShape:
+        """The model with the query and key heads of a tensor rank; raises ValueError where they do not divide."""
+        for name in ("heads", "kv_heads"):
+            if getattr(model, name) % self.tensor:
+                raise ValueError(f"tensor must divide {name}, got {self.tensor} and {getattr(model, name)}")
+        return replace(model, heads=model.heads // self.tensor, kv_heads=model.keys // self.tensor)
+
+    def __str__(self) -> str:
+        sizes = {
+            "pipeline": self.pipeline, "replicas": self.replicas, "shards": self.shards,
+            "context": self.context.size, "tensor": self.tensor,
+        }  # fmt: skip
+        named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+        many = f", {self.microbatches} microbatches of {self.microbatch}" if self.microbatches > 1 else ""
+        return f"{named}{many}: {self.context}"

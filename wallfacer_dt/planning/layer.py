@@ -1,0 +1,198 @@
+"""A Transformer layer as a rank's events: everything that computes and everything that is sent, on the same links.
+
+Note [What travels while a layer computes]
+FSDP2 gathers the weights of the next layer while one computes, forward and backward, and reduces the gradients of the
+layer before (Zhao et al. 2023, section 3.3.2; ``torch.distributed.fsdp.fully_shard``). So in a stack of like layers
+each begins as the last transfer of that kind ends: nothing else is under way, and one layer run by itself, from there
+to where its own end, takes what each takes. HSDP's all-reduce of what a reduce-scatter has left begins a layer later,
+as it has to wait for that. Where a pipeline has stages torchtitan gathers once in a step, and reduces once
+(``get_fsdp_reshard_after_forward_policy``).
+
+Tensor ranks gather tokens before attention's and the feed-forward's projections, and reduce-scatter what these
+give; the backward does the same the other way round (Megatron-LM with sequence parallelism, Korthikanti et al. 2022,
+figure 5). As DTensor does it: what was gathered is kept, and all of it is waited for.
+
+These transfers, attention's, METP's and FSDP's share the links.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
+from wallfacer_dt.planning.traffic import Wire
+from wallfacer_dt.planning.weights_ring import feed_forward_events
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of a division's ranks.
+
+    Attributes:
+        division: whose.
+        model: sizes, of all ranks together.
+        sequence: of which ``batch`` are taken at a time.
+        cluster: where.
+    """
+
+    division: Division
+    model: ModelShape
+    sequence: SequenceShape
+    cluster: Cluster
+
+    def forward(self, attention: Sequence[Event], *, shares_weights: bool = True) -> Iterator[Event]:
+        """One layer's forward.
+
+        Args:
+            attention: events of the forward's call.
+            shares_weights: FSDP's transfers are among the events.
+
+        Yields:
+            The events.
+        """
+        background = [("weights", self.weights)] if shares_weights else []
+        yield from _beginning(background)
+        yield from self._forward(attention)
+        yield from _ending(background)
+
+    def backward(
+        self, attention: Sequence[Event], again: Sequence[Event], *, shares_weights: bool = True
+    ) -> Iterator[Event]:
+        """One layer's backward, and before it what a checkpoint computes again.
+
+        Args:
+            attention: events of the backward's call.
+            again: those of the forward's, which a full checkpoint repeats.
+            shares_weights: FSDP's transfers are among the events.
+
+        Yields:
+            The events.
+        """
+        all_background = [("replicas", self.replicas), ("gradients", self.gradients), ("weights", self.weights)]
+        background = all_background if shares_weights else []
+        yield from _beginning(background)
+        checkpoint = self.division.context.checkpoint
+        if checkpoint != "none":
+            yield from self._forward(again if checkpoint == "full" else ())
+        yield from self._backward(attention)
+        yield from _ending(background)
+
+    def _forward(self, attention: Sequence[Event]) -> Iterator[Event]:
+        if not self.model.ffn:
+            yield from attention
+            return
+        yield from self._exchanged()
+        yield self._compute("projections", self._inward)
+        yield from attention
+        yield self._compute("output projection", self._outward)
+        yield from self._exchanged()
+        yield from self._exchanged()
+        yield from self._feed_forward(backward=False)
+        yield from self._exchanged()
+
+    def _backward(self, attention: Sequence[Event]) -> Iterator[Event]:
+        if not self.model.ffn:
+            yield from attention
+            return
+        yield from self._exchanged()
+        yield from self._feed_forward(backward=True)
+        yield from self._exchanged()
+        yield from self._exchanged()
+        # By inputs and by weights.
+        yield self._compute("output projection", 2 * self._outward)
+        yield from attention
+        yield self._compute("projections", 2 * self._inward)
+        yield from self._exchanged()
+
+    def _feed_forward(self, *, backward: bool) -> Iterator[Event]:
+        if self.division.context.feed_forward == "metp":
+            yield from feed_forward_events(
+                self.division.context.axes, self.rows, self.model, self.sequence, self.cluster, backward=backward
+            )
+        else:
+            yield self._compute("feed-forward", (2 if backward else 1) * self.model.ffn_weights)
+
+    def _exchanged(self) -> Iterator[Event]:
+        """Tensor ranks gather tokens, or reduce what they have of them; as many bytes."""
+        if self.division.tensor > 1:
+            yield Begin("tokens", self.tokens)
+            yield End("tokens")
+
+    def _compute(self, what: str, weights: int) -> Compute:
+        """A product of the rank's tokens with weights that tensor ranks share."""
+        return Compute(2 * self.rows * weights / self.division.tensor / self.cluster.kernels.linear, what)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a context rank, over the batch."""
+        return self.sequence.batch * shard_sizes(self.sequence.length, self.division.context.axes)[0]
+
+    @property
+    def _inward(self) -> int:
+        """Elements of the projections to queries, keys and values."""
+        return self.model.attention_weights - self._outward
+
+    @property
+    def _outward(self) -> int:
+        return self.model.hidden * self.model.heads * self.model.dim
+
+    @property
+    def shared_weights(self) -> int:
+        """Elements that FSDP gathers of a layer on a tensor rank; none where nobody shares."""
+        if not self.model.ffn:
+            return 0
+        ffn = 0 if self.division.context.feed_forward == "metp" else self.model.ffn_weights
+        return (self.model.attention_weights + ffn) // self.division.tensor
+
+    @property
+    def weights(self) -> Wire:
+        """FSDP's all-gather of a layer."""
+        return self._shared(self.sequence.dtype.itemsize)
+
+    @property
+    def gradients(self) -> Wire:
+        """FSDP's reduce-scatter of them, in the accumulation dtype as torchtitan (``mixed_precision_reduce``)."""
+        return self._shared(accumulation_dtype(self.sequence.dtype).itemsize)
+
+    def _shared(self, itemsize: int) -> Wire:
+        group = self.division.groups(self.cluster)["weights"]
+        part = -(-self.shared_weights // group.size) * itemsize
+        return group.gather(part, is_striped=self.cluster.striped_gathers)
+
+    @property
+    def replicas(self) -> Wire:
+        """HSDP's all-reduce of a rank's shard of gradients."""
+        division = self.division
+        part = -(-self.shared_weights // division.weight_ranks) * accumulation_dtype(self.sequence.dtype).itemsize
+        return division.groups(self.cluster)["replicas"].all_reduce(part, is_striped=self.cluster.striped_gathers)
+
+    @property
+    def tokens(self) -> Wire:
+        """Tensor ranks' all-gather of tokens, or reduce-scatter."""
+        group = self.division.groups(self.cluster)["tensor"]
+        part = -(-self.rows // group.size) * self.model.hidden * self.sequence.dtype.itemsize
+        return group.gather(part, is_striped=self.cluster.striped_gathers)
+
+    @property
+    def activations(self) -> Wire:
+        """What a stage of a pipeline sends to the next, or back: a tensor rank's part of the tokens."""
+        own = -(-self.rows // self.division.tensor)
+        nbytes = own * self.model.hidden * self.sequence.dtype.itemsize
+        return self.division.groups(self.cluster)["pipeline"].send(nbytes)
+
+
+def _beginning(some: Sequence[tuple[str, Wire]]) -> Iterator[Event]:
+    return (Begin(name, wire) for name, wire in some if wire.nbytes)
+
+
+def _ending(some: Sequence[tuple[str, Wire]]) -> Iterator[Event]:
+    return (End(name) for name, wire in some if wire.nbytes)
+
+
+def alone(*some: tuple[str, Wire]) -> list[Event]:
+    """Transfers that are begun together, and waited for."""
+    return [*_beginning(some), *_ending(some)]

@@ -1,0 +1,198 @@
+"""A step of training out of its layers: simulated, and the least that it can take, which is quick to say.
+
+A layer runs as ``layer`` has its events. Beside layers the first one's weights and the last one's gradients are waited
+for, and a vocabulary's output projection is computed; what FSDP sends of that counts as a layer's, and what it sends of
+the embedding not at all.
+
+Note [Pipelines]
+1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
+stage lets them, which is the last: it has the output projection. So of p stages and m microbatches it takes
+``(p - 1) stage + m slowest``, of like stages a bubble of (p - 1) / m. What is sent between stages is waited for. As
+torchtitan's FSDP does beside a pipeline, weights are gathered once, under the first microbatch's forward, and gradients
+reduced after the last backward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.layer import Layer, alone
+from wallfacer_dt.planning.timeline import Event, Timeline, run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneWay:
+    """Attention's forward or backward on one rank. Equal is only the same object, so that it can be looked up by.
+
+    Attributes:
+        line: how it ran alone.
+        events: of which.
+        rank_bytes: received on the rank that receives most.
+        node_bytes: received from other nodes, by the node that receives most.
+        hops: by sequence index.
+    """
+
+    line: Timeline
+    events: tuple[Event, ...]
+    rank_bytes: int
+    node_bytes: int
+    hops: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Of something that runs.
+
+    Attributes:
+        seconds: it takes.
+        compute: seconds of computing.
+        overlapped: seconds of transfers that are hidden.
+        intra: seconds of work of the link within a node.
+        inter: likewise between nodes.
+    """
+
+    seconds: float = 0.0
+    compute: float = 0.0
+    overlapped: float = 0.0
+    intra: float = 0.0
+    inter: float = 0.0
+
+    @classmethod
+    def of(cls, line: Timeline) -> "Spent":
+        """What ran."""
+        return cls(line.seconds, line.compute, line.overlapped, *line.busy)
+
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def __rmul__(self, times: int) -> "Spent":
+        return Spent(*(times * getattr(self, name) for name in self.__slots__))
+
+    @property
+    def least(self) -> float:
+        """Seconds below which it cannot go, if what it was added up of had shared links."""
+        return max(self.seconds, self.intra, self.inter)
+
+
+def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
+    """A step with a layer's attention, forward and backward.
+
+    Args:
+        layer: what all layers are.
+        ways: of attention.
+
+    Returns:
+        What it takes.
+    """
+    forward, backward = ways
+    again = forward if layer.division.context.checkpoint == "full" else None
+    alike = _without_attention(layer)
+    return _step(
+        layer,
+        lambda shares: _forward(_without_attention(layer, checkpoint="none"), forward, shares),
+        lambda shares: _backward(alike, backward, again, shares),
+    )
+
+
+def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
+    """Seconds that no step is below, however transfers of attention and layers get along on the links.
+
+    A layer takes at least what its parts take one after the other, each alone, and what each link has to carry.
+
+    Args:
+        layer: what all layers are.
+        forward: attention's, or what it is at least.
+        backward: likewise.
+
+    Returns:
+        The seconds.
+    """
+    again = forward if layer.division.context.checkpoint == "full" else Spent()
+    alike = _without_attention(layer)
+
+    def least(attention: Spent, parts: Callable[[Layer, bool], Spent]) -> Callable[[bool], Spent]:
+        return lambda shares: Spent((attention + parts(alike, shares)).least)
+
+    return _step(layer, least(forward, _forward_parts), least(backward + again, _backward_parts)).seconds
+
+
+_OneLayer = Callable[[bool], Spent]
+"""What one layer takes, with FSDP's transfers or without."""
+
+
+def _step(layer: Layer, forward: _OneLayer, backward: _OneLayer) -> Spent:
+    division = layer.division
+    layers, rounds = layer.model.layers // division.pipeline, division.microbatches
+    flops = 6 * layer.rows * layer.model.hidden * layer.model.vocab / division.tensor
+    head = Spent(flops / layer.cluster.kernels.linear, flops / layer.cluster.kernels.linear)
+    ends = _ends(_without_attention(layer))
+    if division.pipeline == 1:
+        return rounds * (ends.weights + layers * (forward(True) + backward(True)) + head + ends.gradients)
+    # See Note [Pipelines].
+    stage = layers * (forward(False) + backward(False)) + 2 * ends.activations
+    waits = (division.pipeline - 1) * Spent(stage.seconds)
+    gathered = ends.weights.seconds + layers * (forward(True).seconds - forward(False).seconds)
+    return rounds * (stage + head) + waits + Spent(gathered) + layers * ends.gradients
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What is waited for beside layers: a layer's weights, its gradients, and what stages send each other."""
+
+    weights: Spent
+    gradients: Spent
+    activations: Spent
+
+
+def _without_attention(layer: Layer, **changes: Any) -> Layer:
+    """A layer with all that its own transfers depend on: ranks' numbers, and how what does not divide is dealt out."""
+    context = layer.division.context
+    if layer.sequence.length % context.size == layer.model.ffn % context.size == 0:
+        ring = Candidate(context.size, feed_forward=context.feed_forward, checkpoint=context.checkpoint)
+    else:
+        ring = replace(context, placement="team_in_node", rotate="kv", rotate_forward="kv")
+    return replace(layer, division=replace(layer.division, context=replace(ring, **changes), microbatches=1))
+
+
+@lru_cache(maxsize=256)
+def _ends(layer: Layer) -> _Ends:
+    def spent(*names: str) -> Spent:
+        return Spent.of(run(alone(*((name, getattr(layer, name)) for name in names)), layer.cluster))
+
+    # The last reduce-scatter while replicas reduce what the one before has left, then the same of the last.
+    together = ("replicas", "gradients") if layer.division.pipeline == 1 else ("gradients",)
+    return _Ends(spent("weights"), spent(*together) + spent("replicas"), spent("activations"))
+
+
+@lru_cache(maxsize=64)
+def _forward(layer: Layer, way: OneWay, shares_weights: bool) -> Spent:
+    return Spent.of(run(layer.forward(way.events, shares_weights=shares_weights), layer.cluster))
+
+
+@lru_cache(maxsize=64)
+def _backward(layer: Layer, way: OneWay, again: OneWay | None, shares_weights: bool) -> Spent:
+    repeated = () if again is None else again.events
+    return Spent.of(run(layer.backward(way.events, repeated, shares_weights=shares_weights), layer.cluster))
+
+
+@lru_cache(maxsize=256)
+def _forward_parts(layer: Layer, shares_weights: bool) -> Spent:
+    """A forward without attention; FSDP's part of it is work of the links alone."""
+    parts = Spent.of(run(layer.forward((), shares_weights=False), layer.cluster))
+    return parts + _work(layer, "weights") if shares_weights else parts
+
+
+@lru_cache(maxsize=256)
+def _backward_parts(layer: Layer, shares_weights: bool) -> Spent:
+    parts = Spent.of(run(layer.backward((), (), shares_weights=False), layer.cluster))
+    return parts + _work(layer, "replicas", "gradients", "weights") if shares_weights else parts
+
+
+def _work(layer: Layer, *names: str) -> Spent:
+    """Of links alone."""
+    line = run(alone(*((name, getattr(layer, name)) for name in names)), layer.cluster)
+    return replace(Spent.of(line), seconds=0.0, compute=0.0, overlapped=0.0)

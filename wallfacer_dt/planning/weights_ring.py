@@ -1,0 +1,71 @@
+"""METP's feed-forward as a rank's events: the schedule of its ring of weights, with what its steps cost.
+
+The ring goes by rank, so that between two nodes it has one link (METP, section 3.2). Hidden units that do not divide
+count as the longest shard wherever they are sent, and as they are where they are computed.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from wallfacer_dt.algorithms.feed_forward import RingOfWeights
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.steps import Attend, Carry, Schedule, Start, Wait
+from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
+from wallfacer_dt.planning.traffic import Wire
+
+
+def feed_forward_events(
+    axes: tuple[int, ...], tokens: int, model: ModelShape, sequence: SequenceShape, cluster: Cluster, *, backward: bool
+) -> Iterator[Event]:
+    """One call of METP's feed-forward on a rank; without a second one there is nothing to send.
+
+    Args:
+        axes: sizes of the axes that the weights are sharded over.
+        tokens: of the rank, over the batch.
+        model: whose feed-forward.
+        sequence: whose dtype weights have; gradients are carried in the accumulation dtype.
+        cluster: where.
+        backward: those of the backward, which computes hidden units anew: all projections but the last.
+
+    Yields:
+        The events in program order.
+    """
+    units = shard_sizes(model.ffn, axes)
+    element = model.ffn_weights // model.ffn
+    per_unit = (
+        2 * tokens * element * (2 + (2 / 3 if model.gated else 1 / 2) if backward else 1) / cluster.kernels.linear
+    )
+    sent = max(units) * element
+    weights = _hop(sent * sequence.dtype.itemsize, len(units), cluster)
+    gradients = _hop(sent * accumulation_dtype(sequence.dtype).itemsize, len(units), cluster)
+    for step in _schedule(units, backward).steps:
+        match step:
+            case Start(transfer):
+                yield Begin(f"feed-forward {transfer}", gradients if isinstance(transfer, Carry) else weights)
+            case Wait(transfer):
+                yield End(f"feed-forward {transfer}")
+            case Attend(_, _, block, work):
+                area = sum(tile.area for segments in work for tile in segments.tiles)
+                # A token of the schedule is all tokens.
+                yield Compute(area / _TOKENS * per_unit, f"feed-forward [{block}]")
+
+
+_TOKENS = 2  # enough to be split where something is kept for the end
+
+
+@lru_cache(maxsize=16)
+def _schedule(units: tuple[int, ...], backward: bool) -> Schedule:
+    place = Coordinate(len(units), 1, len(units) - 1, 0)
+    return make_schedule(place, RingOfWeights(_TOKENS, units), schedule="2d", resident="q", backward=backward)
+
+
+def _hop(nbytes: int, ranks: int, cluster: Cluster) -> Wire:
+    """From every rank to the next; of a node's ranks one is sent something by another node."""
+    per_node = min(ranks, cluster.ranks_per_node)
+    near, crosses = per_node > 1, ranks > per_node
+    return Wire(nbytes, int(near), near * nbytes, int(crosses), crosses * nbytes, crosses * nbytes)
