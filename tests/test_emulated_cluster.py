@@ -19,10 +19,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 from typer.testing import CliRunner
 
 from recipes.benchmarks.cluster import __main__ as command
-from recipes.benchmarks.cluster import device, network, run, watcher
+from recipes.benchmarks.cluster import device, network, report_papers, run, watcher
 from recipes.benchmarks.cluster.cases import (
     DTYPE,
     HYBRID,
+    METP,
+    PLAIN,
     PUBLISHED,
     RING,
     ULYSSES,
@@ -32,6 +34,7 @@ from recipes.benchmarks.cluster.cases import (
     cases,
     contenders,
 )
+from recipes.benchmarks.cluster.papers import OVERLAP, paper_cases
 from recipes.benchmarks.cluster.record import Measured, Result, append, read
 from recipes.benchmarks.cluster.report import over, regret, write
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
@@ -67,6 +70,30 @@ def test_cases_are_what_the_planner_is_held_to() -> None:
         for way in contenders(case).values():
             assert way.size == case.machines.ranks
             assert way.order == ("contiguous" if case.mask == "full" else "head_tail")
+
+
+def test_cases_of_the_papers_are_in_proportion() -> None:
+    every = {case.name: case for case in paper_cases()}
+    assert len(every) == len(list(paper_cases()))
+    assert {case.machines.ranks for case in every.values()} == {8, 16, 32}
+    assert all(case.tokens % 2 == 0 for case in every.values())
+    # DiT 1B on two nodes of sixteen A100s, 128K tokens: a hop's 2 x 4096 x 1536 elements over a sixteenth of 12.5 GB/s,
+    # and a block's 4 x 4096 ** 2 x 1536 operations at the planner's 150 TFLOP/s.
+    dit = next(case for name, case in every.items() if "figure 9, DiT, 128K: 2 x 16" in name)
+    hop, block = 2 * 4096 * 1536 * 2 / (12.5e9 / 16), 4 * 4096**2 * 1536 / 150e12
+    assert dit.ratio == pytest.approx(hop / block)
+    assert dit.machines.inside == pytest.approx(dit.machines.rates[0] * 300 / 12.5)
+    own = 4 * dit.tokens**2 * 1536 / dit.kernels.forward
+    # What a call costs beside is to a block what it is with 4096 tokens and the rates of an H100.
+    assert dit.kernels.overhead / own == pytest.approx(20e-6 / (4 * 4096**2 * 1536 / 500e12))
+    # METP: weights of a rank come while its tokens are multiplied with them.
+    for case in every.values():
+        if case.figure == METP:
+            share = case.machines.rates[0] * 1e6 / 8
+            weights = 2 * case.model.hidden * case.model.ffn / 8
+            assert weights * 2 / share / (2 * case.tokens * weights / case.kernels.linear) == pytest.approx(case.ratio)
+            (way,) = contenders(case).values()
+            assert way.feed_forward == "metp"
 
 
 @pytest.mark.parametrize("heads", [1, 16, 32])
@@ -186,6 +213,27 @@ def result(**seconds: float) -> Result:
     names = {"ring": RING, "two": "2d, C = 2", "published": f"{PUBLISHED}, C = 2", "profiled": PROFILED}
     ways = {names[name]: measured(some, 1 + list(names).index(name)) for name, some in seconds.items()}
     return Result(CASE, "abc", "2 cores", ways | {PREDICTED: ways[RING]}, (0.2, 0.6), 9.0)
+
+
+def test_gains_are_over_the_papers_ring(tmp_path: Path) -> None:
+    """Which rotates keys and values; and pictures are made of what there is."""
+    some = [case for case in paper_cases() if case.machines.ranks == 8]
+    results = {}
+    for case in some:
+        names = [RING, PLAIN, "2d, C = 2", "2d, C = 4", f"{PUBLISHED}, C = 2", PREDICTED, PROFILED]
+        names = [METP] if case.figure == METP else names[:5] if case.figure == OVERLAP else names
+        ways = {name: measured(2.0 / (1 + place), 1 + place, predicted=4.0) for place, name in enumerate(names)}
+        results[case] = Result(case, "abc", "2 cores", ways, (0.2, 0.6), 9.0)
+    one = next(result for case, result in results.items() if case.figure not in (OVERLAP, METP))
+    assert report_papers.gain(one, PROFILED) == pytest.approx(1.0 / (2 / 7) - 1)
+    assert report_papers.gain(one, PROFILED, predicted=True) == 0
+    assert report_papers.better(one) == f"{PUBLISHED}, C = 2"
+    page = tmp_path / "papers.md"
+    write(results, page)
+    text = page.read_text()
+    assert "| figure 9, DiT, 128K: 2 x 4 | 2 | +150% | +0% | not in the text | -50% | +0% | +250% | +0% |" in text
+    assert "| 3 | 5.00 | 10.00 | 3.62 | 5.00 | 10.00 | 4.15 |" in text
+    assert page.with_name("papers_papers.png").stat().st_size > 10_000
 
 
 def test_record_round_trip(tmp_path: Path) -> None:

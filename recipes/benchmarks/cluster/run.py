@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from recipes.benchmarks.cluster.cases import METP, RING, Case, contenders
+from recipes.benchmarks.cluster.cases import METP, Case, contenders
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.papers import OVERLAP
@@ -47,7 +47,7 @@ def check_network(cluster: Cluster) -> None:
 
 def warm_up(cluster: Cluster, case: Case) -> None:
     """Have done what the first call of all does once."""
-    cluster.ask("turn", case=case.as_json(), way=asdict(contenders(case)[RING]))
+    cluster.ask("turn", case=case.as_json(), way=asdict(next(iter(contenders(case).values()))))
 
 
 def check_numbers(cluster: Cluster, case: Case) -> dict[str, float]:
