@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from recipes.benchmarks.cluster import device
 from recipes.benchmarks.cluster.cases import DTYPE, Case, Machines
 from recipes.benchmarks.cluster.network import OUT, Network, enter
+from recipes.benchmarks.memory.layers import FeedForward
 from wallfacer_dt import (
     Cluster,
     METPParallel,
@@ -98,9 +99,8 @@ class Rank:
         model = case.model
         x = torch.randn(case.tokens, model.hidden, dtype=DTYPE, requires_grad=True)
         with self._clocked(case), self._mesh(candidate) as mesh, patch.object(torch, "mm", device.product):
-            layers = {"up": nn.Linear(model.hidden, model.ffn), "down": nn.Linear(model.ffn, model.hidden)}
-            block = FeedForward(layers).to(DTYPE)
-            parallelize_module(block, mesh, METPParallel(up="up", down="down", activation="relu", check=False))
+            block = FeedForward(model.hidden, DTYPE)
+            parallelize_module(block, mesh, METPParallel(up="up", down="down", activation="gelu", check=False))
             out, forward = _timed(lambda: block(x))
             _, backward = _timed(lambda: out.backward(torch.ones_like(out)))
         return {"forward": forward, "backward": backward}
@@ -159,14 +159,6 @@ class Rank:
             q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
             schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, kernel=kernel,
         )  # fmt: skip
-
-
-class FeedForward(nn.ModuleDict):
-    """Two projections of a Transformer's layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of tokens (T, D)."""
-        return self["down"](self["up"](x).relu())
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
