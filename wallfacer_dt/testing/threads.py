@@ -159,6 +159,11 @@ class _Group(dist.ProcessGroup):
 
         return self._meet("reduce_scatter", inputs, outputs, copies)
 
+    # As torch 2.11 calls them.
+    alltoall_base, _allgather_base, _reduce_scatter_base = all_to_all_single, all_gather_single, reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
     def barrier(self, opts: object = None) -> _Arrival:
         return self._meet("barrier", [], [], lambda _: [])
 
