@@ -15,7 +15,7 @@ FAINT = "#8a8a8a"
 # Okabe and Ito's, told apart by colour-blind readers too.
 BLACK, ORANGE, BLUE, GREEN, PINK = "#222222", "#D55E00", "#0072B2", "#009E73", "#CC79A7"
 
-Curve = Mapping[int, float]
+Curve = Mapping[int, float] | Mapping[float, float]
 """y by x."""
 
 

@@ -68,7 +68,8 @@ def better(result: Result) -> str:
 
 def _row(result: Result) -> list[str]:
     case, wall = result.case, better(result)
-    gains = [f"{100 * gain(result, name, predicted=it):+.0f}%" for name in (wall, RING, PROFILED) for it in (0, 1)]
+    both = (False, True)
+    gains = [f"{100 * gain(result, name, predicted=it):+.0f}%" for name in (wall, RING, PROFILED) for it in both]
     printed = next((value for part, ranks, value in PRINTED if part in case.figure and ranks == case.machines.ranks), 0)
     name = f"{case.figure}: {case.machines.nodes} x {case.machines.per_node}"
     paper = f"+{printed}%" if printed else "not in the text"
