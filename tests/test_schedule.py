@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import ceil
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,7 +17,13 @@ from tests.cases import Case, held
 from tests.strategies import examples, mask_options, meshes, schedules, ulysses_meshes
 from tests.test_segments import add_covered, planned, seen, sees
 from wallfacer_dt.algorithms.masks import Mask
-from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
+from wallfacer_dt.algorithms.schedule import (
+    SCHEDULES,
+    ScheduleName,
+    make_asked_schedule,
+    make_schedule,
+    needed_offsets,
+)
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
@@ -311,6 +317,10 @@ def is_same_step(theirs: Any, mine: Hop) -> bool:
     names = ("block", "distance")
     alike = [getattr(theirs, name, None) == getattr(mine, name, None) for name in names]
     return type(theirs) is type(mine) and all(alike)
+
+
+def test_names_are_those_of_the_schedules() -> None:
+    assert list(get_args(ScheduleName)) == list(SCHEDULES)
 
 
 @examples(250)

@@ -5,6 +5,8 @@ from typing import Literal
 
 from torchtitan.config import ParallelismConfig
 
+from wallfacer_dt.algorithms.schedule import ScheduleName
+
 # The order of this package in which each of torchtitan's load balancers deals tokens out.
 ORDERS = {"headtail": "head_tail", None: "contiguous"}
 
@@ -25,8 +27,8 @@ class ContextParallelism(ParallelismConfig):
     context_parallel_team: int = 1
     """Ranks in a team: 1 is Ring Attention, more is WallFacer."""
 
-    context_parallel_schedule: Literal["2d", "published"] = "2d"
-    """The 2D schedule, or WallFacer's as published."""
+    context_parallel_schedule: ScheduleName = "2d"
+    """The 2D schedule, the same with a ring for the team, or WallFacer's as published."""
 
     context_parallel_rotate: Literal["auto", "kv", "q"] = "auto"
     """What goes round the ring in the backward: keys and values, queries, or whichever has the fewest bytes."""

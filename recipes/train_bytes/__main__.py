@@ -17,11 +17,11 @@ from recipes.train_bytes.settings import (
     Precision,
     RecipeError,
     Rotate,
-    Schedule,
     Settings,
     Weights,
     check_settings,
 )
+from wallfacer_dt.algorithms.schedule import ScheduleName
 
 app = typer.Typer(
     add_completion=False,
@@ -45,7 +45,9 @@ KVHeadsOption = Annotated[int, typer.Option(help="Key and value heads.")]
 TiedOption = Annotated[bool, typer.Option("--tied/--untied", help="Use the embedding as the output head too.")]
 RateOption = Annotated[float, typer.Option(help="Peak learning rate.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the weights and of the sequences' order.")]
-ScheduleOption = Annotated[Schedule, typer.Option(help="2d, or the paper's own schedule.")]
+ScheduleOption = Annotated[
+    ScheduleName, typer.Option(help="2d, with a ring for the team too, or the paper's own schedule.")
+]
 RotateOption = Annotated[Rotate, typer.Option(help="What goes round the ring in the backward.")]
 RotateForwardOption = Annotated[Rotate, typer.Option(help="The same in the forward.")]
 OrderOption = Annotated[Order, typer.Option(help="How a sequence is dealt out to its ranks.")]

@@ -7,9 +7,10 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from wallfacer_dt.algorithms.schedule import ScheduleName
+
 Order = Literal["contiguous", "head_tail"]
 Placement = Literal["team_in_node", "ring_in_node", "ulysses_in_node"]
-Schedule = Literal["2d", "published"]
 Rotate = Literal["auto", "kv", "q"]
 Precision = Literal["float32", "bfloat16"]
 Weights = Literal["plain", "metp"]
@@ -34,7 +35,7 @@ class Settings:
     data_parallel: int = 1
     placement: Placement = "team_in_node"
     order: Order = "head_tail"
-    schedule: Schedule = "2d"
+    schedule: ScheduleName = "2d"
     rotate: Rotate = "auto"
     rotate_forward: Rotate = "auto"
     ffn: Weights = "plain"

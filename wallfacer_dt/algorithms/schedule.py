@@ -18,6 +18,7 @@ would wait for a gather, and for the exchange at the end.
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Literal
 
 from wallfacer_dt.algorithms.blocks import Answers
 from wallfacer_dt.algorithms.holdings import Holdings
@@ -29,6 +30,7 @@ from wallfacer_dt.algorithms.steps import SIDES, Attend, Gather, Schedule, Side,
 from wallfacer_dt.algorithms.two_dimensional import two_dimensional
 from wallfacer_dt.mesh import Coordinate
 
+ScheduleName = Literal["2d", "rings", "published"]
 SCHEDULES: dict[str, Callable[[Holdings], Iterator[Step]]] = {
     "2d": two_dimensional, "rings": rings, "published": published,
 }  # fmt: skip

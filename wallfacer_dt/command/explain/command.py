@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from wallfacer_dt.algorithms.schedule import ScheduleName
 from wallfacer_dt.command.explain.facts import as_json
 from wallfacer_dt.command.explain.make import make_facts
 from wallfacer_dt.command.explain.settings import Settings
@@ -22,7 +23,7 @@ def explain(
     team: Annotated[int, typer.Option(help="Ranks in a team.")] = 1,
     ulysses: Annotated[int, typer.Option(help="Ranks that split the heads.")] = 1,
     schedule: Annotated[
-        Literal["2d", "rings", "published"], typer.Option(help="2d, with a ring for the team too, or the paper's own.")
+        ScheduleName, typer.Option(help="2d, with a ring for the team too, or the paper's own.")
     ] = "2d",
     rotate: Annotated[
         Literal["auto", "kv", "q"], typer.Option(help="What goes round the ring in the backward.")
