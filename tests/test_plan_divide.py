@@ -199,6 +199,15 @@ def test_ranked_are_different_and_in_order() -> None:
     assert made.contexts == (1, 2, 4, 8)
 
 
+def test_what_does_not_fit_is_not_ranked_and_every_number_of_context_ranks_is_looked_for() -> None:
+    free = divide(MODEL, SEQUENCE, cluster(8, 4), 4, keep=1)
+    assert [one.division.context.size for one in free.by_context] == [1, 2, 4, 8]
+    memory = free.prediction.memory - 1
+    tight = divide(MODEL, SEQUENCE, cluster(8, 4, memory=memory), 4, keep=3)
+    assert all(one.prediction.memory <= memory for one in (*tight.ranked, *tight.by_context))
+    assert tight.prediction.seconds >= free.prediction.seconds
+
+
 @pytest.mark.parametrize(
     ("changes", "about", "message"),
     [

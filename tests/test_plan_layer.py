@@ -273,3 +273,24 @@ def test_attention_shares_its_links_with_weights() -> None:
     assert forward.seconds == pytest.approx(weights.seconds + parts.transfer, rel=0.05)
     assert forward.waiting < parts.waiting + weights.seconds + parts.transfer
     assert together.seconds > parts.seconds
+
+
+def test_tensor_ranks_attend_at_the_same_time_over_their_nodes_link() -> None:
+    """Each pair of context ranks sends from node to node: two on every node take twice as long, and bring twice."""
+    where = Cluster(4, 2, Link(1e40), Link(1e5), kernels=KERNELS)
+    division = Division(Candidate(2, order="head_tail"), tensor=2)
+    heads, sequence = division.heads_of(MODEL), replace(SEQUENCE, is_causal=True)
+    context = division.context_cluster(where)
+    assert (context.ranks, context.ranks_per_node) == (2, 1)
+    assert division.groups(where)["context"].siblings == 2
+    one, two = (attention_cost(division.context, heads, sequence, context, siblings=n) for n in (1, 2))
+    assert two.node_bytes == tuple(2 * n for n in one.node_bytes)
+    assert two.rank_bytes == one.rank_bytes
+    for single, shared in zip(one.ways, two.ways, strict=True):
+        assert shared.line.inter == pytest.approx(2 * single.line.inter)
+    # With an adapter for each rank none waits for the other.
+    wide = replace(where, inter=Link(2e5), nics=2)
+    context = division.context_cluster(wide)
+    assert attention_cost(division.context, heads, sequence, context, siblings=2).forward.inter == pytest.approx(
+        one.forward.inter
+    )

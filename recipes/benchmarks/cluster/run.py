@@ -39,7 +39,7 @@ def check_network(cluster: Cluster) -> None:
         # Connections are made when first used.
         cluster.ask("talk", where=where, count=4096)
         seen.append(_counted(cluster, lambda where=where: cluster.ask("talk", where=where, count=_TALK))[1])
-    if machines.per_node > 1 and seen[0] > _TALK // 8:
+    if machines.per_node > 1 and seen[0] > _TALK // 2:
         raise ClusterError(f"ranks of one node sent {seen[0]} bytes over its link, which they should not")
     if machines.nodes > 1 and seen[1] < _TALK // 2:
         raise ClusterError(f"ranks of different nodes sent {seen[1]} bytes over links, {_TALK} or more expected")
