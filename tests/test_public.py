@@ -91,7 +91,7 @@ check_equivalence
 context_mesh
     device_type, ring=1, team=1, *, ulysses=1, placement='team_in_node'
 context_parallel
-    mesh, *, buffers, buffer_seq_dims, no_restore_buffers=frozenset(), options
+    mesh, *, buffers, buffer_seq_dims, no_restore_buffers=None, options
 context_parallel_attention
     q, k, v, mesh, *, document_ids=None, cu_seqlens=None, sinks=None, k_shared=None, is_causal=False,
     window_size=None, prefix_length=0, mask_mod=None, scale=None, softcap=None, length=None, kv_length=None,

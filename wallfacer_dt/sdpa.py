@@ -1,39 +1,42 @@
 """Context-parallel attention in models that call ``scaled_dot_product_attention``, as they are.
 
 Note [What is seen]
-The mode sees every call of torch's function by the thread that entered it, wherever the caller has it from. It does not
-see attention that is computed otherwise: of that, functions of torch that contain attention are refused by name, and a
-context in which no call was seen is refused when it ends. What a checkpoint computes again is computed in the mode
-again, since ``backward`` is a function of torch, below which no mode is on; a reentrant one knows no context and is
-refused. Both need torch's own functions to be other ones, which outside a context do what they did.
+The mode sees every call of torch's function by the thread that entered it, wherever the caller has it from. Torch's
+``backward`` is such a function itself, below which no mode is on: so the engine is run in the mode again, and whatever
+computes attention again in a backward, torch's checkpoints or others', is seen. After the context it would not be, so
+there a backward is refused: by a hook of what attention gave or, where attention ran without gradients (in a checkpoint
+that keeps none) and no backward followed, by the engine until another context is entered. Attention that is computed
+otherwise is not seen. Functions of torch that contain it are refused by name as far as the mode sees them, and a
+context in which no call was seen is refused when it ends. For all this two of torch's functions are replaced, which
+outside a context do what they did.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, wraps
-from inspect import signature
-from threading import local
+from threading import Lock, local
 from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-# Private: what is replaced in these; run on torch 2.13.0.
+# Private: `_engine_run_backward`, `_validate_sdpa_input`, and some of the functions below; run on torch 2.11.0,
+# 2.13.0, 2.14.1 and 2.15.0.
+from torch import Tensor, autograd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
-from wallfacer_dt.agreement.agree import refusing_together
+from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.mesh import name_of
-from wallfacer_dt.options import AttentionKeywords
+from wallfacer_dt.options import AttentionKeywords, options_of
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import shard_sequence
 
-_SDPA = F.scaled_dot_product_attention
+_SDPA = torch._C._nn.scaled_dot_product_attention
+_BACKWARD = (Tensor.backward, autograd.backward, autograd.grad)
 _NOT_SEEN = {
     F.multi_head_attention_forward: "torch.nn.MultiheadAttention",
     torch._native_multi_head_attention: "torch.nn.MultiheadAttention",
@@ -48,7 +51,7 @@ def context_parallel(
     *,
     buffers: Sequence[Tensor],
     buffer_seq_dims: Sequence[int],
-    no_restore_buffers: Set[Tensor] = frozenset(),
+    no_restore_buffers: Set[Tensor] | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> Iterator[None]:
     """Have ``scaled_dot_product_attention`` attend a whole sequence, of which every rank has a shard.
@@ -56,7 +59,7 @@ def context_parallel(
     Called as ``torch.distributed.tensor.experimental.context_parallel``. Within it, buffers hold this rank's shards of
     what they held, in ``order`` (head_tail unless it is told), and every call of ``scaled_dot_product_attention`` in
     this thread is one of :func:`context_parallel_attention`, gradients included. All ranks enter it together. The
-    backward belongs into it: what a model has saved of a buffer that was put back is gone, and torch refuses to go on.
+    backward belongs into it.
 
     Args:
         mesh: a context mesh.
@@ -70,25 +73,29 @@ def context_parallel(
         Nothing.
 
     Raises:
-        TypeError: a buffer is no plain tensor.
-        ValueError: buffers do not fit, or need gradients; an option that calls bring; in a call, a mask, dropout, keys
-            of another length than queries, or tensors that are not (B, N, L, H).
+        TypeError: a buffer is no plain tensor, or an option is unknown.
+        ValueError: buffers do not fit, need gradients, or differ in length between ranks; an option that calls bring;
+            in a call, a mask, dropout, keys of another length than queries, or tensors that are not (B, N, L, H).
         NotImplementedError: attention that is computed by a function of torch that contains it.
-        RuntimeError: nothing has called ``scaled_dot_product_attention``.
+        RuntimeError: nothing has called ``scaled_dot_product_attention``; or a backward comes after the context.
     """
+    kept = no_restore_buffers or frozenset()
     with refusing_together(name_of(mesh)):
         order = options.pop("order", None) or TokenOrder("head_tail", mesh)
-        length = _checked(buffers, buffer_seq_dims, no_restore_buffers, options)
+        length = _checked(buffers, buffer_seq_dims, kept, options)
         shards = [shard_sequence(x, order, dim=dim) for x, dim in zip(buffers, buffer_seq_dims, strict=True)]
+        told = [(name, options.get(name)) for name in sorted(options)]
+        agree("context_parallel", [("length", length), ("order", order.name), *told], name_of(mesh))
     whole = [x.detach() for x in buffers]
     mode = _Attending(mesh, order, length, options)
     _replace()
-    _put(zip(buffers, shards, strict=True))
     try:
+        _put(zip(buffers, shards, strict=True))
         with mode, _entered(mode):
             yield
     finally:
-        _put((x, was) for x, was in zip(buffers, whole, strict=True) if x not in no_restore_buffers)
+        mode.is_over, _ACTIVE.may_compute_again = True, mode.ran_without_gradients
+        _put((x, was) for x, was in zip(buffers, whole, strict=True) if x not in kept)
     if not mode.calls:
         raise RuntimeError(
             "nothing in context_parallel called scaled_dot_product_attention, so every rank attended its own tokens "
@@ -101,25 +108,32 @@ class _Attending(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh, order: TokenOrder, length: int, options: AttentionKeywords) -> None:
         super().__init__()
-        self.mesh, self.order, self.length, self.options, self.calls = mesh, order, length, options, 0
+        self.mesh, self.order, self.length, self.options = mesh, order, length, options
+        self.calls, self.is_over = 0, False
+        self.has_gradients, self.ran_without_gradients = torch.is_grad_enabled(), False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         del types
         if func in _NOT_SEEN:
             self.refuse_unseen(_NOT_SEEN[func])
+        if func in _BACKWARD:
+            with _entered(self):
+                return func(*args, **kwargs or {})
         return (self._attend if func is _SDPA else func)(*args, **kwargs or {})
 
     def refuse_unseen(self, what: str) -> None:
-        """Refuse (NotImplementedError) attention that cannot be replaced."""
-        self.refuse(
-            f"{what} computes attention where context_parallel does not see it; use a module that calls "
-            "scaled_dot_product_attention, or a style"
-        )
-
-    def refuse(self, why: str) -> None:
-        """Refuse (NotImplementedError), on all ranks."""
+        """Refuse (NotImplementedError), on all ranks, attention that cannot be replaced."""
         with refusing_together(name_of(self.mesh)):
-            raise NotImplementedError(why)
+            raise NotImplementedError(
+                f"{what} computes attention where context_parallel does not see it; use a module that calls "
+                "scaled_dot_product_attention, or a style"
+            )
+
+    def _check_is_in_time(self, grad: Tensor) -> None:
+        """A hook of what attention gave: refuses (RuntimeError) a backward after the context."""
+        del grad
+        if self.is_over:
+            raise RuntimeError(_LATE)
 
     @untraced("it looks process groups up; in a compiled model use a style")
     def _attend(
@@ -141,7 +155,7 @@ class _Attending(TorchFunctionMode):
                 )
             if dropout_p:
                 raise ValueError(f"dropout is not implemented, got dropout_p={dropout_p}: set it to 0")
-            if query.ndim != 4 or key.shape[2] != query.shape[2]:
+            if any(x.ndim != 4 for x in (query, key, value)) or key.shape[2] != query.shape[2]:
                 raise ValueError(
                     "context_parallel takes queries and keys (B, N, L, H) of the same tokens, got "
                     f"{tuple(query.shape)} and {tuple(key.shape)}; cross attention needs context_parallel_attention"
@@ -152,19 +166,28 @@ class _Attending(TorchFunctionMode):
                     "context_parallel"
                 )
         self.calls += 1
-        return context_parallel_attention(
+        self.ran_without_gradients |= self.has_gradients and not torch.is_grad_enabled()
+        out = context_parallel_attention(
             query, key, value, self.mesh, is_causal=is_causal, scale=scale, order=self.order, length=self.length,
             **self.options,
         )  # fmt: skip
+        if out.requires_grad:
+            out.register_hook(self._check_is_in_time)
+        return out
 
 
-_ACTIVE = local()
+_ACTIVE, _ONCE = local(), Lock()
+_LATE = (
+    "the backward of a context_parallel came after it, where attention that is computed again would be a rank's own: "
+    "call backward within the context"
+)
 
 
 @contextmanager
 def _entered(mode: _Attending) -> Iterator[None]:
     """Let this thread's functions of torch that are replaced know the mode."""
     outer, _ACTIVE.mode = _active(), mode
+    _ACTIVE.may_compute_again = False
     try:
         yield
     finally:
@@ -175,54 +198,40 @@ def _active() -> _Attending | None:
     return getattr(_ACTIVE, "mode", None)
 
 
-@contextmanager
-def _again(mode: _Attending, own: Any) -> Iterator[None]:
-    """What a checkpoint computes again."""
-    with ExitStack() as stack:
-        for each in (own, mode, _entered(mode)):
-            stack.enter_context(each)
-        yield
+def _replace() -> None:
+    with _ONCE:  # ranks may be threads
+        _replaced()
 
 
 @cache
-def _replace() -> None:
-    """See Note [What is seen]; once, as ranks may be threads."""
-    name = "_checkpoint_without_reentrant_generator"
-    name += "_impl" * hasattr(checkpoint, f"{name}_impl")  # from torch 2.14 on
-    make, apply = getattr(checkpoint, name), checkpoint.CheckpointFunction.apply
-    validate = flex_attention._validate_sdpa_input
+def _replaced() -> None:
+    """See Note [What is seen]."""
+    engine, validate = autograd._engine_run_backward, flex_attention._validate_sdpa_input
 
-    @wraps(make)
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        mode, given = _active(), signature(make).bind(*args, **kwargs)
-        context_fn = given.arguments["context_fn"]
-
-        def contexts() -> tuple[Any, Any]:
-            forward, again = context_fn()
-            return forward, _again(mode, again) if mode else again
-
-        given.arguments["context_fn"] = contexts
-        return make(*given.args, **given.kwargs)
-
-    def reentrant(*args: Any) -> Any:
+    @wraps(engine)
+    def backward(*args: Any, **kwargs: Any) -> Any:
         mode = _active()
         if mode is not None:
-            mode.refuse("context_parallel does not see what a reentrant checkpoint computes: use_reentrant=False")
-        return apply(*args)
+            with mode:
+                found = engine(*args, **kwargs)
+            mode.ran_without_gradients = False
+            return found
+        if getattr(_ACTIVE, "may_compute_again", False):
+            raise RuntimeError(_LATE)
+        return engine(*args, **kwargs)
 
+    @wraps(validate)
     def flex(*args: Any, **kwargs: Any) -> Any:
-        mode = _active()
-        if mode is not None:
+        if mode := _active():
             mode.refuse_unseen("flex_attention")
         return validate(*args, **kwargs)
 
-    setattr(checkpoint, name, generator)
-    checkpoint.CheckpointFunction.apply = reentrant
-    flex_attention._validate_sdpa_input = flex
+    autograd._engine_run_backward, flex_attention._validate_sdpa_input = backward, flex
 
 
 def _checked(buffers: Sequence[Tensor], dims: Sequence[int], kept: Set[Tensor], options: AttentionKeywords) -> int:
     """The sequence's length, of what fits."""
+    options_of("context_parallel", options).check()
     if own := [name for name in _OWN if name in options]:
         raise ValueError(f"{own[0]} is no option of context_parallel: calls bring it, or it knows")
     if not buffers or len(buffers) != len(dims):
@@ -230,8 +239,12 @@ def _checked(buffers: Sequence[Tensor], dims: Sequence[int], kept: Set[Tensor], 
     if any(all(x is not buffer for buffer in buffers) for x in kept):
         raise ValueError("no_restore_buffers has a tensor that is none of the buffers")
     for x in buffers:
-        if isinstance(x, Tensor) and x.requires_grad:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a buffer is a tensor, got {type(x).__name__}")
+        if x.requires_grad:
             raise ValueError("a buffer needs a gradient, which would be lost: use shard_sequence, which has one")
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("a buffer was made in inference mode, and cannot be changed outside it: clone it")
     lengths = {x.shape[dim] for x, dim in zip(buffers, dims, strict=True)}
     if len(lengths) > 1:
         raise ValueError(f"buffers have different numbers of positions: {sorted(lengths)}")
