@@ -273,7 +273,8 @@ def main(settings: Mapping[str, Any]) -> int:
         # Before all that is not of the emulation, so that ranks wake up when their device's time is over.
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except PermissionError:
-        print("ranks may not go before other programs: keep this machine quiet", file=sys.stderr)
+        print("ranks may not run before other programs: SCHED_RR needs CAP_SYS_NICE", file=sys.stderr)
+        return 1
     network = Network(machines, settings["prefix"])
     pids = {_forked(rank, network, settings["store"], answers): rank for rank in range(machines.ranks)}
     answers.close()

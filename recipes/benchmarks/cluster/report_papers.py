@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from recipes.benchmarks.cluster.cases import METP, PLAIN, PUBLISHED, RING, Case
-from recipes.benchmarks.cluster.papers import OVERLAP, PRINTED
+from recipes.benchmarks.cluster.papers import OVERLAP, PRINTED_DIT, STRONG
 from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.cluster.run import PROFILED
 from recipes.benchmarks.pictures import BLUE, FAINT, GREEN, ORANGE, Panel, draw
@@ -70,9 +70,9 @@ def _row(result: Result) -> list[str]:
     case, wall = result.case, better(result)
     both = (False, True)
     gains = [f"{100 * gain(result, name, predicted=it):+.0f}%" for name in (wall, RING, PROFILED) for it in both]
-    printed = next((value for part, ranks, value in PRINTED if part in case.figure and ranks == case.machines.ranks), 0)
+    is_printed = case.figure.startswith(f"{STRONG}, DiT") and case.machines.ranks == 32
     name = f"{case.figure}: {case.machines.nodes} x {case.machines.per_node}"
-    paper = f"+{printed}%" if printed else "not in the text"
+    paper = f"+{PRINTED_DIT}%, of one of two" if is_printed else "not in the text"
     return [name, wall[-1], *gains[:2], paper, *gains[2:], str(result.ways[PROFILED].way)]
 
 
