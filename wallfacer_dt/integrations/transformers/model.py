@@ -103,15 +103,9 @@ class ContextParallel:
 
     def _turn_on(self, model: PreTrainedModel) -> None:
         model.set_attn_implementation(self.name)
-        others = [type(c).__name__ for c in upstream.configs(model) if upstream.implementation(c) != self.name]
-        if others:
-            model.set_attn_implementation(self._before)
-            raise ValueError(
-                f"{type(model).__name__} does not compute its attention by transformers' AttentionInterface (its "
-                f"{', '.join(others)} cannot be set), so it cannot be made context parallel"
-            )
         setattr(model, _HANDLE, self)
-        upstream.set_loss(model, SummedLoss(model.loss_function, self._in_forward))
+        self._loss = upstream.swap_loss(model, None)
+        upstream.swap_loss(model, SummedLoss(self._loss or upstream.own_loss(model), self._in_forward))
         self._hooks = [
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
@@ -121,7 +115,8 @@ class ContextParallel:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._forward = [], None
-        upstream.set_loss(model, None)
+        upstream.swap_loss(model, None)
+        upstream.swap_loss(model, self._loss)
         model.set_attn_implementation(implementation)
 
     def _in_forward(self) -> ForwardPass:

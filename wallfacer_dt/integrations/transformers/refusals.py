@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from wallfacer_dt.integrations.transformers.upstream import configs
+from wallfacer_dt.integrations.transformers import upstream
 
 # Heads that look at tokens one by one.
 _HEADS = ("Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "Encoder", "Decoder")
@@ -26,7 +26,10 @@ def check_model_is_known(model: PreTrainedModel) -> None:
 
 
 def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
-    for config in configs(model):
+    fixed = upstream.fixed_attention(model)
+    if fixed:
+        yield f"{fixed} does not compute its attention by transformers' AttentionInterface"
+    for config in upstream.configs(model):
         if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
             yield "cross attention, of an encoder-decoder, is not implemented"
         for layers in ("layer_types", "layers_block_type"):
@@ -46,6 +49,8 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
         found = _ROPE & {*(kinds.values() if isinstance(kinds, dict) else [kinds])}
         if found:
             yield f"rope_type {found.pop()!r} of {path} depends on the largest position, of which ranks hold others"
+        if upstream.counts_from_padding(module):
+            yield f"{path} counts positions from padding_idx + 1, which shard_inputs does not"
         if isinstance(module, _MIXING):
             yield f"{path} ({type(module).__name__}) looks at several tokens, of which a rank would see its own only"
     if getattr(model, "pooler", None) is not None:

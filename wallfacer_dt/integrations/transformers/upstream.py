@@ -5,11 +5,13 @@ A mask reaches an attention implementation as a function of four positions, made
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 _LOCAL = ".<locals>."
 
@@ -48,9 +50,30 @@ def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-def set_loss(model: PreTrainedModel, loss: Callable[..., Any] | None) -> None:
-    """Give a model a loss function, or its own again."""
+def fixed_attention(model: PreTrainedModel) -> str:
+    """The first of the models in a model whose attention implementation cannot be set, or nothing."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((type(part).__name__ for part in parts if not part._can_set_attn_implementation()), "")
+
+
+def counts_from_padding(module: nn.Module) -> bool:
+    """Whether positions that a model is not told begin after that of padding, as fairseq counts."""
+    name = "create_position_ids_from_input_ids"
+    kind = type(module)
+    asks = "position_ids" in inspect.signature(kind.forward).parameters and hasattr(module, "padding_idx")
+    return asks and (hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name))
+
+
+def own_loss(model: PreTrainedModel) -> Callable[..., Any]:
+    """The loss function that a model has by its kind; to ask its property would warn where it has no labels either."""
+    return LOSS_MAPPING[model.loss_type if model.loss_type in LOSS_MAPPING else "ForCausalLM"]
+
+
+def swap_loss(model: PreTrainedModel, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Give a model a loss function, or that of its kind again. What it was given before is returned."""
+    before = getattr(model, "_loss_function", None)
     if loss is not None:
         model.loss_function = loss
-    elif hasattr(model, "_loss_function"):
+    elif before is not None:
         del model._loss_function
+    return before
