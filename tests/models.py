@@ -5,8 +5,7 @@ cell is a mesh of four ranks, with rows packed or not: loss and every parameter'
 model is refused, on every rank. Packed documents are compared with each of them run by itself.
 """
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,12 +49,10 @@ class Model:
     Attributes:
         head: class of the model.
         options: of its config, beside those that all have.
-        eager: whether one process runs transformers' eager attention, whose softmax is in float32, since sdpa lacks
-            something.
+        eager: whether one process runs transformers' eager attention, since its sdpa lacks something.
         kernel: of attention on the mesh.
         shift: whether it predicts the next token.
-        has: what attention has beside being causal.
-        without: options of BASE that the config has no use for.
+        has: what its attention, or it, has beside being causal.
     """
 
     head: str
@@ -64,7 +61,6 @@ class Model:
     kernel: str = "auto"
     shift: bool = True
     has: str = ""
-    dtype: torch.dtype = torch.float64
 
     def made(self) -> nn.Module:
         """The model, with the same random parameters everywhere, of which some are large enough for errors to show."""
@@ -73,14 +69,16 @@ class Model:
         kind = getattr(transformers, self.head)
         torch.manual_seed(0)
         config = kind.config_class(**BASE | self.options)
-        model = kind(config).to(self.dtype).train()
+        model = kind(config).double().train()
         if hasattr(config, "num_experts_per_tok"):
             model.set_experts_implementation("eager")
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith("sinks") or not bool(p.isfinite().all()):
                     p.uniform_(-1, 1)
-                elif any(what in name for what in ("q_proj.w", "q_b_proj.w", "query.w", "qkv", "c_attn.w", "query_key")):
+                elif any(
+                    what in name for what in ("q_proj.w", "q_b_proj.w", "query.w", "qkv", "c_attn.w", "query_key")
+                ):
                     p.mul_(8)
                 elif "lm_head" in name or "embed" in name or "wte" in name:
                     p.mul_(4)
@@ -149,7 +147,8 @@ MODELS: dict[str, Model] = {
     "BERT": Model("BertForMaskedLM", NO_DROPOUT, shift=False, has="not causal"),
     "BERT, with dropout": Model("BertForMaskedLM", shift=False),
     "ModernBERT": Model(
-        "ModernBertForMaskedLM", {"local_attention": 26, "global_attn_every_n_layers": 2}, shift=False,
+        "ModernBertForMaskedLM",
+        {"local_attention": 26, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}, shift=False,
         has="not causal, window",
     ),
     "RoBERTa": Model("RobertaForMaskedLM", NO_DROPOUT, shift=False, has="not causal"),
@@ -179,6 +178,7 @@ class Outcome(NamedTuple):
 
 
 Key = tuple[str, str]  # mesh, and "packed" or nothing
+Outcomes = dict[Key, Outcome]
 
 
 def tokens_of(length: int) -> tuple[Tensor, Tensor]:
@@ -211,20 +211,18 @@ def by_itself(model: nn.Module, tokens: Tensor, labels: Tensor, shift: bool, pac
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Of every parameter; and the model's are gone."""
-    found = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-    }
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     return found
 
 
-def try_model(name: str, keys: list[Key], dropped: str = "") -> dict[Key, Outcome]:
+def try_model(name: str, keys: list[Key], dropped: str = "") -> Outcomes:
     """On every rank: a model on meshes, beside one process. Something may be dropped of attention's options."""
     from wallfacer_dt.integrations.transformers import attend, context_parallel
 
     kind = MODELS[name]
     model = kind.made()
-    outcomes: dict[Key, Outcome] = {}
+    outcomes: Outcomes = {}
     expected: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     attention = attend.context_parallel_attention
 
@@ -253,8 +251,15 @@ def try_model(name: str, keys: list[Key], dropped: str = "") -> dict[Key, Outcom
 
 
 def _compared(
-    model: nn.Module, kind: Model, mesh: Any, order: Any, tokens: Tensor, labels: Tensor, packed: bool,
-    loss: Tensor, expected: dict[str, Tensor],
+    model: nn.Module,
+    kind: Model,
+    mesh: Any,
+    order: Any,
+    tokens: Tensor,
+    labels: Tensor,
+    packed: bool,
+    loss: Tensor,
+    expected: dict[str, Tensor],
 ) -> Outcome:
     from wallfacer_dt.integrations.transformers import shard_inputs
 
@@ -305,3 +310,72 @@ KEYS: list[Key] = [(mesh, packed) for mesh in MESHES for packed in LENGTHS]
 TOLERANCE = 1e-5  # relative to the largest element; norms and softmax of transformers are in float32
 
 
+def try_all(pool: RankPool, names: Iterable[str], keys: Callable[[str], list[Key]]) -> Iterator[tuple[str, Outcomes]]:
+    """What models give on meshes. What one rank refuses, all have refused."""
+    for name in names:
+        told = pool.run(try_model, name, keys(name))
+        for key in keys(name):
+            refused = [bool(its[key].refused) for its in told]
+            assert len(set(refused)) == 1, [its[key] for its in told]
+        yield name, told[0]
+
+
+def verdict(outcome: Outcome) -> str:
+    """In one word, but for why a model is refused."""
+    if outcome.refused:
+        return outcome.refused
+    return "equal" if max(outcome.loss, outcome.gradient) <= TOLERANCE else "WRONG"
+
+
+def document(outcomes: dict[str, Outcomes]) -> str:
+    """docs/models.md."""
+    import transformers
+
+    notes: list[str] = []
+
+    def noted(text: str) -> int:
+        if text not in notes:
+            notes.append(text)
+        return notes.index(text) + 1
+
+    lines = []
+    for name, tried in outcomes.items():
+        cells = []
+        for key in KEYS:
+            what = verdict(tried[key])
+            cells.append(what if what in ("equal", "WRONG") else f"refused ({noted(what)})")
+        own = {outcome.own_loss for outcome in tried.values() if not outcome.refused}
+        losses = [f"refused ({noted(text)})" if text else "equal" for text in sorted(own)]
+        lines.append(f"| {' | '.join([name, MODELS[name].has, *cells, ', '.join(losses) or '–'])} |")
+    columns = [f"{mesh}{', packed' if packed else ''}" for mesh, packed in KEYS]
+    head = f"| {' | '.join(['model', 'has', *columns, '`model(**batch).loss`'])} |\n|{' --- |' * (len(KEYS) + 3)}"
+    said = "\n".join(f"{n}. `{text}`" for n, text in enumerate(notes, 1))
+    return DOCUMENT.format(version=transformers.__version__, head=head, lines="\n".join(lines), notes=said)
+
+
+DOCUMENT = """# Models of transformers
+
+Generated by `python -m tests.models > docs/models.md`, with transformers {version}; `tests/test_transformers.py` fails
+when it is out of date.
+
+**equal**: on four ranks of gloo, loss and every parameter's gradient were those of one process, relative to its largest
+element within 1e-5, in a float64 model (most are within 1e-14; some norms, routers and eager attention of transformers
+compute in float32). Models are tiny and random, of two layers, with 64 tokens in each of two rows; projections of queries
+are made large, so that attention is sharp. **packed**: 61 tokens a row, which four ranks do not divide, of two and three
+documents; one process runs each document by itself. **refused** was run too: every rank raised what is quoted below.
+The last column is the loss that the model computes itself, summed over ranks.
+
+Orders of tokens are `head_tail` on a ring, `head_tail` and packed `document_head_tail` on rings and teams, and
+`contiguous` with Ulysses.
+
+{head}
+{lines}
+
+{notes}
+"""
+
+
+if __name__ == "__main__":
+    ranks = RankPool(RANKS, timeout=300)
+    print(document(dict(try_all(ranks, MODELS, lambda _: KEYS))), end="")
+    ranks.close()

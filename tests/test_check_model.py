@@ -112,7 +112,10 @@ def check(mistake: str, size: int) -> str:
     ("mistake", "says"),
     [
         ("", ["equal"]),
-        ("no attention", ["EquivalenceError", "the loss is", "layers.0.out", "no attention was called on the mesh at all"]),
+        (
+            "no attention",
+            ["EquivalenceError", "the loss is", "layers.0.out", "no attention was called on the mesh at all"],
+        ),
         ("positions", ["EquivalenceError", "that of position_embedding", "are positions given"]),
         ("window", ["EquivalenceError", "that of layers.0.out", "a keyword swallowed"]),
         ("labels", ["EquivalenceError", "all outputs are right", "shifted before"]),

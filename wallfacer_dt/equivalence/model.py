@@ -164,9 +164,13 @@ class _Trial:
     def check_alike(self, expected: _Run) -> None:
         """Refuse, on every rank, ranks whose whole runs have different losses."""
         told = hear_all("check_model's losses", expected.loss.item(), name_of(self.mesh))
-        if any(self._differ(torch.tensor(loss).double(), torch.tensor(told[min(told)]).double()) for loss in told.values()):
+        if any(
+            self._differ(torch.tensor(loss).double(), torch.tensor(told[min(told)]).double()) for loss in told.values()
+        ):
             by_rank = ", ".join(f"rank {rank}: {loss:.6g}" for rank, loss in sorted(told.items()))
-            raise EquivalenceError(f"ranks hold other parameters, or were given other batches: whole losses are {by_rank}")
+            raise EquivalenceError(
+                f"ranks hold other parameters, or were given other batches: whole losses are {by_rank}"
+            )
 
     def first(self, expected: _Run, found: _Run) -> _First | None:
         """The first module whose output here is not this rank's part of what it gave in the whole run."""
@@ -289,7 +293,9 @@ def _removed(hook: Any) -> Iterator[None]:
 
 def _keeping(outputs: dict[str, Tensor], path: str) -> Callable[[nn.Module, Any, Any], None]:
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
+        values = (
+            output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
+        )
         tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1]
         if tensors and path not in outputs:
             outputs[path] = tensors[0].detach()

@@ -78,9 +78,7 @@ class AttentionOnMesh:
         mask.forward.calls += 1
         return out.transpose(1, 2).contiguous(), None
 
-    def _read(
-        self, module: nn.Module, mask: ShardedMask | Tensor | None, query: Tensor, key: Tensor
-    ) -> ShardedMask:
+    def _read(self, module: nn.Module, mask: ShardedMask | Tensor | None, query: Tensor, key: Tensor) -> ShardedMask:
         name = type(module).__name__
         if id(module) not in self.modules:
             raise ValueError(

@@ -12,7 +12,8 @@ from wallfacer_dt.layout import BY_DOCUMENT, check_length
 from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
 from wallfacer_dt.sequence import shard_sequence
 
-SEQUENCE = "sharded_sequence"  # the keyword by which a batch says what it is a part of
+# Where a batch says what it is a part of: every model looks at its mask, and one that is not set up cannot take this.
+SEQUENCE = "attention_mask"
 IGNORED = -100  # labels that do not count, as torch's cross_entropy has it
 
 
@@ -47,10 +48,10 @@ def shard_inputs(
         attention_mask: (B, N), 0 where there is padding, before or after a row's tokens, which then sees itself alone.
 
     Returns:
-        ``input_ids`` (B, L), ``position_ids`` (1, L) or (B, L), ``use_cache`` (False) and what
-        :func:`context_parallel` wants to know of the whole sequence; with labels ``labels`` (B, L),
-        ``num_items_in_batch``, the counted tokens of the whole batch (with data parallelism to be summed over its
-        ranks), and where they are shifted ``shift_labels`` (B, L).
+        ``input_ids`` (B, L), ``position_ids`` (1, L) or (B, L), ``use_cache`` (False), and as ``attention_mask`` what
+        :func:`context_parallel` wants to know of the whole sequence, which other models cannot take; with labels
+        ``labels`` (B, L), ``num_items_in_batch``, the counted tokens of the whole batch (with data parallelism to be
+        summed over its ranks), and where they are shifted ``shift_labels`` (B, L).
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

@@ -142,12 +142,15 @@ class ContextParallel:
         """Before each forward: whether this is what was set up, and its inputs are this rank's part of a sequence."""
         self._forward = None
         with refusing_together(name_of(self.mesh)):
-            kwargs = dict(kwargs)
-            sequence = kwargs.pop(SEQUENCE, None)
             self._check_still_set_up(model)
+            sequence = self._named(args, kwargs).get(SEQUENCE)
+            if isinstance(sequence, ShardedSequence):
+                args = tuple(None if x is sequence else x for x in args)
+                kwargs = {name: value for name, value in kwargs.items() if value is not sequence}
+            else:
+                sequence = None
             self._check_passes_on(kwargs)
-            given = self._named(args, kwargs)
-            sequence = self._checked(sequence, given)
+            sequence = self._checked(sequence, self._named(args, kwargs))
             if self._takes("use_cache", model):
                 kwargs.setdefault("use_cache", False)
             self._forward = ForwardPass(sequence)
@@ -184,7 +187,11 @@ class ContextParallel:
 
     def _check_passes_on(self, kwargs: dict[str, Any]) -> None:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
-        if not takes_all and kwargs.get("labels") is not None and "num_items_in_batch" not in self._signature.parameters:
+        if (
+            not takes_all
+            and kwargs.get("labels") is not None
+            and "num_items_in_batch" not in self._signature.parameters
+        ):
             raise ValueError("the model computes its loss by itself: leave labels out, and compute it from logits")
 
     def _takes(self, name: str, model: PreTrainedModel) -> bool:
@@ -197,7 +204,7 @@ class ContextParallel:
         names = [p.name for p in self._signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         return dict(zip(names, args, strict=False)) | kwargs
 
-    def _checked(self, sequence: Any, given: dict[str, Any]) -> ShardedSequence:
+    def _checked(self, sequence: ShardedSequence | None, given: dict[str, Any]) -> ShardedSequence:
         """The whole sequence that a call's inputs are this rank's part of, or a refusal (ValueError)."""
         for name, why in _REFUSED.items():
             value = given.get(name)
@@ -208,13 +215,15 @@ class ContextParallel:
             raise ValueError("the model must be called with input_ids (B, L) or inputs_embeds: this rank's tokens")
         shard = tokens.shape[1]
         mask = given.get("attention_mask")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2] or not bool(mask.all())):
+        if mask is not None and (
+            not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2] or not bool(mask.all())
+        ):
             raise ValueError(_PADDED)
         if sequence is None:
             sequence = ShardedSequence.of_equal_shards(shard, self.order)
-        elif not isinstance(sequence, ShardedSequence) or sequence.order != self.order:
+        elif sequence.order != self.order:
             raise ValueError(
-                f"the batch was dealt out in {getattr(sequence, 'order', sequence)!r}, attention was told {self.order!r}"
+                f"the batch was dealt out in {sequence.order!r}, attention was told {self.order!r}"
             )
         positions = given.get("position_ids")
         if positions is None:
@@ -281,11 +290,6 @@ def context_parallel(
         }  # fmt: skip
         AttentionOptions(**options).check()
         check_kernel(kernel)
-        if "position_ids" not in inspect.signature(model.forward).parameters:
-            raise ValueError(
-                f"{type(model).__name__} cannot be made context parallel: it is not told positions (position_ids), so "
-                "it would count from 0 on every rank"
-            )
         check_model_is_known(model)
         earlier = getattr(model, _HANDLE, None)
         if earlier is not None:

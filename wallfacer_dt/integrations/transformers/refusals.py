@@ -1,5 +1,6 @@
-"""Models that context parallelism of attention alone would make silently wrong, refused by name before anything runs."""
+"""Models that attention on a mesh alone would make silently wrong, refused by name before anything runs."""
 
+import inspect
 from collections.abc import Iterator
 
 from torch import nn
@@ -8,7 +9,7 @@ from transformers import PreTrainedModel
 from wallfacer_dt.integrations.transformers import upstream
 
 # Heads that look at tokens one by one.
-_HEADS = ("Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "Encoder", "Decoder")
+_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # These look at the largest position, of which ranks hold different ones.
 _ROPE = {"dynamic", "longrope"}
@@ -55,8 +56,10 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
             yield f"{path} ({type(module).__name__}) looks at several tokens, of which a rank would see its own only"
     if getattr(model, "pooler", None) is not None:
         yield "its pooler takes the first token, which one rank holds: add_pooling_layer=False"
-    if not name.endswith(_HEADS):
+    if model.base_model is not model and not name.endswith(_HEADS):
         yield (
             f"a head of that kind is not known to look at tokens one by one (known are {', '.join(_HEADS)}): give "
             "context_parallel the model inside it"
         )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        yield "it is not told positions (position_ids), so it would count from 0 on every rank"

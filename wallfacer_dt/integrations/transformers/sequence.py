@@ -1,6 +1,7 @@
 """What is known of the whole sequence, of which a batch holds a rank's part; and one forward of a model on it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ class ShardedSequence:
     order: TokenOrder
     positions: Tensor = field(repr=False)
     document_ids: Tensor | None = field(default=None, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say to a model that takes this for its attention mask, since it has not been set up, what to do."""
+        raise AttributeError(
+            f"a batch of shard_inputs is this rank's part of a sequence, and has no {name!r}: give the model to "
+            "context_parallel, which knows what it says in place of an attention mask"
+        )
 
     @classmethod
     def of_equal_shards(cls, shard: int, order: TokenOrder) -> "ShardedSequence":
