@@ -1,8 +1,8 @@
 """What models of transformers do on a mesh: run on ranks beside one process, and written down in docs/models.md.
 
-``python -m tests.models > docs/models.md`` writes the document. A model is a row: tiny, random, made of its config. A
-cell is a mesh of four ranks, with rows packed or not: loss and every parameter's gradient are those of one process, or the
-model is refused, on every rank. Packed documents are compared with each of them run by itself.
+``python -m tests.models > docs/models.md`` writes the document. A model is a row: tiny, random, made of its config.
+A cell is a mesh of four ranks, with rows packed or not: loss and every parameter's gradient are those of one process,
+or the model is refused, on every rank. Packed documents are compared with each of them run by itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -103,7 +103,8 @@ MODELS: dict[str, Model] = {
         "Gemma3ForCausalLM", {**TWO_KINDS, "head_dim": 16, "query_pre_attn_scalar": 24}, has="window, scale"
     ),
     "GPT-OSS": Model(
-        "GptOssForCausalLM", {**TWO_KINDS, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, eager=True,
+        "GptOssForCausalLM",
+        {**TWO_KINDS, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, eager=True,
         has="window, sinks, experts",
     ),
     "DeepSeek-V3": Model(
@@ -139,7 +140,10 @@ MODELS: dict[str, Model] = {
     ),
     "Llama 4, temperature tuning": Model(
         "Llama4ForCausalLM",
-        {"head_dim": 8, "no_rope_layers": [1, 0], "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": []},
+        {
+            "head_dim": 8, "no_rope_layers": [1, 0], "num_local_experts": 2, "intermediate_size_mlp": 48,
+            "moe_layers": [],
+        },
     ),
     "GPT-2": Model("GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "GPT-NeoX": Model("GPTNeoXForCausalLM"),
@@ -158,7 +162,8 @@ MODELS: dict[str, Model] = {
     "Mamba 2": Model("Mamba2ForCausalLM", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8}),
     "ViT": Model("ViTModel", {"image_size": 32, "patch_size": 8}),
     "Whisper": Model(
-        "WhisperModel", {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 1}
+        "WhisperModel",
+        {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 1},
     ),
     "T5": Model("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
     "BERT, one class for a sequence": Model("BertForSequenceClassification", NO_DROPOUT),
@@ -281,11 +286,12 @@ def _compared(
 
 
 def errors_of(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """By parameter, relative to its largest element; of those that are 0 but for rounding (a key's bias moves all scores
-    of a row alike), to the largest of all.
+    """By parameter, relative to its largest element; of those that are 0 but for rounding (a key's bias moves all
+    scores of a row alike), to the largest of all.
     """
-    largest = max(float(its.abs().max()) for its in expected.values())
-    nothing = {name for name, its in expected.items() if float(its.abs().max()) < 1e-10 * largest}
+    sizes = {name: float(torch.linalg.vector_norm(its, torch.inf)) for name, its in expected.items()}
+    largest = max(sizes.values())
+    nothing = {name for name, size in sizes.items() if size < 1e-10 * largest}
     assert len(nothing) < len(expected) // 2, "most parameters have a gradient"
     return {
         name: worst_error([(found[name] / largest, its / largest)])
@@ -360,10 +366,10 @@ when it is out of date.
 
 **equal**: on four ranks of gloo, loss and every parameter's gradient were those of one process, relative to its largest
 element within 1e-5, in a float64 model (most are within 1e-14; some norms, routers and eager attention of transformers
-compute in float32). Models are tiny and random, of two layers, with 64 tokens in each of two rows; projections of queries
-are made large, so that attention is sharp. **packed**: 61 tokens a row, which four ranks do not divide, of two and three
-documents; one process runs each document by itself. **refused** was run too: every rank raised what is quoted below.
-The last column is the loss that the model computes itself, summed over ranks.
+compute in float32). Models are tiny and random, of two layers, with 64 tokens in each of two rows; projections of
+queries are made large, so that attention is sharp. **packed**: 61 tokens a row, which four ranks do not divide, of two
+and three documents; one process runs each document by itself. **refused** was run too: every rank raised what is quoted
+below. The last column is the loss that the model computes itself, summed over ranks.
 
 Orders of tokens are `head_tail` on a ring, `head_tail` and packed `document_head_tail` on rings and teams, and
 `contiguous` with Ulysses.

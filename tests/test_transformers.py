@@ -279,10 +279,10 @@ def padded() -> float:
     seen[0, 50:] = 0
     seen[1, :9] = 0
     labels = labels.masked_fill(seen == 0, -100)
+    labels[1, 9] = -100  # which padding would predict
     model(input_ids=tokens, labels=labels, attention_mask=seen, use_cache=False).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     context_parallel(model, mesh, order=order)
-    # Transformers has the last padding before a row predict its first token, of what it sees nobody else's business.
     batch = shard_inputs(mesh, tokens, order=order, labels=labels, attention_mask=seen)
     found = summed_gradients(model, **batch)
     return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
@@ -298,6 +298,57 @@ def packed_by_transformers() -> float:
     context_parallel(model, mesh, order=order)
     found = summed_gradients(model, **shard_inputs(mesh, tokens, order=order, labels=labels, document_ids=DOCUMENTS))
     return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
+
+
+def test_padding(ranks: Ranks) -> None:
+    assert max(ranks(RANKS).run(padded)) < 1e-6
+
+
+def fully_sharded() -> float:
+    """As docs/composition.md has FSDP2: gradients are added up, of parameters that are sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(64)
+    model(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model = llama()
+    context_parallel(model, mesh, order=order)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh._flatten("tokens"))
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model(**shard_inputs(mesh, tokens, order=order, labels=labels)).loss.backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
+
+
+def test_fsdp(ranks: Ranks) -> None:
+    assert max(ranks(RANKS).run(fully_sharded)) < 1e-6
+
+
+def compiled(whole: bool) -> list[float]:
+    """Layers, or all, compiled round attention, on batches of other documents; beside the same without a compiler."""
+    mesh, order, model = set_up()
+    context_parallel(model, mesh, order=order)
+    other = llama()
+    context_parallel(other, mesh, order=order)
+    for module in [other] if whole else other.model.layers:
+        module.compile(backend="eager")
+    tokens, labels = tokens_of(61)
+    errors = []
+    for documents in (None, DOCUMENTS, DOCUMENTS.flip(0)):
+        batch = shard_inputs(mesh, tokens, order=order, labels=labels, document_ids=documents)
+        found, expected = (summed_gradients(one, **batch) for one in (other, model))
+        errors.append(worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest"))
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_round_attention(ranks: Ranks, whole: bool) -> None:
+    for errors in ranks(RANKS).run(compiled, whole):
+        assert max(errors) < 1e-6
 
 
 def test_packed_rows_as_transformers_packs_them(ranks: Ranks) -> None:
@@ -364,7 +415,7 @@ def test_known_masks() -> None:
     sides = read_mask(masking_utils.sliding_window_bidirectional_mask_function(5), ForwardPass(None))
     assert (sides.is_causal, sides.left, sides.right) == (False, 5, 5)
     with pytest.raises(AttributeError, match="no tensor"):
-        both.shape
+        _ = both.shape
 
 
 def run_page(program: str) -> float:

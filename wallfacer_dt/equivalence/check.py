@@ -19,7 +19,7 @@ from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.equivalence.cause import compare
 from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened
 from wallfacer_dt.equivalence.together import run_together
-from wallfacer_dt.equivalence.trial import AttentionStyle, EquivalenceError, Trial, assembled
+from wallfacer_dt.equivalence.trial import AttentionStyle, Trial, assembled
 from wallfacer_dt.layout import BY_DOCUMENT, check_length
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.order import TokenOrder

@@ -1,1 +1,1 @@
-"""Libraries of models, made context parallel from outside. Each is imported only when asked for, and needs its extra."""
+"""Libraries of models, made context parallel from outside: each imported only when asked for, with an extra to it."""

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.attention import context_parallel_attention
+from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers.masks import ShardedMask
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import AttentionKeywords
@@ -43,6 +44,7 @@ class AttentionOnMesh:
     options: AttentionKeywords
     modules: frozenset[int]
 
+    @untraced("it looks process groups up, and at what is known of a batch; with fullgraph=True use a style")
     def __call__(
         self,
         module: nn.Module,
@@ -82,8 +84,8 @@ class AttentionOnMesh:
         name = type(module).__name__
         if id(module) not in self.modules:
             raise ValueError(
-                f"this {name} is of a model that context_parallel was not given, whose config is shared or copied: give "
-                "every model a config of its own, and context_parallel each that is to run on a mesh"
+                f"this {name} is of a model that context_parallel was not given, whose config is shared or copied: "
+                "give every model a config of its own, and context_parallel each that is to run on a mesh"
             )
         if not isinstance(mask, ShardedMask):
             what = "no mask" if mask is None else f"a {type(mask).__name__}"

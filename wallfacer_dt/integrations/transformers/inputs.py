@@ -132,4 +132,4 @@ def _documents(
     seen = (attention_mask != 0).long().cpu()
     if bool((F.pad(seen, (1, 0)).diff(dim=1) == 1).sum(1).ne(1).any()):
         raise ValueError("attention_mask must have one run of tokens in every row, with padding before or after it")
-    return F.pad(seen.diff(dim=1).abs(), (1, 0)).cumsum(1)
+    return F.pad((seen.diff(dim=1) != 0).long(), (1, 0)).cumsum(1)

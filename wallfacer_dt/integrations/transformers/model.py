@@ -2,8 +2,8 @@
 
 Note [State of a model]
 What a call of attention needs is never kept beside the model. Mesh and options stand in a function that is registered
-for this model alone, under a name of its own. What is known of a batch comes with the batch; for the time of a forward it
-stands in the handle, from which the mask function puts it into the mask, and layers that are computed again in the
+for this model alone, under a name of its own. What is known of a batch comes with the batch; for the time of a forward
+it stands in the handle, from which the mask function puts it into the mask, and layers that are computed again in the
 backward find it there. A forward begins with a check of all that may have changed meanwhile.
 """
 
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.attend import AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
@@ -33,6 +34,7 @@ from wallfacer_dt.options import AttentionKeywords, AttentionOptions
 from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
 
 _HANDLE = "_wallfacer_dt"
+_UNTRACED = "what is known of a batch is another at every call; with fullgraph=True use a style"
 _numbers = count(1)
 # Of a call of the model: what would need all tokens, or gives something that ranks cannot put together.
 _REFUSED = {
@@ -49,17 +51,20 @@ _REFUSED = {
 
 
 class ContextParallel:
-    """A model that runs on a mesh, as :func:`context_parallel` has set it up.
+    """A model that runs on a mesh, as :func:`context_parallel` has set it up; ``name`` is that of its attention.
 
-    Attributes:
+    Args:
+        model: of transformers.
         mesh: context mesh.
+        options: of attention that are the same at every call.
         order: in which batches are dealt out.
-        name: of the attention implementation that was registered for the model.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, options: AttentionKeywords, order: TokenOrder) -> None:
         self.mesh, self.order, self.name = mesh, order, f"wallfacer_dt-{next(_numbers)}"
-        self._model, self._options, self._forward = weakref.ref(model), options, None
+        self._model = weakref.ref(model)
+        self._forward: ForwardPass | None = None
+        self._loss: Callable[..., Any] | None = None
         self._before = upstream.implementation(model.config) or "sdpa"
         self._signature = inspect.signature(model.forward)
         self._hooks: list[Any] = []
@@ -127,6 +132,7 @@ class ContextParallel:
             )
         return self._forward
 
+    @untraced(_UNTRACED)
     def _mask(self, *, mask_function: Callable[..., Any], **asked: Any) -> ShardedMask:
         """What transformers calls to make a mask of local size; what is unsaid here is about the mask's making."""
         with refusing_together(name_of(self.mesh)):
@@ -138,6 +144,7 @@ class ContextParallel:
                 raise ValueError("a mask of caches or of cross attention is not implemented: pass use_cache=False")
             return read_mask(mask_function, forward)
 
+    @untraced(_UNTRACED)
     def _begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before each forward: whether this is what was set up, and its inputs are this rank's part of a sequence."""
         self._forward = None
@@ -156,6 +163,7 @@ class ContextParallel:
             self._forward = ForwardPass(sequence)
         return args, kwargs
 
+    @untraced(_UNTRACED)
     def _end(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """After each forward: whether attention and loss were computed where they should be."""
         forward, self._forward = self._forward, None
@@ -222,9 +230,7 @@ class ContextParallel:
         if sequence is None:
             sequence = ShardedSequence.of_equal_shards(shard, self.order)
         elif sequence.order != self.order:
-            raise ValueError(
-                f"the batch was dealt out in {sequence.order!r}, attention was told {self.order!r}"
-            )
+            raise ValueError(f"the batch was dealt out in {sequence.order!r}, attention was told {self.order!r}")
         positions = given.get("position_ids")
         if positions is None:
             raise ValueError(
@@ -242,8 +248,8 @@ class ContextParallel:
 
 
 _PADDED = (
-    "attention_mask has padding, or is not this rank's: tell shard_inputs attention_mask of the whole sequence, and leave "
-    "it out of the model's call"
+    "attention_mask has padding, or is not this rank's: tell shard_inputs attention_mask of the whole sequence, and "
+    "leave it out of the model's call"
 )
 
 
