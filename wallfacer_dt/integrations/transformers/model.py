@@ -297,11 +297,11 @@ def context_parallel(
         AttentionOptions(**options).check()
         check_kernel(kernel)
         check_model_is_known(model)
-        earlier = getattr(model, _HANDLE, None)
-        if earlier is not None:
-            earlier.remove()
         told = {**options, "model": type(model).__name__, "layers": len(list(model.modules()))}
         agree("context_parallel", told.items(), name)
+    earlier = getattr(model, _HANDLE, None)
+    if earlier is not None:
+        earlier.remove()
     with refusing_together(name):
         return ContextParallel(model, mesh, options, order)
 
