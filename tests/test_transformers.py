@@ -344,7 +344,7 @@ def compiled(whole: bool) -> list[float]:
     return errors
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_compiled_round_attention(ranks: Ranks) -> None:
     for whole in (False, True):
         for errors in ranks(RANKS).run(compiled, whole):
