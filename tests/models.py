@@ -160,6 +160,7 @@ MODELS: dict[str, Model] = {
     "Bloom": Model("BloomForCausalLM"),
     "Qwen3-Next": Model("Qwen3NextForCausalLM", {"num_experts": 4, **MOE, "head_dim": 16}),
     "Mamba 2": Model("Mamba2ForCausalLM", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8}),
+    "FNet": Model("FNetForMaskedLM", {"hidden_dropout_prob": 0.0}, shift=False),
     "ViT": Model("ViTModel", {"image_size": 32, "patch_size": 8}),
     "Whisper": Model(
         "WhisperModel",

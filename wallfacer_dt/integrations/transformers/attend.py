@@ -37,12 +37,10 @@ class AttentionOnMesh:
     Attributes:
         mesh: context mesh.
         options: what is the same at every call: order, schedule, rotations, kernel.
-        modules: ids of the model's modules while it lives.
     """
 
     mesh: DeviceMesh
     options: AttentionKeywords
-    modules: frozenset[int]
 
     @untraced("it looks process groups up, and at what is known of a batch; with fullgraph=True use a style")
     def __call__(
@@ -82,11 +80,6 @@ class AttentionOnMesh:
 
     def _read(self, module: nn.Module, mask: ShardedMask | Tensor | None, query: Tensor, key: Tensor) -> ShardedMask:
         name = type(module).__name__
-        if id(module) not in self.modules:
-            raise ValueError(
-                f"this {name} is of a model that context_parallel was not given, whose config is shared or copied: "
-                "give every model a config of its own, and context_parallel each that is to run on a mesh"
-            )
         if not isinstance(mask, ShardedMask):
             what = "no mask" if mask is None else f"a {type(mask).__name__}"
             raise ValueError(

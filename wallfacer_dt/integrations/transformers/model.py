@@ -68,7 +68,7 @@ class ContextParallel:
         self._before = upstream.implementation(model.config) or "sdpa"
         self._signature = inspect.signature(model.forward)
         self._hooks: list[Any] = []
-        attend = AttentionOnMesh(mesh, options, frozenset(map(id, model.modules())))
+        attend = AttentionOnMesh(mesh, options)
         AttentionInterface.register(self.name, attend)
         AttentionMaskInterface.register(self.name, self._mask)
         self._turn_on(model)
