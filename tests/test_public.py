@@ -88,6 +88,8 @@ attention_volume
     replicated=0, index=None
 check_equivalence
     module, style, mesh, *, length=None, heads=None, head_dim=16, dtype=None, kwargs=None
+check_model
+    model, mesh, *, whole, sharded, order=None, document_ids=None, tolerance=None
 context_mesh
     device_type, ring=1, team=1, *, ulysses=1, placement='team_in_node'
 context_parallel

@@ -6,6 +6,7 @@ from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.blockwise import BlockwiseFeedForward
 from wallfacer_dt.data import SequenceDataset, SequenceSampler
 from wallfacer_dt.equivalence.check import check_equivalence
+from wallfacer_dt.equivalence.model import check_model
 from wallfacer_dt.equivalence.trial import EquivalenceError
 from wallfacer_dt.kernels import register_kernel
 from wallfacer_dt.mesh import context_mesh, split_context_axis
@@ -50,6 +51,7 @@ __all__ = [
     "WallFacerParallel",
     "attention_volume",
     "check_equivalence",
+    "check_model",
     "context_mesh",
     "context_parallel",
     "context_parallel_attention",

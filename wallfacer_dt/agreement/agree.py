@@ -210,13 +210,23 @@ def tell(error: Exception, mesh: str) -> None:
 
     For what every call passes: to catch one costs nothing where there is none, and a context does.
     """
-    world = this_world()
-    found = None if world is None else world.find(mesh)
-    ranks = frozenset(() if found is None else found.ranks)
+    ranks = _ranks(mesh)
     if not ranks.issubset(getattr(error, "met", ())):
         with suppress(ValueError, RuntimeError):  # one's own error says more than the comparison
             agree("", (), mesh, error=str(error) or repr(error))
         _met(error, ranks)
+
+
+def have_all(error: Exception, mesh: str) -> bool:
+    """Whether all ranks of a mesh raise this error, so that none of them waits to hear of it."""
+    ranks = _ranks(mesh)
+    return bool(ranks) and ranks.issubset(getattr(error, "met", ()))
+
+
+def _ranks(mesh: str) -> frozenset[int]:
+    world = this_world()
+    found = None if world is None else world.find(mesh)
+    return frozenset(() if found is None else found.ranks)
 
 
 def _meeting(mesh: str, came_to: str) -> tuple[str, Meeting] | None:

@@ -3,7 +3,7 @@
 What the ranks of a mesh find they tell each other, so that all of them go on or all of them raise.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,8 @@ from wallfacer_dt.agreement.agree import hear_all, refusing_together
 from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.equivalence.cause import compare
 from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened
-from wallfacer_dt.equivalence.trial import AttentionStyle, EquivalenceError, Trial, assembled
+from wallfacer_dt.equivalence.together import run_together
+from wallfacer_dt.equivalence.trial import AttentionStyle, Trial, assembled
 from wallfacer_dt.layout import BY_DOCUMENT, check_length
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.order import TokenOrder
@@ -89,10 +90,10 @@ def check_equivalence(
     sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
     trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
     with _set_apart(mesh):
-        reference = _run_together(name, trial.run_module)
-        shard = _run_together(name, trial.run_style, reference)
+        reference = run_together("check_equivalence", name, trial.run_module)
+        shard = run_together("check_equivalence", name, trial.run_style, reference)
         shards = hear_all("check_equivalence's results", shard, name).values()
-        _run_together(name, lambda: compare(trial, reference, assembled(reference.results, shards)))
+        run_together("check_equivalence", name, lambda: compare(trial, reference, assembled(reference.results, shards)))
 
 
 def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passed: set[Hashable]) -> None:
@@ -144,29 +145,6 @@ def _set_apart(mesh: DeviceMesh) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))  # which under no_grad, too, turns gradients on
         stack.enter_context(torch.device(kind))
         yield
-
-
-def _run_together(mesh: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on every rank, and raise on all of them if one has failed: this rank's own error, or another's.
-
-    That is an EquivalenceError where it was one there, and a ValueError where it was any other.
-    """
-    result, failure, mine = None, None, None
-    try:
-        result = function(*args)
-    except Exception as error:  # which the other ranks are to hear of
-        failure, mine = error, (isinstance(error, EquivalenceError), str(error))
-    try:
-        heard = hear_all("check_equivalence", mine, mesh)
-    except ValueError as error:  # the others are in the middle of the function, and hear that this rank is not
-        raise error from failure
-    if failure is not None:
-        raise failure
-    for rank, theirs in sorted(heard.items()):
-        if theirs is not None:
-            differs, text = theirs
-            raise (EquivalenceError if differs else ValueError)(f"on rank {rank} of the mesh {text}")
-    return result
 
 
 def _is_pretended(mesh: DeviceMesh) -> bool:

@@ -1,0 +1,139 @@
+"""check_model: a whole model on a mesh beside one process; each mistake is named, on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wallfacer_dt import (
+    EquivalenceError,
+    TokenOrder,
+    check_model,
+    context_mesh,
+    context_parallel_attention,
+    sequence_positions,
+    shard_sequence,
+)
+from wallfacer_dt.testing import RankPool
+
+Ranks = Callable[[int], RankPool]
+N, V, D, HEADS = 32, 11, 16, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor, inner: Callable[..., Tensor]) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(inner(4 * q, k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.position_embedding = nn.Embedding(V, D), nn.Embedding(N, D)
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.head, self.dropout = nn.Linear(D, V), nn.Dropout(0.0)
+        self.double()
+
+    def forward(self, tokens: Tensor, positions: Tensor, inner: Callable[..., Tensor]) -> Tensor:
+        x = self.embedding(tokens) + self.position_embedding(positions)
+        for layer in self.layers:
+            x = x + self.dropout(layer(x, inner))
+        return self.head(x)
+
+
+def check(mistake: str, size: int) -> str:
+    """On every rank: what check_model says of a mistake; and whether grads and random state are as they were."""
+    mesh = context_mesh("cpu", ring=size // 2, team=2)
+    order = TokenOrder("head_tail", mesh)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(V, (2, N + 1), generator=generator)
+    tokens, labels = tokens[:, :-1], tokens[:, 1:]
+    model = Model()
+    rank = torch.distributed.get_rank()
+    if mistake == "parameters" and rank == 1:
+        model.head.weight.data *= 1.5
+    if mistake == "dropout":
+        model.dropout.p = 0.5
+    window = (5, 0) if mistake == "window" else None
+
+    def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(N)
+        seen = i[:, None] >= i if window is None else (i[:, None] >= i) & (i[:, None] - i <= 5)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if mistake == "one rank fails" and rank == 2:
+            raise IndexError("by chance")
+        if mistake == "no attention":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return context_parallel_attention(q, k, v, mesh, is_causal=True, order=order)
+
+    def whole(model: nn.Module) -> Tensor:
+        logits = model(tokens, torch.arange(N)[None], whole_attention)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def sharded(model: nn.Module) -> Tensor:
+        mine, positions = shard_sequence(tokens, order, dim=1), sequence_positions(N, order)[None]
+        if mistake == "positions":
+            positions = torch.arange(mine.shape[1])[None]
+        wanted = shard_sequence(labels, order, dim=1)
+        if mistake == "labels":
+            wanted = F.pad(mine, (0, 1), value=1)[:, 1:]
+        loss = F.cross_entropy(model(mine, positions, attention).flatten(0, 1), wanted.flatten(), reduction="sum")
+        if mistake == "nan" and rank == 1:
+            loss = loss * float("nan")
+        if mistake == "no loss":
+            return loss.expand(2)
+        return loss / (wanted.numel() if mistake == "mean" else labels.numel())
+
+    model.head.bias.grad = torch.ones(V).double()
+    state = torch.get_rng_state()
+    try:
+        check_model(model, mesh, whole=whole, sharded=sharded, order=order)
+    except (EquivalenceError, ValueError, TypeError, IndexError) as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "equal"
+    assert bool((model.head.bias.grad == 1).all())
+    assert model.head.weight.grad is None
+    assert bool((torch.get_rng_state() == state).all())
+    return text
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("", ["equal"]),
+        (
+            "no attention",
+            ["EquivalenceError", "the loss is", "layers.0.out", "no attention was called on the mesh at all"],
+        ),
+        ("positions", ["EquivalenceError", "that of position_embedding", "are positions given"]),
+        ("window", ["EquivalenceError", "that of layers.0.out", "a keyword swallowed"]),
+        ("labels", ["EquivalenceError", "all outputs are right", "shifted before"]),
+        ("mean", ["EquivalenceError", "a mean of its own"]),
+        ("parameters", ["EquivalenceError", "other parameters", "rank 1"]),
+        ("dropout", ["EquivalenceError", "dropout"]),
+        ("nan", ["EquivalenceError", "not finite"]),
+        ("no loss", ["TypeError", "a tensor of one number"]),
+    ],
+)
+def test_mistakes_are_named_on_every_rank(ranks: Ranks, mistake: str, says: list[str]) -> None:
+    for told in ranks(4).run(check, mistake, 4):
+        for what in says:
+            assert what in told, told
+
+
+def test_one_rank_that_fails_is_heard_of(ranks: Ranks) -> None:
+    told: list[Any] = ranks(4).run(check, "one rank fails", 4)
+    assert all(one != "equal" for one in told), told
+    assert all("by chance" in one or "call" in one for one in told), told
+    assert ranks(4).run(check, "", 4) == ["equal"] * 4  # nobody was left behind

@@ -1,0 +1,431 @@
+"""Models of transformers on a mesh: each gives what docs/models.md says, and what a call brings is never swallowed."""
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wallfacer_dt import EquivalenceError, TokenOrder, check_model, context_mesh
+from wallfacer_dt.testing import RankPool, worst_error
+
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+
+from transformers import masking_utils
+
+from tests.models import DOCUMENTS, KEYS, MODELS, RANKS, Key, Outcomes, document, tokens_of, try_all, try_model, verdict
+from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
+from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
+from wallfacer_dt.integrations.transformers.masks import read_mask
+from wallfacer_dt.integrations.transformers.sequence import ForwardPass, positions_within
+
+Ranks = Callable[[int], RankPool]
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+GUIDE = Path(__file__).parent.parent / "docs" / "transformers.md"
+
+
+def some(name: str) -> list[Key]:
+    """A cell with packed rows and one without, by turns on other meshes."""
+    turn = list(MODELS).index(name)
+    plain, packed = (KEYS[2 * (turn % 3)], KEYS[2 * ((turn + 1) % 3) + 1])
+    return [plain, packed]
+
+
+def check_row(name: str, tried: Outcomes) -> None:
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", PAGE.read_text(), re.MULTILINE))
+    for key, outcome in tried.items():
+        written = cells[2 + KEYS.index(key)]
+        found = re.fullmatch(r"refused \((\d+)\)", written)
+        assert (notes[found[1]] if found else written) == verdict(outcome), (key, outcome)
+        own = re.fullmatch(r"refused \((\d+)\)", cells[-1])
+        assert outcome.own_loss == (notes[own[1]] if own else ""), outcome
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(ranks: Ranks, name: str) -> None:
+    for _, tried in try_all(ranks(RANKS), [name], some):
+        check_row(name, tried)
+
+
+@pytest.mark.whole
+def test_models_on_all_meshes(ranks: Ranks) -> None:
+    assert document(dict(try_all(ranks(RANKS), MODELS, lambda _: KEYS))) == PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("Mistral", "window_size"),
+        ("ModernBERT", "window_size"),
+        ("GPT-OSS", "sinks"),
+        ("Gemma 2", "softcap"),
+        ("Gemma 2", "scale"),
+        ("Granite", "scale"),
+        ("Llama 4", "document_ids"),
+        ("Llama", "is_causal"),
+    ],
+)
+def test_an_option_that_is_dropped_shows(ranks: Ranks, name: str, option: str) -> None:
+    key = KEYS[0]
+    for told in ranks(RANKS).run(try_model, name, [key], option):
+        assert verdict(told[key]) == "WRONG"
+        assert max(told[key].loss, told[key].gradient) > 1e-3
+
+
+def llama(**options: Any) -> Any:
+    model = MODELS["Llama"].made()
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def set_up(size: int = RANKS) -> tuple[Any, TokenOrder, Any]:
+    mesh = context_mesh("cpu", ring=size // 2, team=2)
+    return mesh, TokenOrder("head_tail", mesh), llama()
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "went through"
+
+
+def refused_calls() -> dict[str, str]:
+    """On every rank: what a model says to calls that are not this rank's part of a sequence, or ask for more."""
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(64)
+    handle = context_parallel(model, mesh, order=order)
+    batch = shard_inputs(mesh, tokens, order=order, labels=labels)
+    other = TokenOrder("contiguous", mesh)
+    rank = dist.get_rank()
+    bare = {name: batch[name] for name in ("input_ids", "position_ids")}
+    calls = {
+        "no positions": {"input_ids": batch["input_ids"]},
+        "positions that count from 0": {**batch, "position_ids": torch.arange(16)[None]},
+        "whole": {"input_ids": tokens, "position_ids": torch.arange(64)[None]},
+        "another order": {
+            **batch,
+            **{k: shard_inputs(mesh, tokens, order=other)[k] for k in ("position_ids", SEQUENCE)},
+        },
+        "packed positions": {**bare, "position_ids": bare["position_ids"] % 20},
+        "one rank's positions": {**bare, "position_ids": bare["position_ids"] + (rank == 1)},
+        "padding": {**batch, "attention_mask": (batch["input_ids"] > 5).long()},
+        "a mask of the whole": {**batch, "attention_mask": torch.ones(2, 64)},
+        "4D mask": {**batch, "attention_mask": torch.zeros(2, 1, 16, 16)},
+        "use_cache": {**batch, "use_cache": True},
+        "output_attentions": {**batch, "output_attentions": True},
+        "logits_to_keep": {**batch, "logits_to_keep": 1},
+        "cu_seq_lens_q": {**batch, "cu_seq_lens_q": torch.tensor([0, 16])},
+        "an unknown keyword": {**batch, "alibi": 3.0},
+        "labels that are not shifted": {**batch, "shift_labels": None},
+        "labels without a count": {**batch, "num_items_in_batch": None},
+        "no tokens": {"position_ids": batch["position_ids"]},
+    }
+    said = {name: refusal(lambda call=call: model(**call)) for name, call in calls.items()}
+    said["all-ones mask"] = refusal(lambda: model(**{**batch, "attention_mask": torch.ones(2, 16)}))
+    said["without what shard_inputs says"] = refusal(lambda: model(**bare))
+    said["the model inside"] = refusal(lambda: model.model(**bare))
+    said["another implementation"] = refusal(lambda: (model.set_attn_implementation("sdpa"), model(**batch)))
+    model.set_attn_implementation(handle.name)
+    said["a copy"] = refusal(lambda: copy.deepcopy(model)(**batch))
+    said["another model of its config"] = refusal(lambda: type(model)(model.config).double()(**bare))
+    model.config.attention_dropout = model.model.layers[1].self_attn.attention_dropout = 0.1
+    said["dropout"] = refusal(lambda: model(**batch))
+    model.model.layers[1].self_attn.attention_dropout = 0.0
+    said["afterwards"] = refusal(lambda: model(**batch))
+    handle.remove()
+    said["removed"] = refusal(lambda: model(input_ids=tokens, labels=labels))
+    said["a batch after that"] = refusal(lambda: model(**batch))
+    return said
+
+
+SAYS = {
+    "no positions": "position_ids are missing",
+    "positions that count from 0": "must be this rank's",
+    "whole": "must be this rank's",
+    "another order": "dealt out in",
+    "packed positions": "packed documents are told to shard_inputs",
+    "one rank's positions": "must be this rank's",
+    "padding": "tell shard_inputs attention_mask",
+    "a mask of the whole": "tell shard_inputs attention_mask",
+    "4D mask": "tell shard_inputs attention_mask",
+    "use_cache": "use_cache: a cache would hold this rank's keys only",
+    "output_attentions": "output_attentions: probabilities",
+    "logits_to_keep": "logits_to_keep",
+    "cu_seq_lens_q": "tell shard_inputs document_ids or cu_seqlens",
+    "an unknown keyword": "alibi, which context_parallel does not implement",
+    "labels that are not shifted": "labels without shift_labels",
+    "labels without a count": "labels without num_items_in_batch",
+    "no tokens": "must be called with input_ids",
+    "all-ones mask": "went through",
+    "without what shard_inputs says": "went through",
+    "the model inside": "outside a forward",
+    "another implementation": "which is 'sdpa' now",
+    "a copy": "a copy of one",
+    "another model of its config": "outside a forward",
+    "dropout": "dropout=0.1",
+    "afterwards": "went through",
+    "removed": "went through",
+    "a batch after that": "give the model to context_parallel",
+}
+
+
+def test_calls_that_are_refused(ranks: Ranks) -> None:
+    for told in ranks(RANKS).run(refused_calls):
+        assert told.keys() == SAYS.keys()
+        for name, what in SAYS.items():
+            assert what in told[name], (name, told[name])
+            assert (what == "went through") == (told[name] == "went through"), (name, told[name])
+
+
+def refused_inputs() -> dict[str, str]:
+    mesh, order, _ = set_up()
+    tokens, labels = tokens_of(64)
+    rank = dist.get_rank()
+    deal = partial(shard_inputs, mesh, order=order)
+    gaps = torch.ones(2, 64).long().index_fill(1, torch.tensor([5]), 0)
+    return {
+        "other tokens on a rank": refusal(lambda: deal(tokens + (rank == 2))),
+        "other labels on a rank": refusal(lambda: deal(tokens, labels=tokens + (rank == 1))),
+        "other documents on a rank": refusal(lambda: deal(tokens, document_ids=torch.arange(64) // (8 + rank))),
+        "no order": refusal(lambda: deal(tokens, order="head_tail")),
+        "floats": refusal(lambda: deal(tokens.float())),
+        "one row": refusal(lambda: deal(tokens[0])),
+        "other labels": refusal(lambda: deal(tokens, labels=labels[:, 1:])),
+        "nothing counts": refusal(lambda: deal(tokens, labels=labels * 0 - 100)),
+        "two kinds of documents": refusal(
+            lambda: deal(tokens, document_ids=torch.zeros(64).long(), cu_seqlens=torch.tensor([0, 64]))
+        ),
+        "a gap": refusal(lambda: deal(tokens, attention_mask=gaps)),
+        "documents of a shard": refusal(lambda: deal(tokens, document_ids=torch.zeros(16).long())),
+        "by document without": refusal(lambda: deal(tokens, order=TokenOrder("document_head_tail", mesh))),
+    }
+
+
+def test_inputs_that_are_refused(ranks: Ranks) -> None:
+    says = {
+        "other tokens on a rank": "the tokens must be the same",
+        "other labels on a rank": "the labels must be the same",
+        "other documents on a rank": "the documents must be the same",
+        "no order": "order must be a TokenOrder",
+        "floats": "must be whole numbers",
+        "one row": "must have shape (B, N)",
+        "other labels": "must have the shape of input_ids",
+        "nothing counts": "no label counts",
+        "two kinds of documents": "give one of",
+        "a gap": "one run of tokens",
+        "documents of a shard": "the whole sequence",
+        "by document without": "needs document_ids",
+    }
+    for told in ranks(RANKS).run(refused_inputs):
+        for name, what in says.items():
+            assert what in told[name], (name, told[name])
+
+
+def summed_gradients(model: Any, **batch: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for x in found.values():
+        dist.all_reduce(x)
+    return found
+
+
+def two_models() -> list[float]:
+    """Models on other meshes take turns; checkpointed layers run again in a backward after the other's forward."""
+    tokens, labels = tokens_of(61)
+    errors = []
+    model = llama()
+    model(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    runs = []
+    for axes, name in (({"ring": 4}, "head_tail"), ({"ulysses": 2, "team": 2}, "contiguous")):
+        mesh = context_mesh("cpu", **axes)
+        order = TokenOrder(name, mesh)
+        model = llama()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        context_parallel(model, mesh, order=order)
+        batch = shard_inputs(mesh, tokens, order=order, labels=labels)
+        runs.append((model, model(**batch).loss))
+    for model, loss in reversed(runs):
+        loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        errors.append(
+            worst_error({n: (p.grad, expected[n]) for n, p in model.named_parameters()}, relative_to="largest")
+        )
+    return errors
+
+
+def test_models_on_other_meshes_take_turns(ranks: Ranks) -> None:
+    for errors in ranks(RANKS).run(two_models):
+        assert max(errors) < 1e-6  # transformers' loss is in float32
+
+
+def padded() -> float:
+    """Rows of which tokens end early, or begin late, beside one process that is told attention_mask."""
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(64)
+    seen = torch.ones(2, 64).long()
+    seen[0, 50:] = 0
+    seen[1, :9] = 0
+    labels = labels.masked_fill(seen == 0, -100)
+    labels[1, 9] = -100  # which padding would predict
+    model(input_ids=tokens, labels=labels, attention_mask=seen, use_cache=False).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    context_parallel(model, mesh, order=order)
+    batch = shard_inputs(mesh, tokens, order=order, labels=labels, attention_mask=seen)
+    found = summed_gradients(model, **batch)
+    return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
+
+
+def packed_by_transformers() -> float:
+    """Packed rows beside transformers' own way: positions that restart."""
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(61)
+    positions = positions_within(DOCUMENTS, 61)
+    model(input_ids=tokens, labels=labels, position_ids=positions, use_cache=False).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    context_parallel(model, mesh, order=order)
+    found = summed_gradients(model, **shard_inputs(mesh, tokens, order=order, labels=labels, document_ids=DOCUMENTS))
+    return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
+
+
+def test_padding(ranks: Ranks) -> None:
+    assert max(ranks(RANKS).run(padded)) < 1e-6
+
+
+def fully_sharded() -> float:
+    """As docs/composition.md has FSDP2: gradients are added up, of parameters that are sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(64)
+    model(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model = llama()
+    context_parallel(model, mesh, order=order)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh._flatten("tokens"))
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model(**shard_inputs(mesh, tokens, order=order, labels=labels)).loss.backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
+
+
+def test_fsdp(ranks: Ranks) -> None:
+    assert max(ranks(RANKS).run(fully_sharded)) < 1e-6
+
+
+def compiled(whole: bool) -> list[float]:
+    """Layers, or all, compiled round attention, on batches of other documents; beside the same without a compiler."""
+    mesh, order, model = set_up()
+    context_parallel(model, mesh, order=order)
+    other = llama()
+    context_parallel(other, mesh, order=order)
+    for module in [other] if whole else other.model.layers:
+        module.compile(backend="eager")
+    tokens, labels = tokens_of(61)
+    errors = []
+    for documents in (None, DOCUMENTS, DOCUMENTS.flip(0)):
+        batch = shard_inputs(mesh, tokens, order=order, labels=labels, document_ids=documents)
+        found, expected = (summed_gradients(one, **batch) for one in (other, model))
+        errors.append(worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest"))
+    return errors
+
+
+@pytest.mark.whole
+def test_compiled_round_attention(ranks: Ranks) -> None:
+    for whole in (False, True):
+        for errors in ranks(RANKS).run(compiled, whole):
+            assert max(errors) < 1e-6
+
+
+def test_packed_rows_as_transformers_packs_them(ranks: Ranks) -> None:
+    assert max(ranks(RANKS).run(packed_by_transformers)) < 1e-6
+
+
+def checked(mistake: str) -> str:
+    """What check_model says of a model of transformers."""
+    from unittest import mock
+
+    from wallfacer_dt.integrations.transformers import attend
+
+    mesh, order, _ = set_up()
+    model = MODELS["Mistral"].made()
+    tokens, labels = tokens_of(64)
+    handle = context_parallel(model, mesh, order=order)
+    attention = attend.context_parallel_attention
+
+    def swallowing(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("window_size", None)
+        return attention(*args, **kwargs)
+
+    def whole(model: Any) -> Any:
+        with handle.whole():
+            return model(input_ids=tokens, labels=labels).loss
+
+    def sharded(model: Any) -> Any:
+        return model(**shard_inputs(mesh, tokens, order=order, labels=labels)).loss
+
+    with mock.patch.object(attend, "context_parallel_attention", swallowing if mistake else attention):
+        try:
+            check_model(model, mesh, whole=whole, sharded=sharded, order=order)
+        except EquivalenceError as error:
+            return str(error)
+    return "equal"
+
+
+def test_check_model_finds_a_window_that_is_swallowed(ranks: Ranks) -> None:
+    assert ranks(RANKS).run(checked, "") == ["equal"] * RANKS
+    for told in ranks(RANKS).run(checked, "window"):
+        assert "that of model.layers.0.self_attn.o_proj" in told
+
+
+MASKS = {
+    "or_masks": masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.causal_mask_function),
+    "blockwise_overlay": masking_utils.and_masks(
+        masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(1, 4))
+    ),
+    "padding_mask_function": masking_utils.padding_mask_function(torch.ones(1, 4)),
+    "tests.test_transformers.<lambda>": lambda b, h, q, k: k <= q,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_unknown_parts_of_a_mask_are_named(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"does not know: {name};")):
+        read_mask(MASKS[name], ForwardPass(None))  # type: ignore[arg-type]
+
+
+def test_known_masks() -> None:
+    window = masking_utils.sliding_window_causal_mask_function(5)
+    both = read_mask(masking_utils.and_masks(window, masking_utils.sliding_window_overlay(3)), ForwardPass(None))
+    assert (both.is_causal, both.left, both.right, both.chunk) == (True, 2, None, 0)
+    sides = read_mask(masking_utils.sliding_window_bidirectional_mask_function(5), ForwardPass(None))
+    assert (sides.is_causal, sides.left, sides.right) == (False, 5, 5)
+    with pytest.raises(AttributeError, match="no tensor"):
+        _ = both.shape
+
+
+def run_page(program: str) -> float:
+    found: dict[str, Any] = {}
+    exec(program, found)
+    return float(found["loss"])
+
+
+def test_the_page_s_example_runs(ranks: Ranks) -> None:
+    program = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
+    losses = ranks(RANKS).run(run_page, program)
+    assert len(set(losses)) == 1
+    assert 0 < losses[0] < 20

@@ -1,0 +1,323 @@
+"""A transformers model on a mesh: what is registered, set and checked, and how it is undone.
+
+Note [State of a model]
+What a call of attention needs is never kept beside the model. Mesh and options stand in a function that is registered
+for this model alone, under a name of its own. What is known of a batch comes with the batch; for the time of a forward
+it stands in the handle, from which the mask function puts it into the mask, and layers that are computed again in the
+backward find it there. A forward begins with a check of all that may have changed meanwhile.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.compiler import untraced
+from wallfacer_dt.integrations.transformers import upstream
+from wallfacer_dt.integrations.transformers.attend import AttentionOnMesh
+from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
+from wallfacer_dt.integrations.transformers.loss import SummedLoss
+from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
+from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
+from wallfacer_dt.integrations.transformers.sequence import ForwardPass, ShardedSequence
+from wallfacer_dt.kernels import check_kernel
+from wallfacer_dt.mesh import name_of
+from wallfacer_dt.options import AttentionKeywords, AttentionOptions
+from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
+
+_HANDLE = "_wallfacer_dt"
+_UNTRACED = "what is known of a batch is another at every call; with fullgraph=True use a style"
+_numbers = count(1)
+# Of a call of the model: what would need all tokens, or gives something that ranks cannot put together.
+_REFUSED = {
+    "cache": "a cache would hold this rank's keys only",
+    "past_key_values": "a cache would hold this rank's keys only",
+    "use_cache": "a cache would hold this rank's keys only",
+    "output_attentions": "probabilities are never put together",
+    "output_router_logits": "the router's loss is no sum over tokens",
+    "logits_to_keep": "of a shard the last tokens are not the sequence's",
+    "encoder_hidden_states": "cross attention is not implemented",
+    "cu_seq_lens_q": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
+    "cu_seq_lens_k": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
+}
+
+
+class ContextParallel:
+    """A model that runs on a mesh, as :func:`context_parallel` has set it up; ``name`` is that of its attention.
+
+    Args:
+        model: of transformers.
+        mesh: context mesh.
+        options: of attention that are the same at every call.
+        order: in which batches are dealt out.
+    """
+
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, options: AttentionKeywords, order: TokenOrder) -> None:
+        self.mesh, self.order, self.name = mesh, order, f"wallfacer_dt-{next(_numbers)}"
+        self._model = weakref.ref(model)
+        self._forward: ForwardPass | None = None
+        self._loss: Callable[..., Any] | None = None
+        self._before = upstream.implementation(model.config) or "sdpa"
+        self._signature = inspect.signature(model.forward)
+        self._hooks: list[Any] = []
+        attend = AttentionOnMesh(mesh, options)
+        AttentionInterface.register(self.name, attend)
+        AttentionMaskInterface.register(self.name, self._mask)
+        self._turn_on(model)
+
+    def remove(self) -> None:
+        """Give the model the attention and the loss back that it had."""
+        model = self._model()
+        if model is not None and getattr(model, _HANDLE, None) is self:
+            self._turn_off(model, self._before)
+            delattr(model, _HANDLE)
+
+    @contextmanager
+    def whole(self, attn_implementation: str | None = None) -> Iterator[PreTrainedModel]:
+        """The model as it was, for a whole sequence on one process, for as long as the context lasts.
+
+        Args:
+            attn_implementation: of transformers, the one that the model had by default; soft caps need ``"eager"``.
+
+        Yields:
+            The model.
+
+        Raises:
+            ValueError: the model is gone, or is no longer set up by this.
+        """
+        model = self._model()
+        if model is None or getattr(model, _HANDLE, None) is not self:
+            raise ValueError("the model is gone, or context_parallel has been undone on it")
+        self._turn_off(model, attn_implementation or self._before)
+        try:
+            yield model
+        finally:
+            self._turn_on(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
+        """Of the one model, of which a copy is not: it says so when it is called."""
+        return self
+
+    def _turn_on(self, model: PreTrainedModel) -> None:
+        model.set_attn_implementation(self.name)
+        setattr(model, _HANDLE, self)
+        self._loss = upstream.swap_loss(model, None)
+        upstream.swap_loss(model, SummedLoss(self._loss or upstream.own_loss(model), self._in_forward))
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+        ]
+
+    def _turn_off(self, model: PreTrainedModel, implementation: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._forward = [], None
+        upstream.swap_loss(model, None)
+        upstream.swap_loss(model, self._loss)
+        model.set_attn_implementation(implementation)
+
+    def _in_forward(self) -> ForwardPass:
+        if self._forward is None:
+            raise ValueError(
+                "attention on a mesh outside a forward of the model that context_parallel was given: call that model, "
+                "not a part or a copy of it"
+            )
+        return self._forward
+
+    @untraced(_UNTRACED)
+    def _mask(self, *, mask_function: Callable[..., Any], **asked: Any) -> ShardedMask:
+        """What transformers calls to make a mask of local size; what is unsaid here is about the mask's making."""
+        with refusing_together(name_of(self.mesh)):
+            forward = self._in_forward()
+            padding = asked.get("attention_mask")
+            if padding is not None and not bool(padding.all()):
+                raise ValueError(_PADDED)
+            if asked.get("q_length") != asked.get("kv_length") or _offset(asked):
+                raise ValueError("a mask of caches or of cross attention is not implemented: pass use_cache=False")
+            return read_mask(mask_function, forward)
+
+    @untraced(_UNTRACED)
+    def _begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Before each forward: whether this is what was set up, and its inputs are this rank's part of a sequence."""
+        self._forward = None
+        with refusing_together(name_of(self.mesh)):
+            self._check_still_set_up(model)
+            sequence = self._named(args, kwargs).get(SEQUENCE)
+            if isinstance(sequence, ShardedSequence):
+                args = tuple(None if x is sequence else x for x in args)
+                kwargs = {name: value for name, value in kwargs.items() if value is not sequence}
+            else:
+                sequence = None
+            self._check_passes_on(kwargs)
+            sequence = self._checked(sequence, self._named(args, kwargs))
+            if self._takes("use_cache", model):
+                kwargs.setdefault("use_cache", False)
+            self._forward = ForwardPass(sequence)
+        return args, kwargs
+
+    @untraced(_UNTRACED)
+    def _end(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """After each forward: whether attention and loss were computed where they should be."""
+        forward, self._forward = self._forward, None
+        if forward is None or output is None:  # it has raised
+            return
+        with refusing_together(name_of(self.mesh)):
+            layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+            if forward.calls < layers:
+                raise ValueError(
+                    f"of {layers} layers of {type(model).__name__} {forward.calls} computed attention on the mesh; the "
+                    "others look at several tokens in another way, or not by transformers' AttentionInterface"
+                )
+            if self._named(args, kwargs).get("labels") is not None and not forward.losses:
+                raise ValueError(
+                    f"{type(model).__name__} computes its loss by itself, as the mean over this rank's tokens: leave "
+                    "labels out, and compute it from logits, divided by num_items_in_batch"
+                )
+
+    def _check_still_set_up(self, model: PreTrainedModel) -> None:
+        if model is not self._model():
+            raise ValueError("this model is a copy of one that context_parallel was given: give it the copy, too")
+        for config in upstream.configs(model):
+            if upstream.implementation(config) != self.name:
+                raise ValueError(
+                    f"context_parallel set attention of {type(model).__name__} to {self.name!r}, which is "
+                    f"{upstream.implementation(config)!r} now: call remove() before you set another, and give models "
+                    "configs of their own"
+                )
+
+    def _check_passes_on(self, kwargs: dict[str, Any]) -> None:
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        if (
+            not takes_all
+            and kwargs.get("labels") is not None
+            and "num_items_in_batch" not in self._signature.parameters
+        ):
+            raise ValueError("the model computes its loss by itself: leave labels out, and compute it from logits")
+
+    def _takes(self, name: str, model: PreTrainedModel) -> bool:
+        parameters = self._signature.parameters.values()
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return name in self._signature.parameters or (takes_all and hasattr(model.config, name))
+
+    def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of a call of the model by name, but those it was not given."""
+        names = [p.name for p in self._signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def _checked(self, sequence: ShardedSequence | None, given: dict[str, Any]) -> ShardedSequence:
+        """The whole sequence that a call's inputs are this rank's part of, or a refusal (ValueError)."""
+        for name, why in _REFUSED.items():
+            value = given.get(name)
+            if isinstance(value, Tensor) or value not in (None, False, 0):
+                raise ValueError(f"the model was called with {name}: {why}")
+        tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+            raise ValueError("the model must be called with input_ids (B, L) or inputs_embeds: this rank's tokens")
+        shard = tokens.shape[1]
+        mask = given.get("attention_mask")
+        if mask is not None and (
+            not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2] or not bool(mask.all())
+        ):
+            raise ValueError(_PADDED)
+        if sequence is None:
+            sequence = ShardedSequence.of_equal_shards(shard, self.order)
+        elif sequence.order != self.order:
+            raise ValueError(f"the batch was dealt out in {sequence.order!r}, attention was told {self.order!r}")
+        positions = given.get("position_ids")
+        if positions is None:
+            raise ValueError(
+                "position_ids are missing: the model would count from 0 on every rank; call it with all that "
+                "shard_inputs gives, or with position_ids=sequence_positions(N, order)[None]"
+            )
+        if shard != sequence.positions.shape[-1] or not _are(positions, sequence.positions):
+            raise ValueError(
+                f"position_ids and the {shard} tokens must be this rank's of a sequence of {sequence.length} in "
+                f"{self.order!r}, as shard_inputs gives them (packed documents are told to shard_inputs, and the whole "
+                f"of its batch to the model); got position_ids {tuple(positions.shape)}, {_some(positions)}, expected "
+                f"{tuple(sequence.positions.shape)}, {_some(sequence.positions)}"
+            )
+        return sequence
+
+
+_PADDED = (
+    "attention_mask has padding, or is not this rank's: tell shard_inputs attention_mask of the whole sequence, and "
+    "leave it out of the model's call"
+)
+
+
+def context_parallel(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    order: TokenOrder,
+    schedule: str = "2d",
+    rotate: str = "auto",
+    rotate_forward: str = "auto",
+    kernel: str = "auto",
+) -> ContextParallel:
+    """Have a transformers model compute its attention on a mesh. The model is edited nowhere; all ranks call it.
+
+    Every forward then takes what :func:`shard_inputs` gives. What a call brings besides is implemented, or refused by
+    name on every rank: see docs/transformers.md. A second call on a model takes the place of the first.
+
+    Args:
+        model: of transformers, before or after ``fully_shard``; parts of it are not called by themselves.
+        mesh: context mesh; see :func:`context_mesh`.
+        order: in which batches are dealt out.
+        schedule: as the following, see :class:`AttentionOptions`. What else is an option there, the model says.
+        rotate: which side moves in the backward.
+        rotate_forward: which side moves in the forward.
+        kernel: of attention; soft caps need one that has them, ``"reference"`` on the CPU.
+
+    Returns:
+        A handle: ``remove()`` undoes it, ``whole()`` is a context in which the model runs as before.
+
+    Raises:
+        TypeError: the model is not transformers', or an option of the wrong type.
+        ValueError: a model in which more than attention looks at several tokens; a mesh, order or option that does not
+            fit, or differs between ranks.
+    """
+    name = name_of(mesh)
+    with refusing_together(name):
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
+        check_token_order(order)
+        check_order_fits(order, mesh)
+        options: AttentionKeywords = {
+            "order": order, "schedule": schedule, "rotate": rotate, "rotate_forward": rotate_forward, "kernel": kernel,
+        }  # fmt: skip
+        AttentionOptions(**options).check()
+        check_kernel(kernel)
+        check_model_is_known(model)
+        told = {**options, "model": type(model).__name__, "layers": len(list(model.modules()))}
+        agree("context_parallel", told.items(), name)
+    earlier = getattr(model, _HANDLE, None)
+    if earlier is not None:
+        earlier.remove()
+    with refusing_together(name):
+        return ContextParallel(model, mesh, options, order)
+
+
+def _offset(asked: dict[str, Any]) -> bool:
+    return any(isinstance(asked.get(name), Tensor) or asked.get(name, 0) != 0 for name in ("q_offset", "kv_offset"))
+
+
+def _are(positions: Any, expected: Tensor) -> bool:
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != expected.shape[-1]:
+        return False
+    if expected.shape[0] not in (1, positions.shape[0]) and positions.shape[0] != 1:
+        return False
+    return torch.equal(*torch.broadcast_tensors(positions, expected.to(positions.device)))
+
+
+def _some(positions: Tensor) -> str:
+    values = positions.reshape(-1)[:8].tolist()
+    return f"[{', '.join(map(str, values))}{', ...' if positions.numel() > len(values) else ''}]"

@@ -1,0 +1,77 @@
+"""What is known of the whole sequence, of which a batch holds a rank's part; and one forward of a model on it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wallfacer_dt.order import TokenOrder
+from wallfacer_dt.sequence import sequence_positions
+
+
+@dataclass(frozen=True)
+class ShardedSequence:
+    """The whole sequence that a batch is a part of.
+
+    Attributes:
+        length: N.
+        order: in which tokens were dealt out.
+        positions: (1, L) or (B, L), of this rank's tokens; within their documents where there are some.
+        document_ids: (B, N) or (N,), int, on the CPU: the document of every token; None for one document.
+    """
+
+    length: int
+    order: TokenOrder
+    positions: Tensor = field(repr=False)
+    document_ids: Tensor | None = field(default=None, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say to a model that takes this for its attention mask, since it has not been set up, what to do."""
+        raise AttributeError(
+            f"a batch of shard_inputs is this rank's part of a sequence, and has no {name!r}: give the model to "
+            "context_parallel, which knows what it says in place of an attention mask"
+        )
+
+    @classmethod
+    def of_equal_shards(cls, shard: int, order: TokenOrder) -> "ShardedSequence":
+        """The sequence of which every rank holds as many tokens, without documents."""
+        length = shard * order.groups.coordinate.size
+        return cls(length, order, sequence_positions(length, order).unsqueeze(0))
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks hold different numbers of tokens."""
+        return self.length % self.order.groups.coordinate.size != 0
+
+    def whole_positions(self) -> Tensor:
+        """(N,) or (B, N): the position of every token within its document."""
+        return positions_within(self.document_ids, self.length)
+
+
+def positions_within(document_ids: Tensor | None, length: int) -> Tensor:
+    """(N,) or (B, N): positions that count from where each document begins.
+
+    >>> positions_within(torch.tensor([7, 7, 7, 8, 8]), 5).tolist()
+    [0, 1, 2, 0, 1]
+    """
+    whole = torch.arange(length)
+    if document_ids is None:
+        return whole
+    starts = torch.where(document_ids.diff(dim=-1) != 0, whole[1:], 0).cummax(-1).values
+    return whole - torch.nn.functional.pad(starts, (1, 0))
+
+
+@dataclass
+class ForwardPass:
+    """One forward of a model on this rank's part of a sequence.
+
+    Attributes:
+        sequence: the whole one.
+        calls: of attention on the mesh, as yet.
+        losses: calls of the model's loss function, as yet.
+    """
+
+    sequence: ShardedSequence
+    calls: int = 0
+    losses: int = 0

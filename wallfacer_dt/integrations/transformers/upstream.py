@@ -1,0 +1,79 @@
+"""What of transformers has no public name, and nothing else; run on transformers 5.24.0.
+
+A mask reaches an attention implementation as a function of four positions, made of closures of
+``transformers.masking_utils``. Which closure it is, is read off its qualified name and what it holds.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+_LOCAL = ".<locals>."
+
+
+class Leaf(NamedTuple):
+    """One function of a mask: what made it, and what it was made of."""
+
+    name: str
+    held: dict[str, Any]
+
+
+def leaf(function: Callable[..., Any]) -> Leaf:
+    """What a mask function is. Of a function that is not transformers' own the name says where it is from."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
+    if module != masking_utils.__name__:
+        return Leaf(f"{module}.{name}", {})
+    if _LOCAL not in name:
+        # A function of that name may have been put there by others.
+        return Leaf(name if getattr(masking_utils, name, None) is function else f"another {name}", {})
+    return Leaf(name.split(_LOCAL)[0], dict(inspect.getclosurevars(function).nonlocals))
+
+
+def packed_rows(position_ids: Tensor) -> Tensor | None:
+    """(B, L): of which of several packed sequences transformers takes each token to be; None for a single one."""
+    return masking_utils.find_packed_sequence_indices(position_ids)
+
+
+def implementation(config: PreTrainedConfig) -> str | None:
+    """The name of the attention implementation that a config asks for."""
+    return config._attn_implementation
+
+
+def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Of a model and of the models in it, each once."""
+    found = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    return list(found.values())
+
+
+def fixed_attention(model: PreTrainedModel) -> str:
+    """The first of the models in a model whose attention implementation cannot be set, or nothing."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((type(part).__name__ for part in parts if not part._can_set_attn_implementation()), "")
+
+
+def counts_from_padding(module: nn.Module) -> bool:
+    """Whether positions that a model is not told begin after that of padding, as fairseq counts."""
+    name = "create_position_ids_from_input_ids"
+    kind = type(module)
+    asks = "position_ids" in inspect.signature(kind.forward).parameters and hasattr(module, "padding_idx")
+    return asks and (hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name))
+
+
+def own_loss(model: PreTrainedModel) -> Callable[..., Any]:
+    """The loss function that a model has by its kind; to ask its property would warn where it has no labels either."""
+    return LOSS_MAPPING[model.loss_type if model.loss_type in LOSS_MAPPING else "ForCausalLM"]
+
+
+def swap_loss(model: PreTrainedModel, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Give a model a loss function, or that of its kind again. What it was given before is returned."""
+    before = getattr(model, "_loss_function", None)
+    if loss is not None:
+        model.loss_function = loss
+    elif before is not None:
+        del model._loss_function
+    return before
