@@ -382,7 +382,9 @@ def test_network_without_names(prefix: str, ranks: int) -> None:
 
 def can_limit() -> bool:
     """Whether links can be limited here as the cluster does it."""
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+    try:
+        network.check_host()
+    except network.ClusterError:
         return False
     commands = (
         "ip netns add wfcan",
@@ -395,7 +397,7 @@ def can_limit() -> bool:
 
 
 needs_network = pytest.mark.skipif(
-    not can_limit(), reason="needs root, iproute2's ip and tc, and a kernel with veth, htb and u32"
+    not can_limit(), reason="needs root, CAP_SYS_NICE, iproute2's ip and tc, and a kernel with veth, htb and u32"
 )
 
 RUNNING = """

@@ -123,8 +123,16 @@ def test_kernels_that_cannot_be(name: str, value: float, tmp_path: Path) -> None
         Profile.load(path)
 
 
+Way = tuple[tuple[int, int, int], str]
+
+
+def way(candidate: Candidate) -> Way:
+    """What a shortlist has once."""
+    return candidate.axes, candidate.schedule
+
+
 def run_with(
-    costs: dict[tuple[int, int, int], float], path: Path, turns: int | None = None, later: float = 1.0
+    costs: dict[Way, float], path: Path, turns: int | None = None, later: float = 1.0
 ) -> tuple[Plan, Profile, int]:
     """Profile with steps that say themselves how long they took."""
     steps = 0
@@ -134,7 +142,7 @@ def run_with(
             nonlocal steps
             steps += 1
             # After each has taken two turns, all may be slower.
-            return (costs.get(given.chosen.axes, 9.0) + dist.get_rank()) * (later if steps > 4 * 2 * 3 else 1.0)
+            return (costs.get(way(given.chosen), 9.0) + dist.get_rank()) * (later if steps > 4 * 2 * 3 else 1.0)
 
         return step
 
@@ -149,12 +157,12 @@ def run_with(
 def test_the_fastest_of_those_that_ran_is_chosen(ranks, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     first = profiling.shortlist(plan(MODEL, SEQUENCE, WHERE), 4)
-    fastest = first[-1].candidate.axes
+    fastest = way(first[-1].candidate)
     answers = ranks(4).run(run_with, {fastest: 0.5}, path)
     assert {steps for *_, steps in answers} == {4 * (1 + 2)}
     assert all(chosen == answers[0][0] for chosen, *_ in answers)
     chosen = answers[0][0]
-    assert chosen.chosen.axes == fastest
+    assert way(chosen.chosen) == fastest
     assert [one.measured for one in chosen.ranked[:5]] == [0.5, 9.0, 9.0, 9.0, None]
     # Rank 0 wrote the file, and a later run of another sequence adds to it.
     saved = Profile.load(path)
@@ -165,12 +173,12 @@ def test_the_fastest_of_those_that_ran_is_chosen(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_those_that_are_close_run_again(ranks, tmp_path: Path) -> None:
-    some = [one.candidate.axes for one in profiling.shortlist(plan(MODEL, SEQUENCE, WHERE), 4)]
+    some = [way(one.candidate) for one in profiling.shortlist(plan(MODEL, SEQUENCE, WHERE), 4)]
     costs = dict(zip(some, (4.0, 3.0, 4.0, 3.2), strict=True))  # and more, by rank
     for chosen, result, steps in ranks(4).run(run_with, costs, tmp_path / "profile.json", 2, 1.5):
-        assert (chosen.chosen.axes, steps) == (some[1], 2 * (4 + 2) * (1 + 2))
+        assert (way(chosen.chosen), steps) == (some[1], 2 * (4 + 2) * (1 + 2))
         # Those that were not run in the slow minutes are not faster for that.
-        seconds = {one.candidate.axes: one.seconds for one in result.measured}
+        seconds = {way(one.candidate): one.seconds for one in result.measured}
         assert min(seconds, key=seconds.__getitem__) == some[1]
         assert seconds[some[0]] > 1.1 * seconds[some[1]]
 

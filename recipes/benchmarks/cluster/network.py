@@ -44,13 +44,23 @@ class ClusterError(Exception):
     """Something the caller must change or have: shown as one line, exit status 2, never as a traceback."""
 
 
+def run_first() -> None:
+    """Have this process run before other programs, so that a rank wakes up when its device's time is over."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
 def check_host() -> None:
-    """Refuse (ClusterError) a machine or user that cannot make network namespaces."""
+    """Refuse (ClusterError) a machine or user that cannot make network namespaces, or run ranks before others."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise ClusterError(f"the emulated cluster needs {' and '.join(missing)}: install iproute2 (Debian, Ubuntu)")
     if os.geteuid() != 0:
         raise ClusterError("the emulated cluster needs root, for network namespaces: run it with sudo")
+    try:
+        run_first()
+    except PermissionError:
+        raise ClusterError("ranks may not run before other programs here: SCHED_RR needs CAP_SYS_NICE") from None
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 @dataclass(frozen=True, slots=True)

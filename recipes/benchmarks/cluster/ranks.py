@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.benchmarks.cluster import device
 from recipes.benchmarks.cluster.cases import DTYPE, Case, Machines
-from recipes.benchmarks.cluster.network import OUT, Network, enter
+from recipes.benchmarks.cluster.network import OUT, Network, enter, run_first
 from recipes.benchmarks.memory.layers import FeedForward
 from wallfacer_dt import (
     Cluster,
@@ -269,12 +269,7 @@ def main(settings: Mapping[str, Any]) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.enable()  # what crashes a rank is else one line without a place
-    try:
-        # Before all that is not of the emulation, so that ranks wake up when their device's time is over.
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except PermissionError:
-        print("ranks may not run before other programs: SCHED_RR needs CAP_SYS_NICE", file=sys.stderr)
-        return 1
+    run_first()
     network = Network(machines, settings["prefix"])
     pids = {_forked(rank, network, settings["store"], answers): rank for rank in range(machines.ranks)}
     answers.close()
