@@ -99,26 +99,32 @@ class _Run:
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, and remember what is pending with the layout of what it will bring."""
+        sent = self._outgoing(transfer)
         match transfer:
             case Gather():
-                sent = self._sent(self.local if transfer.side == self.schedule.resident else self.blocks[0], transfer)
                 pending = all_gather(sent.buffer, self.groups.team)
-            case Move():
-                sent = self._sent(self.blocks[transfer.held], transfer)
-                pending = self.groups.permute(sent.buffer, transfer)
-            case Pass():
-                sent = self._sent(self.mates[transfer.distance - 1], transfer)
-                pending = self.groups.permute(sent.buffer, transfer)
-            case Carry():
-                sent = self._sent_partial(self.blocks[transfer.block])
-                pending = self.groups.permute(sent.buffer, transfer)
-            case Return():
-                sent = self._share(self.mates.pop(transfer.distance), transfer)
-                pending = self.groups.permute(sent.buffer, transfer)
             case Exchange():
-                sent = self._shares(transfer)
                 pending = exchange(sent.buffer, self.groups.team)
+            case _:
+                pending = self.groups.permute(sent.buffer, transfer)
         self.pending[transfer] = Sent(pending, sent.layout)
+
+    def _outgoing(self, transfer: Transfer) -> Sent:
+        match transfer:
+            case Gather():
+                return self._sent(self.local if transfer.side == self.schedule.resident else self.blocks[0], transfer)
+            case Move():
+                return self._sent(self.blocks[transfer.held], transfer)
+            case Pass():
+                return self._sent(self.mates[transfer.distance - 1], transfer)
+            case Carry():
+                return self._sent_partial(self.blocks[transfer.block])
+            case Return():
+                partial = self._partial(self.mates.pop(transfer.distance))
+                places = self._home_layout(partial, transfer)
+                return Sent(pack(partial, places), places)
+            case Exchange():
+                return self._shares(transfer)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer and take up what it brought."""
@@ -179,13 +185,6 @@ class _Run:
         operand.partial, operand.sent_partial = (), None
         return sent
 
-    def _share(self, operand: Operand, transfer: Return) -> Sent:
-        """What is sent to the owner of rows that had come to be attended here."""
-        partial = self._partial(operand)
-        dtypes = self.arithmetic.home_dtypes(len(partial), operand.data[0].dtype)
-        places = _layout(partial, dtypes, self._padded_length(transfer))
-        return Sent(pack(partial, places), places)
-
     def _shares(self, transfer: Exchange) -> Sent:
         """What an exchange sends: to every other team member the partial result of its rows."""
         if transfer.side == self.schedule.resident:
@@ -193,12 +192,16 @@ class _Run:
             self.peers = Operand(())
         else:
             partial, members = self.home.partial, self.schedule.everyone
-        dtypes = self.arithmetic.home_dtypes(len(partial), self.local.data[0].dtype)
         length, place = self._padded_length(transfer), self.groups.place
-        places = _layout(partial, dtypes, length)
+        places = self._home_layout(partial, transfer)
         shares = Shares([places] * place.team, place.team_rank)
         is_padded = any(n and rows.length < length for n, rows in zip(shares.splits, members.rows, strict=True))
         return Sent(shares.packed(partial, [members.rows] * len(partial), SEQUENCE_DIM, padded=is_padded), places)
+
+    def _home_layout(self, partial: Sequence[Tensor], transfer: Exchange | Return) -> Layout:
+        """Of a share of a partial result that its owner is sent."""
+        dtypes = self.arithmetic.home_dtypes(len(partial), self.local.data[0].dtype)
+        return _layout(partial, dtypes, self._padded_length(transfer))
 
     def _mine(self, transfer: Exchange) -> Operand:
         """One's own rows, to which an exchange adds what the others computed for them."""

@@ -60,8 +60,8 @@ class Holdings:
     def attend(self, part: Part, block: int, rotating: ByRow, distance: int = 0) -> Attend:
         """A part of the team's rows of the resident side with a block; for ``distance`` see ``steps.Attend``."""
         place, resident = self.place, self.resident
-        mate = index_of(place, place.ring_rank, (place.team_rank - distance) % place.team)
-        rows = self._peers if part == "peer" and not distance else self.shard(resident, mate)
+        is_whole = part == "peer" and not distance
+        rows = self._peers if is_whole else self.shard(resident, mate_of(place, distance))
         queries, keys = (rows, rotating) if resident == "q" else (rotating, rows)
         work = plan_work(queries, keys, self.mask, self.sees) if queries else ()
         return Attend(part, resident, block, work, distance)
@@ -92,6 +92,11 @@ class Holdings:
 def index_of(place: Coordinate, ring_rank: int, team_rank: int) -> int:
     """The inner index of another rank of one's own mesh."""
     return ring_rank * place.team + team_rank
+
+
+def mate_of(place: Coordinate, distance: int) -> int:
+    """The inner index of whose rows come so far round one's team."""
+    return index_of(place, place.ring_rank, (place.team_rank - distance) % place.team)
 
 
 def peer_of(place: Coordinate, axis: str, position: int) -> int:

@@ -10,20 +10,23 @@ from collections.abc import Iterator
 
 from wallfacer_dt.algorithms.holdings import Holdings
 from wallfacer_dt.algorithms.rotation import Rotation
-from wallfacer_dt.algorithms.segments import split_work
 from wallfacer_dt.algorithms.steps import Attend, Pass, Return, Start, Step, Wait
 
 
 def rings(held: Holdings) -> Iterator[Step]:
     """Every rank's rows of the resident side go round its team, and its block of the other side round its ring."""
     ring, team, me = Rotation(held), held.place.team, held.place.team_rank
-    side, blocks, carries, returns = held.resident, ring.blocks, ring.carries, held.is_given(held.resident)
+    side, returns = held.resident, held.is_given(held.resident)
     passes = [Pass(side, distance, (me + 1) % team, (me - 1) % team) for distance in range(1, team)]
     back = [Return(side, it.distance, (me - it.distance) % team, (me + it.distance) % team) for it in passes]
+    now, later = ring.own_work(returns=returns)
 
-    now, later = held.attend("local", 0, ring.rows(0)).work, ()
-    if (blocks > 1 and carries) or (blocks == 1 and returns):
-        now, later = split_work(now)
+    def attend_all(block: int, is_last: bool) -> Iterator[Step]:
+        for one in back:
+            yield held.attend("peer", block, ring.rows(block), one.distance)
+            if is_last and returns:
+                yield Start(one)
+        yield held.attend("local", block, ring.rows(block))
 
     yield Start(passes[0])
     yield Attend("local", side, 0, now)
@@ -31,28 +34,14 @@ def rings(held: Holdings) -> Iterator[Step]:
         yield Wait(one)
         if one is not passes[-1]:
             yield Start(passes[number + 1])
-        elif blocks > 1:
+        elif ring.blocks > 1:
             yield Start(ring.move(1))
         yield held.attend("peer", 0, ring.rows(0), one.distance)
-        if blocks == 1 and returns:
+        if ring.blocks == 1 and returns:
             yield Start(back[number])
-    for block in range(1, blocks):
-        yield Wait(ring.move(block))
-        last = block == blocks - 1
-        if not last:
-            yield Start(ring.move(block + 1))
-        for one in back:
-            yield held.attend("peer", block, ring.rows(block), one.distance)
-            if last and returns:
-                yield Start(one)
-        yield held.attend("local", block, ring.rows(block))
-        if carries:
-            if block > 1:
-                yield Wait(ring.carry(block - 1))
-            yield Start(ring.carry(block))
+    yield from ring.later_blocks(attend_all)
     if later:
         yield Attend("local", side, 0, later)
-    for one in back if returns else ():
-        yield Wait(one)
-    if carries and blocks > 1:
-        yield Wait(ring.carry(blocks - 1))
+    if returns:
+        yield from map(Wait, back)
+    yield from ring.coming_home()

@@ -1,12 +1,12 @@
 """How blocks go round a ring: which come when, whose they are, and what is computed for them on its way behind them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from wallfacer_dt.algorithms.holdings import Holdings, index_of
-from wallfacer_dt.algorithms.segments import ByRow
-from wallfacer_dt.algorithms.steps import Carry, Move
+from wallfacer_dt.algorithms.segments import ByRow, Work, split_work
+from wallfacer_dt.algorithms.steps import Carry, Move, Start, Step, Wait
 from wallfacer_dt.mesh import RING_AXIS
 
 
@@ -45,6 +45,36 @@ class Rotation:
         place = self.held.place
         owner = (place.ring_rank - self._route[0][block]) % place.ring
         return self.held.shard(self.held.rotating, index_of(place, owner, place.team_rank))
+
+    def own_work(self, *, returns: bool) -> tuple[Work, Work]:
+        """Own rows x own block; in two parts where something has to be hidden before it and after it.
+
+        ``returns``: what is computed for the team's rows leaves.
+        """
+        work = self.held.attend("local", 0, self.rows(0)).work
+        is_last = self.blocks == 1
+        return split_work(work) if (returns if is_last else self.carries) else (work, ())
+
+    def later_blocks(self, attend: Callable[[int, bool], Iterator[Step]]) -> Iterator[Step]:
+        """All but one's own, of which the first is under way: the next one comes while one is attended.
+
+        ``attend`` gives the steps of a block, told its number and whether it is the last.
+        """
+        for block in range(1, self.blocks):
+            yield Wait(self.move(block))
+            is_last = block == self.blocks - 1
+            if not is_last:
+                yield Start(self.move(block + 1))
+            yield from attend(block, is_last)
+            if self.carries:
+                if block > 1:
+                    yield Wait(self.carry(block - 1))
+                yield Start(self.carry(block))
+
+    def coming_home(self) -> Iterator[Step]:
+        """Wait for the last of what is carried."""
+        if self.carries and self.blocks > 1:
+            yield Wait(self.carry(self.blocks - 1))
 
     def _hop(self, start: int, stop: int) -> tuple[int, int]:
         """To whom and from whom a block goes that becomes another."""

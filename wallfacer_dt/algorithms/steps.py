@@ -85,10 +85,11 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """Pass on rows of the resident side that have come ``distance - 1`` ranks round the team."""
+class _RoundTeam:
+    """Of rows of the resident side that are attended ``distance`` ranks from their owner, round the team."""
 
-    kind: ClassVar[str] = "pass"
+    kind: ClassVar[str]
+    what: ClassVar[str]
     axis: ClassVar[str] = TEAM_AXIS
     side: Side
     distance: int
@@ -96,22 +97,23 @@ class Pass:
     source: int
 
     def __str__(self) -> str:
-        return f"permute {TEAM_AXIS} {self.side}+{self.distance} to {self.to} from {self.source}"
+        return f"permute {TEAM_AXIS} {self.what}{self.side}+{self.distance} to {self.to} from {self.source}"
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
-    """Send the partial result of rows that have come ``distance`` ranks round the team to their owner, who combines."""
+class Pass(_RoundTeam):
+    """Pass them on, from where they have come ``distance - 1`` ranks."""
+
+    kind: ClassVar[str] = "pass"
+    what: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Return(_RoundTeam):
+    """Send their partial result to the owner, who combines."""
 
     kind: ClassVar[str] = "return"
-    axis: ClassVar[str] = TEAM_AXIS
-    side: Side
-    distance: int
-    to: int
-    source: int
-
-    def __str__(self) -> str:
-        return f"permute {TEAM_AXIS} partial {self.side}+{self.distance} to {self.to} from {self.source}"
+    what: ClassVar[str] = "partial "
 
 
 Hop = Move | Carry | Pass | Return

@@ -11,44 +11,31 @@ from collections.abc import Iterator
 
 from wallfacer_dt.algorithms.holdings import Holdings
 from wallfacer_dt.algorithms.rotation import Rotation
-from wallfacer_dt.algorithms.segments import split_work
 from wallfacer_dt.algorithms.steps import Attend, Exchange, Gather, Start, Step, Wait
 
 
 def two_dimensional(held: Holdings) -> Iterator[Step]:
     """Every rank's own block moves round its ring."""
     ring, has_team = Rotation(held), held.place.team > 1
-    blocks, carries = ring.blocks, ring.carries
     gather = Gather(held.resident)
     exchange = Exchange(held.resident) if has_team and held.is_given(held.resident) else None
-
-    now, later = held.attend("local", 0, ring.rows(0)).work, ()
-    if (blocks > 1 and carries) or (blocks == 1 and exchange):
-        now, later = split_work(now)
+    now, later = ring.own_work(returns=exchange is not None)
 
     if has_team:
         yield Start(gather)
-    if blocks > 1:
+    if ring.blocks > 1:
         yield Start(ring.move(1))
     yield Attend("local", held.resident, 0, now)
     if has_team:
         yield Wait(gather)
         yield held.attend("peer", 0, ring.rows(0))
-        if blocks == 1 and exchange:
+        if ring.blocks == 1 and exchange:
             yield Start(exchange)
-    for block in range(1, blocks):
-        yield Wait(ring.move(block))
-        last = block == blocks - 1
-        if not last:
-            yield Start(ring.move(block + 1))
-        yield from held.attend_all(block, ring.rows(block), exchange if last else None)
-        if carries:
-            if block > 1:
-                yield Wait(ring.carry(block - 1))
-            yield Start(ring.carry(block))
+    yield from ring.later_blocks(
+        lambda block, is_last: held.attend_all(block, ring.rows(block), exchange if is_last else None)
+    )
     if later:
         yield Attend("local", held.resident, 0, later)
     if exchange:
         yield Wait(exchange)
-    if carries and blocks > 1:
-        yield Wait(ring.carry(blocks - 1))
+    yield from ring.coming_home()

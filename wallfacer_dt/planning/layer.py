@@ -54,10 +54,10 @@ class Layer:
         Yields:
             The events.
         """
-        background = [("weights", self.weights)] if shares_weights else []
-        yield from _beginning(background)
+        shared = [("weights", self.weights)] if shares_weights else []
+        yield from _beginning(shared)
         yield from self._forward(attention)
-        yield from _ending(background)
+        yield from _ending(shared)
 
     def backward(
         self, attention: Sequence[Event], again: Sequence[Event], *, shares_weights: bool = True
@@ -72,14 +72,14 @@ class Layer:
         Yields:
             The events.
         """
-        all_background = [("replicas", self.replicas), ("gradients", self.gradients), ("weights", self.weights)]
-        background = all_background if shares_weights else []
-        yield from _beginning(background)
+        every = [("replicas", self.replicas), ("gradients", self.gradients), ("weights", self.weights)]
+        shared = every if shares_weights else []
+        yield from _beginning(shared)
         checkpoint = self.division.context.checkpoint
         if checkpoint != "none":
             yield from self._forward(again if checkpoint == "full" else ())
         yield from self._backward(attention)
-        yield from _ending(background)
+        yield from _ending(shared)
 
     def _forward(self, attention: Sequence[Event]) -> Iterator[Event]:
         if not self.model.ffn:

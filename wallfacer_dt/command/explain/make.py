@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from wallfacer_dt.algorithms.flows import Content, Shape
 from wallfacer_dt.algorithms.heads import Heads, split_heads
-from wallfacer_dt.algorithms.holdings import index_of, peer_of
+from wallfacer_dt.algorithms.holdings import mate_of, peer_of
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Attend as AttendStep
 from wallfacer_dt.algorithms.steps import Carry, Exchange, Gather, Hop, Move, Pass, Return, Schedule, Side, Start, Wait
@@ -127,9 +127,8 @@ class _Maker:
     def _attend(self, step: AttendStep, group: int) -> Attend:
         place = self.place
         team = team_of(place.inner_index, place.team)
-        mate = index_of(place, place.ring_rank, (place.team_rank - step.distance) % place.team)
         others = [i for i in team if i != place.inner_index]
-        stays = others if step.part == "peer" and not step.distance else [mate]
+        stays = others if step.part == "peer" and not step.distance else [mate_of(place, step.distance)]
         moves = self.holding.of(place.inner_index, step.block)
         pairs = sum(segments.area for segments in step.work)
         return Attend(
