@@ -4,8 +4,7 @@ Sharding is written out here once more, so that the tests do not trust the packa
 """
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wallfacer_dt
 from wallfacer_dt import TokenOrder
@@ -363,16 +361,6 @@ def run_uncounted(case: Case) -> tuple[int, list[np.ndarray]]:
     """The same through the operators as users run them, without a dispatch mode."""
     index, mesh, leaves, grad_out = prepare(case)
     return index, attend(case, mesh, leaves, grad_out)
-
-
-@contextmanager
-def fake_world(size: int, rank: int = 0) -> Iterator[None]:
-    """This process as one rank of a world that does not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def whole(case: Case, shards: list[tuple[int, list[np.ndarray]]]) -> AttentionResult:

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import fake_world
 from wallfacer_dt import BlockwiseFeedForward, EquivalenceError
 from wallfacer_dt.testing import worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 
 class FeedForward(nn.Sequential):

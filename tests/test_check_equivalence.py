@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tests.cases import Inner, fake_world, mesh_of, told
+from tests.cases import Inner, mesh_of, told
 from tests.pairwise import tiers
 from wallfacer_dt import (
     EquivalenceError,
@@ -30,6 +30,7 @@ from wallfacer_dt.attention import AttentionOptions
 from wallfacer_dt.equivalence.inputs import Sizes, draw, heads_to_try, shortened
 from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]

@@ -16,7 +16,6 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.cases import fake_world
 from tests.closed_volumes import Closed
 from tests.strategies import PLACEMENTS, examples, schedules, ulysses_meshes
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
@@ -28,6 +27,7 @@ from wallfacer_dt.command.explain.picture import draw_facts
 from wallfacer_dt.command.explain.text import print_facts
 from wallfacer_dt.command.explain.timeline import EXPOSED, timeline
 from wallfacer_dt.mesh import Placement
+from wallfacer_dt.testing.fake import fake_world
 
 
 @st.composite

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.cases import fake_world
 from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape
 from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import NodeError
 from wallfacer_dt.command.planning.figures import Figures
-from wallfacer_dt.command.planning.lanes import kind_of
+from wallfacer_dt.command.planning.lanes import _beside, kind_of
 from wallfacer_dt.command.planning.launch import _check_device
 from wallfacer_dt.command.planning.text import print_plan, print_profile
 from wallfacer_dt.command.planning.usage import code_of
@@ -28,6 +29,8 @@ from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost
 from wallfacer_dt.planning.stack import StackMemory
+from wallfacer_dt.planning.timeline import Bar
+from wallfacer_dt.testing.fake import fake_world
 
 ROOT = Path(__file__).parents[1]
 SIZES = "--seq 4096 --hidden 256 --heads 4 --kv-heads 2"
@@ -316,6 +319,18 @@ def test_every_bar_has_a_colour(causal: bool) -> None:
         cost = attention_cost(candidate, MODEL, sequence, cluster)
         kinds |= {kind_of(bar) for line in (cost.forward, cost.backward) for bar in line.bars}
     assert kinds == {"local", "peer", "heads", "gather", "hop", "carry", "exchange"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["compute", "intra", "inter"]), st.integers(0, 9), st.integers(1, 5))))
+def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[str, int, int]]) -> None:
+    bars = [Bar(lane, str(number), start, start + long) for number, (lane, start, long) in enumerate(drawn)]
+    placed = list(_beside(bars))
+    assert sorted(bar for bar, _, _ in placed) == sorted(bars)
+    for bar, track, tracks in placed:
+        meanwhile = [[o for o in bars if o.lane == bar.lane and o.start <= when < o.stop] for when in range(15)]
+        assert track < tracks == max(map(len, meanwhile))
+        others = [other for other, its, _ in placed if other.lane == bar.lane and its == track and other != bar]
+        assert all(other.stop <= bar.start or other.start >= bar.stop for other in others)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from tests.cases import fake_world, held
+from tests.cases import held
 from tests.strategies import examples, ulysses_meshes
 from wallfacer_dt import SequenceDataset, SequenceSampler, TokenOrder, context_mesh
 from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing.fake import fake_world
 
 Ranks = Callable[[int], RankPool]
 STREAM = np.arange(101)

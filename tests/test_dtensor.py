@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Case, Inner, draw, draw_extras, fake_world, held, oracle, per_row, told
+from tests.cases import Case, Inner, draw, draw_extras, held, oracle, per_row, told
 from tests.refusals import Communication
 from wallfacer_dt import WallFacerParallel, context_parallel_attention, sharding
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 AXES = {"U": "cp_ulysses", "R": "cp_ring", "T": "cp_team"}
 PLACEMENTS = {"B": Shard(0), "N": Shard(1), "L": Shard(2), "H": Shard(3), "-": Replicate(), "+": Partial()}

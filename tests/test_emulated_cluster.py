@@ -380,6 +380,29 @@ def test_network_without_names(prefix: str, ranks: int) -> None:
         network.Network(Machines(ranks, 1, (1.0,) * ranks), prefix)
 
 
+def test_host_where_ranks_may_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(shutil, "which", str)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_BATCH)
+    monkeypatch.setattr(
+        os, "sched_setscheduler", lambda _, policy, param: set_to.append((policy, param.sched_priority))
+    )
+    network.check_host()
+    assert set_to == [(os.SCHED_RR, 1), (os.SCHED_BATCH, 0)]  # and as it was
+
+
+def test_host_where_ranks_may_not_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(shutil, "which", str)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with pytest.raises(network.ClusterError, match="SCHED_RR needs CAP_SYS_NICE"):
+        network.check_host()
+
+
 def can_limit() -> bool:
     """Whether links can be limited here as the cluster does it."""
     try:

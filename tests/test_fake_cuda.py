@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.cases import fake_world
 from tests.pairwise import tiers
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
 from wallfacer_dt.ops import BODIES
+from wallfacer_dt.testing.fake import fake_world
 
 FUSED = ("_flash_attention_", "_scaled_dot_product_", "_efficient_attention_", "_cudnn_attention_")
 # Where a program waits for the device. Fake tensors refuse what is read, but for constants.

@@ -20,10 +20,11 @@ from torch.distributed._functional_collectives import all_reduce  # noqa: TID251
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Inner, fake_world, told
+from tests.cases import Inner, told
 from tests.pairwise import tiers
 from wallfacer_dt import WallFacerParallel, context_mesh
 from wallfacer_dt.ops import BODIES
+from wallfacer_dt.testing.fake import fake_world
 
 Model = Callable[[Tensor], Tensor]
 

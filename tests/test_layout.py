@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tests.cases import fake_world, head_tail_turns, held
+from tests.cases import head_tail_turns, held
 from tests.strategies import examples, ulysses_meshes
 from wallfacer_dt.layout import (
     ORDERS,
@@ -27,6 +27,7 @@ from wallfacer_dt.layout import (
     positions,
     shard_sizes,
 )
+from wallfacer_dt.testing.fake import fake_world
 
 
 @st.composite

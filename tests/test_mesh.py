@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.cases import fake_world
 from tests.strategies import examples
 from wallfacer_dt import context_mesh, split_context_axis
 from wallfacer_dt import mesh as mesh_module
 from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, name_of, placed_ranks, whole_context_group
+from wallfacer_dt.testing.fake import fake_world
 
 SIZES = st.integers(1, 3)
 GONE = "is of a process group that has been destroyed since; make a new mesh"

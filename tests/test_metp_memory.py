@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from recipes.benchmarks.fake_ranks import fake_world
 from recipes.benchmarks.memory.__main__ import table
 from recipes.benchmarks.memory.formulas import KINDS, METHODS, Kind, Layer, overhead
 from recipes.benchmarks.memory.layers import CONTENDERS, Contender, FeedForward, make, mesh_of
@@ -38,6 +37,7 @@ from tests.papers.metp import (
 from wallfacer_dt.collectives.functional import all_gather, wait
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 RANKS = (2, 4)
 NUMBER = 8  # bytes of a call's number, which its backward is told

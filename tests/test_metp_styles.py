@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchtitan.models.common.feed_forward import FeedForward as TitanFeedForward
 from torchtitan.models.common.linear import Linear as TitanLinear
 
-from tests.cases import fake_world
 from tests.metp_refusals import Attention, attention, inner
 from wallfacer_dt import EquivalenceError, METPAttentionParallel, METPParallel, context_mesh
 from wallfacer_dt.metp.proof import compare
 from wallfacer_dt.testing import worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 
 class FeedForward(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import fake_world
 from wallfacer_dt import METPAttentionParallel, METPParallel, WallFacerParallel, context_mesh
 from wallfacer_dt.metp import BODIES
+from wallfacer_dt.testing.fake import fake_world
 
 _NAMES = {"all_to_all_single": "send", "broadcast": "broadcast", "wait_tensor": "wait", "mm": "mm", "addmm_": "mm"}
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"

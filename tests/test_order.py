@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Inner, fake_world, mesh_of
+from tests.cases import Inner, mesh_of
 from wallfacer_dt import (
     RingParallel,
     TokenOrder,
@@ -25,6 +25,7 @@ from wallfacer_dt import (
     unshard_sequence,
 )
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 Ranks = Callable[[int], RankPool]
 HEADS, HEAD_DIM, WINDOW = 2, 8, 5

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Inner, checker, fake_world
+from tests.cases import Inner, checker
 from tests.metp_cases import FeedForward
 from wallfacer_dt import (
     BlockwiseFeedForward,
@@ -21,6 +21,7 @@ from wallfacer_dt import (
     context_mesh,
 )
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]

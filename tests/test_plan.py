@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cases import fake_world
 from tests.strategies import examples
 from tests.test_plan_bytes import planned
 from wallfacer_dt import (
@@ -33,6 +32,7 @@ from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.search import _because
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
+from wallfacer_dt.testing.fake import fake_world
 
 FAST = Link(1e40)
 FREE = Kernels(1e30, 1e30, 1e30, 0.0, 1e40)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.cases import fake_world, mesh_of, shard_sizes
+from tests.cases import mesh_of, shard_sizes
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.planning import Candidate
@@ -20,6 +20,7 @@ from wallfacer_dt.planning.candidates import attentions, node_of
 from wallfacer_dt.planning.predict import attention_cost
 from wallfacer_dt.planning.traffic import arrivals, into_nodes, into_ranks
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
+from wallfacer_dt.testing.fake import fake_world
 
 LINK = Link(1e9)
 

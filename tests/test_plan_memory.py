@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from tests.cases import fake_world, shard_sizes
+from tests.cases import shard_sizes
 from tests.plan_cases import Followed, Tracked, stack_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
@@ -22,6 +22,7 @@ from wallfacer_dt.planning.dry_run import Peaks
 from wallfacer_dt.planning.memory import attention_memory
 from wallfacer_dt.planning.meta import call
 from wallfacer_dt.planning.stack import stack_memory
+from wallfacer_dt.testing.fake import fake_world
 
 Call = tuple[Candidate, ModelShape, SequenceShape, int]
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import fake_world
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, shard_sequence, unshard_sequence
 from wallfacer_dt.plans import llama3_plan
 from wallfacer_dt.testing import worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 
 class InnerAttention(nn.Module):

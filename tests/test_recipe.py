@@ -20,9 +20,9 @@ from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.ranks import make_meshes
 from recipes.train_bytes.record import Run, Traffic, run_name
 from recipes.train_bytes.settings import Placement, RecipeError, Settings, check_settings
-from tests.cases import fake_world
 from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 Ranks = Callable[[int], RankPool]
 

@@ -18,12 +18,13 @@ from torch.func import vmap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import Inner, fake_world
+from tests.cases import Inner
 from wallfacer_dt import TokenOrder, WallFacerParallel, attention, context_mesh, register_kernel
 from wallfacer_dt.kernels import Need, select_kernel
 from wallfacer_dt.ops import BODIES
 from wallfacer_dt.options import Options
 from wallfacer_dt.testing import worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 LENGTH, HEADS, DIM = 16, 4, 8
 

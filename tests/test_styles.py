@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import fake_world, mesh_of, told
+from tests.cases import mesh_of, told
 from wallfacer_dt import (
     RingParallel,
     TokenOrder,
@@ -32,6 +32,7 @@ from wallfacer_dt import (
 )
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]

@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import fake_world, told
+from tests.cases import told
 from wallfacer_dt import context_mesh, context_parallel_attention
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.ops import BODIES
 from wallfacer_dt.options import AttentionOptions, Options, Setting, Window
+from wallfacer_dt.testing.fake import fake_world
 
 SHORT = {
     "all_gather_into_tensor": "gather",

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.cases import Case, fake_world, held, run, shard_sizes
+from tests.cases import Case, held, run, shard_sizes
 from tests.closed_volumes import Closed
 from tests.pairwise import tiers
 from tests.strategies import any_case, cases, examples, meshes, ulysses_meshes
@@ -26,6 +26,7 @@ from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.layout import ORDERS
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
+from wallfacer_dt.testing.fake import fake_world
 
 GIB = 2**30
 SAME = [

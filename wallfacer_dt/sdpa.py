@@ -84,8 +84,7 @@ def context_parallel(
         order = options.pop("order", None) or TokenOrder("head_tail", mesh)
         length = _checked(buffers, buffer_seq_dims, kept, options)
         shards = [shard_sequence(x, order, dim=dim) for x, dim in zip(buffers, buffer_seq_dims, strict=True)]
-        told = [(name, options.get(name)) for name in sorted(options)]
-        agree("context_parallel", [("length", length), ("order", order.name), *told], name_of(mesh))
+        agree("context_parallel", [("length", length), ("order", order.name), *sorted(options.items())], name_of(mesh))
     whole = [x.detach() for x in buffers]
     mode = _Attending(mesh, order, length, options)
     _replace()

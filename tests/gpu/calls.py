@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from recipes.benchmarks.fake_ranks import fake_world
 from recipes.benchmarks.gpu.stages import Cases, Place, Record
 from tests.cases import rms
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
 from wallfacer_dt.testing import RankPool, attention_oracle
+from wallfacer_dt.testing.fake import fake_world
 
 
 def _mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.benchmarks.fake_ranks import fake_world
 from tests.papers.models import Call
 from wallfacer_dt import (
     ModelShape,
@@ -25,6 +24,7 @@ from wallfacer_dt.mesh import placed_ranks
 from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.testing import Traffic, count_collectives
+from wallfacer_dt.testing.fake import fake_world
 
 RANK = 1
 """Whose numbers these are: one that Algorithm 2 never names as its own target."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipes.benchmarks.fake_ranks import fake_world
 from recipes.benchmarks.report import Table
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.algorithms.masks import Mask
@@ -15,6 +14,7 @@ from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import Attend, Move, Schedule, Start
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
+from wallfacer_dt.testing.fake import fake_world
 
 RANKS, TEAM = 8, 2
 CHUNK = 128

@@ -12,7 +12,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import parallelize_module
 
-from recipes.benchmarks.fake_ranks import fake_world
 from recipes.benchmarks.memory.layers import FeedForward, Inner
 from recipes.benchmarks.memory.measure import measure
 from recipes.benchmarks.papers.clusters import GPT_3B, GPT_7B
@@ -34,6 +33,7 @@ from tests.papers.models import (
 )
 from wallfacer_dt import BlockwiseFeedForward, ModelShape, context_mesh
 from wallfacer_dt.planning.alive import Alive
+from wallfacer_dt.testing.fake import fake_world
 
 
 def activations(layers: int, team: int) -> int:

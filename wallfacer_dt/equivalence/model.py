@@ -142,7 +142,7 @@ class _Trial:
         counts = _Counts()
         with ExitStack() as stack:
             for path, module in self.model.named_modules():
-                stack.enter_context(_removed(module.register_forward_hook(_keeping(outputs, path))))
+                stack.callback(module.register_forward_hook(_keeping(outputs, path)).remove)
             with counts:
                 loss = _loss(function(self.model))
         loss.backward()
@@ -289,14 +289,6 @@ def _grads_as_before(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     finally:
         for path, p in parameters.items():
             p.grad = before[path]
-
-
-@contextmanager
-def _removed(hook: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _keeping(outputs: dict[str, Tensor], path: str) -> Callable[[nn.Module, Any, Any], None]:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+
+# Private: a process group that sends nothing. Run on torch 2.13.0.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 

@@ -56,11 +56,12 @@ def check_host() -> None:
         raise ClusterError(f"the emulated cluster needs {' and '.join(missing)}: install iproute2 (Debian, Ubuntu)")
     if os.geteuid() != 0:
         raise ClusterError("the emulated cluster needs root, for network namespaces: run it with sudo")
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
     try:
         run_first()
     except PermissionError:
         raise ClusterError("ranks may not run before other programs here: SCHED_RR needs CAP_SYS_NICE") from None
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    os.sched_setscheduler(0, policy, priority)
 
 
 @dataclass(frozen=True, slots=True)

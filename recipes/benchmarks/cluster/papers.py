@@ -1,7 +1,8 @@
 """Cases of the two papers: their GPUs and links in proportion, on as many emulated ranks.
 
-A hop's time and a block's are to each other as on the paper's cluster: what is assumed of it is the planner's, and
-stands in ``wallfacer_dt.planning.gpus``. Links within a node are as much faster than those between nodes as there.
+A hop's time and that of a block's forward are to each other as on the paper's cluster: what is assumed of it is the
+planner's, and stands in ``wallfacer_dt.planning.gpus``. Links within a node are as much faster than those between nodes
+as there. What else a device does (a backward, merging, a launch) takes as much of a forward as on an H100.
 """
 
 from collections.abc import Iterator

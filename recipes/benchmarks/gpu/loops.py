@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
-from recipes.benchmarks.fake_ranks import fake_world
 from recipes.benchmarks.gpu.stages import Cases, Place, Record
 from wallfacer_dt import ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.dry_run import attention_peaks
+from wallfacer_dt.testing.fake import fake_world
 
 
 def loops(place: Place) -> Cases:

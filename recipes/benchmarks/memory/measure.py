@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: TID251  (its type, no operation)
 from torch.distributed.tensor import DTensor
 
-from recipes.benchmarks.fake_ranks import fake_world
 from recipes.benchmarks.memory.formulas import Kind, Layer, Overhead, overhead
 from recipes.benchmarks.memory.layers import Contender, make, mesh_of
 from wallfacer_dt.planning.alive import Alive, storage_of
+from wallfacer_dt.testing.fake import fake_world
 
 
 def plain(x: Tensor) -> Tensor:

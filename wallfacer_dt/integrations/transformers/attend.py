@@ -18,13 +18,18 @@ _ELSEWHERE = frozenset({
     "position_ids", "position_embeddings", "cache_position", "labels", "shift_labels", "num_items_in_batch",
     "output_hidden_states", "return_dict", "deterministic",
 })  # fmt: skip
-_REMEDIES = {
+REFUSED = {
     "cu_seq_lens_q": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
     "cu_seq_lens_k": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
     "cache": "a cache would hold this rank's keys only: pass use_cache=False",
     "past_key_values": "a cache would hold this rank's keys only: pass use_cache=False",
     "use_cache": "a cache would hold this rank's keys only: pass use_cache=False",
     "output_attentions": "probabilities are never put together",
+}
+"""Arguments of a model and of its attention that are refused, and why."""
+
+_REMEDIES = {
+    **REFUSED,
     "position_bias": "a bias of scores would be made of this rank's positions only",
     "head_mask": "heads cannot be masked",
 }

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers import upstream
-from wallfacer_dt.integrations.transformers.attend import AttentionOnMesh
+from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.loss import SummedLoss
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
@@ -38,15 +38,10 @@ _UNTRACED = "what is known of a batch is another at every call; with fullgraph=T
 _numbers = count(1)
 # Of a call of the model: what would need all tokens, or gives something that ranks cannot put together.
 _REFUSED = {
-    "cache": "a cache would hold this rank's keys only",
-    "past_key_values": "a cache would hold this rank's keys only",
-    "use_cache": "a cache would hold this rank's keys only",
-    "output_attentions": "probabilities are never put together",
+    **REFUSED,
     "output_router_logits": "the router's loss is no sum over tokens",
     "logits_to_keep": "of a shard the last tokens are not the sequence's",
     "encoder_hidden_states": "cross attention is not implemented",
-    "cu_seq_lens_q": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
-    "cu_seq_lens_k": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
 }
 
 
