@@ -39,7 +39,8 @@ from wallfacer_dt.kernels import (
     flash_attn,
     flex,
     merge_,
-    output_with_delta,
+    output_factor,
+    output_from,
     reference,
     register_kernel,
     registry,
@@ -569,53 +570,22 @@ def test_merging_in_triton(dtype: torch.dtype, shape: tuple[int, ...], monkeypat
         assert worst_error([(mine.masked_fill(hidden, 0), want.masked_fill(hidden, 0))]) <= 8 * torch.finfo(wide).eps
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 70, 33), (1, 2, 5, 128)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_an_output_with_delta_in_triton(
-    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts of larger tensors, laid out by tokens; rows of zeros, of small and of large gradients, and NaN."""
-    torch.manual_seed(0)
-    merging = triton_merging(monkeypatch, "1")
-    batch, heads, length, width = shape
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    grad_out = torch.randn(batch, length + 9, heads, width, dtype=torch.float64)
-    grad_out[:, 1] *= 1e-30
-    grad_out[:, 2] *= 1e30
-    grad_out[:, 3] = 0
-    grad_out[:, 4, :, 0] = torch.nan
-    grad_out = grad_out.to(dtype).transpose(1, 2)
-    delta = (grad_out.double() * torch.randn(batch, heads, length + 9, width, dtype=torch.float64)).sum(-1).to(wide)
-    delta[:, :, 5] = torch.nan
-    part = slice(0, length + 8)
-    given = grad_out[:, :, part], delta[:, :, part]
-    got, want = merging.output_with_delta(*given), output_with_delta(*given)
-    assert got.dtype == dtype
-    assert want[:, :, 4:6].isnan().all()
-    assert got.isnan().equal(want.isnan())
-    assert got[:, :, 3].eq(0).all()
-    unit = 8 * torch.finfo(dtype).eps
-    assert worst_error([(got.nan_to_num(0).double(), want.nan_to_num(0).double())], relative_to="each") <= unit
-
-
-def test_the_kernels_in_triton_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_in_triton_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one: what the interpreter lets pass, a compiler may refuse."""
     merging = triton_merging(monkeypatch, "0")
-    wide = dict.fromkeys(("out", "lse", "more_lse", "delta"), "*fp32")
-    of_delta = {"grad_out": "*bf16", "delta": "*fp32", "out": "*bf16"}
+    pointers = dict.fromkeys(("out", "lse", "more_lse"), "*fp32") | {"more_out": "*bf16"}
     constants = {"WIDTH": 128, "ROWS": 32}
-    for kernel, pointers in ((merging.merge_rows, wide | {"more_out": "*bf16"}), (merging.delta_rows, of_delta)):
-        types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-        source = ASTSource(kernel, types, constexprs=constants)
-        assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    kernel = merging.merge_rows
+    types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, types, constexprs=constants)
+    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
-def test_output_with_delta_in_float64_of_gradients_whose_squares_underflow() -> None:
+def test_a_stand_in_for_an_output_in_float64_of_gradients_whose_squares_underflow() -> None:
     torch.manual_seed(0)
     grad_out = _normal(1, 2, 3, 16) * 1e-200
     delta = (grad_out * _normal(1, 2, 3, 16)).sum(-1)
-    got = (grad_out * output_with_delta(grad_out, delta)).sum(-1)
+    got = (grad_out * output_from(grad_out, output_factor(grad_out, delta))).sum(-1)
     assert worst_error([(got * 1e200, delta * 1e200)], relative_to="each") <= 1e-14
 
 
@@ -660,20 +630,31 @@ def test_a_sink_that_is_not_a_number_stays_visible() -> None:
 
 
 @given(exponent=st.integers(-37, 30), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-def test_output_with_delta_has_that_delta(exponent: int, dtype: torch.dtype) -> None:
+def test_a_stand_in_for_an_output_has_its_delta(exponent: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     grad_out = (torch.randn(2, 3, 5, 16, dtype=torch.float64) * 10.0**exponent).to(dtype)
     grad_out[0, 0, 0] = 0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     delta = (grad_out.double() * torch.randn(2, 3, 5, 16, dtype=torch.float64)).sum(-1).to(wide)
-    stand_in = output_with_delta(grad_out, delta)
-    assert stand_in.dtype == dtype
+    factor = output_factor(grad_out, delta)
+    stand_in = output_from(grad_out, factor)
+    assert (factor.dtype, stand_in.dtype) == (wide, dtype)
     assert stand_in.isfinite().all()
     assert stand_in[0, 0, 0].eq(0).all()
     got = (grad_out.double() * stand_in.double()).sum(-1)
     unit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
     # float32's denormals have fewer bits.
     assert worst_error([(got, delta.double())], relative_to="each") <= unit
+
+
+def test_a_stand_in_for_an_output_of_next_to_no_gradient_is_finite() -> None:
+    """The factor would be more than there is; what is no number stays none."""
+    grad_out = torch.tensor([1e-44, 1e-38, 0.0, 1.0, torch.nan, torch.inf, 1.0]).reshape(1, 1, 7, 1)
+    delta = torch.tensor([1e-38, 1e-30, 0.0, 2.0, 1.0, 1.0, torch.nan]).reshape(1, 1, 7)
+    stand_in = output_from(grad_out, output_factor(grad_out, delta)).flatten()
+    assert stand_in[:4].isfinite().all()
+    assert stand_in[2:4].tolist() == [0, 2]
+    assert stand_in[4:].isnan().all()
 
 
 CPU = Need("cpu", torch.float32, 64, 64)

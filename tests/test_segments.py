@@ -259,8 +259,7 @@ def attended(kernel: BlockKernel, work: Work, q: Tensor, k: Tensor, v: Tensor, g
     scores, query = Scores(kernel, 0.3), Operand((q,))
     Forward(scores, v.shape[-1]).attend(query, Operand((k, v)), work)
     out, lse = query.partial
-    delta = (grad_out * out).sum(-1)
-    query, keys = Operand((q, grad_out, lse, delta), out=out), Operand((k, v))
+    query, keys = Operand((q, grad_out, lse), out=out), Operand((k, v))
     Backward(scores).attend(query, keys, work)
     return [out, lse.exp(), *query.partial, *keys.partial]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wallfacer_dt.agreement.agree import agree_on, hear_once, named, tell
 from wallfacer_dt.agreement.worlds import is_lasting
-from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
+from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores, with_factor
 from wallfacer_dt.algorithms.blocks import Answers, check_mask
 from wallfacer_dt.algorithms.execute import Groups, execute
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
@@ -22,7 +22,7 @@ from wallfacer_dt.algorithms.steps import Schedule, Side
 from wallfacer_dt.collectives.groups import group_rank
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.inputs import AttentionInputs
-from wallfacer_dt.kernels import BlockKernel, Need, select_kernel, sinks_gradient, with_sinks
+from wallfacer_dt.kernels import BlockKernel, Need, row_delta, select_kernel, sinks_gradient, with_sinks
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.options import Options
 
@@ -255,13 +255,15 @@ class Call(NamedTuple):
         schedule = self._schedule(backward=True)
         replicated = self.plan.replicated
         out, lse = replicated.own(out), replicated.own(lse)
-        grad_out = replicated.summed(grad_out.contiguous())
-        delta = (grad_out.to(lse.dtype) * out).sum(-1)
-        # One's own output is here: only queries that arrive from elsewhere need a stand-in.
-        own_out = out if self.plan.groups.place.ulysses == 1 else None
+        grad_out = replicated.summed(_dense(grad_out))
+        own_q, *own_keys = [replicated.own(x) for x in (q, *keys)]
+        queries, own_out = (own_q, grad_out, lse), out
+        if self.plan.groups.place.ulysses > 1:  # queries come from elsewhere
+            queries, own_out = with_factor(*queries, out), None
 
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            queries, keys = Operand(tuple(tensors[:4]), out=own_out), Operand(tuple(tensors[4:]))
+            n = len(tensors) - len(own_keys)
+            queries, keys = Operand(tuple(tensors[:n]), out=own_out), Operand(tuple(tensors[n:]))
             arithmetic = Backward(self._scores(heads))
             if heads.is_empty:
                 dq, dkeys = arithmetic.nothing(queries), arithmetic.nothing(keys)
@@ -270,10 +272,9 @@ class Call(NamedTuple):
             return arithmetic.outgoing((*dq, *dkeys), q.dtype)
 
         key_kinds = _KEY_KINDS[: len(keys)]
-        own_q, *own_keys = [replicated.own(x) for x in (q, *keys)]
-        tensors = (own_q, grad_out, lse, delta, *own_keys)
-        grads = self._by_heads(tensors, ["q", "q", "q", "q", *key_kinds], compute, ["q", *key_kinds])
-        dsinks = None if sinks is None else sinks_gradient(lse, delta, sinks)
+        kinds: list[Kind] = [*["q"] * len(queries), *key_kinds]
+        grads = self._by_heads((*queries, *own_keys), kinds, compute, ["q", *key_kinds])
+        dsinks = None if sinks is None else sinks_gradient(lse, row_delta(grad_out, out, lse.dtype), sinks)
         return [replicated.placed(grad) for grad in grads], dsinks
 
     def _schedule(self, *, backward: bool) -> Schedule:
@@ -316,6 +317,11 @@ class Call(NamedTuple):
         options, answers = self.plan.options, self.answers
         asked = None if answers is None else partial(answers.block, range(*heads.q))
         return Scores(self.kernel, options.scale, options.softcap, asked)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x (B, N, L, H) without gaps, by heads or by tokens; an expanded gradient, of a sum, would have every kernel copy."""
+    return x if x.is_contiguous() or x.transpose(1, 2).is_contiguous() else x.contiguous()
 
 
 _KEY_KINDS: list[Kind] = ["kv", "kv", "shared"]

@@ -53,7 +53,7 @@ def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:_COUNT]), Options.of(*args[_COUNT:])
     call, number = agreed_call("attention", options, inputs)
     out, lse = call.forward(inputs.q, inputs.keys, inputs.sinks)
-    out, lse = _apart([_laid_out(out, inputs.q), lse.contiguous()])
+    out, lse = _laid_out(out, inputs.q), _new(lse.contiguous())
     if number:
         settle()
     return out, lse, _said(number, options.captured.contents if options.captured else 0)
@@ -70,7 +70,7 @@ def attention_backward_body(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     inputs, (out, lse, said) = AttentionInputs(*args[:_COUNT]), args[_COUNT : _COUNT + 3]
     call, number = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, said)
     grads, dsinks = call.backward(grad_out, out, lse, inputs.q, inputs.keys, inputs.sinks)
-    laid_out = _apart([_laid_out(g, x) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)])
+    laid_out = [_laid_out(g, x) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)]
     if inputs.k_shared is None:
         laid_out.append(inputs.q.new_empty(0))
     if number:
@@ -89,16 +89,22 @@ def _like(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _laid_out(result: Tensor, x: Tensor) -> Tensor:
-    """The result as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
-    if (result.dtype, result.shape, result.stride()) == (x.dtype, x.shape, x.stride()) and x.is_contiguous():
+    """The result in new memory, as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
+    is_new = result.dtype == x.dtype and _is_alone(result)
+    # What fills its memory is laid out densely, and so is an input with the same strides.
+    if is_new and result.stride() == x.stride() and result.shape == x.shape:
         return result
     like = _like(x, result.shape[-1])
-    return result if result.dtype == x.dtype and result.stride() == like.stride() else like.copy_(result)
+    return result if is_new and result.stride() == like.stride() else like.copy_(result)
 
 
-def _apart(results: Sequence[Tensor]) -> list[Tensor]:
-    """Results in memory of their own: torch takes them for new tensors, and a part of a buffer would keep all of it."""
-    return [x.clone() if x.untyped_storage().nbytes() > x.numel() * x.itemsize else x for x in results]
+def _new(x: Tensor) -> Tensor:
+    return x if _is_alone(x) else x.clone()
+
+
+def _is_alone(x: Tensor) -> bool:
+    """Whether a tensor is all that is in its memory: torch takes results for new tensors, and would keep a buffer."""
+    return x.untyped_storage().nbytes() == x.numel() * x.itemsize
 
 
 def _said(number: int, contents: int) -> Tensor:

@@ -149,7 +149,7 @@ def _runs(rows: tuple[Rows, ...]) -> list[tuple[int, int, int, int, int, int]]:
 
 def cut(x: Tensor, dim: int, start: int, n: int) -> Tensor:
     """``x.narrow``, where it leaves something out."""
-    return x if n == x.shape[dim] else x.narrow(dim, start, n)
+    return x if n == x.size(dim) else x.narrow(dim, start, n)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -57,6 +57,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_gqa": (None, True, False),
 } | dict.fromkeys(("alibi_slopes", "attention_mask", "attn_mask", "mask", "score_mod", *_TOLD), (None,))
 
+_NAMES = frozenset(_NEUTRAL)
+_NO_OPTIONS = (nn.Module, object)
+
 
 class _Call(NamedTuple):
     """What a call, or a module, asks for beside q, k and v."""
@@ -159,11 +162,10 @@ class _ContextParallel(ParallelStyle):
         """Attributes that are named like an option, and ask for something; refuse (ValueError) another than told."""
         # Of a module's missing attributes torch looks up every one in three dicts; a compiler guards what it is asked.
         names: Collection[str] = _NEUTRAL
-        options = _NEUTRAL.keys()
         if not torch.compiler.is_compiling():
-            kinds = [vars(kind) for kind in type(module).__mro__ if kind is not nn.Module]
+            kinds = [vars(kind) for kind in type(module).__mro__ if kind not in _NO_OPTIONS]
             places = (vars(module), module._modules, *kinds)
-            names = [name for held in places if not options.isdisjoint(held) for name in options & held.keys()]
+            names = [name for held in places if not _NAMES.isdisjoint(held) for name in _NAMES & held.keys()]
         found = {key: getattr(module, key) for key in names if hasattr(module, key)}
         found = {key: value for key, value in found.items() if not _does_nothing(value)}
         if found:

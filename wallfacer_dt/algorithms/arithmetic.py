@@ -17,7 +17,7 @@ from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.collectives.send_buffer import Layout
-from wallfacer_dt.kernels import BlockKernel, How, accumulation_dtype, merge_, output_with_delta
+from wallfacer_dt.kernels import BlockKernel, How, accumulation_dtype, merge_, output_factor, output_from, row_delta
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.rows import cut
 
@@ -39,11 +39,11 @@ class Operand:
     """Queries or keys on this rank, and what has been computed for them so far.
 
     Attributes:
-        data: what a transfer sends. Keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every
-            head's key. Queries: (q,) forward, (q, grad_out, lse, delta) backward.
+        data: keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every head's key. Queries: (q,)
+            forward, (q, grad_out, lse) backward, and what has come from elsewhere with a factor in place of ``out``.
         partial: forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the
             first call of a kernel, then as the kernel gave it, and from the second on in the accumulation dtype.
-        out: backward, for queries: an output with rowsum(grad_out * out) = delta.
+        out: backward, for queries: their output, or one that has the same rowsum(grad_out * out).
         sent: data where it was received, to be sent on as it is.
         sent_partial: partial likewise.
     """
@@ -111,6 +111,10 @@ class Arithmetic(ABC):
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The partial result of an operand that has seen nothing, in the accumulation dtype."""
 
+    def sent(self, operand: Operand) -> tuple[Tensor, ...]:
+        """An own operand's data, as others are sent it."""
+        return operand.data
+
     @abstractmethod
     def combine_(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
         """Combine a partial result in the accumulation dtype with another one, in place."""
@@ -121,7 +125,9 @@ class Arithmetic(ABC):
 
     def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A partial result as its owner has it; ``dtype`` is the inputs'."""
-        return tuple(x.to(own) for x, own in zip(partial, self.home_dtypes(len(partial), dtype), strict=True))
+        dtypes = self.home_dtypes(len(partial), dtype)
+        # torch takes its time to find out that there is nothing to be done.
+        return tuple([x if x.dtype == own else x.to(own) for x, own in zip(partial, dtypes, strict=True)])
 
     def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
         """Combine a partial result with the operand's, which is changed in place once it is wide."""
@@ -185,18 +191,18 @@ class Sums(Arithmetic):
 
 @dataclass(frozen=True, slots=True)
 class Backward(Sums):
-    """Gradients of queries and keys, from the whole row's lse and delta = rowsum(grad_out * out)."""
+    """Gradients of queries and keys, from the whole row's lse and an output that stands for its delta."""
 
     scores: Scores
     gives_to_keys: ClassVar[bool] = True
 
     def attend(self, query: Operand, keys: Operand, work: Work) -> None:
         """Add the segments' gradients to both operands' partial results."""
-        q, grad_out, lse, delta = query.data
+        q, grad_out, lse, *factor = query.data
         if not work:
             return
         if query.out is None:
-            query.out = output_with_delta(grad_out, delta)
+            query.out = output_from(grad_out, *factor)
         for tile in self.scores.calls(work):
             grad, queries, out, sums = [_part(x, tile, tile.q) for x in (grad_out, q, query.out, lse)]
             dq, dk, dv = self.scores.backward(tile, grad, queries, *_keys(keys, tile), out, sums)
@@ -205,9 +211,17 @@ class Backward(Sums):
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The gradients of an operand that took no part."""
-        # Queries are (q, grad_out, lse, delta), keys (k, v) or (k, v, k_shared).
-        inputs = operand.data[:1] if len(operand.data) == 4 else operand.data
-        return Sums.nothing(self, Operand(inputs))
+        are_queries = operand.out is not None or len(operand.data) == 4  # keys are three at most
+        return Sums.nothing(self, Operand(operand.data[:1] if are_queries else operand.data))
+
+    def sent(self, operand: Operand) -> tuple[Tensor, ...]:
+        """Of queries with a factor for each row in place of an output, which is as large as they are."""
+        return operand.data if operand.out is None else with_factor(*operand.data, operand.out)
+
+
+def with_factor(q: Tensor, grad_out: Tensor, lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a backward sends of queries: (q, grad_out, lse, factor), see :func:`output_factor`."""
+    return q, grad_out, lse, output_factor(grad_out, row_delta(grad_out, out, lse.dtype))
 
 
 def _keys(keys: Operand, tile: Tile) -> tuple[Tensor, Tensor]:

@@ -171,8 +171,9 @@ class _Run:
         """An operand's data as it travels: as it came, or one's own shard, as long as the longest."""
         if operand.sent is not None:
             return operand.sent
-        places = _layout(operand.data, [x.dtype for x in operand.data], self._padded_length(transfer))
-        return Sent(pack(operand.data, places), places)
+        data = self.arithmetic.sent(operand)
+        places = _layout(data, [x.dtype for x in data], self._padded_length(transfer))
+        return Sent(pack(data, places), places)
 
     def _sent_partial(self, operand: Operand) -> Sent:
         """What has been computed for a block as it travels, wide; the block lets go of it."""

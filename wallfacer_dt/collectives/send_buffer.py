@@ -29,14 +29,17 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     size: int
     places: tuple[_Place, ...]
+    is_one_dtype: bool
 
     def views(self, buffer: Tensor, start: int = 0, count: int | None = None) -> tuple[Tensor, ...]:
         """The tensors that begin at an element of a buffer; ``count``: stacked, of so many that follow one another.
 
         A wide tensor that begins in the middle of its elements cannot be seen there: it is a copy.
         """
-        lead, over = ((), ()) if count is None else ((count,), (self.size,))
         first = buffer.storage_offset() + start
+        if count is None and self.is_one_dtype:
+            return tuple([buffer.as_strided(place.shape, place.strides, first + place.start) for place in self.places])
+        lead, over = ((), ()) if count is None else ((count,), (self.size,))
         found = []
         for place in self.places:
             if place.dtype == self.dtype:
@@ -70,7 +73,8 @@ def layout(*fields: tuple[Sequence[int], torch.dtype]) -> Layout:
         size = math.prod(shape) * dtype.itemsize // carrier.itemsize
         places[i] = _Place(shape, strides, dtype, start, size)
         start += size
-    return Layout(carrier, start, tuple(places[i] for i in range(len(fields))))
+    is_one_dtype = all(dtype == carrier for _, dtype in fields)
+    return Layout(carrier, start, tuple(places[i] for i in range(len(fields))), is_one_dtype)
 
 
 def layout_of(tensors: Sequence[Tensor]) -> Layout:

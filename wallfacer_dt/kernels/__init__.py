@@ -7,7 +7,15 @@ knows them by name, and a user's own.
 """
 
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
-from wallfacer_dt.kernels.merge import accumulation_dtype, merge_, output_with_delta, sinks_gradient, with_sinks
+from wallfacer_dt.kernels.merge import (
+    accumulation_dtype,
+    merge_,
+    output_factor,
+    output_from,
+    row_delta,
+    sinks_gradient,
+    with_sinks,
+)
 from wallfacer_dt.kernels.registry import check_kernel, register_kernel, select_kernel
 from wallfacer_dt.kernels.visible import strips
 
@@ -22,8 +30,10 @@ __all__ = [
     "accumulation_dtype",
     "check_kernel",
     "merge_",
-    "output_with_delta",
+    "output_factor",
+    "output_from",
     "register_kernel",
+    "row_delta",
     "select_kernel",
     "sinks_gradient",
     "strips",

@@ -44,6 +44,7 @@ from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
 from wallfacer_dt.kernels.windows import Launch, Windowed, cropped, loadable, padded
 
+_ANTICAUSAL = Band(0, None)
 _LANES = 16
 """As many numbers as the longest vector of a CPU holds."""
 
@@ -108,7 +109,7 @@ class Dense:
 
 def _is_causal_backwards(how: How, q: Tensor, k: Tensor) -> bool:
     """Whether rows see what does not come before them: causal once rows are reversed, with no mask made."""
-    return how.seen == Band(0, None) and how.mask is None and q.shape[2] == k.shape[2]
+    return how.seen == _ANTICAUSAL and how.mask is None and q.shape[2] == k.shape[2]
 
 
 def _seen(how: How, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
@@ -138,7 +139,8 @@ def _cpu_forward(
         *(_in_rows(x, width) for x in (q, k, v)), 0.0, is_causal, attn_mask=bias, scale=scale
     )
     # Fake tensors of torch 2.11 have another dtype here than real ones.
-    return cropped(out, v), lse.to(accumulation_dtype(q.dtype))
+    wide = accumulation_dtype(q.dtype)
+    return cropped(out, v), lse if lse.dtype == wide else lse.to(wide)
 
 
 def _cpu_backward(
@@ -154,7 +156,8 @@ def _cpu_backward(
 
 
 def _in_rows(x: Tensor, width: int) -> Tensor:
-    return padded(x if x.stride(-1) == 1 else x.contiguous(), width)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.shape[-1] == width else padded(x, width)
 
 
 def _efficient_forward(

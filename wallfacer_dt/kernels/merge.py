@@ -1,4 +1,4 @@
-"""Merging partial attention results, and standing in for an output that was not sent.
+"""Merging partial attention results, and what stands in for an output that is not sent.
 
 With partial results (out_i, lse_i) over disjoint keys, the whole is sum_i out_i exp(lse_i - lse), where
 lse = logsumexp_i lse_i: the online softmax of Ring Attention (section 3) and of WallFacer's combine.
@@ -63,18 +63,26 @@ def sinks_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def output_with_delta(grad_out: Tensor, delta: Tensor) -> Tensor:
-    """Some O' with rowsum(grad_out * O') = delta: all that a backward kernel reads of the output.
+def row_delta(grad_out: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """delta = rowsum(grad_out * out) (B, N, L): all that a backward kernel reads of the output."""
+    return (grad_out.to(dtype) * out).sum(-1)
 
-    So the backward sends delta (B, N, L) instead of O (B, N, L, H). It is grad_out * delta / norm^2, row by row.
+
+def output_factor(grad_out: Tensor, delta: Tensor) -> Tensor:
+    """By row the factor (B, N, L) of grad_out that makes it an output O' with rowsum(grad_out * O') = delta.
+
+    So a backward sends it instead of O (B, N, L, H). It is delta / norm^2, in delta's dtype.
     """
-    if _is_fused(grad_out):
-        from wallfacer_dt.kernels.merge_triton import output_with_delta as fused
-
-        return fused(grad_out, delta)
     # Squares of small gradients underflow, so rows are scaled by their largest entry first.
     largest = torch.linalg.vector_norm(grad_out, torch.inf, dim=-1, keepdim=True).to(delta.dtype)
     largest = largest.masked_fill_(largest == 0, 1)
-    unit = grad_out / largest
-    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min_(1)  # of a row of zeros
-    return unit.mul_(delta.unsqueeze(-1) / largest / norm.square_()).to(grad_out.dtype)
+    norm = torch.linalg.vector_norm(grad_out / largest, dim=-1).clamp_min_(1)  # of a row of zeros
+    largest = largest.squeeze(-1)
+    bound = torch.finfo(delta.dtype).max  # of rows whose gradients are next to nothing
+    return (delta / largest / norm.square_() / largest).clamp_(-bound, bound)
+
+
+def output_from(grad_out: Tensor, factor: Tensor) -> Tensor:
+    """The output O' of :func:`output_factor`, in grad_out's dtype."""
+    # Multiplied in the factor's dtype, and rounded once.
+    return torch.mul(grad_out, factor.unsqueeze(-1), out=torch.empty_like(grad_out))

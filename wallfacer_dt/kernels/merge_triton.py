@@ -1,4 +1,4 @@
-"""``merge_`` and ``output_with_delta`` as one Triton kernel each: what they need is read once, and written once.
+"""``merge_`` as one Triton kernel: out and lse are read once, and written once.
 
 Imported where they are on CUDA. Run under Triton's interpreter on the CPU (3.7.1), compiled for sm_90, not run there.
 """
@@ -41,56 +41,12 @@ def merge_rows(
     tl.store(at_out, x + (y - x) * share[:, None], is_element)
 
 
-# tl.sum and tl.max were made when Triton was imported, whether it was to interpret then or not.
-@triton.jit
-def _sum(x, y):
-    return x + y
-
-
-@triton.jit
-def _largest(x, y):
-    return tl.where(x > y, x, y)
-
-
-@triton.jit
-def delta_rows(
-    grad_out, delta, out, heads, length, width, rows,
-    grad_b, grad_n, grad_l, delta_b, delta_n, delta_l, out_b, out_n, out_l,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Scale ``rows`` rows of (B, N, L), each by its largest entry first, since squares of small ones underflow."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    l, n, b = row % length, row // length % heads, row // length // heads
-    is_row = row < rows
-    share = tl.load(delta + b * delta_b + n * delta_n + l * delta_l, is_row, other=0.0)
-    column = tl.arange(0, WIDTH)
-    is_element = is_row[:, None] & (column < width)[None, :]
-    at = grad_out + (b * grad_b + n * grad_n + l * grad_l)[:, None] + column[None, :]
-    x = tl.load(at, is_element, other=0.0).to(share.dtype)
-    largest = tl.reduce(tl.abs(x), 1, _largest)
-    largest = tl.where(largest == 0.0, 1.0, largest)  # of a row of zeros
-    unit = x / largest[:, None]
-    square = tl.reduce(unit * unit, 1, _sum)  # 1 at least, but for a row of zeros; not a number if one of them is none
-    share = share / largest / tl.where(square == 0.0, 1.0, square)
-    at = out + (b * out_b + n * out_n + l * out_l)[:, None] + column[None, :]
-    tl.store(at, (unit * share[:, None]).to(out.dtype.element_ty), is_element)
-
-
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """See :func:`wallfacer_dt.kernels.merge.merge_`."""
     assert out.stride(-1) == 1, "partial results are this package's own"
     more_out = more_out if more_out.stride(-1) == 1 else more_out.contiguous()
     strides = (*out.stride()[:-1], *lse.stride(), *more_out.stride()[:-1], *more_lse.stride())
     _launch(merge_rows, out, lse, more_out, more_lse, strides=strides)
-
-
-def output_with_delta(grad_out: Tensor, delta: Tensor) -> Tensor:
-    """See :func:`wallfacer_dt.kernels.merge.output_with_delta`."""
-    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-    out = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
-    strides = (*grad_out.stride()[:-1], *delta.stride(), *out.stride()[:-1])
-    _launch(delta_rows, grad_out, delta, out, strides=strides)
-    return out
 
 
 def _launch(kernel: Any, *tensors: Tensor, strides: tuple[int, ...]) -> None:

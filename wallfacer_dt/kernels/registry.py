@@ -56,9 +56,12 @@ def names() -> tuple[str, ...]:
 
 def check_kernel(kernel: str) -> None:
     """Refuse (ValueError) the name of no kernel."""
-    known = ("auto", *names())
-    if kernel not in known:
-        raise ValueError(f"kernel must be one of {known}, got {kernel!r}; register_kernel makes others known")
+    if kernel not in ("auto", *names()):
+        raise ValueError(_unknown(kernel))
+
+
+def _unknown(kernel: str) -> str:
+    return f"kernel must be one of {('auto', *names())}, got {kernel!r}; register_kernel makes others known"
 
 
 def select_kernel(kernel: str, need: Need) -> BlockKernel:
@@ -76,11 +79,12 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
     Raises:
         ValueError: the name is unknown, or the kernel cannot run the call.
     """
-    check_kernel(kernel)
     name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
     if name == "flash" and need.device_type == "cuda" and (activated := aten.activated()) in _ACTIVATED:
         name, reason = _ACTIVATED[activated], f"since activate_flash_attention_impl({activated!r}) was called"
-    found = _OURS[name] if name in _OURS else _registered[name]
+    found = _OURS.get(name) or _registered.get(name)
+    if found is None:
+        raise ValueError(_unknown(name))
     answer = found.supports(need)
     if not isinstance(answer, bool | str):
         raise TypeError(f"supports of kernel={name!r} must return True or why not, got {answer!r}")
