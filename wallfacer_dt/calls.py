@@ -320,7 +320,7 @@ class Call(NamedTuple):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x (B, N, L, H) without gaps, by heads or by tokens; an expanded gradient, of a sum, would have every kernel copy."""
+    """x (B, N, L, H) without gaps, by heads or by tokens: every kernel would copy an expanded gradient, as of a sum."""
     return x if x.is_contiguous() or x.transpose(1, 2).is_contiguous() else x.contiguous()
 
 

@@ -143,7 +143,7 @@ class Arithmetic(ABC):
             self.combine(operand, more)
         else:
             operand.partial = _widened(operand.partial or self.nothing(operand))
-            self.combine_([_part(x, tile, rows) for x in operand.partial], more)
+            self.combine_(_parts(operand.partial, tile, rows), more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Forward(Arithmetic):
         """Merge what segments give into the queries' partial result."""
         (q,) = query.data
         for tile in self.scores.calls(work):
-            self.add(query, self.scores.forward(tile, _part(q, tile, tile.q), *_keys(keys, tile)), tile, tile.q)
+            self.add(query, self.scores.forward(tile, *_parts((q,), tile, tile.q), *_keys(keys, tile)), tile, tile.q)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """Of queries that have seen no key."""
@@ -204,7 +204,7 @@ class Backward(Sums):
         if query.out is None:
             query.out = output_from(grad_out, *factor)
         for tile in self.scores.calls(work):
-            grad, queries, out, sums = [_part(x, tile, tile.q) for x in (grad_out, q, query.out, lse)]
+            grad, queries, out, sums = _parts((grad_out, q, query.out, lse), tile, tile.q)
             dq, dk, dv = self.scores.backward(tile, grad, queries, *_keys(keys, tile), out, sums)
             self.add(query, (dq,), tile, tile.q)
             self.add(keys, _key_grads(keys, dk, dv), tile, tile.k)
@@ -226,7 +226,7 @@ def with_factor(q: Tensor, grad_out: Tensor, lse: Tensor, out: Tensor) -> tuple[
 
 def _keys(keys: Operand, tile: Tile) -> tuple[Tensor, Tensor]:
     """A tile's keys and values, the keys with the part that heads share."""
-    k, v, *shared = [_part(x, tile, tile.k) for x in keys.data]
+    k, v, *shared = _parts(keys.data, tile, tile.k)
     if shared:
         k = torch.cat([k, shared[0].expand(-1, k.shape[HEADS_DIM], -1, -1)], -1)
     return k, v
@@ -241,15 +241,17 @@ def _key_grads(keys: Operand, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
     return dk[..., :own], dv, shared
 
 
-def _part(x: Tensor, tile: Tile, rows: Rows) -> Tensor:
-    """Rows of an operand's tensor, in the rows of the batch that a tile is for."""
+def _parts(tensors: Sequence[Tensor], tile: Tile, rows: Rows) -> Sequence[Tensor]:
+    """Rows of an operand's tensors, in the rows of the batch that a tile is for."""
+    if _covers(tile, rows, tensors[0]):
+        return tensors
     if tile.batch is not None:
-        x = cut(x, BATCH_DIM, tile.batch, 1)
-    return cut(x, SEQUENCE_DIM, rows[0], rows[1] - rows[0])
+        tensors = [cut(x, BATCH_DIM, tile.batch, 1) for x in tensors]
+    return [cut(x, SEQUENCE_DIM, rows[0], rows[1] - rows[0]) for x in tensors]
 
 
 def _covers(tile: Tile, rows: Rows, x: Tensor) -> bool:
-    return rows == (0, x.shape[SEQUENCE_DIM]) and (tile.batch is None or x.shape[BATCH_DIM] == 1)
+    return rows == (0, x.size(SEQUENCE_DIM)) and (tile.batch is None or x.size(BATCH_DIM) == 1)
 
 
 def _widened(partial: Sequence[Tensor]) -> tuple[Tensor, ...]:

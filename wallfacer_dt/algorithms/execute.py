@@ -27,7 +27,7 @@ from wallfacer_dt.algorithms.steps import (
 from wallfacer_dt.collectives.functional import all_gather, exchange, permute, wait
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
+from wallfacer_dt.mesh import RING_AXIS, Coordinate
 from wallfacer_dt.rows import cut
 
 
@@ -47,8 +47,10 @@ class Groups(NamedTuple):
     def permute(self, buffer: Tensor, way: Hop) -> Tensor:
         """Start to pass a buffer on along an axis, receiving as much: pending."""
         if way.axis == CONTEXT:
-            return permute(buffer, self.context_ranks[way.to], self.context_ranks[way.source], self.context)
-        return permute(buffer, way.to, way.source, {RING_AXIS: self.ring, TEAM_AXIS: self.team}[way.axis])
+            to, source = self.context_ranks[way.to], self.context_ranks[way.source]
+            return permute(buffer, to, source, len(self.context_ranks), self.context)
+        size, group = (self.place.ring, self.ring) if way.axis == RING_AXIS else (self.place.team, self.team)
+        return permute(buffer, way.to, way.source, size, group)
 
 
 def execute(

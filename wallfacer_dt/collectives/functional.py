@@ -24,9 +24,9 @@ def all_gather(buffer: Tensor, group: str) -> Tensor:
     return _ops.all_gather_into_tensor(buffer, group_size(group), group)
 
 
-def permute(buffer: Tensor, to: int, source: int, group: str) -> Tensor:
-    """Start sending ``buffer`` (n,) to rank ``to`` while receiving as much from ``source``: pending (n,)."""
-    size, n = group_size(group), buffer.numel()
+def permute(buffer: Tensor, to: int, source: int, size: int, group: str) -> Tensor:
+    """Start sending ``buffer`` (n,) to rank ``to`` of the ``size``, receiving as much from ``source``: pending (n,)."""
+    n = buffer.numel()
     return all_to_all(buffer, _one(size, to, n), _one(size, source, n), group)
 
 

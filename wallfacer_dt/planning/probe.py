@@ -148,7 +148,7 @@ class Probe:
         alone = self.rank % per_node == 0
         buffer = torch.zeros(nbytes if alone else 0, dtype=torch.uint8, device=self.device)
         # The others take part with nothing.
-        one = self.timed(lambda: wait(permute(buffer, to, source, self.group)))
+        one = self.timed(lambda: wait(permute(buffer, to, source, self.ranks, self.group)))
         lane = nbytes / max(one - latency - copying, 0.1 * one)
         return Link(node, latency), max(1, round(node / lane)), copy
 
@@ -157,7 +157,7 @@ class Probe:
 
         def seconds(nbytes: int, times: int = 1) -> float:
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            return self.timed(lambda: wait(permute(buffer, to, source, self.group)), times)
+            return self.timed(lambda: wait(permute(buffer, to, source, self.ranks, self.group)), times)
 
         # Several, since ranks do not begin at the same moment.
         latency, nbytes = seconds(_SMALL, times=_MANY), 2**18
@@ -168,7 +168,7 @@ class Probe:
             busy = time.process_time()
             buffer = torch.zeros(nbytes, dtype=torch.uint8)
             for _ in range(_REPEATS):
-                wait(permute(buffer, to, source, self.group))
+                wait(permute(buffer, to, source, self.ranks, self.group))
             copy = self._mean((time.process_time() - busy) * contention / (2 * _REPEATS * nbytes))
         return latency, taken, nbytes, copy
 
