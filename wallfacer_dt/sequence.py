@@ -171,7 +171,7 @@ def _gathered(flat: Tensor, groups: tuple[str, str, str]) -> Tensor:
     """All ranks' flat tensors, by sequence index, from the groups of axes ulysses, ring and team."""
     for name in filter(None, reversed(groups)):
         if group_size(name) > 1:
-            flat = wait(all_gather(flat, name))
+            flat = wait(all_gather(flat, name), "all_gather of a sequence", name)
     return flat
 
 

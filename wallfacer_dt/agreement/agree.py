@@ -47,6 +47,17 @@ class _Said(NamedTuple):
     values: tuple[str, ...]
 
 
+class Came(NamedTuple):
+    """A call that a rank has come to."""
+
+    number: int
+    mesh: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"call {self.number} on the {self.mesh}, {self.what}"
+
+
 class Open(NamedTuple):
     """A call that has been posted and not been looked at yet."""
 
@@ -88,6 +99,7 @@ def agree(
     if forward or error:
         record = _digest((likeness, forward, error))
     meeting.number += 1
+    meeting.whereabouts.call = Came(meeting.number, text, what or error)
     meeting.open = Open(_Said(error, what, names, values), likeness, meeting.post(record))
     if at_once or error or likeness not in meeting.seen:
         _settle(meeting)
@@ -105,7 +117,7 @@ def _settle(meeting: Meeting) -> None:
     if meeting.open is None:
         return
     (said, likeness, pending), meeting.open = meeting.open, None
-    with _naming_call(meeting, said.values[0], said.what or said.error):
+    with _naming_call(meeting):
         records = meeting.wait(pending)
         if len(set(records)) == 1:
             if not said.error:
@@ -117,12 +129,13 @@ def _settle(meeting: Meeting) -> None:
 
 
 @contextmanager
-def _naming_call(meeting: Meeting, mesh: str, came_to: str) -> Iterator[None]:
-    """Have a wait in vain say in which call, which all other ranks hear in the same way."""
+def _naming_call(meeting: Meeting) -> Iterator[None]:
+    """Have a wait in vain say in which call, and where the others are, who hear it in the same way."""
     try:
         yield
     except RuntimeError as error:
-        late = RuntimeError(f"call {meeting.number} on the {mesh}: {error}; this rank came to: {came_to}")
+        others = meeting.whereabouts.of(meeting.ranks)
+        late = RuntimeError(f"{meeting.whereabouts.call}: {error}" + f"; {others}" * bool(others))
         raise _met(late, meeting.ranks) from error
 
 
@@ -136,9 +149,9 @@ def hear_all(what: str, mine: Any, mesh: str) -> dict[int, Any]:
     found = _meeting(mesh, what)
     if found is None:
         return {dist.get_rank(): mine}
-    text, meeting = found
+    _, meeting = found
     agree(what, (), mesh)
-    with _naming_call(meeting, text, what):
+    with _naming_call(meeting):
         heard = meeting.exchange(told)
     return dict(zip(meeting.ranks, map(pickle.loads, heard), strict=True))
 

@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 # Private; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.utils._python_dispatch import _disable_current_modes
+
+from wallfacer_dt.agreement.whereabouts import Whereabouts
 
 _NOT_HERE = 0  # no record is
 _KEPT = 1024
@@ -66,8 +68,8 @@ class Pending(NamedTuple):
 class Meeting:
     """Ranks that compare their calls, in ascending order. All of them make one together, at their first call."""
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        self.ranks, self.timeout = tuple(ranks), timeout
+    def __init__(self, ranks: Sequence[int], timeout: timedelta, whereabouts: Whereabouts) -> None:
+        self.ranks, self.timeout, self.whereabouts = tuple(ranks), timeout, whereabouts
         self.number = 0  # of this rank's last call
         self.open: Any = None  # that call, as long as nobody has looked whether all ranks make the same
         self.seen: dict[int, None] = {}  # what all ranks have called, oldest first
@@ -124,5 +126,5 @@ def _group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
     """The process group of a meeting; see Note [Records]."""
     if dist.get_backend() == "threaded":  # ranks of one process that take turns, which a wait in gloo would not give
         return dist.new_group(list(ranks), use_local_synchronization=True)
-    store = dist.PrefixStore("wallfacer_dt " + " ".join(map(str, ranks)), _get_default_store())
+    store = dist.PrefixStore("wallfacer_dt " + " ".join(map(str, ranks)), default_store())
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from wallfacer_dt.agreement.meeting import Meeting
+from wallfacer_dt.agreement.meeting import Meeting, default_store
+from wallfacer_dt.agreement.whereabouts import Whereabouts
 
 
 class Named(NamedTuple):
@@ -39,6 +40,7 @@ class World:
         self.meshes: dict[str, Named] = {}
         self.names: dict[tuple[str, tuple[str, ...]], str] = {}
         self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self.whereabouts = Whereabouts()
         self.parents: dict[tuple[int, ...], Meeting] | None = None  # in a process forked from one that was in the world
 
     def find(self, name: str) -> Named | None:
@@ -52,7 +54,9 @@ class World:
         if ranks not in self.meetings and len(ranks) > 1 and dist.get_backend() != "fake":
             if self.parents is not None:
                 raise RuntimeError("ranks cannot meet in a process forked from theirs, as the worker of a loader is")
-            self.meetings[ranks] = Meeting(ranks, _timeout())
+            self.meetings[ranks] = Meeting(ranks, _timeout(), self.whereabouts)
+            if dist.get_backend() != "threaded":  # whose ranks never wait in vain
+                self.whereabouts.tell(default_store(), dist.get_rank(), _timeout())
         return self.meetings.get(ranks)
 
 

@@ -158,7 +158,8 @@ class Forward(Arithmetic):
         """Merge what segments give into the queries' partial result."""
         (q,) = query.data
         for tile in self.scores.calls(work):
-            self.add(query, self.scores.forward(tile, *_parts((q,), tile, tile.q), *_keys(keys, tile)), tile, tile.q)
+            (queries,) = _parts((q,), tile, tile.q)
+            self.add(query, self.scores.forward(tile, queries, *_keys(keys, tile)), tile, tile.q)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """Of queries that have seen no key."""
@@ -216,7 +217,10 @@ class Backward(Sums):
 
     def sent(self, operand: Operand) -> tuple[Tensor, ...]:
         """Of queries with a factor for each row in place of an output, which is as large as they are."""
-        return operand.data if operand.out is None else with_factor(*operand.data, operand.out)
+        if operand.out is None:
+            return operand.data
+        q, grad_out, lse = operand.data
+        return with_factor(q, grad_out, lse, operand.out)
 
 
 def with_factor(q: Tensor, grad_out: Tensor, lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -25,9 +25,10 @@ from wallfacer_dt.algorithms.steps import (
     Wait,
 )
 from wallfacer_dt.collectives.functional import all_gather, exchange, permute, wait
+from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.mesh import RING_AXIS, Coordinate
+from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
 from wallfacer_dt.rows import cut
 
 
@@ -49,8 +50,26 @@ class Groups(NamedTuple):
         if way.axis == CONTEXT:
             to, source = self.context_ranks[way.to], self.context_ranks[way.source]
             return permute(buffer, to, source, len(self.context_ranks), self.context)
-        size, group = (self.place.ring, self.ring) if way.axis == RING_AXIS else (self.place.team, self.team)
-        return permute(buffer, way.to, way.source, size, group)
+        size = self.place.ring if way.axis == RING_AXIS else self.place.team
+        return permute(buffer, way.to, way.source, size, self.along(way))
+
+    def along(self, transfer: Transfer) -> str:
+        """The name of the process group of a transfer."""
+        return {RING_AXIS: self.ring, TEAM_AXIS: self.team, CONTEXT: self.context}[transfer.axis]
+
+
+class Awaited(NamedTuple):
+    """What a wait is for, in words once they are needed."""
+
+    transfer: Transfer
+    groups: Groups
+
+    def __str__(self) -> str:
+        transfer, groups = self.transfer, self.groups
+        if not isinstance(transfer, Hop):
+            return str(transfer)
+        source = groups.context_ranks[transfer.source] if transfer.axis == CONTEXT else transfer.source
+        return f"{transfer}, rank {group_ranks(groups.along(transfer))[source]}"
 
 
 def execute(
@@ -131,7 +150,7 @@ class _Run:
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer and take up what it brought."""
         pending, places = self.pending.pop(transfer)
-        buffer = wait(pending)
+        buffer = wait(pending, Awaited(transfer, self.groups), self.groups.along(transfer))
         match transfer:
             case Gather() if transfer.side == self.schedule.resident:
                 by_tensor = zip(*_each(buffer, places), strict=True)

@@ -172,7 +172,7 @@ class HeadExchange:
 
     def _arrived(self, coming: _Leaving) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Wait: the tensors of neighbouring ranks, stacked, with the first rank; one's own among them."""
-        yield from coming.shares.views(wait(coming.pending))
+        yield from coming.shares.views(wait(coming.pending, "all_to_all cp_ulysses", self.group))
         yield self.rank, tuple(x.unsqueeze(0) for x in coming.own)
 
     def _gathered(self, coming: _Leaving, kinds: Sequence[Kind]) -> tuple[Tensor, ...]:

@@ -46,7 +46,7 @@ class Replicated:
         mine = self._padded(x.narrow(SEQUENCE_DIM, 0, own)).contiguous()
         gathered = mine.view(-1)
         for group in self._axes:
-            gathered = wait(all_gather(gathered, group))
+            gathered = wait(all_gather(gathered, group), "all_gather of replicated rows", group)
         parts = zip(gathered.view(-1, *mine.shape).unbind(0), self._sizes, strict=True)
         rows = [part.narrow(SEQUENCE_DIM, 0, n) for part, n in parts]
         return torch.cat([*rows, _after(x, own)], SEQUENCE_DIM)
@@ -63,7 +63,7 @@ class Replicated:
             size = group_size(group)
             splits = [flat.numel() // size] * size
             pending = all_to_all(flat.contiguous().view(-1), splits, splits, group)
-            flat = wait(pending).view(size, -1, *shape).sum(0)
+            flat = wait(pending, "all_to_all of replicated rows' gradients", group).view(size, -1, *shape).sum(0)
         mine = flat.view(shape).narrow(SEQUENCE_DIM, 0, self._own[1]).to(x.dtype)
         return torch.cat([mine, _after(x, self.count)], SEQUENCE_DIM)
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from wallfacer_dt.collectives.groups import group_rank, group_size
+from wallfacer_dt.agreement.worlds import this_world
+from wallfacer_dt.collectives.groups import group_rank, group_ranks, group_size
 
 _ops = torch.ops._c10d_functional
 
@@ -59,6 +60,21 @@ def exchange(buffer: Tensor, group: str) -> Tensor:
     return all_to_all(buffer, splits, splits, group)
 
 
-def wait(pending: Tensor) -> Tensor:
-    """Wait until a started operation has arrived."""
-    return _ops.wait_tensor(pending)
+def wait(pending: Tensor, what: object, group: str) -> Tensor:
+    """Wait until a started operation has arrived.
+
+    ``what`` it brings, in words, is noted meanwhile: see Note [Whereabouts]. A RuntimeError, for a timeout or a rank
+    that is lost, says it, and where the other ranks of the group were last.
+    """
+    world = this_world()
+    if world is None:  # and so no other rank
+        return _ops.wait_tensor(pending)
+    here = world.whereabouts
+    here.waits_for = what
+    try:
+        return _ops.wait_tensor(pending)
+    except RuntimeError as error:
+        others = here.of(group_ranks(group))
+        raise RuntimeError(f"this rank {here} in vain: {error}" + f"; {others}" * bool(others)) from error
+    finally:
+        here.waits_for = None

@@ -127,9 +127,11 @@ class Sent(NamedTuple):
     def wait(self) -> Weights:
         """The group's weights, whole."""
         arrived: dict[Piece, tuple[Tensor, ...]] = {}
+        holders = self.projections.holders
         for owner, pending in self.pending.items():
-            buffer = wait(pending) if self.projections.holders.size > 1 else pending
-            tensors = iter(self.projections.layout(self.group.of(owner)).views(buffer))
+            if holders.size > 1:
+                pending = wait(pending, "broadcast of a group of heads' weights", holders.group)
+            tensors = iter(self.projections.layout(self.group.of(owner)).views(pending))
             for piece in self.group.of(owner):
                 count = sum(x is not None for x in self.projections.stored(piece.part))
                 arrived[piece] = tuple(next(tensors) for _ in range(count))
@@ -179,12 +181,12 @@ class Reduction:
         """Take up what has come home, and send home what is summed."""
         holders = self.projections.holders
         for group, owner, pending in self._homing:
-            arrived = wait(pending)
+            arrived = wait(pending, "all_to_all of weights' gradients to their owner", holders.group)
             if owner == holders.index:
                 self._take(group, owner, arrived)
         self._homing = []
         for group, owner, pending in self._summing:
-            parts = wait(pending).view(holders.size, -1)
+            parts = wait(pending, "all_to_all of weights' gradients", holders.group).view(holders.size, -1)
             total = parts.to(accumulation_dtype(parts.dtype)).sum(0).to(parts.dtype)
             to = holders.ranks[owner]
             sent = [total.numel() if rank == to else 0 for rank in range(holders.size)]

@@ -148,7 +148,7 @@ class Probe:
         alone = self.rank % per_node == 0
         buffer = torch.zeros(nbytes if alone else 0, dtype=torch.uint8, device=self.device)
         # The others take part with nothing.
-        one = self.timed(lambda: wait(permute(buffer, to, source, self.ranks, self.group)))
+        one = self.timed(lambda: self._hop(buffer, to, source))
         lane = nbytes / max(one - latency - copying, 0.1 * one)
         return Link(node, latency), max(1, round(node / lane)), copy
 
@@ -157,7 +157,7 @@ class Probe:
 
         def seconds(nbytes: int, times: int = 1) -> float:
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            return self.timed(lambda: wait(permute(buffer, to, source, self.ranks, self.group)), times)
+            return self.timed(lambda: self._hop(buffer, to, source), times)
 
         # Several, since ranks do not begin at the same moment.
         latency, nbytes = seconds(_SMALL, times=_MANY), 2**18
@@ -168,9 +168,12 @@ class Probe:
             busy = time.process_time()
             buffer = torch.zeros(nbytes, dtype=torch.uint8)
             for _ in range(_REPEATS):
-                wait(permute(buffer, to, source, self.ranks, self.group))
+                self._hop(buffer, to, source)
             copy = self._mean((time.process_time() - busy) * contention / (2 * _REPEATS * nbytes))
         return latency, taken, nbytes, copy
+
+    def _hop(self, buffer: Tensor, to: int, source: int) -> None:
+        wait(permute(buffer, to, source, self.ranks, self.group), "a hop whose time is taken", self.group)
 
     def timed(self, work: Callable[[], object], times: int = 1) -> float:
         """Median seconds of one of so many in a row, of the slowest rank; the first row is not counted."""

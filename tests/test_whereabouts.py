@@ -1,0 +1,70 @@
+"""A wait in vain says what it was for, and where the other ranks were last."""
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention, register_kernel
+from wallfacer_dt.agreement.worlds import World, this_world
+from wallfacer_dt.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+SECONDS = 4
+
+
+@pytest.fixture
+def hasty() -> Iterator[RankPool]:
+    """Ranks that do not wait for long, and are left unfit for others."""
+    pool = RankPool(3, timeout=SECONDS)
+    yield pool
+    pool.close()
+
+
+def late_in(way: str) -> str:
+    """What is said on a rank while rank 2 takes its time over a block, in the second call or its backward."""
+
+    def sleep(here: str) -> None:
+        if dist.get_rank() == 2 and calls == [2] and way == here:
+            calls[0] = 3
+            time.sleep(2 * SECONDS)
+
+    def forward(q, k, v, how):
+        sleep("forward")
+        return q[..., : v.shape[-1]].clone(), q.new_zeros(q.shape[:-1])
+
+    def backward(grad_out, q, k, v, out, lse, how):
+        sleep("backward")
+        return q.clone(), k.clone(), v.clone()
+
+    register_kernel("sleepy", forward, backward, lambda need: True)
+    mesh, calls = context_mesh("cpu", 3), [0]
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    try:
+        for calls[0] in (1, 2):
+            order = TokenOrder("contiguous", mesh)
+            out = context_parallel_attention(q, k, v, mesh, order=order, kernel="sleepy", rotate="kv")
+            out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "call"), [("forward", "call 4"), ("backward", "call 5")])
+def test_a_rank_that_is_late_is_told_of(hasty: RankPool, way: str, call: str) -> None:
+    said = hasty.run(late_in, way)
+    what = {"forward": "attention", "backward": "the backward of attention"}[way]
+    place = rf"had come to {call} on the cpu mesh cp_ring 3 x cp_team 1 of ranks 0, 1, 2, {what}"
+    # Rank 0 waits for what rank 2 has, rank 1 for what rank 0 has from it.
+    waits = rf"this rank {place} and waited for permute cp_ring \w+\[\d\].* from 2, rank 2 in vain: "
+    assert re.match(waits, said[0]), said[0]
+    assert re.search(rf"; rank 2 {place}, told [0-4] s ago", said[0]), said[0]
+
+
+def test_where_nobody_tells_nothing_is_said() -> None:
+    assert World().whereabouts.of([0, 1]) == ""
+    assert this_world() is None

@@ -1,0 +1,108 @@
+"""Where the ranks of a world are: which call each came to last, and what it waits for.
+
+Note [Whereabouts]
+What a rank does is noted when it does it, by assigning what can be said of it later. A thread tells the store of the
+world what is noted, eight times within a timeout, so that there is something to read of a rank that has been killed or
+stopped, too. Nobody reads it until a wait is in vain: the error then says where the other ranks were last, and how long
+ago. On a device it is the host's place that is noted: a wait does not hold the host up there, and of one that is in
+vain torch's own watchdog tells.
+"""
+
+import atexit
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_OFTEN = 8
+_SHORTEST, _LONGEST = 0.05, 30.0  # seconds between two times
+_PLACES = 8
+
+
+class Whereabouts:
+    """Where one rank is, and the store in which all tell it.
+
+    Attributes:
+        call: that it came to last; anything whose text says it.
+        waits_for: what of other ranks', or nothing; likewise.
+    """
+
+    call: Any
+    waits_for: Any
+
+    def __init__(self) -> None:
+        self.call = self.waits_for = None
+        self._rank = -1
+        self._process = 0
+        self._store: Any = None
+
+    def tell(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
+        """Begin to tell the world's store where this rank is; what has begun goes on."""
+        if self._store is not None:
+            return
+        self._store, self._rank = dist.PrefixStore("wallfacer_dt whereabouts", store), rank
+        self._process = os.getpid()
+        often = min(max(timeout.total_seconds() / _OFTEN, _SHORTEST), _LONGEST)
+        threading.Thread(target=_telling, args=(weakref.ref(self), often), daemon=True).start()
+
+    def say(self) -> None:
+        """Tell it once."""
+        self._store.set(str(self._rank), json.dumps([str(self), time.time()]))
+
+    def of(self, ranks: Iterable[int]) -> str:
+        """Where other ranks were last, those in the same place together; empty where nobody tells."""
+        if self._store is None or self._process != os.getpid():  # a forked process has no thread, and no connection
+            return ""
+        ago_by_place: dict[str, dict[int, int]] = {}
+        with suppress(RuntimeError):  # the store is gone with the rank that had it
+            self.say()
+            for rank in ranks:
+                if rank != self._rank:
+                    place, ago = self._heard(rank)
+                    ago_by_place.setdefault(place, {})[rank] = ago
+        found = [
+            f"rank {', '.join(map(str, some))} {place}, told {max(some.values())} s ago"
+            for place, some in ago_by_place.items()
+        ]
+        return "; ".join(found[:_PLACES] + ["..."] * (len(found) > _PLACES))
+
+    def _heard(self, rank: int) -> tuple[str, int]:
+        if not self._store.check([str(rank)]):
+            return "had nothing to tell", 0
+        place, when = json.loads(self._store.get(str(rank)))
+        return place, max(0, round(time.time() - when))
+
+    def __str__(self) -> str:
+        waits = "" if self.waits_for is None else f" and waited for {self.waits_for}"
+        return f"had come to {'no call' if self.call is None else self.call}{waits}"
+
+
+_ending = threading.Event()
+_telling_now = threading.Lock()
+
+
+def _telling(who: "weakref.ref[Whereabouts]", often: float) -> None:
+    """Until the world is gone, or the store with the rank that had it, or this process ends."""
+    with suppress(RuntimeError):
+        while not _ending.wait(often):
+            here = who()
+            if here is None:
+                return
+            with _telling_now:
+                if not _ending.is_set():
+                    here.say()
+
+
+@atexit.register
+def _end() -> None:
+    """Leave the store: a thread that is in it while the interpreter ends would crash the process."""
+    _ending.set()
+    if _telling_now.acquire(timeout=5):
+        _telling_now.release()
