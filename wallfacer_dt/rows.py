@@ -69,15 +69,11 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """How the rows of several members are put together, ascending in position, and taken apart.
+    """How the rows of several members are put together, ascending in position, and taken apart."""
 
-    Attributes:
-        pieces: by row of the batch, or one for all: (n, 3) whose a piece is, its first row there, and how many.
-        rows: by member, its rows out of those of all.
-    """
-
+    # By row of the batch, or one for all: (n, 3) whose a piece is, its first row there, and how many.
     pieces: tuple[np.ndarray, ...]
-    rows: tuple[Rows, ...]
+    rows: tuple[Rows, ...]  # by member, its rows out of those of all
     _orders: dict[tuple[int, ...], Rows] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -36,40 +36,28 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Operand:
-    """Queries or keys on this rank, and what has been computed for them so far.
+    """Queries or keys on this rank, and what has been computed for them so far."""
 
-    Attributes:
-        data: what a transfer sends. Keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every
-            head's key. Queries: (q,) forward, (q, grad_out, lse, delta) backward.
-        partial: forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the
-            first call of a kernel, then as the kernel gave it, and from the second on in the accumulation dtype.
-        out: backward, for queries: an output with rowsum(grad_out * out) = delta.
-        sent: data where it was received, to be sent on as it is.
-        sent_partial: partial likewise.
-    """
-
+    # What a transfer sends. Keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every head's key.
+    # Queries: (q,) forward, (q, grad_out, lse, delta) backward.
     data: tuple[Tensor, ...]
+    # Forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the first call of a
+    # kernel, then as the kernel gave it, and from the second on in the accumulation dtype.
     partial: tuple[Tensor, ...] = ()
+    # Backward, for queries: an output with rowsum(grad_out * out) = delta.
     out: Tensor | None = field(default=None, repr=False)
-    sent: Sent | None = field(default=None, repr=False)
-    sent_partial: Sent | None = field(default=None, repr=False)
+    sent: Sent | None = field(default=None, repr=False)  # data where it was received, to be sent on as it is
+    sent_partial: Sent | None = field(default=None, repr=False)  # partial likewise
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of q k^T on its way to the softmax.
-
-    Attributes:
-        kernel: that computes them.
-        scale: factor.
-        softcap: s becomes softcap * tanh(s / softcap); 0 for none.
-        asked: the mask, where there is one to be asked.
-    """
+    """What becomes of q k^T on its way to the softmax."""
 
     kernel: BlockKernel
     scale: float
-    softcap: float = 0.0
-    asked: Asked | None = None
+    softcap: float = 0.0  # s becomes softcap * tanh(s / softcap); 0 for none
+    asked: Asked | None = None  # the mask, where there is one to be asked
 
     def calls(self, work: Work) -> Iterator[Tile]:
         """As the kernel takes them: segments at once, one by one, or in pieces that need no band."""

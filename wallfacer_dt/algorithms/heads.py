@@ -113,19 +113,12 @@ class _Leaving(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """The exchanges of one call on one rank.
+    """The exchanges of one call on one rank."""
 
-    Attributes:
-        group: name of the process group of axis ``cp_ulysses``.
-        rank: this rank's position on it.
-        heads: by rank, its groups of heads.
-        tokens: how the ranks' tokens are put together, of queries and of keys.
-    """
-
-    group: str
-    rank: int
-    heads: tuple[tuple[Heads, ...], ...]
-    tokens: tuple[Members, Members]
+    group: str  # name of the process group of axis ``cp_ulysses``
+    rank: int  # this rank's position on that axis
+    heads: tuple[tuple[Heads, ...], ...]  # by rank, its groups of heads
+    tokens: tuple[Members, Members]  # how the ranks' tokens are put together, of queries and of keys
 
     def run(
         self,

@@ -43,20 +43,16 @@ class Segments:
 
     Query t of n sees key s of m in its segment only if t + m - n - left <= s <= t + m - n + right: windows are aligned
     at the bottom right corner, as flash attention has them.
-
-    Attributes:
-        left: -1: no bound.
-        right: -1: no bound.
-        rows: by row of the batch, or one for all: (segments, 4) first and last row of queries, first and last row of
-            keys (exclusive). Ascending; no row is in two of them, and every query sees a key.
-        asked: the positions of queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.
-        cumulative: what a kernel was given for them, by device and sizes.
     """
 
-    left: int
-    right: int
+    left: int  # -1: no bound
+    right: int  # -1: no bound
+    # By row of the batch, or one for all: (segments, 4) first and last row of queries, first and last row of keys
+    # (exclusive). Ascending; no row is in two of them, and every query sees a key.
     rows: tuple[Ints, ...]
+    # The positions of queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.
     asked: tuple[Spans, Spans] | None = None
+    # What a kernel was given for them, by device and sizes.
     cumulative: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -17,21 +17,14 @@ from wallfacer_dt.rows import Members
 class Sequences:
     """The queries and keys of a call, and who holds them.
 
-    Attributes:
-        q_length: queries in the whole sequence.
-        k_length: keys in the whole sequence.
-        order: token order.
-        mask: what is seen.
-        replicated: tokens before all these, that every rank holds and each takes care of a part of.
-
     Dealt out by document, rows of the batch differ in the positions that a rank holds, not in how many.
     """
 
-    q_length: int
+    q_length: int  # of the whole sequence
     k_length: int
     order: str
     mask: Mask
-    replicated: int = 0
+    replicated: int = 0  # tokens before all these, that every rank holds and each takes care of a part of
 
     @property
     def rows(self) -> int:

@@ -22,29 +22,17 @@ from wallfacer_dt.kernels.windows import Launch, Windowed
 
 
 class Package(NamedTuple):
-    """A package, and how its functions are called.
+    """A package, and how its functions are called."""
 
-    Attributes:
-        name: of the kernel.
-        distribution: what is installed.
-        module: where its functions are.
-        functions: their names.
-        majors: the first numbers of the compute capabilities that it runs on, both ways.
-        forward: from the module to out and lse, as of :class:`wallfacer_dt.kernels.windows.Windowed`.
-        backward: likewise.
-        limits: what else it cannot run, or an empty string.
-        one_width: v must have the head dim of q.
-    """
-
-    name: str
+    name: str  # of the kernel
     distribution: str
-    module: str
+    module: str  # where its functions are
     functions: tuple[str, ...]
-    majors: tuple[int, ...]
-    forward: Callable[..., tuple[Tensor, Tensor]]
+    majors: tuple[int, ...]  # the first numbers of the compute capabilities that it runs on, both ways
+    forward: Callable[..., tuple[Tensor, Tensor]]  # as `run_forward` of `Windowed`
     backward: Callable[..., Gradients]
-    limits: Callable[[Need], str]
-    one_width: bool = True
+    limits: Callable[[Need], str]  # what else it cannot run, or an empty string
+    one_width: bool = True  # v must have the head dim of q
 
 
 def kernel(package: Package, load: Callable[[str], Any] = import_module) -> BlockKernel:
