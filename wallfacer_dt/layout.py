@@ -97,7 +97,7 @@ def deal(length: int, axes: tuple[int, ...], order: str) -> Shards:
     turns = dealing_turns(axes, order)
     heads = [size - size // 2 for size in (sizes[index] for index in turns)]
     tails = [size // 2 for size in (sizes[index] for index in reversed(turns))]
-    cut = _consecutive(np.array([*heads, *tails]))
+    cut = spans_of(np.array([*heads, *tails]))
     held = {index: _some(cut[[turn, -1 - turn]]) for turn, index in enumerate(turns)}
     return tuple(held[index] for index in range(len(sizes)))
 
@@ -121,13 +121,19 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     chunks = np.concatenate([heads, tails[:, ::-1]], 1)
     stops = starts[:, None] + np.cumsum(chunks, 1)
     spans = np.stack([stops - chunks, stops], -1)
-    held = {index: merged(_some(spans[:, [i, -1 - i]].reshape(-1, 2))) for i, index in enumerate(by_turn)}
+    held = {index: merged(spans[:, [i, -1 - i]].reshape(-1, 2)) for i, index in enumerate(by_turn)}
     return tuple(held[index] for index in range(parts))
 
 
 def consecutive(sizes: Sequence[int]) -> Shards:
     """Shards of these sizes, one after the other; of an empty one there is no span."""
-    return tuple(_some(span[None]) for span in _consecutive(np.array(sizes)))
+    return tuple(_some(span[None]) for span in spans_of(np.array(sizes)))
+
+
+def spans_of(sizes: np.ndarray) -> Spans:
+    """Spans of these sizes, one after the other."""
+    stops = np.cumsum(sizes)
+    return np.stack([stops - sizes, stops], -1)
 
 
 def length_of(spans: Spans) -> int:
@@ -137,8 +143,7 @@ def length_of(spans: Spans) -> int:
 
 def stored_at(spans: Spans) -> np.ndarray:
     """(n,), the row at which each span is stored."""
-    lengths = spans[:, 1] - spans[:, 0]
-    return np.cumsum(lengths) - lengths
+    return spans_of(spans[:, 1] - spans[:, 0])[:, 0]
 
 
 def positions(spans: Spans) -> np.ndarray:
@@ -157,9 +162,8 @@ def in_order(shards: Iterable[tuple[int, Spans]]) -> Pieces:
 
 
 def merged(spans: Spans) -> Spans:
-    """Ascending spans, with neighbours that touch made one."""
-    if len(spans) < 2:
-        return spans
+    """Ascending spans without empty ones, with neighbours that touch made one."""
+    spans = _some(spans)
     apart = spans[1:, 0] != spans[:-1, 1]
     if apart.all():
         return spans
@@ -169,11 +173,6 @@ def merged(spans: Spans) -> Spans:
 def _chunked(size: int, parts: int) -> list[int]:
     step = -(-size // parts)
     return [max(0, min(step, size - part * step)) for part in range(parts)]
-
-
-def _consecutive(sizes: np.ndarray) -> Spans:
-    stops = np.cumsum(sizes)
-    return np.stack([stops - sizes, stops], -1)
 
 
 def _some(spans: Spans) -> Spans:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wallfacer_dt.layout import Spans
+from wallfacer_dt.layout import Spans, positions
 
 UNBOUNDED = 1 << 62
 _FAR = UNBOUNDED >> 1
@@ -57,3 +57,10 @@ class Mask:
         if self.right is not None:
             last = np.minimum(last, np.maximum(queries[:, 1] + self.right, self.prefix))
         return np.stack([first, last], -1)
+
+    def pairs(self, row: int, queries: Spans, keys: Spans) -> tuple[np.ndarray, np.ndarray]:
+        """By number, each span of queries with the spans of keys of which it sees some, ascending."""
+        reach = self.reach(row, queries)
+        first = np.searchsorted(keys[:, 1], reach[:, 0], "right")
+        stop = np.maximum(first, np.searchsorted(keys[:, 0], reach[:, 1], "left"))
+        return np.repeat(np.arange(len(queries)), stop - first), positions(np.stack([first, stop], -1))
