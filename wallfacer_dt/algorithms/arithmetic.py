@@ -36,18 +36,23 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Operand:
-    """Queries or keys on this rank, and what has been computed for them so far."""
+    """Queries or keys on this rank, and what has been computed for them so far.
 
-    # What a transfer sends. Keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every head's key.
-    # Queries: (q,) forward, (q, grad_out, lse, delta) backward.
+    Attributes:
+        data: what a transfer sends. Keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every
+            head's key. Queries: (q,) forward, (q, grad_out, lse, delta) backward.
+        partial: forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the
+            first call of a kernel, then as the kernel gave it, and from the second on in the accumulation dtype.
+        out: backward, for queries: an output with rowsum(grad_out * out) = delta.
+        sent: data where it was received, to be sent on as it is.
+        sent_partial: partial likewise.
+    """
+
     data: tuple[Tensor, ...]
-    # Forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the first call of a
-    # kernel, then as the kernel gave it, and from the second on in the accumulation dtype.
     partial: tuple[Tensor, ...] = ()
-    # Backward, for queries: an output with rowsum(grad_out * out) = delta.
     out: Tensor | None = field(default=None, repr=False)
-    sent: Sent | None = field(default=None, repr=False)  # data where it was received, to be sent on as it is
-    sent_partial: Sent | None = field(default=None, repr=False)  # partial likewise
+    sent: Sent | None = field(default=None, repr=False)
+    sent_partial: Sent | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
