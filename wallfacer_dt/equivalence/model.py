@@ -235,12 +235,9 @@ class _Trial:
         order, documents = self.order, self.document_ids
         if order is None or whole.ndim < 2 or whole.ndim != mine.ndim or 0 in mine.shape:
             return None
-        if order.name != BY_DOCUMENT:
-            part = shard_sequence(whole, order, dim=1)
-        elif documents is None or not _is_packed_so(whole, documents):
+        if order.name == BY_DOCUMENT and not _is_packed_so(whole, documents):
             return None
-        else:
-            part = shard_sequence(whole, order, dim=1, document_ids=documents)
+        part = shard_sequence(whole, order, dim=1, document_ids=documents)
         return part if part.shape == mine.shape and part.shape != whole.shape else None
 
     def _differ(self, one: float, other: float) -> bool:
@@ -250,7 +247,9 @@ class _Trial:
             return True
 
 
-def _is_packed_so(x: Tensor, documents: Tensor) -> bool:
+def _is_packed_so(x: Tensor, documents: Tensor | None) -> bool:
+    if documents is None:
+        return False
     rows = documents.shape[0] if documents.ndim == 2 else 1
     return x.shape[1] == documents.shape[-1] and rows in (1, x.shape[0])
 
