@@ -219,10 +219,12 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 def _named_masks(mask: Any, sizes: Sizes, device: str) -> dict[str, Any]:
     """A style's mask by the names that modules have for one."""
-    blocks = mask
-    if not isinstance(mask, BlockMask):
+    if isinstance(mask, BlockMask):
+        blocks, function = mask, mask.mask_mod
+    else:
         blocks = create_block_mask(mask, 1, sizes.heads, sizes.length, sizes.length, device=device)
-    return {"mask_mod": blocks.mask_mod, "block_mask": blocks, "attention_masks": blocks}
+        function = mask
+    return {"mask_mod": function, "block_mask": blocks, "attention_masks": blocks}
 
 
 def _gathered(x: Tensor, layout: str) -> Tensor:
