@@ -121,7 +121,7 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     chunks = np.concatenate([heads, tails[:, ::-1]], 1)
     stops = starts[:, None] + np.cumsum(chunks, 1)
     spans = np.stack([stops - chunks, stops], -1)
-    held = {index: merged(spans[:, [i, -1 - i]].reshape(-1, 2)) for i, index in enumerate(by_turn)}
+    held = {index: merged(_some(spans[:, [i, -1 - i]].reshape(-1, 2))) for i, index in enumerate(by_turn)}
     return tuple(held[index] for index in range(parts))
 
 
@@ -143,7 +143,8 @@ def length_of(spans: Spans) -> int:
 
 def stored_at(spans: Spans) -> np.ndarray:
     """(n,), the row at which each span is stored."""
-    return spans_of(spans[:, 1] - spans[:, 0])[:, 0]
+    lengths = spans[:, 1] - spans[:, 0]
+    return np.cumsum(lengths) - lengths
 
 
 def positions(spans: Spans) -> np.ndarray:
@@ -162,8 +163,9 @@ def in_order(shards: Iterable[tuple[int, Spans]]) -> Pieces:
 
 
 def merged(spans: Spans) -> Spans:
-    """Ascending spans without empty ones, with neighbours that touch made one."""
-    spans = _some(spans)
+    """Ascending spans, with neighbours that touch made one."""
+    if len(spans) < 2:
+        return spans
     apart = spans[1:, 0] != spans[:-1, 1]
     if apart.all():
         return spans

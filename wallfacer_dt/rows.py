@@ -26,8 +26,8 @@ class Rows:
 
     @classmethod
     def at(cls, by_row: Sequence[Spans]) -> "Rows":
-        """The rows in these spans."""
-        return cls(tuple(map(merged, by_row)))
+        """The rows in these spans, some of which may be empty."""
+        return cls(tuple(merged(spans[spans[:, 0] < spans[:, 1]]) for spans in by_row))
 
     @cached_property
     def length(self) -> int:
