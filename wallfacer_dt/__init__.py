@@ -13,17 +13,7 @@ from wallfacer_dt.mesh import context_mesh, split_context_axis
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.options import AttentionOptions
 from wallfacer_dt.order import TokenOrder
-from wallfacer_dt.planning import (
-    Cluster,
-    Kernels,
-    Link,
-    ModelShape,
-    Plan,
-    Profile,
-    SequenceShape,
-    plan,
-    profile,
-)
+from wallfacer_dt.planning import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape, plan, profile
 from wallfacer_dt.sdpa import context_parallel
 from wallfacer_dt.sequence import sequence_positions, shard_sequence, unshard_sequence
 from wallfacer_dt.styles import RingParallel, UlyssesParallel, WallFacerParallel

@@ -105,15 +105,12 @@ def under_autocast(inputs: AttentionInputs) -> AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class ContextAttention(Setting):
-    """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors.
+    """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors."""
 
-    Attributes:
-        captured: what the mask reads, for a compiled graph, whose inputs these are. What it is, is looked at when it
-            runs; otherwise at every call.
-        known: by kind of tensors, what the operator is told of them.
-    """
-
+    # What the mask reads, for a compiled graph, whose inputs these are. What it is, is looked at when it runs;
+    # otherwise at every call.
     captured: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+    # By kind of tensors, what the operator is told of them.
     known: dict[Hashable, Told] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod

@@ -40,12 +40,7 @@ def as_computed(*tensors: Any) -> tuple[Any, ...]:
     """The tensors in the dtype that they are computed in; gradients are in their own. What is no tensor stays."""
     if not is_autocast_on_anywhere():
         return tensors
-    return tuple(_as_computed(x) if isinstance(x, Tensor) else x for x in tensors)
-
-
-def _as_computed(x: Tensor) -> Tensor:
-    dtype = computed_dtype(x.dtype, x.device.type)
-    return x if x.dtype == dtype else x.to(dtype)
+    return tuple(x.to(computed_dtype(x.dtype, x.device.type)) if isinstance(x, Tensor) else x for x in tensors)
 
 
 def outside_autocast(body: Callable[..., Any]) -> Callable[..., Any]:

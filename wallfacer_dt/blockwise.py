@@ -5,7 +5,6 @@ METP bounds it to one rank's hidden units and shares the weights as well.
 """
 
 import warnings
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.comparison import IncomparableError, worst_error
 from wallfacer_dt.equivalence.trial import EquivalenceError, in_mode
+from wallfacer_dt.layout import check_length
 
 
 class BlockwiseFeedForward(ParallelStyle):
@@ -33,10 +33,7 @@ class BlockwiseFeedForward(ParallelStyle):
 
     def __init__(self, *, chunk: int, check: bool = True) -> None:
         super().__init__()
-        if not isinstance(chunk, int) or isinstance(chunk, bool):
-            raise TypeError(f"chunk must be an int, got {chunk!r}")
-        if chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {chunk}")
+        check_length(chunk, "chunk")
         if not isinstance(check, bool):
             raise TypeError(f"check must be a bool, got {check!r}")
         self.chunk, self.check = chunk, check
@@ -47,20 +44,15 @@ class BlockwiseFeedForward(ParallelStyle):
         if "forward" in vars(module):
             raise ValueError(f"BlockwiseFeedForward: the module {type(module).__name__} already has a style")
         # Bound, so that a copy of the module uses its own weights.
-        module.forward = BoundForward(self._forward(), module, type(self).__name__).forward
+        module.forward = BoundForward(self._forward, module, type(self).__name__).forward
         return module
 
-    def _forward(self) -> Callable[[nn.Module, Tensor], Tensor]:
-        def forward(module: nn.Module, x: Tensor) -> Tensor:
-            if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.ndim < 2:
-                raise TypeError(
-                    f"BlockwiseFeedForward takes x (..., tokens, D), a plain tensor, got {type(x).__name__}"
-                )
-            whole = type(module).forward
-            parts = [checkpoint(whole, module, part, use_reentrant=False) for part in x.split(self.chunk, -2)]
-            return torch.cat(parts, -2)
-
-        return forward
+    def _forward(self, module: nn.Module, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.ndim < 2:
+            raise TypeError(f"BlockwiseFeedForward takes x (..., tokens, D), a plain tensor, got {type(x).__name__}")
+        whole = type(module).forward
+        parts = [checkpoint(whole, module, part, use_reentrant=False) for part in x.split(self.chunk, -2)]
+        return torch.cat(parts, -2)
 
 
 def _check_by_token(module: nn.Module) -> None:

@@ -186,18 +186,12 @@ def _signature(options: Options, inputs: AttentionInputs) -> dict[str, Hashable]
 
 
 class Call(NamedTuple):
-    """A call that all ranks have agreed on; they make it together.
+    """A call that all ranks have agreed on; they make it together."""
 
-    Attributes:
-        plan: what follows from its options and shapes.
-        kernel: what computes the scores.
-        answers: of a mask that is asked.
-        offsets: under one, by side that stays, the distances round the ring at which some rank needs blocks.
-    """
-
-    plan: _Plan
-    kernel: BlockKernel
-    answers: Answers | None = None
+    plan: _Plan  # what follows from its options and shapes
+    kernel: BlockKernel  # what computes the scores
+    answers: Answers | None = None  # of a mask that is asked
+    # Under one, by side that stays, the distances round the ring at which some rank needs blocks.
     offsets: Mapping[Side, tuple[int, ...]] | None = None
 
     def needed(self) -> dict[Side, tuple[int, ...]]:

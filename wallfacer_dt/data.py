@@ -25,11 +25,9 @@ class TokenStream(Protocol):
 
     def __len__(self) -> int:
         """Number of tokens."""
-        ...
 
     def __getitem__(self, rows: slice, /) -> Any:
         """A slice of tokens, as anything numpy can take."""
-        ...
 
 
 class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -47,12 +45,7 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
         ValueError: the stream has no whole window, or the order asks for documents.
     """
 
-    def __init__(
-        self,
-        tokens: TokenStream,
-        length: int,
-        order: TokenOrder | None = None,
-    ) -> None:
+    def __init__(self, tokens: TokenStream, length: int, order: TokenOrder | None = None) -> None:
         check_length(length)
         held = np.array([[0, length]])
         if order is not None:
@@ -128,12 +121,7 @@ class SequenceSampler(DistributedSampler[int]):
             samples = len(dataset)  # type: ignore[arg-type]
             if samples < groups:
                 raise ValueError(f"{groups} data-parallel groups need as many samples, the dataset has {samples}")
-            signature = {
-                "number of samples": samples,
-                "seed": seed,
-                "shuffle": shuffle,
-                "data-parallel groups": groups,
-            }
+            signature = {"number of samples": samples, "seed": seed, "shuffle": shuffle, "data-parallel groups": groups}
             agree("SequenceSampler", (signature | {"data-parallel group": group}).items(), self._mesh)
             agree("SequenceSampler", signature.items(), self._data_parallel)
         super().__init__(dataset, num_replicas=groups, rank=group, shuffle=shuffle, seed=seed, drop_last=True)

@@ -7,25 +7,16 @@ from torch import Tensor
 
 
 class AttentionInputs(NamedTuple):
-    """A call's tensors, in the order in which operators take them.
+    """A call's tensors, in the order in which operators take them."""
 
-    Attributes:
-        q: queries (B, N, L, H).
-        k: keys (B, Nkv, L, H), or (B, Nkv, L, H - Hs) with ``k_shared``.
-        v: values (B, Nkv, L, Hv).
-        k_shared: (B, 1, L, Hs): the end of every head's key.
-        sinks: (N,): a logit more for every head, without a value.
-        document_ids: (B, N) or (N,), int, on the CPU: the document of every token of the whole sequence; to operators
-            (B, N) or (1, N).
-        cu_seqlens: (documents + 1,), int, on the CPU: the documents' cumulative lengths, for all rows of the batch.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_shared: Tensor | None = None
-    sinks: Tensor | None = None
+    q: Tensor  # queries (B, N, L, H)
+    k: Tensor  # keys (B, Nkv, L, H), or (B, Nkv, L, H - Hs) with ``k_shared``
+    v: Tensor  # values (B, Nkv, L, Hv)
+    k_shared: Tensor | None = None  # (B, 1, L, Hs): the end of every head's key
+    sinks: Tensor | None = None  # (N,): a logit more for every head, without a value
+    # (B, N) or (N,), int, on the CPU: the document of every token of the whole sequence; to operators (B, N) or (1, N).
     document_ids: Tensor | None = None
+    # (documents + 1,), int, on the CPU: the documents' cumulative lengths, for all rows of the batch.
     cu_seqlens: Tensor | None = None
 
     @property

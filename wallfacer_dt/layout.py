@@ -97,7 +97,7 @@ def deal(length: int, axes: tuple[int, ...], order: str) -> Shards:
     turns = dealing_turns(axes, order)
     heads = [size - size // 2 for size in (sizes[index] for index in turns)]
     tails = [size // 2 for size in (sizes[index] for index in reversed(turns))]
-    cut = _consecutive(np.array([*heads, *tails]))
+    cut = spans_of(np.array([*heads, *tails]))
     held = {index: _some(cut[[turn, -1 - turn]]) for turn, index in enumerate(turns)}
     return tuple(held[index] for index in range(len(sizes)))
 
@@ -127,7 +127,13 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
 
 def consecutive(sizes: Sequence[int]) -> Shards:
     """Shards of these sizes, one after the other; of an empty one there is no span."""
-    return tuple(_some(span[None]) for span in _consecutive(np.array(sizes)))
+    return tuple(_some(span[None]) for span in spans_of(np.array(sizes)))
+
+
+def spans_of(sizes: np.ndarray) -> Spans:
+    """Spans of these sizes, one after the other."""
+    stops = np.cumsum(sizes)
+    return np.stack([stops - sizes, stops], -1)
 
 
 def length_of(spans: Spans) -> int:
@@ -169,11 +175,6 @@ def merged(spans: Spans) -> Spans:
 def _chunked(size: int, parts: int) -> list[int]:
     step = -(-size // parts)
     return [max(0, min(step, size - part * step)) for part in range(parts)]
-
-
-def _consecutive(sizes: np.ndarray) -> Spans:
-    stops = np.cumsum(sizes)
-    return np.stack([stops - sizes, stops], -1)
 
 
 def _some(spans: Spans) -> Spans:

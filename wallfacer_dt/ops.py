@@ -128,10 +128,7 @@ _OUTPUTS = "out", "lse", "said"
 _GRADIENTS = INPUTS[:5]
 
 attention = operator(
-    "attention",
-    attention_body,
-    f"({INPUTS_SCHEMA}, {MASK_SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    _attention_fake,
+    "attention", attention_body, f"({INPUTS_SCHEMA}, {MASK_SCHEMA}) -> (Tensor, Tensor, Tensor)", _attention_fake
 )
 attention_backward = operator(
     "attention_backward",

@@ -152,29 +152,18 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Options on a mesh: what does not change from call to call. By default there is one rank.
+    """Options on a mesh: what does not change from call to call. By default there is one rank."""
 
-    Attributes:
-        options: as they were told. An operator knows the two that are objects, order and mask_mod, by name only.
-        order: name of the token order; empty where there is none.
-        mask_key: of the mask_mod, 0 for none: its number in this process.
-        mesh: its name, by which ranks compare their calls; empty for none.
-        device_type: of the mesh.
-        place: this rank's coordinate.
-        groups: names of the process groups of axes ulysses, ring and team, or empty.
-        context: name of the ring's and team's common process group, or empty where the schedule does not use it.
-        context_ranks: for every inner index its rank in ``context``.
-    """
-
+    # As they were told. An operator knows the two that are objects, order and mask_mod, by name only.
     options: AttentionOptions
-    order: str = ""
-    mask_key: int = 0
-    mesh: str = ""
+    order: str = ""  # name of the token order; empty where there is none
+    mask_key: int = 0  # of the mask_mod, 0 for none: its number in this process
+    mesh: str = ""  # its name, by which ranks compare their calls; empty for none
     device_type: str = "cpu"
-    place: Coordinate = _ALONE
-    groups: tuple[str, str, str] = ("", "", "")
-    context: str = ""
-    context_ranks: tuple[int, ...] = ()
+    place: Coordinate = _ALONE  # this rank's
+    groups: tuple[str, str, str] = ("", "", "")  # names of the process groups of axes ulysses, ring and team, or empty
+    context: str = ""  # name of the ring's and team's common process group, or empty where the schedule does not use it
+    context_ranks: tuple[int, ...] = ()  # for every inner index its rank in ``context``
 
     def __hash__(self) -> int:
         """Of what is seldom another, since it is asked for at every call."""
@@ -204,25 +193,17 @@ Told = tuple[float, float, str, list[Tensor]]
 
 
 class Options(NamedTuple):
-    """What an operator is told beside its tensors, see Note [Options as text].
-
-    Attributes:
-        scale: of the scores.
-        softcap: of the scores, 0 for none.
-        setting: with nothing left to choose: which side moves, and how long a sequence is whose shards are not equal.
-            Of a mask there is the key in a compiled graph only, which asks it whether it still does the same.
-        code: :data:`wallfacer_dt.ops.CODE`.
-        mask: name of an arbitrary mask's recording, or empty.
-        gradients: whether some of the tensors need one, so that there will be a backward.
-        captured: the tensors that an arbitrary mask reads, in order, which an operator with masks takes after the text.
-    """
+    """What an operator is told beside its tensors, see Note [Options as text]."""
 
     scale: float
-    softcap: float
+    softcap: float  # 0 for none
+    # With nothing left to choose: which side moves, and how long a sequence is whose shards are not equal. Of a mask
+    # there is the key in a compiled graph only, which asks it whether it still does the same.
     setting: Setting
-    code: str
-    mask: str = ""
-    gradients: bool = False
+    code: str  # `wallfacer_dt.ops.CODE`
+    mask: str = ""  # name of an arbitrary mask's recording, or empty
+    gradients: bool = False  # whether some of the tensors need one, so that there will be a backward
+    # The tensors that an arbitrary mask reads, in order, which an operator with masks takes after the text.
     captured: Captured = Captured()
 
     def told(self) -> Told:

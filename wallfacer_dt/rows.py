@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from wallfacer_dt.layout import Pieces, Spans, stored_at
+from wallfacer_dt.layout import Pieces, Spans, length_of, merged, positions, spans_of, stored_at
 
 _FEW = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which rows of a tensor make another one, by row of the batch or for all: (n, 2) first of a piece, and how many.
+    """Which rows of a tensor make another one, by row of the batch or for all.
 
     Where rows of the batch differ, the dim of these rows comes after that of the batch, which is the first.
     """
 
-    pieces: tuple[np.ndarray, ...]
+    pieces: tuple[Spans, ...]
     _indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def at(cls, by_row: Sequence[Spans]) -> "Rows":
-        """The rows in these spans."""
-        return cls(tuple(_merged(spans[:, 0], spans[:, 1] - spans[:, 0]) for spans in by_row))
+        """The rows in these spans, some of which may be empty."""
+        return cls(tuple(merged(spans[spans[:, 0] < spans[:, 1]]) for spans in by_row))
 
     @cached_property
     def length(self) -> int:
         """How many rows."""
-        return int(self.pieces[0][:, 1].sum())
+        return length_of(self.pieces[0])
 
     @cached_property
     def are_few(self) -> bool:
@@ -47,9 +47,8 @@ class Rows:
     def of(self, x: Tensor, dim: int) -> Tensor:
         """The other tensor, a view where it can be."""
         if self.are_few:
-            return _joined(
-                [x.narrow(dim, start, n) for start, n in self.pieces[0].tolist()] or [x.narrow(dim, 0, 0)], dim
-            )
+            spans = self.pieces[0].tolist() or [(0, 0)]
+            return _joined([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
         index = self._index(x)
         if len(index) == 1:
             return x.index_select(dim, index[0])
@@ -60,8 +59,7 @@ class Rows:
         """(rows of the batch, length)."""
         if x.device in self._indices:
             return self._indices[x.device]
-        rows = [np.repeat(start - (np.cumsum(n) - n), n) for start, n in (pieces.T for pieces in self.pieces)]
-        index = torch.tensor(np.stack([row + np.arange(len(row)) for row in rows]), device=x.device)
+        index = torch.tensor(np.stack(list(map(positions, self.pieces))), device=x.device)
         if not isinstance(x, FakeTensor):
             self._indices[x.device] = index
         return index
@@ -69,24 +67,19 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """How the rows of several members are put together, ascending in position, and taken apart.
+    """How the rows of several members are put together, ascending in position, and taken apart."""
 
-    Attributes:
-        pieces: by row of the batch, or one for all: (n, 3) whose a piece is, its first row there, and how many.
-        rows: by member, its rows out of those of all.
-    """
-
+    # By row of the batch, or one for all: (n, 3) whose a piece is, its first row there, and how many.
     pieces: tuple[np.ndarray, ...]
-    rows: tuple[Rows, ...]
+    rows: tuple[Rows, ...]  # by member, its rows out of those of all
     _orders: dict[tuple[int, ...], Rows] = field(default_factory=dict, repr=False)
 
     @classmethod
     def made(cls, by_row: Sequence[Pieces], members: int) -> "Members":
         """By row of the batch, or for all, whose pieces they are."""
         whole = tuple(np.stack([p.member, p.start, p.span[:, 1] - p.span[:, 0]], -1) for p in by_row)
-        stored = [(p.member, stored_at(p.span), some[:, 2]) for p, some in zip(by_row, whole, strict=True)]
-        rows = [[_merged(start[of == i], n[of == i]) for of, start, n in stored] for i in range(members)]
-        return cls(whole, tuple(Rows(tuple(some)) for some in rows))
+        stored = [(pieces[:, 0], spans_of(pieces[:, 2])) for pieces in whole]
+        return cls(whole, tuple(Rows.at([spans[of == i] for of, spans in stored]) for i in range(members)))
 
     @cached_property
     def length(self) -> int:
@@ -103,9 +96,8 @@ class Members:
         sizes = tuple(part.shape[dim] for part in parts)
         if sizes not in self._orders:
             first = np.cumsum(sizes) - sizes
-            self._orders[sizes] = Rows(
-                tuple(_merged(first[of] + start, n) for of, start, n in (p.T for p in self.pieces))
-            )
+            starts = [(first[of] + start, n) for of, start, n in (pieces.T for pieces in self.pieces)]
+            self._orders[sizes] = Rows.at([np.stack([start, start + n], -1) for start, n in starts])
         whole = self._orders[sizes].of(_joined(parts, dim), dim)
         return whole if out is None else out.copy_(whole)
 
@@ -130,7 +122,8 @@ def _runs(rows: tuple[Rows, ...]) -> list[tuple[int, int, int, int, int, int]]:
     found: list[tuple[int, int, int, int, int, int]] = []
     for member, some in enumerate(rows):
         pieces = some.pieces[0] if some.are_two else some.pieces[0][:0]
-        for (start, n), at in zip(pieces.tolist(), (np.cumsum(pieces[:, 1]) - pieces[:, 1]).tolist(), strict=True):
+        for (start, stop), at in zip(pieces.tolist(), stored_at(pieces).tolist(), strict=True):
+            n = stop - start
             for i, (first, count, start_of_first, step, *alike) in enumerate(found):
                 step = start - start_of_first if count == 1 else step
                 # Strides of a tensor are not negative.
@@ -155,10 +148,3 @@ def cut(x: Tensor, dim: int, start: int, n: int) -> Tensor:
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """``torch.cat``, which copies even a single tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-def _merged(start: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """(pieces, 2) without empty ones, those that follow one another made one."""
-    start, n = start[n > 0], n[n > 0]
-    first = np.flatnonzero(np.append(True, start[1:] != start[:-1] + n[:-1])[: len(start)])
-    return np.stack([start[first], np.add.reduceat(n, first) if len(first) else n], -1)

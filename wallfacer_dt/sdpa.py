@@ -87,7 +87,8 @@ def context_parallel(
         agree("context_parallel", [("length", length), ("order", order.name), *sorted(options.items())], name_of(mesh))
     whole = [x.detach() for x in buffers]
     mode = _Attending(mesh, order, length, options)
-    _replace()
+    with _ONCE:  # ranks may be threads
+        _replace()
     try:
         _put(zip(buffers, shards, strict=True))
         with mode, _entered(mode):
@@ -197,13 +198,8 @@ def _active() -> _Attending | None:
     return getattr(_ACTIVE, "mode", None)
 
 
-def _replace() -> None:
-    with _ONCE:  # ranks may be threads
-        _replaced()
-
-
 @cache
-def _replaced() -> None:
+def _replace() -> None:
     """See Note [What is seen]."""
     engine, validate = autograd._engine_run_backward, flex_attention._validate_sdpa_input
 

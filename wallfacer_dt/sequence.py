@@ -15,12 +15,7 @@ from wallfacer_dt.rows import Members, Rows
 
 
 def shard_sequence(
-    x: Tensor,
-    order: TokenOrder,
-    *,
-    dim: int,
-    document_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    x: Tensor, order: TokenOrder, *, dim: int, document_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """This rank's shard of a tensor that every rank holds whole. Differentiable; nothing is sent.
 
@@ -113,11 +108,7 @@ def unshard_sequence(
 
 
 def sequence_positions(
-    length: int,
-    order: TokenOrder,
-    *,
-    document_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    length: int, order: TokenOrder, *, document_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """Positions, in the whole sequence, of this rank's tokens, for RoPE and for position embeddings.
 

@@ -34,12 +34,8 @@ Axes = tuple[str, str, str]
 def check(inputs: AttentionInputs, axes: Axes) -> None:
     """Refuse (ValueError) DTensors that attention cannot be given."""
     known = {name: x._spec for name, x in zip(INPUTS, inputs, strict=True) if isinstance(x, DTensor)}
-    if not known.keys() >= {"q", "k", "v"}:
-        return
-    sinks = known.get("sinks")
-    placements_for(known, axes)
-    if sinks is not None and sinks.mesh != known["q"].mesh:
-        raise ValueError(f"q and sinks must be DTensors on one mesh, got {known['q'].mesh} and {sinks.mesh}")
+    if known.keys() >= {"q", "k", "v"}:
+        placements_for(known, axes)
 
 
 def placements_for(inputs: Mapping[str, DTensorSpec], axes: Axes) -> tuple[Placement, ...]:
@@ -49,15 +45,13 @@ def placements_for(inputs: Mapping[str, DTensorSpec], axes: Axes) -> tuple[Place
     instead, or where they do not divide, nothing. k and v follow q. A placement that attention cannot be given is
     refused (ValueError) by its tensor, axis and placement.
     """
-    tensors = {name: inputs[name] for name in ("q", "k", "v", "k_shared") if name in inputs}
-    q, k = tensors["q"], tensors["k"]
-    mesh = q.mesh
-    for name, x in tensors.items():
+    q, k, mesh = inputs["q"], inputs["k"], inputs["q"].mesh
+    for name, x in inputs.items():
         if x.mesh != mesh:
             raise ValueError(f"q and {name} must be DTensors on one mesh, got {mesh} and {x.mesh}")
     context = _context_axes(mesh, axes)
-    for name, x in tensors.items():
-        for axis, placement in enumerate(x.placements):
+    for name in ("q", "k", "v", "k_shared"):
+        for axis, placement in enumerate(inputs[name].placements if name in inputs else ()):
             _check_placement(name, placement, _name(mesh, axis), on_context=axis in context)
     heads = math.gcd(q.shape[HEADS], k.shape[HEADS])
     wanted = [_instead(p, heads, mesh.size(axis), axis in context) for axis, p in enumerate(q.placements)]

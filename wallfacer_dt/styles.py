@@ -40,14 +40,8 @@ _TENSORS = {
     "k_shared": "k_shared",
 }  # fmt: skip
 _TOLD = (
-    *CAUSAL_NAMES,
-    *SCALE_NAMES,
-    *SOFTCAP_NAMES,
-    *_MASKS,
-    *_TENSORS,
-    "window_size",
-    "sliding_window",
-    "prefix_length",
+    *(*CAUSAL_NAMES, *SCALE_NAMES, *SOFTCAP_NAMES, *_MASKS, *_TENSORS),
+    *("window_size", "sliding_window", "prefix_length"),
 )
 _ALIASES = {"sliding_window": "window_size"} | dict.fromkeys(SOFTCAP_NAMES, "softcap")
 # Options that ask for nothing when they have one of these values.
@@ -231,21 +225,13 @@ class _ContextParallel(ParallelStyle):
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """What a styled module does when it is called: plain data, so that it is pickled with the module.
-
-    Attributes:
-        attention: on the mesh.
-        style: its style.
-        module: the module, whose attributes may change.
-        names: of its positional options after q, k, v.
-        defaults: of its options.
-    """
+    """What a styled module does when it is called: plain data, so that it is pickled with the module."""
 
     attention: ContextAttention
     style: _ContextParallel
-    module: nn.Module
-    names: list[str]
-    defaults: dict[str, Any]
+    module: nn.Module  # whose attributes may change
+    names: list[str]  # of its positional options after q, k, v
+    defaults: dict[str, Any]  # of its options
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         """That of the module's copy, which is on the same mesh."""

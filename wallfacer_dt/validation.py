@@ -147,11 +147,10 @@ def _check_lengths(q: Tensor, k: Tensor, setting: Setting) -> None:
         own = x.shape[2] - setting.options.replicated
         if length is None:
             if own < 1:
-                replicated = (
-                    f" after {setting.options.replicated} replicated ones" if setting.options.replicated else ""
-                )
+                replicated = setting.options.replicated
+                after = f" after {replicated} replicated ones" if replicated else ""
                 raise ValueError(
-                    f"{name} must have tokens of this rank{replicated}, got {sizes(x)} (B, N, L, H); of a "
+                    f"{name} must have tokens of this rank{after}, got {sizes(x)} (B, N, L, H); of a "
                     "sequence that does not divide pass the length"
                 )
             continue

@@ -57,19 +57,12 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of q k^T on its way to the softmax.
-
-    Attributes:
-        kernel: that computes them.
-        scale: factor.
-        softcap: s becomes softcap * tanh(s / softcap); 0 for none.
-        asked: the mask, where there is one to be asked.
-    """
+    """What becomes of q k^T on its way to the softmax."""
 
     kernel: BlockKernel
     scale: float
-    softcap: float = 0.0
-    asked: Asked | None = None
+    softcap: float = 0.0  # s becomes softcap * tanh(s / softcap); 0 for none
+    asked: Asked | None = None  # the mask, where there is one to be asked
 
     def calls(self, work: Work) -> Iterator[Tile]:
         """As the kernel takes them: segments at once, one by one, or in pieces that need no band."""

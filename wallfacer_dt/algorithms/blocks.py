@@ -151,12 +151,7 @@ class Answers:
     """What a rank's queries see of keys, under a mask that reads these tensors now."""
 
     def __init__(
-        self,
-        recording: Recording,
-        captured: tuple[Tensor, ...],
-        batch: int,
-        heads: Sequence[range],
-        device: torch.device,
+        self, recording: Recording, captured: Captured, batch: int, heads: Sequence[range], device: torch.device
     ) -> None:
         self._mask_mod, self._device = recording.mask_mod(captured), device
         self._batch = batch if recording.by_row else None
@@ -185,7 +180,7 @@ class Answers:
         """Whether, for some head of this rank, some query sees some key."""
         blocks = (self.block(heads or range(0), queries, keys) for heads in self._heads)
         key = (queries.tobytes(), keys.tobytes())
-        return _kept(self._seen, key, _BLOCKS, lambda: any(map(_is_seen, blocks)))
+        return _kept(self._seen, key, _BLOCKS, lambda: any(block.sparsity() < 100 for block in blocks))
 
 
 def _kept(kept: dict[Any, Any], key: Hashable, most: int, make: Callable[[], Any]) -> Any:
@@ -194,11 +189,6 @@ def _kept(kept: dict[Any, Any], key: Hashable, most: int, make: Callable[[], Any
     while len(kept) > most:
         del kept[next(iter(kept))]
     return kept[key]
-
-
-def _is_seen(mask: BlockMask) -> bool:
-    full = 0 if mask.full_kv_num_blocks is None else mask.full_kv_num_blocks.sum()
-    return bool(mask.kv_num_blocks.sum() + full)
 
 
 def _block(

@@ -73,11 +73,7 @@ class Awaited(NamedTuple):
 
 
 def execute(
-    schedule: Schedule,
-    arithmetic: Arithmetic,
-    groups: Groups,
-    resident: Operand,
-    rotating: Operand,
+    schedule: Schedule, arithmetic: Arithmetic, groups: Groups, resident: Operand, rotating: Operand
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What a schedule computes for this rank's own shards of the resident and of the rotating side.
 

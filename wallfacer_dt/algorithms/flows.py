@@ -30,17 +30,11 @@ Ints = Any  # an int, or an array of them where there are many ranks
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """How many elements are sent.
+    """How many elements are sent."""
 
-    Attributes:
-        sent: in the inputs' dtype.
-        carried: of sums that are added to on their way, in the accumulation dtype.
-        statistics: of lse and delta, in the accumulation dtype.
-    """
-
-    sent: Ints = 0
-    carried: Ints = 0
-    statistics: Ints = 0
+    sent: Ints = 0  # in the inputs' dtype
+    carried: Ints = 0  # of sums that are added to on their way, in the accumulation dtype
+    statistics: Ints = 0  # of lse and delta, in the accumulation dtype
 
     @property
     def payload(self) -> Ints:
@@ -99,27 +93,16 @@ class Shape(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """What ranks receive in transfers of one kind.
-
-    Attributes:
-        kind: of the transfers.
-        side: whose data they carry, ``"q"``, ``"kv"``, or ``""`` for both.
-        axis: of the mesh, or ``"cp"`` for ring and team together.
-        group: of heads.
-        times: how often.
-        receiver: sequence indices, of what shape the coordinate says.
-        sources: (n, *that shape) whom each receives from; itself where nothing comes.
-        content: of what comes from one source, once; spread over the sources.
-    """
+    """What ranks receive in transfers of one kind."""
 
     kind: str
-    side: str
-    axis: str
-    group: int
+    side: str  # whose data they carry, ``"q"``, ``"kv"``, or ``""`` for both
+    axis: str  # of the mesh, or ``"cp"`` for ring and team together
+    group: int  # of heads
     times: int
-    receiver: Ints
-    sources: Ints
-    content: Content
+    receiver: Ints  # sequence indices, of what shape the coordinate says
+    sources: Ints  # (n, *that shape) whom each receives from; itself where nothing comes
+    content: Content  # of what comes from one source, once; spread over the sources
 
     @property
     def comes(self) -> np.ndarray:
@@ -136,24 +119,15 @@ def everyone(ulysses: int, ring: int, team: int) -> Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """What is received in the forward or the backward of a call.
+    """What is received in the forward or the backward of a call."""
 
-    Attributes:
-        place: of the rank that receives; or of many, Note [Many ranks at once].
-        shape: of the tensors.
-        sequences: what is attended, by whom it is held.
-        schedule: its name.
-        rotate: the side that moves.
-        backward: in the backward.
-        offsets: the distances at which the 2D schedule goes round the ring, None for those that the mask needs.
-    """
-
-    place: Coordinate
+    place: Coordinate  # of the rank that receives; or of many, Note [Many ranks at once]
     shape: Shape
-    sequences: Sequences
+    sequences: Sequences  # what is attended, by whom it is held
     schedule: str
-    rotate: str
+    rotate: str  # the side that moves
     backward: bool
+    # The distances at which the 2D schedule goes round the ring, None for those that the mask needs.
     offsets: tuple[int, ...] | None = None
 
     def __iter__(self) -> Iterator[Flow]:

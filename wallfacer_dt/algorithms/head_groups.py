@@ -32,15 +32,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """One turn of the outer loop.
+    """One turn of the outer loop."""
 
-    Attributes:
-        heads: its query heads and key heads.
-        pieces: of q, k, v and the output (parts 0 to 3), in the order of their rows.
-    """
-
-    heads: Heads
-    pieces: tuple[Piece, ...]
+    heads: Heads  # its query heads and key heads
+    pieces: tuple[Piece, ...]  # of q, k, v and the output (parts 0 to 3), in the order of their rows
 
     @property
     def owners(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ results are on theirs.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -62,10 +62,8 @@ def split_heads(heads: int, kv_heads: int, ulysses: int, *, hidden: bool) -> tup
     ``heads`` is at least ``ulysses`` and a multiple of ``kv_heads``; ``hidden`` makes several groups of a rank's heads,
     where it has several key heads.
     """
-    bounds = [0]
-    for rank in range(ulysses):
-        bounds.append(bounds[-1] + heads // ulysses + (rank < heads % ulysses))
-    ranks = [_groups(start, stop, heads // kv_heads) for start, stop in pairwise(bounds)]
+    sizes = [heads // ulysses + (rank < heads % ulysses) for rank in range(ulysses)]
+    ranks = [_groups(start, stop, heads // kv_heads) for start, stop in pairwise(accumulate(sizes, initial=0))]
     if hidden:
         ranks = [_divided(groups) for groups in ranks]
     most = max(map(len, ranks))
@@ -113,19 +111,12 @@ class _Leaving(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """The exchanges of one call on one rank.
+    """The exchanges of one call on one rank."""
 
-    Attributes:
-        group: name of the process group of axis ``cp_ulysses``.
-        rank: this rank's position on it.
-        heads: by rank, its groups of heads.
-        tokens: how the ranks' tokens are put together, of queries and of keys.
-    """
-
-    group: str
-    rank: int
-    heads: tuple[tuple[Heads, ...], ...]
-    tokens: tuple[Members, Members]
+    group: str  # name of the process group of axis ``cp_ulysses``
+    rank: int  # this rank's position on that axis
+    heads: tuple[tuple[Heads, ...], ...]  # by rank, its groups of heads
+    tokens: tuple[Members, Members]  # how the ranks' tokens are put together, of queries and of keys
 
     def run(
         self,

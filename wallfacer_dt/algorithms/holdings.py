@@ -14,26 +14,18 @@ from wallfacer_dt.rows import Members
 
 @dataclass(frozen=True)
 class Holdings:
-    """Who holds which rows, seen from one rank.
+    """Who holds which rows, seen from one rank."""
 
-    Attributes:
-        place: the rank's coordinate; or of many ranks, see ``schedule.outline``.
-        resident: the side that stays.
-        backward: something is computed for both sides, and not for queries only.
-        offsets: the distances round the ring, other than 0, at which some rank needs a rotating block, ascending.
-        mask: what is seen.
-        held: by side and row of the batch, the positions of every inner index; no rows where only transfers are asked
-            for, as then there is nothing to compute.
-        sees: of a mask that is asked.
-    """
-
-    place: Coordinate
-    resident: Side
-    backward: bool
+    place: Coordinate  # the rank's coordinate; or of many ranks, see ``schedule.outline``
+    resident: Side  # the side that stays
+    backward: bool  # something is computed for both sides, and not for queries only
+    # The distances round the ring, other than 0, at which some rank needs a rotating block, ascending.
     offsets: tuple[int, ...]
     mask: Mask
+    # By side and row of the batch, the positions of every inner index; no rows where only transfers are asked for, as
+    # then there is nothing to compute.
     held: dict[Side, Sequence[Shards]]
-    sees: Sees | None = None
+    sees: Sees | None = None  # of a mask that is asked
 
     @property
     def rotating(self) -> Side:

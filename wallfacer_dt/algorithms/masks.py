@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wallfacer_dt.layout import Spans
+from wallfacer_dt.layout import Spans, positions
 
 UNBOUNDED = 1 << 62
 _FAR = UNBOUNDED >> 1
@@ -17,22 +17,15 @@ _FAR = UNBOUNDED >> 1
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a query at position i sees: keys in [i - left, i + right] of its own document; None is no bound.
+    """What a query at position i sees: keys in [i - left, i + right] of its own document; None is no bound."""
 
-    Attributes:
-        left: how far back.
-        right: how far ahead; 0 is causal.
-        prefix: keys before this position are seen by all queries; with ``right`` 0 only.
-        documents: for every row of the batch the positions where documents begin, and the sequence's length; one row
-            stands for all. Empty: one document.
-        asked: an arbitrary mask instead of all these, which ``blocks.Answers`` asks.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    prefix: int = 0
+    left: int | None = None  # how far back
+    right: int | None = None  # how far ahead; 0 is causal
+    prefix: int = 0  # keys before this position are seen by all queries; with ``right`` 0 only
+    # For every row of the batch the positions where documents begin, and the sequence's length; one row stands for all.
+    # Empty: one document.
     documents: tuple[tuple[int, ...], ...] = ()
-    asked: bool = False
+    asked: bool = False  # an arbitrary mask instead of all these, which ``blocks.Answers`` asks
 
     def __post_init__(self) -> None:
         """Bring bounds beyond any position to where positions can be added to them in 64 bits."""
@@ -64,3 +57,10 @@ class Mask:
         if self.right is not None:
             last = np.minimum(last, np.maximum(queries[:, 1] + self.right, self.prefix))
         return np.stack([first, last], -1)
+
+    def pairs(self, row: int, queries: Spans, keys: Spans) -> tuple[np.ndarray, np.ndarray]:
+        """By number, each span of queries with the spans of keys of which it sees some, ascending."""
+        reach = self.reach(row, queries)
+        first = np.searchsorted(keys[:, 1], reach[:, 0], "right")
+        stop = np.maximum(first, np.searchsorted(keys[:, 0], reach[:, 1], "left"))
+        return np.repeat(np.arange(len(queries)), stop - first), positions(np.stack([first, stop], -1))

@@ -113,7 +113,7 @@ def record(
     with outside_dispatch(), torch.no_grad():
         at = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
         recorder = _Recorder(at)
-        with recorder.watching():
+        with recorder.operations, recorder:
             result = function(*at)
         return recorder.recording(result), tuple(recorder.captured)
 
@@ -129,21 +129,15 @@ class _Recorder(TorchFunctionMode):
         # What may be another for every pair; all, once something has been changed in place to what may be.
         self._varying: set[_Value] = set(self._values.values())
         self._all_vary = False
-        self._operations = _Operations()
+        self.operations = _Operations()
         # As long as it lives nothing else gets its id, or its memory.
         self._alive: list[Any] = [*at]
         self.captured: list[Tensor] = []
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Where what is done is written down."""
-        with self._operations, self:
-            yield
-        if not self._operations.changed.isdisjoint(map(_memory, (*self._alive[:4], *self.captured))):
-            raise _unwritten("changes in place what it is given or captures")
-
     def recording(self, result: Any) -> Recording:
-        """All of it, with the mask's answer."""
+        """All that has been done, with the mask's answer."""
+        if not self.operations.changed.isdisjoint(map(_memory, (*self._alive[:4], *self.captured))):
+            raise _unwritten("changes in place what it is given or captures")
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
             what = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise UnrecordedError(f"mask_mod must return a boolean tensor, as comparisons do, got {what}")
@@ -163,7 +157,7 @@ class _Recorder(TorchFunctionMode):
         written = tree_map(self._written, (args, kwargs))
         used = {x for x in tree_leaves(written, _is_value) if _is_value(x)}
         varies = self._all_vary or not self._varying.isdisjoint(used)
-        with self._operations.shown() as changes:
+        with self.operations.shown() as changes:
             result = func(*args, **kwargs)
         leaves = tree_leaves(result)
         if changes or any(isinstance(x, Tensor) for x in leaves):
@@ -192,7 +186,7 @@ class _Recorder(TorchFunctionMode):
 
     def _value(self, x: Tensor) -> _Value:
         if id(x) not in self._values:
-            if id(x) in self._operations.made:
+            if id(x) in self.operations.made:
                 raise _unwritten("makes a tensor in a way that torch does not show")
             if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or torch._is_functional_tensor(x):
                 raise _unwritten(f"captures a {type(x).__name__} of layout {x.layout}: capture a plain tensor")

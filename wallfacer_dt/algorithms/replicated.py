@@ -21,12 +21,7 @@ from wallfacer_dt.layout import shard_sizes
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The first ``count`` rows of this rank's tensors, of which it takes care of a part.
-
-    Attributes:
-        count: T.
-        groups: the process groups, and this rank's coordinate.
-    """
+    """The first ``count`` (T) rows of this rank's tensors, of which it takes care of a part."""
 
     count: int
     groups: Groups

@@ -12,11 +12,7 @@ from wallfacer_dt.mesh import RING_AXIS
 
 @dataclass(frozen=True)
 class Rotation:
-    """Every rank's own block moves round its ring.
-
-    Attributes:
-        held: who holds which rows.
-    """
+    """Every rank's own block moves round its ring."""
 
     held: Holdings
 

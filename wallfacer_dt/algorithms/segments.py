@@ -25,7 +25,7 @@ import numpy as np
 from wallfacer_dt.algorithms.masks import UNBOUNDED, Mask
 from wallfacer_dt.algorithms.tiles import Rows, Tile, pairs, rectangles
 from wallfacer_dt.kernels import Band
-from wallfacer_dt.layout import Spans, length_of, merged, stored_at
+from wallfacer_dt.layout import Spans, length_of, merged, positions, spans_of, stored_at
 
 Ints = np.ndarray
 ByRow = Sequence[Spans]
@@ -43,20 +43,16 @@ class Segments:
 
     Query t of n sees key s of m in its segment only if t + m - n - left <= s <= t + m - n + right: windows are aligned
     at the bottom right corner, as flash attention has them.
-
-    Attributes:
-        left: -1: no bound.
-        right: -1: no bound.
-        rows: by row of the batch, or one for all: (segments, 4) first and last row of queries, first and last row of
-            keys (exclusive). Ascending; no row is in two of them, and every query sees a key.
-        asked: the positions of queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.
-        cumulative: what a kernel was given for them, by device and sizes.
     """
 
-    left: int
-    right: int
+    left: int  # -1: no bound
+    right: int  # -1: no bound
+    # By row of the batch, or one for all: (segments, 4) first and last row of queries, first and last row of keys
+    # (exclusive). Ascending; no row is in two of them, and every query sees a key.
     rows: tuple[Ints, ...]
+    # The positions of queries and keys, where it is for ``mask_mod`` to say which of the pairs are seen.
     asked: tuple[Spans, Spans] | None = None
+    # What a kernel was given for them, by device and sizes.
     cumulative: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -337,15 +333,13 @@ def _segment_starts(moves: Ints, between: Ints, lengths: Ints) -> Ints:
         return np.zeros(1, np.int64)
     runs = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
     steps, counts = steps[runs], np.add.reduceat(counts, runs)
-    starts = np.cumsum(counts) - counts
+    rows = spans_of(counts)
     # Of a run of other steps than before the first one leads to a new segment, unless it is in none yet.
     leads = np.append(False, (steps[1:] != _JUMP) & (steps[:-1] != _JUMP))
     for run in np.flatnonzero(leads & (counts == 1)).tolist():
         if leads[run] and run + 1 < len(leads):
             leads[run + 1] = False
-    jumps = steps == _JUMP
-    within = np.arange(counts[jumps].sum()) - np.repeat(np.cumsum(counts[jumps]) - counts[jumps], counts[jumps])
-    ends = np.concatenate([starts[leads], np.repeat(starts[jumps], counts[jumps]) + within])
+    ends = np.concatenate([rows[leads, 0], positions(rows[steps == _JUMP])])
     return np.append(0, np.sort(ends) + 1)
 
 
@@ -356,11 +350,7 @@ def _windows(q: Spans, k: Spans, mask: Mask, row: int) -> tuple[Ints, Ints]:
     left, right = min(mask.left, length), length if mask.right is None else min(mask.right, length)
     bounds = mask.bounds(row)
     rows, columns = _cut_at(q, np.append(bounds, k)), _cut_at(k, np.append(bounds, q[:, 1]))
-    reach = mask.reach(row, rows)
-    first = np.searchsorted(columns[:, 1], reach[:, 0], "right")
-    counts = np.maximum(0, np.searchsorted(columns[:, 0], reach[:, 1], "left") - first)
-    pair = np.repeat(np.arange(len(rows)), counts)
-    other = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[pair]
+    pair, other = mask.pairs(row, rows, columns)
     (a, b), (c, d) = rows[pair].T, columns[other].T
     a, b = np.maximum(a, c - right), np.minimum(b, d + left)  # queries that see some of these keys
     c, d = np.maximum(c, a - left), np.minimum(d, b + right)

@@ -17,21 +17,14 @@ from wallfacer_dt.rows import Members
 class Sequences:
     """The queries and keys of a call, and who holds them.
 
-    Attributes:
-        q_length: queries in the whole sequence.
-        k_length: keys in the whole sequence.
-        order: token order.
-        mask: what is seen.
-        replicated: tokens before all these, that every rank holds and each takes care of a part of.
-
     Dealt out by document, rows of the batch differ in the positions that a rank holds, not in how many.
     """
 
-    q_length: int
+    q_length: int  # of the whole sequence
     k_length: int
     order: str
     mask: Mask
-    replicated: int = 0
+    replicated: int = 0  # tokens before all these, that every rank holds and each takes care of a part of
 
     @property
     def rows(self) -> int:
@@ -113,9 +106,5 @@ def _seen(place: Coordinate, sequences: Sequences) -> Iterator[tuple[np.ndarray,
         q_shards, k_shards = queries[row % len(queries)], keys[row % len(keys)]
         q, k = in_order(enumerate(q_shards)), in_order(enumerate(k_shards))
         for first in range(0, len(q.span), _AT_A_TIME):
-            some = slice(first, first + _AT_A_TIME)
-            reach = mask.reach(row, q.span[some])
-            start = np.searchsorted(k.span[:, 1], reach[:, 0], "right")
-            counts = np.maximum(0, np.searchsorted(k.span[:, 0], reach[:, 1], "left") - start)
-            which = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - start, counts)
-            yield np.repeat(q.member[some], counts), k.member[which]
+            some, which = mask.pairs(row, q.span[first : first + _AT_A_TIME], k.span)
+            yield q.member[first + some], k.member[which]

@@ -11,12 +11,7 @@ from wallfacer_dt.rows import Rows, pairs
 
 
 class Shares:
-    """Shares of the ranks of a group, one after the other, but for one's own.
-
-    Args:
-        layouts: by rank.
-        me: this rank.
-    """
+    """Shares of the ranks of a group, of a layout each, one after the other, but for one's own."""
 
     def __init__(self, layouts: Sequence[Layout], me: int) -> None:
         self.layouts, self.me = layouts, me

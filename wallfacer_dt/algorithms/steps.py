@@ -170,25 +170,17 @@ class Schedule:
     """One rank's schedule of one attention call, forward or backward.
 
     Shards may differ in length; what is sent is as long as the longest, and nothing touches the rest.
-
-    Attributes:
-        steps: in program order, the same kinds of transfers on every rank.
-        resident: the side that is gathered and stays.
-        home: what is computed for the own shard of the rotating side ends up in block 0 (``"block"``), or comes out of
-            an exchange after all blocks (``"exchange"``).
-        peers: the team's rows of the resident side without one's own.
-        everyone: the whole team's rows of the rotating side; only for one that is gathered.
-        padded_lengths: rows of a shard as it is sent, of queries and of keys.
-        gathered: rows of a rotating side that is gathered, as they are sent.
     """
 
-    steps: tuple[Step, ...]
-    resident: Side
+    steps: tuple[Step, ...]  # in program order, the same kinds of transfers on every rank
+    resident: Side  # the side that is gathered and stays
+    # What is computed for the own shard of the rotating side ends up in block 0 (``"block"``), or comes out of an
+    # exchange after all blocks (``"exchange"``).
     home: Literal["block", "exchange"]
-    peers: Members
-    everyone: Members
-    padded_lengths: tuple[int, int]
-    gathered: int
+    peers: Members  # the team's rows of the resident side without one's own
+    everyone: Members  # the whole team's rows of the rotating side; only for one that is gathered
+    padded_lengths: tuple[int, int]  # rows of a shard as it is sent, of queries and of keys
+    gathered: int  # rows of a rotating side that is gathered, as they are sent
 
     @property
     def transfers(self) -> list[Transfer]:

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from wallfacer_dt.algorithms.masks import UNBOUNDED
 from wallfacer_dt.kernels import CAUSAL, FULL, Band
 from wallfacer_dt.layout import Spans
 
 Rows = tuple[int, int]
 
-_UNBOUNDED = 1 << 62
 # Windows narrower than this are computed in squares of this size, larger ones without anything hidden in between.
 _SQUARE = 128
 
@@ -60,8 +60,8 @@ def rectangles(tile: Tile) -> Iterator[Tile]:
     """
     low, high = tile.band
     n, m = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
-    back = _UNBOUNDED if low is None else -low
-    ahead = _UNBOUNDED if high is None else high
+    back = UNBOUNDED if low is None else -low
+    ahead = UNBOUNDED if high is None else high
     first, last = max(0, -ahead), min(n, m + back)  # rows that see something
     cuts = sorted(min(max(cut, first), last) for cut in (back, m - ahead))
     for start, stop in pairwise((first, *cuts, last)):
@@ -69,8 +69,7 @@ def rectangles(tile: Tile) -> Iterator[Tile]:
             low_moves, high_moves = start >= back, stop <= m - ahead
             columns = start - back if low_moves else 0, start + ahead + 1 if high_moves else m
             for q, k, band in _pieces((start, stop), *columns, low_moves, high_moves):
-                rows, keys = ((tile.q, q), (tile.k, k))
-                yield tile._replace(q=_shifted(*rows), k=_shifted(*keys), band=band)
+                yield tile._replace(q=_shifted(tile.q, q), k=_shifted(tile.k, k), band=band)
 
 
 def _shifted(within: Rows, part: Rows) -> Rows:

@@ -3,8 +3,7 @@
 What the ranks of a mesh find they tell each other, so that all of them go on or all of them raise.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from wallfacer_dt.agreement.agree import hear_all, refusing_together
 from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.equivalence.cause import compare
 from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened
-from wallfacer_dt.equivalence.together import run_together
+from wallfacer_dt.equivalence.together import random_state_kept, run_together
 from wallfacer_dt.equivalence.trial import AttentionStyle, Trial, assembled
 from wallfacer_dt.layout import BY_DOCUMENT, check_length
 from wallfacer_dt.mesh import name_of
@@ -89,7 +88,8 @@ def check_equivalence(
     heads_tried = heads_to_try(heads, options, attention.place.ulysses)
     sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
     trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
-    with _set_apart(mesh):
+    # Gradients on, which they are without inference mode under no_grad, too; and tensors on the mesh's device.
+    with random_state_kept(mesh), torch.inference_mode(False), torch.device(mesh.device_type):
         reference = run_together("check_equivalence", name, trial.run_module)
         shard = run_together("check_equivalence", name, trial.run_style, reference)
         shards = hear_all("check_equivalence's results", shard, name).values()
@@ -133,18 +133,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((key, _frozen(item)) for key, item in value.items())
     return value
-
-
-@contextmanager
-def _set_apart(mesh: DeviceMesh) -> Iterator[None]:
-    """Gradients on, tensors on the mesh's device; and afterwards the random state as before."""
-    kind = mesh.device_type
-    devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind))
-        stack.enter_context(torch.inference_mode(False))  # which under no_grad, too, turns gradients on
-        stack.enter_context(torch.device(kind))
-        yield
 
 
 def _is_pretended(mesh: DeviceMesh) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.comparison import IncomparableError, worst_error
-from wallfacer_dt.equivalence.together import run_together
+from wallfacer_dt.equivalence.together import random_state_kept, run_together
 from wallfacer_dt.equivalence.trial import EquivalenceError
 from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.mesh import name_of
@@ -83,14 +83,16 @@ def check_model(
         told = {path: (tuple(p.shape), p.dtype) for path, p in parameters.items()}
         agree(_CHECK, [("the parameters", _short(told)), ("order", order), ("tolerance", most)], name)
     trial = _Trial(model, mesh, parameters, order, document_ids, most)
-    with _grads_as_before(parameters), trial.random_state():
+    with _grads_as_before(parameters), random_state_kept(mesh), torch.enable_grad():
         expected = run_together(_CHECK, name, trial.run, whole)
         run_together(_CHECK, name, trial.check_again, whole, expected)
         trial.check_alike(expected)
         found = run_together(_CHECK, name, trial.run, sharded)
     firsts = hear_all("check_model's outputs", run_together(_CHECK, name, trial.first, expected, found), name).values()
     attended = sum(hear_all("check_model's calls", found.attended, name).values())
-    trial.sum_over_ranks(found)
+    for x in (found.loss, *found.gradients.values()):  # of which each rank has a part
+        for group in mesh.get_all_groups():
+            dist.all_reduce(x, group=group)
     differences = run_together(_CHECK, name, trial.differences, expected, found)
     if differences:
         first = min((told for told in firsts if told is not None), default=None)
@@ -126,14 +128,6 @@ class _Trial:
     document_ids: Tensor | None
     most: float
 
-    @contextmanager
-    def random_state(self) -> Iterator[None]:
-        """Afterwards as before."""
-        kind = self.mesh.device_type
-        devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
-        with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind), torch.enable_grad():
-            yield
-
     def run(self, function: Loss) -> _Run:
         """Forward and backward."""
         for p in self.parameters.values():
@@ -154,19 +148,16 @@ class _Trial:
     def check_again(self, whole: Loss, expected: _Run) -> None:
         """Refuse a model that gives another loss the second time."""
         with torch.no_grad():
-            again = _loss(whole(self.model)).double()
-        if self._differ(again, expected.loss):
+            again, once = _loss(whole(self.model)).item(), expected.loss.item()
+        if self._differ(again, once):
             raise EquivalenceError(
-                f"run whole a second time the model has the loss {again.item():.6g}, not {expected.loss.item():.6g}: "
-                "is there dropout?"
+                f"run whole a second time the model has the loss {again:.6g}, not {once:.6g}: is there dropout?"
             )
 
     def check_alike(self, expected: _Run) -> None:
         """Refuse, on every rank, ranks whose whole runs have different losses."""
         told = hear_all("check_model's losses", expected.loss.item(), name_of(self.mesh))
-        if any(
-            self._differ(torch.tensor(loss).double(), torch.tensor(told[min(told)]).double()) for loss in told.values()
-        ):
+        if any(self._differ(loss, told[min(told)]) for loss in told.values()):
             by_rank = ", ".join(f"rank {rank}: {loss:.6g}" for rank, loss in sorted(told.items()))
             raise EquivalenceError(
                 f"ranks hold other parameters, or were given other batches: whole losses are {by_rank}"
@@ -189,17 +180,12 @@ class _Trial:
                 return _First(done, path, f"by {error:.2g} of its largest element")
         return None
 
-    def sum_over_ranks(self, found: _Run) -> None:
-        """Of what each rank has a part; all ranks together."""
-        for x in (found.loss, *found.gradients.values()):
-            for group in self.mesh.get_all_groups():
-                dist.all_reduce(x, group=group)
-
     def differences(self, expected: _Run, found: _Run) -> list[str]:
         """What differs of loss and gradients, in words."""
         said = []
-        if self._differ(found.loss, expected.loss):
-            said.append(f"the loss is {found.loss.item():.6g} on the mesh, {expected.loss.item():.6g} whole")
+        loss, whole = found.loss.item(), expected.loss.item()
+        if self._differ(loss, whole):
+            said.append(f"the loss is {loss:.6g} on the mesh, {whole:.6g} whole")
         sizes = {path: float(torch.linalg.vector_norm(its, torch.inf)) for path, its in expected.gradients.items()}
         largest = max(sizes.values())
         wrong = {}
@@ -249,22 +235,21 @@ class _Trial:
         order, documents = self.order, self.document_ids
         if order is None or whole.ndim < 2 or whole.ndim != mine.ndim or 0 in mine.shape:
             return None
-        if order.name != BY_DOCUMENT:
-            part = shard_sequence(whole, order, dim=1)
-        elif documents is None or not _is_packed_so(whole, documents):
+        if order.name == BY_DOCUMENT and not _is_packed_so(whole, documents):
             return None
-        else:
-            part = shard_sequence(whole, order, dim=1, document_ids=documents)
+        part = shard_sequence(whole, order, dim=1, document_ids=documents)
         return part if part.shape == mine.shape and part.shape != whole.shape else None
 
-    def _differ(self, one: Tensor, other: Tensor) -> bool:
+    def _differ(self, one: float, other: float) -> bool:
         try:
-            return not worst_error([(one.reshape(1), other.reshape(1))], relative_to="each") <= self.most
+            return not worst_error([([one], [other])], relative_to="each") <= self.most
         except IncomparableError:
             return True
 
 
-def _is_packed_so(x: Tensor, documents: Tensor) -> bool:
+def _is_packed_so(x: Tensor, documents: Tensor | None) -> bool:
+    if documents is None:
+        return False
     rows = documents.shape[0] if documents.ndim == 2 else 1
     return x.shape[1] == documents.shape[-1] and rows in (1, x.shape[0])
 

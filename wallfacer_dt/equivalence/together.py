@@ -1,10 +1,21 @@
-"""What every rank does by itself, and all of them raise where one has failed."""
+"""What every rank does by itself, and all of them raise where one has failed; and the random state that they leave."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.agreement.agree import have_all, hear_all
 from wallfacer_dt.equivalence.trial import EquivalenceError
+
+
+def random_state_kept(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """Afterwards the random state, of the host and of this rank's device, is as before."""
+    kind = mesh.device_type
+    devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+    return torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind)
 
 
 def run_together(what: str, mesh: str, function: Callable[..., Any], *args: Any) -> Any:

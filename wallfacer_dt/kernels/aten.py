@@ -51,21 +51,15 @@ _LANES = 16
 
 @dataclass(frozen=True)
 class Dense:
-    """A kernel of torch's that sees all keys, is causal from the top left corner, or is told what rows see.
-
-    Attributes:
-        name: of the kernel.
-        run_forward: from torch's operators, q, k, v, what rows see (or None), whether it is causal, and the scale to
-            out and lse.
-        run_backward: from torch's operators, grad_out, q, k, v, out, lse and these to dq, dk and dv.
-        is_told: whether it can be told what rows see. Otherwise the reference computes such blocks, which are small
-            squares of narrow windows, and single keys.
-        operators: torch's.
-    """
+    """A kernel of torch's that sees all keys, is causal from the top left corner, or is told what rows see."""
 
     name: str
+    # From torch's operators, q, k, v, what rows see (or None), whether it is causal, and the scale to out and lse.
     run_forward: Callable[..., tuple[Tensor, Tensor]]
+    # From torch's operators, grad_out, q, k, v, out, lse and these to dq, dk and dv.
     run_backward: Callable[..., Gradients]
+    # Whether it can be told what rows see. Otherwise the reference computes such blocks, which are small squares of
+    # narrow windows, and single keys.
     is_told: bool = True
     operators: Callable[[], Any] = lambda: torch.ops.aten
 

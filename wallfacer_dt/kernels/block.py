@@ -8,12 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 
 class Band(NamedTuple):
-    """Row t of the queries sees row s of the keys if, and only if, low <= s - t <= high.
-
-    Attributes:
-        low: None: no bound.
-        high: None: no bound.
-    """
+    """Row t of the queries sees row s of the keys if, and only if, low <= s - t <= high; None is no bound."""
 
     low: int | None
     high: int | None
@@ -95,7 +90,6 @@ class Forward(Protocol):
         Of queries (B, N, Lq, H), keys (B, Nkv, Lk, H) and values (B, Nkv, Lk, Hv); no length is 0, and Nkv divides N. A
         row that sees no key has out 0 and lse -inf.
         """
-        ...
 
 
 class Backward(Protocol):
@@ -109,7 +103,6 @@ class Backward(Protocol):
         ``out`` and ``lse`` are those of the whole row, over all blocks; of ``out`` only rowsum(grad_out * out)
         matters. A row with lse -inf, which sees no key of any block, has no gradient.
         """
-        ...
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -153,30 +146,20 @@ class Supports(Protocol):
 
     def __call__(self, need: Need) -> bool | str:
         """Return True, or why not: words to stand after the kernel's name ("takes no mask"), or False."""
-        ...
 
 
 class BlockKernel(NamedTuple):
-    """A kernel: its functions, and what they can run.
+    """A kernel: its functions, and what they can run."""
 
-    Attributes:
-        name: by which it is chosen.
-        forward: of one block.
-        backward: of one block.
-        supports: what they can run.
-        version: of the package that has them.
-        takes_bands: whether any band is computed at the cost of what it shows. Others are given rectangles, triangles
-            and narrow squares.
-        takes_segments: whether many segments are computed in one call, see :class:`Ragged`.
-    """
-
-    name: str
+    name: str  # by which it is chosen
     forward: Forward
     backward: Backward
     supports: Supports
-    version: str = ""
+    version: str = ""  # of the package that has them
+    # Whether any band is computed at the cost of what it shows. Others are given rectangles, triangles and narrow
+    # squares.
     takes_bands: bool = False
-    takes_segments: bool = False
+    takes_segments: bool = False  # whether many segments are computed in one call, see `Ragged`
 
 
 def no_softcap(softcap: float) -> str:

@@ -22,29 +22,17 @@ from wallfacer_dt.kernels.windows import Launch, Windowed
 
 
 class Package(NamedTuple):
-    """A package, and how its functions are called.
+    """A package, and how its functions are called."""
 
-    Attributes:
-        name: of the kernel.
-        distribution: what is installed.
-        module: where its functions are.
-        functions: their names.
-        majors: the first numbers of the compute capabilities that it runs on, both ways.
-        forward: from the module to out and lse, as of :class:`wallfacer_dt.kernels.windows.Windowed`.
-        backward: likewise.
-        limits: what else it cannot run, or an empty string.
-        one_width: v must have the head dim of q.
-    """
-
-    name: str
+    name: str  # of the kernel
     distribution: str
-    module: str
+    module: str  # where its functions are
     functions: tuple[str, ...]
-    majors: tuple[int, ...]
-    forward: Callable[..., tuple[Tensor, Tensor]]
+    majors: tuple[int, ...]  # the first numbers of the compute capabilities that it runs on, both ways
+    forward: Callable[..., tuple[Tensor, Tensor]]  # as `run_forward` of `Windowed`
     backward: Callable[..., Gradients]
-    limits: Callable[[Need], str]
-    one_width: bool = True
+    limits: Callable[[Need], str]  # what else it cannot run, or an empty string
+    one_width: bool = True  # v must have the head dim of q
 
 
 def kernel(package: Package, load: Callable[[str], Any] = import_module) -> BlockKernel:
@@ -124,26 +112,20 @@ def _as_flash_attn_4(need: Need) -> str:
 
 
 def _forward_2(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
-    options = 0.0, launch.scale, launch.is_causal, launch.left, launch.right, launch.softcap, None, False
-    if launch.lengths:
-        out, lse, *_ = flash._flash_attn_varlen_forward(q, k, v, *launch.lengths, *options)
-    else:
-        out, lse, *_ = flash._flash_attn_forward(q, k, v, *options)
+    run = flash._flash_attn_varlen_forward if launch.lengths else flash._flash_attn_forward
+    options = _options(launch, causal=launch.is_causal, dropout_p=0.0, alibi_slopes=None, return_softmax=False)
+    out, lse, *_ = run(q, k, v, **options)
     return out, lse
 
 
 def _backward_2(
     flash: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
 ) -> Gradients:
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = 0.0, launch.scale, launch.is_causal, launch.left, launch.right, launch.softcap, None, deterministic
-    tensors = grad_out, q, k, v, out, lse, dq, dk, dv
-    if launch.lengths:
-        flash._flash_attn_varlen_backward(*tensors, *launch.lengths, *options)
-    else:
-        flash._flash_attn_backward(*tensors, *options)
-    return dq, dk, dv
+    run = flash._flash_attn_varlen_backward if launch.lengths else flash._flash_attn_backward
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    options = _backward_options(launch, causal=launch.is_causal, dropout_p=0.0, alibi_slopes=None)
+    run(grad_out, q, k, v, out, lse, *grads, **options)
+    return grads
 
 
 def _forward_3(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
@@ -155,8 +137,7 @@ def _backward_3(
     flash: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
 ) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = _options(launch, is_causal=launch.is_causal, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+    options = _backward_options(launch, is_causal=launch.is_causal, dq=dq, dk=dk, dv=dv)
     flash._flash_attn_backward(grad_out, q, k, v, out, lse, **options)
     return dq, dk, dv
 
@@ -170,17 +151,21 @@ def _forward_4(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> t
 def _backward_4(
     flash: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch
 ) -> Gradients:
-    options = _options(launch, causal=launch.is_causal, deterministic=torch.are_deterministic_algorithms_enabled())
+    options = _backward_options(launch, causal=launch.is_causal)
     dq, dk, dv, *_ = flash._flash_attn_bwd(q, k, v, out, grad_out, lse, **options | _unbounded(launch))
     return dq, dk, dv
 
 
 def _options(launch: Launch, **others: Any) -> dict[str, Any]:
-    """By the names that FlashAttention-3 and -4 have for them."""
+    """By the names that all of FlashAttention have for them."""
     options = {"softmax_scale": launch.scale, "softcap": launch.softcap}
     options |= {"window_size_left": launch.left, "window_size_right": launch.right}
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     return options | dict(zip(names, launch.lengths or (), strict=False)) | others
+
+
+def _backward_options(launch: Launch, **others: Any) -> dict[str, Any]:
+    return _options(launch, deterministic=torch.are_deterministic_algorithms_enabled(), **others)
 
 
 def _unbounded(launch: Launch) -> dict[str, int | None]:

@@ -15,13 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    and_masks,
-    create_block_mask,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
 from wallfacer_dt.agreement.meeting import outside_dispatch
 from wallfacer_dt.kernels.block import FULL, BlockKernel, Gradients, How, Need, no_softcap, refuse
@@ -34,19 +28,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float
     run: Callable = _fused() if q.is_cuda else flex_attention
     out, aux = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, aux.lse
-
-
-def _gradients(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv of one block of rows whose softmax is known. See Note [Gradients of one block from autograd]."""
-    wide = lse.dtype
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    block_out, block_lse = attend(q, k, v, _blocks(how, q, k), how.scale)
-    weight = (block_lse.detach() - finite(lse)).exp()
-    shift = (grad_out.to(wide) * (block_out.detach().to(wide) - out)).sum(-1)
-    grad_block_out = (weight.unsqueeze(-1) * grad_out).to(block_out.dtype)
-    return torch.autograd.grad((block_out, block_lse), (q, k, v), (grad_block_out, weight * shift))
 
 
 @cache
@@ -83,12 +64,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
 
 
 def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Gradients:
-    """See :class:`wallfacer_dt.kernels.block.Backward`."""
+    """See :class:`wallfacer_dt.kernels.block.Backward`, and Note [Gradients of one block from autograd]."""
     refuse("flex", how, softcap=True)
     if isinstance(q, FakeTensor):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    wide = lse.dtype
     with outside_dispatch(), torch.enable_grad():
-        dq, dk, dv = _gradients(grad_out, q, k, v, out, lse, how)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        block_out, block_lse = attend(q, k, v, _blocks(how, q, k), how.scale)
+        weight = (block_lse.detach() - finite(lse)).exp()
+        shift = (grad_out.to(wide) * (block_out.detach().to(wide) - out)).sum(-1)
+        grad_block_out = (weight.unsqueeze(-1) * grad_out).to(block_out.dtype)
+        dq, dk, dv = torch.autograd.grad((block_out, block_lse), (q, k, v), (grad_block_out, weight * shift))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

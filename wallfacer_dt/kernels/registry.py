@@ -65,19 +65,10 @@ def _unknown(kernel: str) -> str:
 
 
 def select_kernel(kernel: str, need: Need) -> BlockKernel:
-    """The block kernel for a call.
+    """The block kernel of a name; refuses (ValueError) an unknown one, and one that cannot run the call.
 
-    Args:
-        kernel: its name, or ``"auto"``: torch's own, ``"flash"``, for masks on CUDA ``"flex"``, for soft caps there
-            ``"flash_attn"``. ``"flash"`` on CUDA is the package that ``activate_flash_attention_impl`` has named. Which
-            it is, is logged once.
-        need: what the call asks of it.
-
-    Returns:
-        The kernel.
-
-    Raises:
-        ValueError: the name is unknown, or the kernel cannot run the call.
+    ``"auto"`` is torch's own, ``"flash"``, for masks on CUDA ``"flex"``, for soft caps there ``"flash_attn"``.
+    ``"flash"`` on CUDA is the package that ``activate_flash_attention_impl`` has named. Which it is, is logged once.
     """
     name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
     if name == "flash" and need.device_type == "cuda" and (activated := aten.activated()) in _ACTIVATED:

@@ -24,21 +24,13 @@ _ALIGNMENT = 16  # bytes
 
 
 class Window(NamedTuple):
-    """Rows of a block, each of which sees a key, and which they see.
+    """Rows of a block, each of which sees a key, and which they see."""
 
-    Attributes:
-        start: the first query.
-        stop: the one after the last.
-        columns: the keys to give; those after them are seen by no query.
-        left: query t sees key s only if s >= t + columns - stop - left. -1: no bound.
-        right: query t sees key s only if s <= t + columns - stop + right. -1: no bound.
-    """
-
-    start: int
-    stop: int
-    columns: int
-    left: int
-    right: int
+    start: int  # the first query
+    stop: int  # the one after the last
+    columns: int  # the keys to give; those after them are seen by no query
+    left: int  # query t sees key s only if s >= t + columns - stop - left. -1: no bound.
+    right: int  # query t sees key s only if s <= t + columns - stop + right. -1: no bound.
 
 
 def flash_windows(band: Band, rows: int, columns: int) -> tuple[Window, ...]:
@@ -76,20 +68,13 @@ def _window(band: Band, start: int, stop: int, columns: int) -> Window:
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel: how keys are bounded, and what becomes of scores.
+    """One launch of a kernel: how keys are bounded, and what becomes of scores."""
 
-    Attributes:
-        left: see :class:`Window`.
-        right: likewise.
-        scale: of the scores.
-        softcap: of the scores, 0.0 for none.
-        lengths: of segments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, see :class:`Ragged`.
-    """
-
-    left: int
+    left: int  # see `Window`
     right: int
     scale: float
-    softcap: float
+    softcap: float  # 0.0 for none
+    # Of segments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, see `Ragged`.
     lengths: tuple[Tensor, Tensor, int, int] | None = None
 
     @property
@@ -100,23 +85,16 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Windowed:
-    """A kernel of windows and segments: what it computes of blocks.
-
-    Attributes:
-        name: of the kernel.
-        functions: the module that has them, when it is called.
-        run_forward: from them, q, k, v (B, L, N, H) and a :class:`Launch` to out (B, L, N, Hv) and lse (B, N, L); of
-            segments from (B * L, N, H) to (B * L, N, Hv) and (N, B * L).
-        run_backward: from them, grad_out, q, k, v, the whole rows' out and lse, contiguous, and a launch to dq, dk, dv.
-        one_width: v must have the head dim of q.
-        has_softcap: whether it has soft caps.
-    """
+    """A kernel of windows and segments: what it computes of blocks."""
 
     name: str
-    functions: Callable[[], Any]
+    functions: Callable[[], Any]  # the module that has them, when it is called
+    # From them, q, k, v (B, L, N, H) and a launch to out (B, L, N, Hv) and lse (B, N, L); of segments from
+    # (B * L, N, H) to (B * L, N, Hv) and (N, B * L).
     run_forward: Callable[..., tuple[Tensor, Tensor]]
+    # From them, grad_out, q, k, v, the whole rows' out and lse, contiguous, and a launch to dq, dk, dv.
     run_backward: Callable[..., Gradients]
-    one_width: bool = True
+    one_width: bool = True  # v must have the head dim of q
     has_softcap: bool = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
