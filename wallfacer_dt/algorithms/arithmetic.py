@@ -205,15 +205,19 @@ class Backward(Sums):
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The gradients of an operand that took no part."""
-        are_queries = operand.out is not None or len(operand.data) == 4  # keys are three at most
+        are_queries = operand.out is not None or _has_factor(operand)
         return Sums.nothing(self, Operand(operand.data[:1] if are_queries else operand.data))
 
     def sent(self, operand: Operand) -> tuple[Tensor, ...]:
         """Of queries with a factor for each row in place of an output, which is as large as they are."""
-        if operand.out is None:
+        if operand.out is None or _has_factor(operand):
             return operand.data
         q, grad_out, lse = operand.data
         return with_factor(q, grad_out, lse, operand.out)
+
+
+def _has_factor(operand: Operand) -> bool:
+    return len(operand.data) == 4  # keys are three at most
 
 
 def with_factor(q: Tensor, grad_out: Tensor, lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
