@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
 
 
-def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, bool, bool, bool]:
+def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, ...]:
     mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
     whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
     rows = torch.tensor(held(index_of(case), case.axes, case.order, shape[dim]), dtype=torch.int64)
@@ -35,11 +35,17 @@ def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, bool
     leaf = whole.clone().requires_grad_()
     shard_sequence(leaf, TokenOrder(case.order, mesh), dim=dim).sum().backward()
     touched = torch.zeros_like(whole).index_fill(dim, rows, 1.0)
+    mine = shard.clone().requires_grad_()
+    copy = unshard_sequence(mine, TokenOrder(case.order, mesh), dim=dim, grad=True)
+    (copy * (whole + dist.get_rank())).sum().backward()  # another loss on every rank
+    summed = case.size * whole + sum(range(case.size))
     return (
         shard.equal(whole.index_select(dim, rows)) and shard.is_contiguous(),
         unshard_sequence(shard, TokenOrder(case.order, mesh), dim=dim).equal(whole),
         sequence_positions(shape[dim], TokenOrder(case.order, mesh)).equal(rows),
         leaf.grad is not None and leaf.grad.equal(touched),
+        copy.equal(whole),
+        mine.grad is not None and mine.grad.equal(summed.index_select(dim, rows)),
     )
 
 
