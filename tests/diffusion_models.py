@@ -5,10 +5,8 @@ divide or not: loss and every parameter's gradient are those of one process, or 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -162,24 +160,17 @@ def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """That of all of the output, against something random."""
     found = model(**inputs, return_dict=False)[0]
     generator = torch.Generator().manual_seed(2)
-    return F.mse_loss(found, torch.randn(found.shape, generator=generator, dtype=found.dtype))
+    return F.mse_loss(found, torch.randn(found.shape, generator=generator, dtype=torch.float64).to(found.dtype))
 
 
-def try_model(name: str, keys: list[Key], dropped: str = "") -> Outcomes:
-    """On every rank: a model on meshes, beside one process. Something may be dropped of attention's options."""
-    from wallfacer_dt.integrations.diffusers import attend, context_parallel
+def try_model(name: str, keys: list[Key]) -> Outcomes:
+    """On every rank: a model on meshes, beside one process."""
+    from wallfacer_dt.integrations.diffusers import context_parallel
 
     kind = MODELS[name]
     model = kind.made()
     outcomes: Outcomes = {}
     expected: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
-    attention = attend.context_parallel_attention
-
-    def dropping(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if dropped == "replicated":  # the text is taken for tokens of this rank
-            kwargs["length"] += RANKS * kwargs["replicated"]
-        return attention(q, k, v, *args, **{key: value for key, value in kwargs.items() if key != dropped})
-
     for mesh_name, even in keys:
         mesh = context_mesh("cpu", **MESHES[mesh_name])
         inputs = kind.called_with(even)
@@ -190,25 +181,29 @@ def try_model(name: str, keys: list[Key], dropped: str = "") -> Outcomes:
                     loss = loss_of(model, inputs)
                     loss.backward()
                 expected[even] = loss.detach(), gradients(model)
-            with mock.patch.object(attend, "context_parallel_attention", dropping) if dropped else nullcontext():
-                outcomes[mesh_name, even] = compared(model, inputs, *expected[even])
+            outcomes[mesh_name, even] = compared(model, inputs, *expected[even])
         except (ValueError, TypeError, NotImplementedError) as error:
             outcomes[mesh_name, even] = Outcome(refused=f"{error}")
             model.zero_grad()
     return outcomes
 
 
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients, averaged over ranks; and the model's are gone."""
+    grads = gradients(model)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= RANKS
+    return grads
+
+
 def compared(model: nn.Module, inputs: dict[str, Any], loss: Tensor, expected: dict[str, Tensor]) -> Outcome:
-    """Beside one process, gradients averaged over ranks."""
+    """Beside one process. The loss is the same on every rank, to the last bit, since outputs are put together."""
     found = loss_of(model, inputs)
     found.backward()
-    grads = gradients(model)
-    for part in (found := found.detach(), *grads.values()):
-        dist.all_reduce(part)
-        part /= RANKS
-    errors = errors_of(grads, expected)
+    errors = errors_of(averaged(model), expected)
     worst = max(errors, key=lambda name: errors[name])
-    return Outcome(worst_error([(found[None], loss[None])], relative_to="each"), errors[worst], worst)
+    return Outcome(worst_error([(found.detach()[None], loss[None])], relative_to="each"), errors[worst], worst)
 
 
 def try_all(pool: RankPool, names: Iterable[str], keys: Callable[[str], list[Key]]) -> Iterator[tuple[str, Outcomes]]:
@@ -235,9 +230,10 @@ def section(outcomes: dict[str, Outcomes]) -> str:
     for name, tried in outcomes.items():
         told = [verdict(tried[key]) for key in KEYS]
         cells = [what if what in ("equal", "WRONG") else f"refused ({noted(what)})" for what in told]
-        lines.append(f"| {' | '.join([name, MODELS[name].has, *cells])} |")
+        own = "–" if getattr(diffusers, MODELS[name].kind)._cp_plan is None else "forward"
+        lines.append(f"| {' | '.join([name, MODELS[name].has, *cells, own])} |")
     columns = [f"{mesh}{'' if even else ', uneven'}" for mesh, even in KEYS]
-    head = f"| {' | '.join(['model', 'has', *columns])} |\n|{' --- |' * (len(KEYS) + 2)}"
+    head = f"| {' | '.join(['model', 'has', *columns, 'own plan'])} |\n|{' --- |' * (len(KEYS) + 3)}"
     said = "\n".join(f"{n}. `{text}`" for n, text in enumerate(notes, 1))
     return SECTION.format(version=diffusers.__version__, head=head, lines="\n".join(lines), notes=said)
 
