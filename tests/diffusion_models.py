@@ -160,7 +160,8 @@ def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """That of all of the output, against something random."""
     found = model(**inputs, return_dict=False)[0]
     generator = torch.Generator().manual_seed(2)
-    return F.mse_loss(found, torch.randn(found.shape, generator=generator, dtype=torch.float64).to(found.dtype))
+    wanted = torch.randn(found.shape, generator=generator, dtype=torch.float64).to(found.dtype)
+    return F.mse_loss(found, wanted)  # no comparison: a loss
 
 
 def try_model(name: str, keys: list[Key]) -> Outcomes:
@@ -230,10 +231,10 @@ def section(outcomes: dict[str, Outcomes]) -> str:
     for name, tried in outcomes.items():
         told = [verdict(tried[key]) for key in KEYS]
         cells = [what if what in ("equal", "WRONG") else f"refused ({noted(what)})" for what in told]
-        own = "–" if getattr(diffusers, MODELS[name].kind)._cp_plan is None else "forward"
+        own = "none" if getattr(diffusers, MODELS[name].kind)._cp_plan is None else "yes"
         lines.append(f"| {' | '.join([name, MODELS[name].has, *cells, own])} |")
     columns = [f"{mesh}{'' if even else ', uneven'}" for mesh, even in KEYS]
-    head = f"| {' | '.join(['model', 'has', *columns, 'own plan'])} |\n|{' --- |' * (len(KEYS) + 3)}"
+    head = f"| {' | '.join(['model', 'has', *columns, '`_cp_plan`'])} |\n|{' --- |' * (len(KEYS) + 3)}"
     said = "\n".join(f"{n}. `{text}`" for n, text in enumerate(notes, 1))
     return SECTION.format(version=diffusers.__version__, head=head, lines="\n".join(lines), notes=said)
 
@@ -241,10 +242,11 @@ def section(outcomes: dict[str, Outcomes]) -> str:
 TITLE = "## Models of diffusers"
 SECTION = f"""{TITLE}
 
-With diffusers {{version}}; `tests/test_diffusers.py` fails when it is out of date. As above, but for this: models are called
-with whole latents, on every rank, and give whole outputs; the loss is a mean over all of the output, and gradients are
-averaged over ranks. **uneven**: a number of tokens that four ranks do not divide, nor do they that of the text. Rotary
-tables, and norms of Wan, are computed in float32.
+With diffusers {{version}}; `tests/test_diffusers.py` fails when it is out of date. As above, but for this: models are
+called with whole latents on every rank, and give whole outputs; the loss is a mean over all of the output, and
+gradients are averaged over ranks. **uneven**: a number of tokens that four ranks do not divide; nor do they that of the
+text, ever. Rotary tables, and norms of Wan, are applied in float32. The last column says whether diffusers has a plan
+of its own, for its context parallelism.
 
 {{head}}
 {{lines}}

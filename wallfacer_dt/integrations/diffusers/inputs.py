@@ -73,4 +73,4 @@ def _kind(x: Tensor) -> Hashable:
 
 def _digest(x: Tensor) -> str:
     data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()

@@ -2,10 +2,10 @@
 
 Note [Tokens on the way]
 A call of the model is that of one process: whole latents in, the whole output out, on every rank. Tokens are dealt out
-where the model has made them of patches, rotary tables with them, and put together before it makes an image of them,
-by forward hooks of the modules that give them. Every rank computes a part of what lies between, and nothing after it has
-parameters; so all gradients of parameters are parts of a sum. What attention needs to know goes with the arguments of
-blocks, and is never kept beside the model: blocks that are computed again in a backward find their own.
+where the model has made them of patches, rotary tables with them, and put together before it makes an image of them, by
+forward hooks of the modules that give them. Every rank computes a part of what lies between, and nothing that comes
+after it has parameters; so all gradients of parameters are parts of a sum. What attention needs to know goes with the
+arguments of blocks: blocks that are computed again in a backward, after other forwards, find their own.
 """
 
 import inspect
@@ -29,6 +29,7 @@ from wallfacer_dt.integrations.diffusers.refusals import (
     blocks_of,
     check_model_is_known,
     check_model_may_run,
+    why_refused,
 )
 from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, RotaryTables
 from wallfacer_dt.kernels import check_kernel
@@ -188,7 +189,7 @@ class ContextParallel:
         return self._forward
 
     def _check_still_set_up(self, model: ModelMixin) -> None:
-        if model is not self._model():
+        if self._model() is not model:
             raise ValueError("this model is a copy of one that context_parallel was given: give it the copy, too")
         for path, module in attention_modules(model).items():
             if not isinstance(module.processor, ProcessorOnMesh) or module.processor.mesh is not self.mesh:
@@ -209,10 +210,7 @@ class ContextParallel:
             if name in self._plan.takes or name == "return_dict":
                 continue
             if isinstance(value, Tensor) or value not in (None, False, {}):
-                raise ValueError(
-                    f"the model was called with {name}, which is not implemented on a mesh: masks and residuals would "
-                    "be of all tokens, adapters' and others' keywords are not known"
-                )
+                raise ValueError(f"the model was called with {name}, which is not implemented: {why_refused(name)}")
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -1,6 +1,7 @@
 """What attention on a mesh would make silently wrong, refused by name before anything runs."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from diffusers import ModelMixin
 from diffusers.models.embeddings import LabelEmbedding
@@ -9,10 +10,27 @@ from torch import nn
 from wallfacer_dt.integrations.diffusers import upstream
 from wallfacer_dt.integrations.diffusers.plans import PROCESSORS, Plan
 
+_KEYWORDS = "what adapters, guidance and others are told by it is not known (a LoRA's scale goes into set_adapters)"
+_RESIDUALS = "a ControlNet's residuals are of all tokens"
+_REFUSED = {
+    "attention_mask": "a mask of the image would be of all tokens",
+    "attention_kwargs": _KEYWORDS,
+    "cross_attention_kwargs": _KEYWORDS,
+    "joint_attention_kwargs": _KEYWORDS,
+    "controlnet_block_samples": _RESIDUALS,
+    "controlnet_single_block_samples": _RESIDUALS,
+    "block_controlnet_hidden_states": _RESIDUALS,
+    "skip_layers": "blocks that are left out are not counted",
+}
 _MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.MultiheadAttention)
 
 
-def attention_modules(model: ModelMixin) -> dict[str, nn.Module]:
+def why_refused(argument: str) -> str:
+    """Of an argument of a call, in words."""
+    return _REFUSED.get(argument, "what it does with a part of the tokens is not known")
+
+
+def attention_modules(model: ModelMixin) -> dict[str, Any]:
     """By path, all modules of a model that have an attention processor."""
     return {path: module for path, module in model.named_modules() if hasattr(module, "set_processor")}
 
@@ -41,7 +59,8 @@ def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     for name, block in blocks_of(model, plan).items():
         for path, module in block.named_modules(prefix=name):
             if isinstance(module, _MIXING):
-                yield f"{path} ({type(module).__name__}) looks at several tokens, of which a rank would see its own only"
+                kind = type(module).__name__
+                yield f"{path} ({kind}) looks at several tokens, of which a rank would see its own only"
     yield from _passing_reasons(model)
 
 
@@ -67,6 +86,6 @@ def _passing_reasons(model: ModelMixin) -> Iterator[str]:
             )
         if isinstance(module, LabelEmbedding) and module.dropout_prob and module.training:
             yield (
-                f"{path} drops labels at random (dropout_prob={module.dropout_prob}), other ones on every rank: set its "
-                "dropout_prob to 0, and give class_labels of which some are num_classes, the same on all ranks"
+                f"{path} drops labels at random, other ones on every rank: set its dropout_prob to 0, and give "
+                "class_labels of which some are num_classes, the same on all ranks"
             )
