@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import MESHES, RANKS, Outcome, errors_of, gradients, verdict
+from tests.models import MESHES, Outcome, errors_of, gradients, verdict
 from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -194,7 +194,7 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
     grads = gradients(model)
     for grad in grads.values():
         dist.all_reduce(grad)
-        grad /= RANKS
+        grad /= dist.get_world_size()
     return grads
 
 
