@@ -86,7 +86,8 @@ class ContextParallel:
         try:
             yield model
         finally:
-            self._turn_on(model)
+            if getattr(model, _HANDLE, None) is self:  # or it has been set up otherwise meanwhile
+                self._turn_on(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
         """Of the one model, of which a copy is not: it says so when it is called."""
