@@ -15,8 +15,11 @@ from tests.tally import Tally
 from wallfacer_dt.testing import RankPool
 
 torch.set_num_threads(1)
-if importlib.util.find_spec("transformers") is None:  # its examples cannot be imported
-    collect_ignore_glob = ["wallfacer_dt/integrations/transformers/*"]
+collect_ignore_glob = [  # their examples cannot be imported
+    f"wallfacer_dt/integrations/{name}/*"
+    for name in ("diffusers", "transformers")
+    if importlib.util.find_spec(name) is None
+]
 # A first example on a size starts its pool, which is no flaw of the property.
 _SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("fast", derandomize=True, max_examples=60, **_SLOW)

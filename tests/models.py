@@ -1,6 +1,7 @@
 """What models of transformers do on a mesh: run on ranks beside one process, and written down in docs/models.md.
 
-``python -m tests.models > docs/models.md`` writes the document. A model is a row: tiny, random, made of its config.
+``python -m tests.models > docs/models.md`` writes the document, of which the end is
+:mod:`tests.diffusion_models`. A model is a row: tiny, random, made of its config.
 A cell is a mesh of four ranks, with rows packed or not: loss and every parameter's gradient are those of one process,
 or the model is refused, on every rank. Packed documents are compared with each of them run by itself.
 """
@@ -383,6 +384,10 @@ Orders of tokens are `head_tail` on a ring, `head_tail` and packed `document_hea
 
 
 if __name__ == "__main__":
+    from tests import diffusion_models
+
     ranks = RankPool(RANKS, timeout=300)
-    print(document(dict(try_all(ranks, MODELS, lambda _: KEYS))), end="")
+    print(document(dict(try_all(ranks, MODELS, lambda _: KEYS))))
+    tried = diffusion_models.try_all(ranks, diffusion_models.MODELS, lambda _: diffusion_models.KEYS)
+    print(diffusion_models.section(dict(tried)), end="")
     ranks.close()

@@ -117,7 +117,7 @@ shard_sequence
 split_context_axis
     mesh, ring=1, team=1, *, ulysses=1, placement='team_in_node'
 unshard_sequence
-    x, order, *, dim, document_ids=None, cu_seqlens=None
+    x, order, *, dim, document_ids=None, cu_seqlens=None, grad=False
 checkpoint.save_attention
     policy=None
 plans.llama3_plan

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
 
 
-def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, bool, bool, bool]:
+def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, ...]:
     mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
     whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
     rows = torch.tensor(held(index_of(case), case.axes, case.order, shape[dim]), dtype=torch.int64)
@@ -35,11 +35,17 @@ def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, bool
     leaf = whole.clone().requires_grad_()
     shard_sequence(leaf, TokenOrder(case.order, mesh), dim=dim).sum().backward()
     touched = torch.zeros_like(whole).index_fill(dim, rows, 1.0)
+    mine = shard.clone().requires_grad_()
+    copy = unshard_sequence(mine, TokenOrder(case.order, mesh), dim=dim, grad=True)
+    (copy * (whole + dist.get_rank())).sum().backward()  # another loss on every rank
+    summed = case.size * whole + sum(range(case.size))
     return (
         shard.equal(whole.index_select(dim, rows)) and shard.is_contiguous(),
         unshard_sequence(shard, TokenOrder(case.order, mesh), dim=dim).equal(whole),
         sequence_positions(shape[dim], TokenOrder(case.order, mesh)).equal(rows),
         leaf.grad is not None and leaf.grad.equal(touched),
+        copy.equal(whole),
+        mine.grad is not None and mine.grad.equal(summed.index_select(dim, rows)),
     )
 
 
@@ -69,8 +75,10 @@ def test_round_trip_of_any_length(threads: Ranks, size: int, data: st.DataObject
     assert all(all(checks) for checks in threads(size).run(round_trip, case, tuple(shape), dim))
 
 
-def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[list[list[int]], bool, bool]:
-    """Positions that this rank holds by row, whether they say so themselves, and whether a batch comes back."""
+def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[list[list[int]], bool, bool, bool]:
+    """Positions that this rank holds by row, whether they say so themselves, and whether a batch comes back, and the
+    gradients of all ranks' copies.
+    """
     mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
     batch, length = ids.shape
     documents = {"document_ids": ids}
@@ -84,10 +92,13 @@ def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[li
     positions = sequence_positions(length, TokenOrder("document_head_tail", mesh), **documents)
     positions = positions if positions.ndim == 2 else positions.expand(batch, -1)
     offset = 100 * torch.arange(batch)[:, None]
+    mine = shard.float().requires_grad_()
+    (unshard_sequence(mine, **options, grad=True) * (stacked + dist.get_rank())).sum().backward()
     return (
         (shard - offset).tolist(),
         shard.equal(positions + offset),
         unshard_sequence(shard, **options).equal(stacked),
+        mine.grad is not None and mine.grad.equal((case.size * shard + sum(range(case.size))).float()),
     )
 
 
@@ -104,7 +115,7 @@ def test_round_trip_by_document(threads: Ranks, size: int, data: st.DataObject) 
     begins = begins[:1] * batch if use_cumulative else begins
     ids = torch.tensor([[sum(b <= p for b in row) for p in range(length)] for row in begins])
     answers = threads(size).run(by_document, case, ids, use_cumulative)
-    assert all(checks == [True, True] for _, *checks in answers)
+    assert all(checks == [True] * 3 for _, *checks in answers)
     for row in range(batch):
         assert sorted(p for held_by_row, *_ in answers for p in held_by_row[row]) == list(range(length))
         for document in set(ids[row].tolist()):

@@ -1,14 +1,19 @@
 """The loader's side: deal a sequence out to the ranks of a token order, and put it together again."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.agreement.agree import agree, agree_on, refusing_together
 from wallfacer_dt.calls import groups_here
-from wallfacer_dt.collectives.functional import all_gather, wait
+from wallfacer_dt.collectives.functional import all_gather, all_to_all, wait
 from wallfacer_dt.collectives.groups import group_size
 from wallfacer_dt.documents import boundaries, check_documents, digest
+from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
 from wallfacer_dt.order import TokenOrder, check_token_order
 from wallfacer_dt.rows import Members, Rows
@@ -48,12 +53,13 @@ def unshard_sequence(
     dim: int,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    grad: bool = False,
 ) -> Tensor:
     """The whole tensor, on every rank, from the shards: the inverse of :func:`shard_sequence`.
 
     Gathers along one axis after the other; every rank of the mesh must call it, with shards that differ along ``dim``
-    only. Meant for looking at results: a gradient through it would depend on what each rank does with its copy, so a
-    tensor that needs one is refused.
+    only. A gradient through it depends on what each rank does with its copy, so a tensor that needs one is refused
+    unless ``grad`` says that this is known.
 
     Args:
         x: this rank's shard.
@@ -61,6 +67,9 @@ def unshard_sequence(
         dim: the sequence dim.
         document_ids: as :func:`shard_sequence` was given them.
         cu_seqlens: likewise.
+        grad: differentiable: the gradients of all ranks' copies are summed, as if the loss were the sum of what ranks
+            compute. Where each of P ranks computes the same loss of the whole, that is P times the loss: divide it by
+            P, or average gradients over ranks instead of summing them. All ranks call the backward.
 
     Returns:
         A contiguous tensor with N positions along ``dim``.
@@ -75,10 +84,11 @@ def unshard_sequence(
         # Of a pickled order the groups may be called otherwise here.
         groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names)
         dim = _checked_dim(x, dim)
-        if x.requires_grad and torch.is_grad_enabled():
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+        if needs_gradient and not grad:
             raise ValueError(
-                "unshard_sequence has no gradient: call it under torch.no_grad() or on x.detach(), "
-                "and compute the loss on the shards"
+                "unshard_sequence has no gradient: call it under torch.no_grad() or on x.detach(), and compute the "
+                "loss on the shards; or with grad=True, which sums the gradients of all ranks' copies"
             )
         if x.device.type != order.device_type:
             raise ValueError(f"x must be on the mesh's device type {order.device_type!r}, got {x.device}")
@@ -92,6 +102,7 @@ def unshard_sequence(
             "the dtype of x": x.dtype,
             "what says where documents are": kind or "nothing",
             "the documents": digest(documents),
+            "whether it needs a gradient": needs_gradient,
         }
         agree("unshard_sequence", signature.items(), order.mesh_name)
     sizes = _gathered(torch.tensor([x.shape[dim]], device=x.device), groups).tolist()
@@ -101,10 +112,66 @@ def unshard_sequence(
             f"shards of {sizes} positions are none of shard_sequence's, which for {length} positions in "
             f"order={order.name!r} are {list(shard_sizes(length, order.axes, order.name))}"
         )
-    padded = torch.cat([x, x.new_zeros((*x.shape[:dim], padded_length - x.shape[dim], *x.shape[dim + 1 :]))], dim)
-    shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
     by_row = [in_order(enumerate(row)) for row in _dealt(x, dim, length, order, document_ids, cu_seqlens)]
-    return Members.made(by_row, len(sizes)).together(shards, dim).contiguous()
+    gathering = _Gathering(groups, dim, Members.made(by_row, len(sizes)), padded_length, order.mesh_name)
+    return _Gather.apply(x, gathering) if needs_gradient else gathering.whole(x)
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """How ranks' shards are put together, and the gradients of the whole are brought back to who holds the rows.
+
+    Attributes:
+        groups: names of the process groups of axes ulysses, ring and team, or empty.
+        dim: the sequence dim.
+        members: rows of the whole, by sequence index.
+        padded: the longest shard.
+        mesh: its name.
+    """
+
+    groups: tuple[str, str, str]
+    dim: int
+    members: Members
+    padded: int
+    mesh: str
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All ranks' shards in order."""
+        mine = self._padded(x)
+        shards = _gathered(mine.contiguous().view(-1), self.groups).view(-1, *mine.shape).unbind(0)
+        return self.members.together(shards, self.dim).contiguous()
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """Of this rank's rows, the sum of what all ranks have; in a wider dtype on the way."""
+        wide = accumulation_dtype(whole.dtype)
+        flat = torch.stack([self._padded(rows.of(whole, self.dim)).to(wide) for rows in self.members.rows])
+        shape = flat.shape[1:]
+        for name in filter(None, self.groups):
+            size = group_size(name)
+            if size > 1:
+                splits = [flat.numel() // size] * size
+                flat = wait(all_to_all(flat.contiguous().view(-1), splits, splits, name)).view(size, -1, *shape).sum(0)
+        return flat.view(shape).to(whole.dtype)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        more = self.padded - x.shape[self.dim]
+        return torch.cat([x, x.new_zeros((*x.shape[: self.dim], more, *x.shape[self.dim + 1 :]))], self.dim)
+
+
+class _Gather(torch.autograd.Function):
+    """From a shard the whole; from the gradients of all ranks' wholes that of the shard."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathering: _Gathering) -> Tensor:  # pyrefly: ignore[bad-override]
+        ctx.gathering, ctx.length = gathering, x.shape[gathering.dim]
+        return gathering.whole(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        gathering = ctx.gathering
+        agree_on(grad, "the backward of unshard_sequence", [("its shape", tuple(grad.shape))], gathering.mesh)
+        return gathering.summed(grad).narrow(gathering.dim, 0, ctx.length), None
 
 
 def sequence_positions(

@@ -1,0 +1,255 @@
+"""What models of diffusers do on a mesh: run on ranks beside one process; :mod:`tests.models` writes it down.
+
+A model is a row: tiny, random, made of its config. A cell is a mesh of four ranks, with a number of tokens that ranks
+divide or not: loss and every parameter's gradient are those of one process, or the model is refused, on every rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import MESHES, Outcome, errors_of, gradients, verdict
+from wallfacer_dt import context_mesh
+from wallfacer_dt.testing import RankPool, worst_error
+
+Key = tuple[str, bool]  # mesh, and whether ranks divide the tokens
+Outcomes = dict[Key, Outcome]
+KEYS: list[Key] = [(mesh, even) for mesh in MESHES for even in (True, False)]
+TEXT = 7  # tokens, which ranks do not divide
+HEADS = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}
+Draw = Callable[..., Tensor]
+Inputs = Callable[[Draw, bool], dict[str, Any]]
+# Of latents, by whether four ranks divide their patches of 2 x 2.
+SQUARE = {True: (12, 12), False: (10, 10)}
+OBLONG = {True: (8, 12), False: (6, 10)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of diffusers.
+
+    Attributes:
+        kind: name of its class.
+        config: its config.
+        inputs: what it is called with, of what draws random numbers, and whether ranks divide the tokens.
+        has: what its attention sees, or it has.
+        labels: whether labels are dropped at random, as DiT does in training unless it is told otherwise.
+    """
+
+    kind: str
+    config: dict[str, Any]
+    inputs: Inputs
+    has: str = ""
+    labels: bool = field(default=False, kw_only=True)
+
+    def made(self) -> nn.Module:
+        """The model, with the same random parameters everywhere, of which some are large enough for errors to show."""
+        import diffusers
+
+        torch.manual_seed(0)
+        model = getattr(diffusers, self.kind)(**self.config).double().train()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if any(what in name for what in ("to_q.w", "add_q_proj.w", "norm_q.w", "norm_added_q.w")):
+                    p.mul_(4)
+        if not self.labels:
+            for module in model.modules():
+                if hasattr(module, "dropout_prob"):
+                    module.dropout_prob = 0.0
+        return model
+
+    def called_with(self, even: bool) -> dict[str, Any]:
+        """Inputs of two images, the same on all ranks."""
+        generator = torch.Generator().manual_seed(1)
+        return self.inputs(lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64), even)
+
+
+def dit(draw: Draw, even: bool) -> dict[str, Any]:
+    return {"hidden_states": draw(2, 4, *SQUARE[even]), "timestep": torch.tensor([3, 700]),
+            "class_labels": torch.tensor([1, 9])}  # fmt: skip
+
+
+def pixart(draw: Draw, even: bool) -> dict[str, Any]:
+    mask = torch.ones(2, TEXT)
+    mask[0, 4:] = 0
+    return {"hidden_states": draw(2, 4, *OBLONG[even]), "encoder_hidden_states": draw(2, TEXT, 24),
+            "timestep": torch.tensor([3, 700]), "encoder_attention_mask": mask}  # fmt: skip
+
+
+def sd3(draw: Draw, even: bool) -> dict[str, Any]:
+    return {"hidden_states": draw(2, 4, *OBLONG[even]), "encoder_hidden_states": draw(2, TEXT, 24),
+            "pooled_projections": draw(2, 16), "timestep": torch.tensor([3, 700])}  # fmt: skip
+
+
+def flux(draw: Draw, even: bool) -> dict[str, Any]:
+    height, width = (n // 2 for n in OBLONG[even])
+    places = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), -1).view(-1, 2)
+    return {"hidden_states": draw(2, height * width, 8), "encoder_hidden_states": draw(2, TEXT, 24),
+            "pooled_projections": draw(2, 16), "timestep": torch.tensor([0.003, 0.7]).double(),
+            "img_ids": F.pad(places, (1, 0)).double(), "txt_ids": torch.zeros(TEXT, 3).double(),
+            "guidance": torch.tensor([3.5, 1.0]).double()}  # fmt: skip
+
+
+def flux_with_residuals(draw: Draw, even: bool) -> dict[str, Any]:
+    given = flux(draw, even)
+    return {**given, "controlnet_block_samples": [draw(2, given["hidden_states"].shape[1], 32)]}
+
+
+def wan(draw: Draw, even: bool) -> dict[str, Any]:
+    return {"hidden_states": draw(2, 4, 3, *((8, 8) if even else (6, 6))), "timestep": torch.tensor([3, 700]),
+            "encoder_hidden_states": draw(2, TEXT, 24)}  # fmt: skip
+
+
+def wan_by_token(draw: Draw, even: bool) -> dict[str, Any]:
+    given = wan(draw, even)
+    tokens = 3 * (16 if even else 9)
+    return {**given, "timestep": torch.arange(2 * tokens).view(2, tokens) % 997}
+
+
+def wan_with_image(draw: Draw, even: bool) -> dict[str, Any]:
+    # The processor takes the last 512 tokens for text.
+    return {**wan(draw, even), "encoder_hidden_states": draw(2, 512, 24), "encoder_hidden_states_image": draw(2, 5, 20)}
+
+
+DIT = HEADS | {"sample_size": 12, "num_embeds_ada_norm": 10}
+PIXART = HEADS | {"sample_size": 12, "cross_attention_dim": 32, "caption_channels": 24, "interpolation_scale": 1}
+SD3 = HEADS | {
+    "sample_size": 16, "in_channels": 4, "out_channels": 4, "pos_embed_max_size": 16, "joint_attention_dim": 24,
+    "caption_projection_dim": 32, "pooled_projection_dim": 16,
+}  # fmt: skip
+FLUX = HEADS | {
+    "in_channels": 8, "num_single_layers": 2, "joint_attention_dim": 24, "pooled_projection_dim": 16,
+    "axes_dims_rope": (2, 2, 4), "guidance_embeds": True,
+}  # fmt: skip
+WAN = HEADS | {
+    "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 48,
+    "rope_max_seq_len": 32,
+}  # fmt: skip
+AURA = {
+    "sample_size": 8, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8,
+    "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 32, "pos_embed_max_size": 64,
+}  # fmt: skip
+MODELS: dict[str, Model] = {
+    "DiT": Model("DiTTransformer2DModel", DIT, dit),
+    "DiT, labels dropped": Model("DiTTransformer2DModel", DIT, dit, labels=True),
+    "PixArt": Model("PixArtTransformer2DModel", PIXART, pixart, "cross attention, masked"),
+    "PixArt, dropout": Model("PixArtTransformer2DModel", PIXART | {"dropout": 0.1}, pixart, "cross attention"),
+    "SD3": Model("SD3Transformer2DModel", SD3, sd3, "joint attention"),
+    "SD3.5": Model(
+        "SD3Transformer2DModel", SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": (0,)}, sd3,
+        "joint and dual attention",
+    ),
+    "Flux": Model("FluxTransformer2DModel", FLUX, flux, "joint attention, rotary tables"),
+    "Flux, with a ControlNet": Model("FluxTransformer2DModel", FLUX, flux_with_residuals),
+    "Wan 2.1": Model("WanTransformer3DModel", WAN, wan, "video, cross attention, rotary tables"),
+    "Wan 2.1, from an image": Model(
+        "WanTransformer3DModel", WAN | {"image_dim": 20, "added_kv_proj_dim": 48}, wan_with_image,
+        "two cross attentions",
+    ),
+    "Wan 2.2": Model("WanTransformer3DModel", WAN, wan_by_token, "a timestep for every token"),
+    "AuraFlow": Model("AuraFlowTransformer2DModel", AURA, sd3),
+}  # fmt: skip
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """That of all of the output, against something random."""
+    found = model(**inputs, return_dict=False)[0]
+    generator = torch.Generator().manual_seed(2)
+    wanted = torch.randn(found.shape, generator=generator, dtype=torch.float64).to(found.dtype)
+    return F.mse_loss(found, wanted)  # no comparison: a loss
+
+
+def try_model(name: str, keys: list[Key]) -> Outcomes:
+    """On every rank: a model on meshes, beside one process."""
+    from wallfacer_dt.integrations.diffusers import context_parallel
+
+    kind = MODELS[name]
+    model = kind.made()
+    outcomes: Outcomes = {}
+    expected: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
+    for mesh_name, even in keys:
+        mesh = context_mesh("cpu", **MESHES[mesh_name])
+        inputs = kind.called_with(even)
+        try:
+            handle = context_parallel(model, mesh)
+            if even not in expected:
+                with handle.whole():
+                    loss = loss_of(model, inputs)
+                    loss.backward()
+                expected[even] = loss.detach(), gradients(model)
+            outcomes[mesh_name, even] = compared(model, inputs, *expected[even])
+        except (ValueError, TypeError, NotImplementedError) as error:
+            outcomes[mesh_name, even] = Outcome(refused=f"{error}")
+            model.zero_grad()
+    return outcomes
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients, averaged over ranks; and the model's are gone."""
+    grads = gradients(model)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return grads
+
+
+def compared(model: nn.Module, inputs: dict[str, Any], loss: Tensor, expected: dict[str, Tensor]) -> Outcome:
+    """Beside one process. The loss is the same on every rank, to the last bit, since outputs are put together."""
+    found = loss_of(model, inputs)
+    found.backward()
+    errors = errors_of(averaged(model), expected)
+    worst = max(errors, key=lambda name: errors[name])
+    return Outcome(worst_error([(found.detach()[None], loss[None])], relative_to="each"), errors[worst], worst)
+
+
+def try_all(pool: RankPool, names: Iterable[str], keys: Callable[[str], list[Key]]) -> Iterator[tuple[str, Outcomes]]:
+    """What models give on meshes. What one rank refuses, all have refused."""
+    for name in names:
+        told = pool.run(try_model, name, keys(name))
+        for key in keys(name):
+            assert len({bool(its[key].refused) for its in told}) == 1, [its[key] for its in told]
+        yield name, told[0]
+
+
+def section(outcomes: dict[str, Outcomes]) -> str:
+    """That of docs/models.md."""
+    import diffusers
+
+    notes: list[str] = []
+
+    def noted(text: str) -> int:
+        if text not in notes:
+            notes.append(text)
+        return notes.index(text) + 1
+
+    lines = []
+    for name, tried in outcomes.items():
+        told = [verdict(tried[key]) for key in KEYS]
+        cells = [what if what in ("equal", "WRONG") else f"refused ({noted(what)})" for what in told]
+        own = "none" if getattr(diffusers, MODELS[name].kind)._cp_plan is None else "yes"
+        lines.append(f"| {' | '.join([name, MODELS[name].has, *cells, own])} |")
+    columns = [f"{mesh}{'' if even else ', uneven'}" for mesh, even in KEYS]
+    head = f"| {' | '.join(['model', 'has', *columns, '`_cp_plan`'])} |\n|{' --- |' * (len(KEYS) + 3)}"
+    said = "\n".join(f"{n}. `{text}`" for n, text in enumerate(notes, 1))
+    return SECTION.format(version=diffusers.__version__, head=head, lines="\n".join(lines), notes=said)
+
+
+TITLE = "## Models of diffusers"
+SECTION = f"""{TITLE}
+
+With diffusers {{version}}; `tests/test_diffusers.py` fails when it is out of date. As above, but for this: models are
+called with whole latents on every rank, and give whole outputs; the loss is a mean over all of the output, and
+gradients are averaged over ranks. **uneven**: a number of tokens that four ranks do not divide; nor do they that of the
+text, ever. Rotary tables, and norms of Wan, are applied in float32. The last column says whether diffusers has a plan
+of its own, for its context parallelism.
+
+{{head}}
+{{lines}}
+
+{{notes}}
+"""

@@ -1,0 +1,427 @@
+"""Models of diffusers on a mesh: each gives what docs/models.md says, and what a call brings is never swallowed."""
+
+import copy
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from wallfacer_dt import EquivalenceError, TokenOrder, check_model, context_mesh
+from wallfacer_dt.testing import RankPool, worst_error
+
+pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
+
+from diffusers import FirstBlockCacheConfig
+from diffusers.models.attention_processor import AttnProcessor
+
+from tests.diffusion_models import (
+    KEYS,
+    MODELS,
+    TITLE,
+    Key,
+    Outcomes,
+    averaged,
+    errors_of,
+    gradients,
+    loss_of,
+    section,
+    try_all,
+    try_model,
+)
+from tests.models import RANKS, verdict
+from wallfacer_dt.integrations.diffusers import attend, context_parallel, share_inputs
+
+Ranks = Callable[[int], RankPool]
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+GUIDE = Path(__file__).parent.parent / "docs" / "diffusers.md"
+
+
+def written() -> str:
+    """What docs/models.md says of diffusers."""
+    return TITLE + PAGE.read_text().partition(TITLE)[2]
+
+
+def one(name: str) -> list[Key]:
+    """A cell; by turns on other meshes, and of tokens that ranks divide or do not."""
+    return [KEYS[(5 * list(MODELS).index(name) + 1) % len(KEYS)]]
+
+
+def check_row(name: str, tried: Outcomes) -> None:
+    row = next(line for line in written().splitlines() if line.startswith(f"| {name} |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", written(), re.MULTILINE))
+    for key, outcome in tried.items():
+        found = re.fullmatch(r"refused \((\d+)\)", cells[2 + KEYS.index(key)])
+        assert (notes[found[1]] if found else cells[2 + KEYS.index(key)]) == verdict(outcome), (key, outcome)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(threads: Ranks, name: str) -> None:
+    for _, tried in try_all(threads(RANKS), [name], one):
+        check_row(name, tried)
+
+
+@pytest.mark.whole
+def test_models_on_all_meshes(ranks: Ranks) -> None:
+    assert section(dict(try_all(ranks(RANKS), MODELS, lambda _: KEYS))) == written()
+
+
+ATTENTION = attend.context_parallel_attention
+SPOILT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "": lambda told: told,
+    "scale": lambda told: told | {"scale": 0.5},
+    # The text, which all ranks hold, is taken for tokens of each.
+    "replicated": lambda told: told | {"replicated": 0, "length": told["length"] + RANKS * told["replicated"]},
+}
+_RANK = threading.local()
+
+
+@contextmanager
+def spoilt(option: str) -> Iterator[None]:
+    """Attention is told something else, on this rank; ranks may be threads, and leave at other times."""
+    attend.context_parallel_attention = lambda *args, **told: ATTENTION(*args, **SPOILT[_RANK.spoilt](told))
+    _RANK.spoilt = option
+    try:
+        yield
+    finally:
+        _RANK.spoilt = ""
+
+
+def try_spoilt(name: str, option: str) -> Outcomes:
+    with spoilt(option):
+        return try_model(name, [KEYS[0]])
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("DiT", "scale"), ("Wan 2.1", "scale"), ("SD3", "replicated"), ("SD3.5", "scale"), ("Flux", "replicated")],
+)
+def test_an_option_that_is_dropped_shows(threads: Ranks, name: str, option: str) -> None:
+    for told in threads(RANKS).run(try_spoilt, name, option):
+        assert verdict(told[KEYS[0]]) == "WRONG"
+        assert max(told[KEYS[0]].loss, told[KEYS[0]].gradient) > 1e-3
+
+
+def set_up() -> Any:
+    return context_mesh("cpu", ring=2, team=2)
+
+
+def single_precision() -> list[float]:
+    """Outputs and gradients in float32, beside float64."""
+    errors = []
+    for name in ("SD3.5", "Flux", "Wan 2.1"):
+        model, inputs = MODELS[name].made(), MODELS[name].called_with(even=False)
+        loss_of(model, inputs).backward()
+        expected = gradients(model)
+        model.float()
+        context_parallel(model, set_up())
+        inputs = {key: x.float() if x.is_floating_point() else x for key, x in inputs.items()}
+        loss_of(model, inputs).backward()
+        found = averaged(model)
+        errors += [max(errors_of({key: x.double() for key, x in found.items()}, expected).values())]
+    return errors
+
+
+def test_single_precision(threads: Ranks) -> None:
+    for errors in threads(RANKS).run(single_precision):
+        assert max(errors) < 1e-3
+
+
+def in_turn() -> list[float]:
+    """Forwards of three models, checkpointed, of other numbers of tokens; then their backwards, which compute again."""
+    names = ("SD3", "Flux", "Wan 2.1")
+    expected, losses, models = [], [], []
+    for name in names:
+        model, inputs = MODELS[name].made(), MODELS[name].called_with(even=False)
+        loss_of(model, inputs).backward()
+        expected.append(gradients(model))
+        model.enable_gradient_checkpointing()
+        context_parallel(model, set_up())
+        losses.append(loss_of(model, inputs))
+        with torch.no_grad():  # of another length, in between
+            loss_of(model, MODELS[name].called_with(even=True))
+        models.append(model)
+    for loss in reversed(losses):
+        loss.backward()
+    found = [averaged(model) for model in models]
+    return [max(errors_of(*pair).values()) for pair in zip(found, expected, strict=True)]
+
+
+def test_checkpointed_models_take_turns(threads: Ranks) -> None:
+    for errors in threads(RANKS).run(in_turn):
+        assert max(errors) < 1e-5
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "went through"
+
+
+def refused_calls() -> dict[str, str]:
+    """On every rank: what models say to calls that would be silently wrong, or that are not known to be right."""
+    mesh, rank = set_up(), dist.get_rank()
+    flux, pixart, dit = (MODELS[name].made().eval() for name in ("Flux", "PixArt", "DiT"))
+    given = {m: MODELS[name].called_with(even=True) for m, name in ((flux, "Flux"), (pixart, "PixArt"), (dit, "DiT"))}
+    handles = {model: context_parallel(model, mesh) for model in given}
+    said = {}
+
+    def say(name: str, model: Any, **changes: Any) -> None:
+        said[name] = refusal(lambda: model(**given[model] | changes))
+
+    def say_of(name: str, call: Callable[[], Any]) -> None:
+        said[name] = refusal(call)
+
+    with torch.no_grad():
+        say("other latents on a rank", flux, hidden_states=given[flux]["hidden_states"] + (rank == 2))
+        say("another timestep on a rank", dit, timestep=given[dit]["timestep"] + (rank == 1))
+        say("another shape on a rank", dit, hidden_states=torch.zeros(2, 4, 8 + 2 * (rank == 3), 8).double())
+        say("an adapter's keywords", flux, joint_attention_kwargs={"scale": 0.5})
+        say("no keywords", flux, joint_attention_kwargs={})
+        say("a mask of the image", pixart, attention_mask=torch.ones(2, 24))
+        say("no text", flux, encoder_hidden_states=None)
+        say("too few tokens", dit, hidden_states=torch.zeros(2, 4, 2, 2).double())
+        say("places of another image", flux, img_ids=given[flux]["img_ids"][1:])
+        block, tokens, ones = dit.transformer_blocks[0], torch.zeros(2, 9, 32).double(), torch.ones(2).long()
+        say_of("a block", lambda: block(tokens, timestep=ones, class_labels=ones))
+        say_of("a module", lambda: dit.pos_embed(given[dit]["hidden_states"]))
+        say_of("a copy", lambda: copy.deepcopy(dit)(**given[dit]))
+        dit.train()
+        dit.transformer_blocks[1].ff.net[1].p = 0.1
+        say("dropout", dit)
+        dit.transformer_blocks[1].ff.net[1].p = 0.0
+        flux.enable_cache(FirstBlockCacheConfig())
+        say("a cache", flux)
+        flux.disable_cache()
+        say("afterwards", flux)
+        processor = pixart.transformer_blocks[0].attn1.processor
+        pixart.transformer_blocks[0].attn1.set_processor(AttnProcessor())
+        say("another processor", pixart)
+        pixart.transformer_blocks[0].attn1.set_processor(processor)
+        projection, flux.proj_out = flux.proj_out, torch.nn.Sequential(flux.proj_out)
+        say("an adapter that comes later", flux)
+        flux.proj_out = projection
+        for handle in handles.values():
+            handle.remove()
+        for name, model in (("Flux", flux), ("PixArt", pixart), ("DiT", dit)):
+            say(f"{name}, removed", model)
+    return said
+
+
+SAYS = {
+    "other latents on a rank": "what hidden_states holds must be the same on every rank",
+    "another timestep on a rank": "what timestep holds must be the same on every rank",
+    "another shape on a rank": "the kind of hidden_states must be the same on every rank",
+    "an adapter's keywords": "called with joint_attention_kwargs",
+    "no keywords": "went through",
+    "a mask of the image": "called with attention_mask",
+    "no text": "encoder_hidden_states must be the text",
+    "too few tokens": "1 tokens are too few for 4 ranks: dealt out as (1, 0, 0, 0)",
+    "places of another image": "the tables of pos_embed are of 23 tokens, where the model has 24",
+    "a block": "transformer_blocks.0.attn1 was called outside a forward",
+    "a module": "was called by itself",
+    "a copy": "a copy of one",
+    "dropout": "dropout=0.1 of transformer_blocks.1.ff.net.1",
+    "a cache": "call disable_cache()",
+    "afterwards": "went through",
+    "another processor": "the attention processor of transformer_blocks.0.attn1 is another",
+    "an adapter that comes later": "proj_out is another module than context_parallel has seen",
+    "Flux, removed": "went through",
+    "PixArt, removed": "went through",
+    "DiT, removed": "went through",
+}
+
+
+def test_calls_that_are_refused(threads: Ranks) -> None:
+    for told in threads(RANKS).run(refused_calls):
+        assert told.keys() == SAYS.keys()
+        for name, what in SAYS.items():
+            assert what in told[name], (name, told[name])
+            assert (what == "went through") == (told[name] == "went through"), (name, told[name])
+
+
+def refused_models() -> dict[str, str]:
+    mesh = set_up()
+    sd3, flux, gligen = MODELS["SD3"].made(), MODELS["Flux"].made(), MODELS["PixArt"].made()
+    sd3.set_attn_processor(AttnProcessor())
+    flux.transformer_blocks[1].ff.net.append(torch.nn.GroupNorm(2, 32))
+    gligen.register_to_config(attention_type="gated")
+
+    class Other(type(MODELS["DiT"].made())):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    other = MODELS["DiT"].made()
+    other.__class__ = Other
+    return {
+        "another processor": refusal(lambda: context_parallel(sd3, mesh)),
+        "a norm over tokens": refusal(lambda: context_parallel(flux, mesh)),
+        "gligen": refusal(lambda: context_parallel(gligen, mesh)),
+        "another forward": refusal(lambda: context_parallel(other, mesh)),
+        "no model": refusal(lambda: context_parallel(torch.nn.Linear(2, 2), mesh)),
+        "another schedule on a rank": refusal(
+            lambda: context_parallel(MODELS["DiT"].made(), mesh, schedule=("2d", "rings")[dist.get_rank() == 1])
+        ),
+        "a kernel": refusal(lambda: context_parallel(MODELS["DiT"].made(), mesh, kernel="fast")),
+    }
+
+
+def test_models_that_are_refused(threads: Ranks) -> None:
+    says = {
+        "another processor": "the processor AttnProcessor of transformer_blocks.0.attn is not known",
+        "a norm over tokens": "transformer_blocks.1.ff.net.3 (GroupNorm) looks at several tokens",
+        "gligen": "attention_type='gated'",
+        "another forward": "its forward is not that of DiTTransformer2DModel",
+        "no model": "must be a ModelMixin",
+        "another schedule on a rank": "schedule must be the same on every rank",
+        "a kernel": "kernel must be one of",
+    }
+    for told in threads(RANKS).run(refused_models):
+        assert told.keys() == says.keys()
+        for name, what in says.items():
+            assert what in told[name], (name, told[name])
+
+
+def elsewhere() -> str:
+    """Attention that is computed by another of diffusers' backends."""
+    model = MODELS["Flux"].made().requires_grad_(False)
+    model.set_attention_backend("flex")
+    context_parallel(model, set_up())
+    return refusal(lambda: model(**MODELS["Flux"].called_with(even=True)))
+
+
+def test_attention_that_is_computed_elsewhere_is_refused(threads: Ranks) -> None:
+    for told in threads(RANKS).run(elsewhere):
+        assert "transformer_blocks.0.attn called scaled_dot_product_attention 0 times" in told
+
+
+def shared() -> tuple[bool, bool, bool, list[str]]:
+    mesh, rank = context_mesh("cpu", ulysses=2, ring=2), dist.get_rank()
+    given = {"noise": torch.randn(2, 3, generator=torch.Generator().manual_seed(rank)).bfloat16(),
+             "timestep": torch.tensor(rank + 5), "drop": torch.tensor([rank == 0])}  # fmt: skip
+    got = share_inputs(mesh, **given, guidance=None)
+    firsts = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return (
+        got["noise"].equal(firsts) and got["timestep"].item() == 5 and got["drop"].tolist() == [True],
+        got["guidance"] is None and got.keys() == {*given, "guidance"},
+        given["timestep"].item() == rank + 5,
+        [
+            refusal(lambda: share_inputs(mesh, noise=torch.zeros(2, requires_grad=True))),
+            refusal(lambda: share_inputs(mesh, noise=torch.zeros(2 + rank))),
+            refusal(lambda: share_inputs(mesh, noise=torch.zeros(2, device="meta"))),
+        ],
+    )  # fmt: skip
+
+
+def test_inputs_are_shared(threads: Ranks) -> None:
+    for *right, (gradient, shape, device) in threads(RANKS).run(shared):
+        assert right == [True] * 3
+        assert "noise needs a gradient" in gradient
+        assert "noise must be the same on every rank" in shape
+        assert "noise must be on the mesh's device type 'cpu'" in device
+
+
+def checked(option: str) -> str:
+    """What check_model says of a model; the loss is the same on all ranks, of which each gives a part."""
+    mesh, model, inputs = set_up(), MODELS["SD3"].made(), MODELS["SD3"].called_with(even=True)
+    handle = context_parallel(model, mesh)
+
+    def whole(model: Any) -> Any:
+        with handle.whole():
+            return loss_of(model, inputs)
+
+    with spoilt(option):
+        try:
+            check_model(
+                model, mesh, whole=whole, sharded=lambda model: loss_of(model, inputs) / RANKS,
+                order=TokenOrder("contiguous", mesh),
+            )  # fmt: skip
+        except EquivalenceError as error:
+            return str(error)
+    return "equal"
+
+
+def test_check_model(threads: Ranks) -> None:
+    assert threads(RANKS).run(checked, "") == ["equal"] * RANKS
+    for told in threads(RANKS).run(checked, "scale"):
+        assert "that of transformer_blocks.0" in told
+
+
+def fully_sharded() -> list[float]:
+    """FSDP2, whose average is that of this; after context_parallel, and before it."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, errors = set_up(), []
+    for is_first in (True, False):
+        model, inputs = MODELS["Flux"].made(), MODELS["Flux"].called_with(even=False)
+        loss_of(model, inputs).backward()
+        expected = gradients(model)
+        if is_first:
+            context_parallel(model, mesh)
+        for module in (*model.transformer_blocks, *model.single_transformer_blocks, model):
+            fully_shard(module, mesh=mesh._flatten("tokens"))
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        if not is_first:
+            context_parallel(model, mesh)
+        loss_of(model, inputs).backward()
+        found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        errors.append(max(errors_of(found, expected).values()))
+    return errors
+
+
+@pytest.mark.whole
+def test_fsdp(ranks: Ranks) -> None:
+    for errors in ranks(RANKS).run(fully_sharded):
+        assert max(errors) < 1e-5
+
+
+def compiled(name: str, is_whole: bool) -> list[float]:
+    """Blocks, or all, compiled round attention, with a number of tokens that changes."""
+    model, other = MODELS[name].made(), MODELS[name].made()
+    context_parallel(other, context_mesh("cpu", ring=2))
+    for module in [other] if is_whole else [m for m in other.modules() if type(m).__name__.endswith("Block")]:
+        module.compile(backend="eager")
+    errors = []
+    for even in (True, False):
+        inputs = MODELS[name].called_with(even)
+        loss_of(model, inputs).backward()
+        loss_of(other, inputs).backward()
+        errors.append(max(errors_of(averaged(other), gradients(model)).values()))
+    return errors
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "is_whole"), [("SD3", False), ("Flux", True), ("Wan 2.1", False)])
+def test_compiled_round_attention(ranks: Ranks, name: str, is_whole: bool) -> None:
+    for errors in ranks(2).run(compiled, name, is_whole):
+        assert max(errors) < 1e-5
+
+
+def run_page(program: str) -> tuple[float, float]:
+    found: dict[str, Any] = {}
+    exec(program, found)
+    handle, model, batch = (found[name] for name in ("handle", "model", "batch"))
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with handle.whole():
+        F.mse_loss(model(**batch).sample, batch["hidden_states"]).backward()  # no comparison: a loss
+    # A key's bias has none, but for rounding.
+    largest = torch.stack([torch.linalg.vector_norm(p.grad, torch.inf) for p in model.parameters()]).max()
+    pairs = {name: (grads[name] / largest, p.grad / largest) for name, p in model.named_parameters()}
+    return found["loss"].item(), worst_error(pairs)
+
+
+def test_the_page_s_example_runs(threads: Ranks) -> None:
+    program = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
+    results = threads(RANKS).run(run_page, program)
+    assert len({loss for loss, _ in results}) == 1
+    assert max(error for _, error in results) < 1e-5

@@ -1,0 +1,273 @@
+"""A model of diffusers on a mesh: what is set, hooked and checked, and how it is undone.
+
+Note [Tokens on the way]
+A call of the model is that of one process: whole latents in, the whole output out, on every rank. Tokens are dealt out
+where the model has made them of patches, rotary tables with them, and put together before it makes an image of them, by
+forward hooks of the modules that give them. Every rank computes a part of what lies between, and nothing that comes
+after it has parameters; so all gradients of parameters are parts of a sum. What attention needs to know goes with the
+arguments of blocks: blocks that are computed again in a backward, after other forwards, find their own.
+"""
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.compiler import untraced
+from wallfacer_dt.integrations.diffusers.attend import ProcessorOnMesh
+from wallfacer_dt.integrations.diffusers.inputs import compare_inputs
+from wallfacer_dt.integrations.diffusers.plans import Plan, plan_of
+from wallfacer_dt.integrations.diffusers.refusals import (
+    attention_modules,
+    blocks_of,
+    check_model_is_known,
+    check_model_may_run,
+    why_refused,
+)
+from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, RotaryTables
+from wallfacer_dt.kernels import check_kernel
+from wallfacer_dt.mesh import context_groups, name_of
+from wallfacer_dt.options import AttentionKeywords, AttentionOptions
+from wallfacer_dt.order import TokenOrder
+from wallfacer_dt.sequence import unshard_sequence
+
+_HANDLE = "_wallfacer_dt"
+_UNTRACED = "what is known of a forward is another at every call; with fullgraph=True use a style"
+
+
+class ContextParallel:
+    """A model that runs on a mesh, as :func:`context_parallel` has set it up.
+
+    Args:
+        model: of diffusers.
+        plan: of its kind.
+        mesh: context mesh.
+        options: of attention that are the same at every call.
+    """
+
+    def __init__(self, model: ModelMixin, plan: Plan, mesh: DeviceMesh, options: AttentionKeywords) -> None:
+        self.mesh, self._plan, self._order = mesh, plan, TokenOrder("contiguous", mesh)
+        self._model = weakref.ref(model)
+        self._signature = inspect.signature(model.forward)
+        self._forward: ForwardPass | None = None
+        self._options = options
+        self._hooked: dict[str, nn.Module] = {}
+        self._hooks: list[Any] = []
+        self._turn_on(model)
+
+    def remove(self) -> None:
+        """Give the model the attention processors back that it had."""
+        model = self._model()
+        if model is not None and getattr(model, _HANDLE, None) is self:
+            self._turn_off(model)
+            delattr(model, _HANDLE)
+
+    @contextmanager
+    def whole(self) -> Iterator[ModelMixin]:
+        """The model as it was, on one process, for as long as the context lasts.
+
+        Yields:
+            The model.
+
+        Raises:
+            ValueError: the model is gone, or is no longer set up by this.
+        """
+        model = self._model()
+        if model is None or getattr(model, _HANDLE, None) is not self:
+            raise ValueError("the model is gone, or context_parallel has been undone on it")
+        self._turn_off(model)
+        try:
+            yield model
+        finally:
+            if getattr(model, _HANDLE, None) is self:  # or it has been set up otherwise meanwhile
+                self._turn_on(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
+        """Of the one model, of which a copy is not: it says so when it is called."""
+        return self
+
+    def _turn_on(self, model: ModelMixin) -> None:
+        plan = self._plan
+        setattr(model, _HANDLE, self)
+        for path, module in attention_modules(model).items():
+            module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan.text, path))
+        at = {plan.tokens: self._deal, plan.rotary: self._deal_rotary, plan.output: self._put_together}
+        self._hooked = {path: model.get_submodule(path) for path in at if path}
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+            *(module.register_forward_hook(at[path]) for path, module in self._hooked.items()),
+        ]
+
+    def _turn_off(self, model: ModelMixin) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for module in attention_modules(model).values():
+            if isinstance(module.processor, ProcessorOnMesh):
+                module.set_processor(module.processor.processor)
+        self._hooked, self._hooks, self._forward = {}, [], None
+
+    @untraced(_UNTRACED)
+    def _begin(self, model: ModelMixin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Before each forward: whether this is what was set up, and all ranks hold the same inputs."""
+        self._forward = None
+        with refusing_together(name_of(self.mesh)):
+            self._check_still_set_up(model)
+            check_model_may_run(model)
+            given = self._known(args, kwargs)
+            forward = ForwardPass(self._order)
+            if self._plan.is_joint:
+                forward.text = _tokens(given.get("encoder_hidden_states"))
+            compare_inputs(f"a forward of {type(model).__name__}", given, name_of(self.mesh))
+            for name in self._plan.per_token & given.keys():
+                if given[name].ndim == 2:
+                    given[name] = forward.shard(given[name], 1, name)
+        if self._plan.keywords:
+            given[self._plan.keywords] = {PASSED: forward}
+        self._forward = forward
+        return (), given
+
+    @untraced(_UNTRACED)
+    def _deal(self, module: nn.Module, args: Any, tokens: Tensor) -> Tensor:
+        """This rank's tokens, of all (B, N, D); of a grid (B, D, ...) a line of as many dims."""
+        del module, args
+        forward = self._in_forward()
+        with refusing_together(name_of(self.mesh)):
+            if tokens.ndim == 3:
+                return forward.shard(tokens, 1, "tokens")
+            line = forward.shard(tokens.flatten(2), 2, "tokens")
+        return line.view(*line.shape, *(1,) * (tokens.ndim - 3))
+
+    @untraced(_UNTRACED)
+    def _deal_rotary(self, module: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> RotaryTables:
+        """Tables for the text, which is whole, and for this rank's tokens."""
+        del module, args
+        forward, dim = self._in_forward(), self._plan.rotary_dim
+        with refusing_together(name_of(self.mesh)):
+            parts = []
+            for table in tables:
+                text, tokens = table.tensor_split([forward.text], dim)
+                parts.append(torch.cat([text, forward.shard(tokens, dim, f"the tables of {self._plan.rotary}")], dim))
+        return RotaryTables.of(parts, forward)
+
+    @untraced(_UNTRACED)
+    def _put_together(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Of every rank's tokens all of them, on every rank; of their gradients the sum."""
+        del module, args
+        forward = self._in_forward()
+        forward.gathered = True
+        return unshard_sequence(output, self._order, dim=1, grad=True)
+
+    @untraced(_UNTRACED)
+    def _end(self, model: ModelMixin, args: Any, output: Any) -> None:
+        """After each forward: whether attention was computed where it should be."""
+        del args
+        forward, self._forward = self._forward, None
+        if forward is None or output is None:  # it has raised
+            return
+        with refusing_together(name_of(self.mesh)):
+            blocks = len(blocks_of(model, self._plan))
+            if forward.calls < blocks or not forward.gathered:
+                raise ValueError(
+                    f"of {blocks} blocks of {type(model).__name__} {forward.calls} computed attention on the mesh, and "
+                    f"the output was {'' if forward.gathered else 'not '}put together"
+                )
+
+    def _in_forward(self) -> ForwardPass:
+        if self._forward is None:
+            with refusing_together(name_of(self.mesh)):
+                raise ValueError(
+                    "a part of the model that context_parallel was given was called by itself, or of a copy: call that "
+                    "model"
+                )
+        return self._forward
+
+    def _check_still_set_up(self, model: ModelMixin) -> None:
+        if self._model() is not model:
+            raise ValueError("this model is a copy of one that context_parallel was given: give it the copy, too")
+        for path, module in attention_modules(model).items():
+            if not isinstance(module.processor, ProcessorOnMesh) or module.processor.mesh is not self.mesh:
+                raise ValueError(
+                    f"the attention processor of {path} is another than context_parallel has set: call remove() before "
+                    "you set another, and context_parallel afterwards"
+                )
+        for path, module in self._hooked.items():
+            if model.get_submodule(path) is not module:
+                raise ValueError(
+                    f"{path} is another module than context_parallel has seen: call it after adapters are added"
+                )
+
+    def _known(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name, or a refusal (ValueError) of what is not known to be right on a shard."""
+        given = {**self._signature.bind(*args, **kwargs).arguments}
+        for name, value in given.items():
+            if name in self._plan.takes or name == "return_dict":
+                continue
+            if isinstance(value, Tensor) or value not in (None, False, {}):
+                raise ValueError(f"the model was called with {name}, which is not implemented: {why_refused(name)}")
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def context_parallel(
+    model: ModelMixin,
+    mesh: DeviceMesh,
+    *,
+    schedule: str = "2d",
+    rotate: str = "auto",
+    rotate_forward: str = "auto",
+    kernel: str = "auto",
+) -> ContextParallel:
+    """Have a diffusion transformer of diffusers compute on a mesh. The model is edited nowhere; all ranks call it.
+
+    Every rank calls the model as one process would, with the same inputs, and gets the whole output. Gradients are
+    those of the sum of what ranks compute of it: where each of P ranks has the same loss, average gradients over ranks,
+    or divide the loss by P where they are summed. A second call on a model takes the place of the first.
+
+    Args:
+        model: DiT, PixArt, SD3, Flux or Wan, before or after ``fully_shard``; parts of it are not called by themselves.
+        mesh: context mesh; see :func:`context_mesh`.
+        schedule: as the following, see :class:`AttentionOptions`. What else is an option there, the model says.
+        rotate: which side moves in the backward.
+        rotate_forward: the same for the forward.
+        kernel: of attention.
+
+    Returns:
+        A handle: ``remove()`` undoes it, ``whole()`` is a context in which the model runs as before.
+
+    Raises:
+        TypeError: the model is not diffusers', or an option of the wrong type.
+        ValueError: a model that is not known, or in which more than attention looks at several tokens; a mesh or option
+            that does not fit, or differs between ranks.
+    """
+    name = name_of(mesh)
+    with refusing_together(name):
+        if not isinstance(model, ModelMixin):
+            raise TypeError(f"model must be a ModelMixin of diffusers, got {type(model).__name__}")
+        options: AttentionKeywords = {
+            "schedule": schedule, "rotate": rotate, "rotate_forward": rotate_forward, "kernel": kernel,
+        }  # fmt: skip
+        AttentionOptions(**options).check()
+        check_kernel(kernel)
+        context_groups(mesh)
+        plan = plan_of(model)
+        told = {**options, "model": type(model).__name__, "modules": len(list(model.modules()))}
+        agree("context_parallel", told.items(), name)
+    earlier = getattr(model, _HANDLE, None)
+    if earlier is not None:
+        earlier.remove()
+    with refusing_together(name):
+        check_model_is_known(model, plan)
+        return ContextParallel(model, plan, mesh, options)
+
+
+def _tokens(text: Any) -> int:
+    if not isinstance(text, Tensor) or text.ndim != 3:
+        raise ValueError("encoder_hidden_states must be the text (B, T, D) that attention sees beside the image")
+    return text.shape[1]

@@ -1,0 +1,118 @@
+"""Where the tokens of each model of diffusers are made, attended and turned into an image again.
+
+Tokens are dealt out where they have just been made of patches, and with them whatever has a place for every token; they
+are put together before patches become an image. Between the two all but attention looks at tokens one by one. Read off
+the sources of diffusers 0.42.1.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from diffusers import (
+    DiTTransformer2DModel,
+    FluxTransformer2DModel,
+    ModelMixin,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
+from diffusers.models.attention_processor import (
+    AttnProcessor2_0,
+    FusedAttnProcessor2_0,
+    FusedJointAttnProcessor2_0,
+    JointAttnProcessor2_0,
+)
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+Text = Literal["none", "cross", "before", "after"]
+
+PROCESSORS = {
+    AttnProcessor2_0, FusedAttnProcessor2_0, JointAttnProcessor2_0, FusedJointAttnProcessor2_0, FluxAttnProcessor,
+    WanAttnProcessor,
+}  # fmt: skip
+"""Attention processors that compute projections token by token, and one attention by scaled_dot_product_attention."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kind of model.
+
+    Attributes:
+        kind: its class.
+        takes: arguments of a call that are known; of others it is not known what they do with tokens.
+        blocks: lists of blocks, in order.
+        tokens: the module that gives tokens (B, N, D), or a grid of them (B, D, ...).
+        output: the module that gives every token's part of the image, (B, N, C).
+        text: whether attention has none; sees it by cross attention; or together with the image, before it or after.
+        keywords: the argument of a call that is handed down to attention; or else
+        rotary: the module whose tables are handed down to it,
+        rotary_dim: and the dim of their tokens; those of text in joint attention come first.
+        per_token: arguments (B, N) with a value for every token, where they have two dims.
+    """
+
+    kind: type[ModelMixin]
+    takes: frozenset[str]
+    blocks: tuple[str, ...]
+    tokens: str
+    output: str
+    text: Text
+    keywords: str = ""
+    rotary: str = ""
+    rotary_dim: int = 0
+    per_token: frozenset[str] = frozenset()
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether attention sees text and image together."""
+        return self.text in ("before", "after")
+
+
+PLANS = (
+    Plan(
+        DiTTransformer2DModel, frozenset({"hidden_states", "timestep", "class_labels"}), ("transformer_blocks",),
+        tokens="pos_embed", output="proj_out_2", text="none", keywords="cross_attention_kwargs",
+    ),
+    Plan(
+        PixArtTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "added_cond_kwargs",
+                   "encoder_attention_mask"}),
+        ("transformer_blocks",), tokens="pos_embed", output="proj_out", text="cross",
+        keywords="cross_attention_kwargs",
+    ),
+    Plan(
+        SD3Transformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"}),
+        ("transformer_blocks",), tokens="pos_embed", output="proj_out", text="after",
+        keywords="joint_attention_kwargs",
+    ),
+    Plan(
+        FluxTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids",
+                   "guidance"}),
+        ("transformer_blocks", "single_transformer_blocks"), tokens="x_embedder", output="proj_out", text="before",
+        rotary="pos_embed", rotary_dim=0,
+    ),
+    Plan(
+        WanTransformer3DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"}),
+        ("blocks",), tokens="patch_embedding", output="proj_out", text="cross", rotary="rope", rotary_dim=1,
+        per_token=frozenset({"timestep"}),
+    ),
+)  # fmt: skip
+
+
+def plan_of(model: ModelMixin) -> Plan:
+    """The plan of a model, or a refusal (ValueError) of one that is not known, or whose forward is another."""
+    name = type(model).__name__
+    found = next((plan for plan in PLANS if isinstance(model, plan.kind)), None)
+    if found is None:
+        known = ", ".join(plan.kind.__name__ for plan in PLANS)
+        raise ValueError(
+            f"{name} cannot be made context parallel: it is not known where its tokens are made, attended and put "
+            f"together; known are {known}"
+        )
+    # A class that fully_shard makes of a known one has its forward.
+    if type(model).forward is not found.kind.forward:
+        raise ValueError(f"{name} cannot be made context parallel: its forward is not that of {found.kind.__name__}")
+    return found

@@ -1,0 +1,91 @@
+"""What attention on a mesh would make silently wrong, refused by name before anything runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from diffusers import ModelMixin
+from diffusers.models.embeddings import LabelEmbedding
+from torch import nn
+
+from wallfacer_dt.integrations.diffusers import upstream
+from wallfacer_dt.integrations.diffusers.plans import PROCESSORS, Plan
+
+_KEYWORDS = "what adapters, guidance and others are told by it is not known (a LoRA's scale goes into set_adapters)"
+_RESIDUALS = "a ControlNet's residuals are of all tokens"
+_REFUSED = {
+    "attention_mask": "a mask of the image would be of all tokens",
+    "attention_kwargs": _KEYWORDS,
+    "cross_attention_kwargs": _KEYWORDS,
+    "joint_attention_kwargs": _KEYWORDS,
+    "controlnet_block_samples": _RESIDUALS,
+    "controlnet_single_block_samples": _RESIDUALS,
+    "block_controlnet_hidden_states": _RESIDUALS,
+    "skip_layers": "blocks that are left out are not counted",
+}
+_MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.MultiheadAttention)
+
+
+def why_refused(argument: str) -> str:
+    """Of an argument of a call, in words."""
+    return _REFUSED.get(argument, "what it does with a part of the tokens is not known")
+
+
+def attention_modules(model: ModelMixin) -> dict[str, Any]:
+    """By path, all modules of a model that have an attention processor."""
+    return {path: module for path, module in model.named_modules() if hasattr(module, "set_processor")}
+
+
+def blocks_of(model: ModelMixin, plan: Plan) -> dict[str, nn.Module]:
+    """By path."""
+    lists = {name: model.get_submodule(name) for name in plan.blocks}
+    return {f"{name}.{number}": block for name, blocks in lists.items() for number, block in blocks.named_children()}
+
+
+def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
+    """Refuse (ValueError) a model in which more than attention looks at several tokens, or attention is not known."""
+    why = next(_reasons(model, plan), None)
+    if why is not None:
+        raise ValueError(f"{type(model).__name__} cannot be made context parallel: {why}")
+
+
+def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
+    if getattr(model.config, "attention_type", "default") != "default":
+        yield f"attention_type={model.config.attention_type!r} (GLIGEN) is not implemented"
+    for path, module in attention_modules(model).items():
+        processor = type(module.processor)
+        if processor not in PROCESSORS:
+            known = ", ".join(sorted(one.__name__ for one in PROCESSORS))
+            yield f"the processor {processor.__name__} of {path} is not known; known are {known}"
+    for name, block in blocks_of(model, plan).items():
+        for path, module in block.named_modules(prefix=name):
+            if isinstance(module, _MIXING):
+                kind = type(module).__name__
+                yield f"{path} ({kind}) looks at several tokens, of which a rank would see its own only"
+    yield from _passing_reasons(model)
+
+
+def check_model_may_run(model: ModelMixin) -> None:
+    """Refuse (ValueError) what may be set between forwards, and makes ranks differ or skips attention."""
+    why = next(_passing_reasons(model), None)
+    if why is not None:
+        raise ValueError(f"{type(model).__name__} cannot run context parallel: {why}")
+
+
+def _passing_reasons(model: ModelMixin) -> Iterator[str]:
+    if upstream.is_parallel(model):
+        yield "diffusers' own enable_parallelism is on"
+    if getattr(model, "is_cache_enabled", False):
+        yield "a cache skips attention on some ranks and not on others: call disable_cache()"
+    for path, module in model.named_modules():
+        for name in upstream.foreign_hooks(module):
+            yield f"diffusers' hook {name!r} of {path or 'the model'} may skip or replace what ranks compute together"
+        if isinstance(module, nn.Dropout) and module.p and module.training:
+            yield (
+                f"dropout={module.p} of {path} would be drawn by every rank for itself, also for text, which all hold: "
+                "set it to 0"
+            )
+        if isinstance(module, LabelEmbedding) and module.dropout_prob and module.training:
+            yield (
+                f"{path} drops labels at random, other ones on every rank: set its dropout_prob to 0, and give "
+                "class_labels of which some are num_classes, the same on all ranks"
+            )

@@ -1,0 +1,61 @@
+"""What is known of one forward of a model, and how it reaches attention."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.order import TokenOrder
+from wallfacer_dt.sequence import shard_sequence
+
+PASSED = "sharded_sequence"
+"""The keyword by which attention is told, where models hand keywords down to it."""
+
+
+@dataclass
+class ForwardPass:
+    """One forward of a model, whose tokens are dealt out on the way.
+
+    It goes with the arguments of blocks, so that blocks which are computed again in a backward have that of their own.
+
+    Attributes:
+        order: in which tokens are dealt out.
+        text: T, tokens of the text that attention sees beside them, all of them on every rank.
+        length: N, of the sequence that is dealt out; 0 until it is.
+        calls: of attention on the mesh, as yet.
+        gathered: whether the output has been put together.
+    """
+
+    order: TokenOrder
+    text: int = 0
+    length: int = 0
+    calls: int = 0
+    gathered: bool = False
+
+    def shard(self, x: Tensor, dim: int, what: str) -> Tensor:
+        """This rank's part of something with a place for every token, or a refusal (ValueError) of what has not."""
+        length = x.shape[dim]
+        if self.length not in (0, length):
+            raise ValueError(f"{what} are of {length} tokens, where the model has {self.length}")
+        sizes = shard_sizes(length, self.order.axes)
+        if 0 in sizes:
+            raise ValueError(
+                f"{length} tokens are too few for {len(sizes)} ranks: dealt out as {sizes} some hold none, which "
+                "diffusers' attention cannot reshape"
+            )
+        self.length = length
+        return shard_sequence(x, self.order, dim=dim)
+
+
+class RotaryTables(tuple[Tensor, ...]):
+    """Cosines and sines of this rank's tokens, which blocks hand down to attention, and what it needs beside them."""
+
+    forward_pass: ForwardPass
+
+    @classmethod
+    def of(cls, tables: Iterable[Tensor], forward: ForwardPass) -> "RotaryTables":
+        """Tables that say of which forward they are."""
+        made = cls(tables)
+        made.forward_pass = forward
+        return made
