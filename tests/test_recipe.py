@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from recipes.train_bytes.__main__ import main
-from recipes.train_bytes.compare import compare
+from recipes.training.compare import compare
 from recipes.train_bytes.model import ByteGPT, ModelConfig
-from recipes.train_bytes.ranks import make_meshes
-from recipes.train_bytes.record import Run, Traffic, run_name
-from recipes.train_bytes.settings import Placement, RecipeError, Settings, check_settings
+from recipes.training.ranks import make_meshes
+from recipes.training.record import Run, Traffic, run_name
+from recipes.training.settings import Placement, RecipeError
+from recipes.train_bytes.settings import Settings, check_settings
 from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
@@ -272,12 +273,16 @@ def test_the_demo_compares_runs(
     """Each on a pool's ranks, where the demo would start processes."""
 
     def start(command: list[str]) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] in (["-m", "recipes.train_bytes.launch"], ["-m", "recipes.train_bytes"])
-        size = int(command[3]) if command[2].endswith("launch") else 1
-        return subprocess.CompletedProcess(command, max(ranks(size).run(recipe_on_rank, ["train", *command[4:]])))
+        if command[2] == "recipes.training.launch":
+            recipe, size, *options = command[3:]
+        else:
+            recipe, size, options = command[2].removeprefix("recipes."), 1, command[4:]
+        assert (command[1], recipe) == ("-m", "train_bytes")
+        status = max(ranks(int(size)).run(recipe_on_rank, ["train", *options]))
+        return subprocess.CompletedProcess(command, status)
 
-    monkeypatch.setattr("recipes.train_bytes.demo._start", start)
-    monkeypatch.setattr("recipes.train_bytes.demo._finish", lambda process, _: process.returncode)
+    monkeypatch.setattr("recipes.training.demo._start", start)
+    monkeypatch.setattr("recipes.training.demo._finish", lambda process, _: process.returncode)
     assert main(["demo", *SMALL, head, "--text", __file__, "--out", str(tmp_path)]) == 0
     check_demo(tmp_path, capsys.readouterr().out)
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from recipes.train_bytes.compare import Comparison
-from recipes.train_bytes.record import Run
+from recipes.training.compare import Comparison
+from recipes.training.record import Run
 
 # Inches round every panel, and the share of its width between two.
 _LAYOUT = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.02)
@@ -76,7 +76,7 @@ def _draw_losses(axes: Axes, runs: Sequence[Run], styles: dict[str, Style]) -> N
     for run in runs:
         _plot(axes, run, run.losses, styles[run.name])
     axes.set_title("The same training, five ways" if len(runs) == 5 else "Training")
-    axes.set_ylabel("loss, nats per byte")
+    axes.set_ylabel(f"loss, {runs[0].unit}")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, handlelength=2.6)
@@ -106,7 +106,7 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], styles: dict[str, Style],
     # Above the limit there is room for the legend.
     axes.set_ylim(top=max(axes.get_ylim()[1], 1e3 * tolerance))
     axes.set_title(f"Loss difference from {reference.name}")
-    axes.set_ylabel("nats per byte")
+    axes.set_ylabel(reference.unit)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)

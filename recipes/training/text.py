@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.train_bytes.settings import RecipeError
+from recipes.training.settings import RecipeError
 
 STANDARD_LIBRARY_BYTES = 4_000_000
 

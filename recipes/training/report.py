@@ -9,8 +9,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from recipes.train_bytes.compare import Comparison
-from recipes.train_bytes.record import Run, Traffic, write_json
+from recipes.training.compare import Comparison
+from recipes.training.record import Run, Traffic, write_json, write_run
+from recipes.training.settings import Launch
+
+
+def leave_behind(run: Run, out: Path, launch: Launch) -> None:
+    """Write a run's record into `out` and print what it showed, on rank 0."""
+    if launch.rank == 0:
+        write_run(out / "run.json", run)
+        print_run(run)
 
 
 def print_run(run: Run) -> None:
@@ -32,7 +40,8 @@ def print_run(run: Run) -> None:
 def print_comparison(console: Console, runs: Sequence[Run], comparison: Comparison) -> None:
     """Print the losses side by side, the bytes next to their formula, and the verdict."""
     console.print(_loss_table(runs, comparison))
-    console.print(_byte_table(runs))
+    if any(run.forward for run in runs):
+        console.print(_byte_table(runs))
     console.print(
         f"largest loss difference {comparison.largest_loss_difference:.1e}"
         f" (at most {comparison.tolerance:.0e} is right),"
@@ -41,7 +50,8 @@ def print_comparison(console: Console, runs: Sequence[Run], comparison: Comparis
     for failure in comparison.failures:
         console.print(f"[bold red]WRONG[/] {failure}")
     if not comparison.failures:
-        console.print("[bold green]RIGHT[/] the runs agree, and bytes are the formula's")
+        counted = ", and bytes are the formula's" if any(run.forward for run in runs) else ""
+        console.print(f"[bold green]RIGHT[/] the runs agree{counted}")
 
 
 def write_comparison(path: Path, runs: Sequence[Run], comparison: Comparison) -> None:
@@ -55,7 +65,7 @@ def write_comparison(path: Path, runs: Sequence[Run], comparison: Comparison) ->
 
 
 def _loss_table(runs: Sequence[Run], comparison: Comparison) -> Table:
-    table = Table(title="Loss, nats per byte", title_justify="left")
+    table = Table(title=f"Loss, {runs[0].unit}", title_justify="left")
     table.add_column("step", justify="right")
     for run in runs:
         table.add_column(run.name, justify="right")
