@@ -28,8 +28,10 @@ def train_command(settings: Settings, saving: Saving, output: Output) -> None:
 
     text = load_text(settings.text)
     check_long_enough(text, settings.sequence, settings.batch * settings.data_parallel)
+    from recipes.training.metrics import check_tensorboard
     from recipes.training.record import make_folders
 
+    check_tensorboard(output)
     make_folders(output.out, saving.checkpoint, launch)
     from recipes.train_bytes.train import train
     from recipes.training.report import leave_behind

@@ -1,0 +1,120 @@
+"""One rank's training: the model, its plan, the loss.
+
+Rectified flow: pictures move from noise to what was drawn along straight lines, at a velocity that the model predicts
+(Liu et al. 2022). Shape suffixes: as in `sheets` and `model`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from recipes.train_dit.model import DiT, ModelConfig
+from recipes.train_dit.sample import draw_samples, sample
+from recipes.train_dit.settings import Settings, check_settings
+from recipes.train_dit.sheets import CLASSES, Sheet, Sheets
+from recipes.training.batches import Batches
+from recipes.training.gradients import WholeGradients
+from recipes.training.loop import train_steps
+from recipes.training.ranks import Ranks, check_same, join_ranks, positions
+from recipes.training.record import Run
+from recipes.training.settings import Launch, Output, Saving
+from recipes.training.styles import attention_style
+from recipes.training.traffic import LayerSizes
+from recipes.training.trainer import Trainer
+from wallfacer_dt import METPParallel, shard_sequence
+
+
+def train(settings: Settings, launch: Launch, sheets: Sheets, saving: Saving, output: Output) -> Run:
+    """Train on this rank, with the others of the launch, leave pictures, and return the record every rank has.
+
+    Raises:
+        RecipeError: sizes or device do not fit, raised before anything is communicated; ranks found different
+            pictures; or a checkpoint will not do.
+    """
+    check_settings(settings, launch.world)
+    ranks = join_ranks(settings, launch)
+    check_same(sheets.fingerprint, launch, "pictures", "scikit-learn")
+    model = build_model(settings, ranks)
+    tokens = settings.batch * settings.sequence * settings.data_parallel
+    run = train_steps(
+        Trainer(settings, ranks, model, WholeGradients(model, ranks), FlowLoss(model, settings, ranks)),
+        Batches(sheets, settings, ranks, sheets.fingerprint),
+        saving,
+        output,
+        tokens=tokens,
+        data=sheets.source,
+        unit="squared error of a pixel",
+        sizes=_sizes(settings),
+    )
+    made = sample(model, settings, ranks)
+    if launch.rank == 0:
+        draw_samples(output.out / "samples.png", made, sheets, settings)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return run
+
+
+def build_model(settings: Settings, ranks: Ranks) -> DiT:
+    """The model, begun alike on every rank, its attention and METP's layers replaced where ranks share a sheet."""
+    # On the CPU whatever the device, so that the start depends on the seed alone.
+    torch.manual_seed(settings.seed)
+    model = DiT(_config(settings)).to(ranks.device)
+    if ranks.context is not None:
+        plan: dict[str, ParallelStyle] = {
+            "layers.*.attention.inner": attention_style(settings, ranks, is_causal=False, length=settings.sequence)
+        }
+        if settings.ffn == "metp":
+            plan["layers.*.feed_forward"] = METPParallel(up="up", down="down", activation="gelu_tanh")
+        # All have the same whole weights, of which each keeps its part: nothing is sent.
+        parallelize_module(model, ranks.context, plan, src_data_rank=None)
+    return model
+
+
+class FlowLoss:
+    """Squared error of the velocity, of this rank's patches, over all pixels of a step."""
+
+    def __init__(self, model: DiT, settings: Settings, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        self.positions_L = positions(settings.sequence, ranks)
+        self.pixels = settings.batch * settings.sequence * settings.patch**2 * settings.data_parallel
+
+    def __call__(self, batch: Sheet) -> Tensor:
+        """Of whole sheets."""
+        pixels_BLP, noise_BLP = (self._mine(x) for x in (batch.pixels_NP, batch.noise_NP))
+        time_B, label_B = batch.time.to(self.ranks.device), batch.label.to(self.ranks.device)
+        time_B11 = time_B.view(-1, 1, 1)
+        noisy_BLP = time_B11 * pixels_BLP + (1 - time_B11) * noise_BLP
+        velocity_BLP = self.model(noisy_BLP, self.positions_L, time_B, label_B)
+        # In float64: float32 rounds a mean by more than runs on different meshes differ.
+        errors = (velocity_BLP.float() - (pixels_BLP - noise_BLP)).square()
+        return errors.double().sum() / self.pixels
+
+    def _mine(self, x_BNP: Tensor) -> Tensor:
+        order = self.ranks.order
+        return (x_BNP if order is None else shard_sequence(x_BNP, order, dim=1)).to(self.ranks.device)
+
+
+def _config(settings: Settings) -> ModelConfig:
+    return ModelConfig(
+        dim=settings.dim,
+        layers=settings.layers,
+        heads=settings.heads,
+        side=settings.side,
+        pixels=settings.patch**2,
+        classes=CLASSES,
+    )
+
+
+def _sizes(settings: Settings) -> LayerSizes:
+    return LayerSizes(
+        layers=settings.layers,
+        length=settings.sequence,
+        dim=settings.dim,
+        heads=settings.heads,
+        kv_heads=settings.heads,
+        hidden_dim=_config(settings).hidden_dim,
+        gated=False,
+    )
