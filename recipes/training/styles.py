@@ -18,7 +18,11 @@ def attention_style(settings: RunSettings, ranks: Ranks, *, is_causal: bool, len
         rotate=settings.rotate,
         rotate_forward=settings.rotate_forward,
         length=length,
-        # torch has no flash attention in float32 on GPUs.
-        kernel="reference" if ranks.device.type == "cuda" and ranks.dtype == torch.float32 else "auto",
+        kernel=attention_kernel(ranks),
         layout="BLNH",
     )
+
+
+def attention_kernel(ranks: Ranks) -> str:
+    """Of blocks of attention: torch has no flash attention in float32 on GPUs."""
+    return "reference" if ranks.device.type == "cuda" and ranks.dtype == torch.float32 else "auto"
