@@ -2,17 +2,14 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from recipes.train_bytes.__main__ import main
 from recipes.training.compare import compare
@@ -21,6 +18,7 @@ from recipes.training.ranks import make_meshes
 from recipes.training.record import Run, Traffic, run_name
 from recipes.training.settings import Placement, RecipeError
 from recipes.train_bytes.settings import Settings, check_settings
+from tests.recipes import SMALL, recipe_on_rank
 from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
@@ -28,25 +26,12 @@ from wallfacer_dt.testing.fake import fake_world
 Ranks = Callable[[int], RankPool]
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--sequence", "256", "--dim", "32", "--layers", "1", "--batch", "1", "--steps", "20"]
 
 
 def recipe(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """In processes of its own."""
     command = [sys.executable, *launcher, "-m", "recipes.train_bytes", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=ROOT, check=False)
-
-
-def recipe_on_rank(arguments: list[str]) -> int:
-    """The command line on a rank of a pool, which has a process group; returns the exit status."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    with (
-        mock.patch.dict(os.environ, place),
-        mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(dist, "destroy_process_group"),
-    ):
-        return main(arguments)
 
 
 @pytest.mark.parametrize("command", ["train", "demo"])

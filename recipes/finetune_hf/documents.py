@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.finetune_hf.settings import Settings
+from recipes.finetune_hf.settings import BYTES, Settings
 from recipes.training.settings import RecipeError
 from recipes.training.text import load_documents
 
@@ -38,8 +38,8 @@ class PackedDocuments(Dataset[Packed]):
     def __init__(self, settings: Settings) -> None:
         self._length = settings.sequence
         self.source, texts = load_documents(settings.text)
-        documents = _tokenized(texts, settings)
-        self._tokens_T = np.concatenate(documents)
+        documents, self.vocabulary = _tokenized(texts, settings)
+        self._tokens_T = np.concatenate([np.empty(0, dtype=np.uint8), *documents])
         self._documents_T = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
         self.largest = int(self._tokens_T.max(initial=0))
         self.fingerprint = (self._tokens_T.size, zlib.crc32(self._tokens_T.tobytes()), len(documents))
@@ -62,11 +62,11 @@ class PackedDocuments(Dataset[Packed]):
         )
 
 
-def _tokenized(texts: list[bytes], settings: Settings) -> list[np.ndarray]:
-    """The tokens of each document that has some."""
-    folder = settings.tokenizer or settings.model
-    if folder is None:
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts if text]
+def _tokenized(texts: list[bytes], settings: Settings) -> tuple[list[np.ndarray], int]:
+    """The tokens of each document that has some, and how many kinds of tokens there are."""
+    folder = settings.tokenizer or settings.model or BYTES
+    if folder == BYTES:
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts if text], 256
     from transformers import AutoTokenizer
 
     try:
@@ -75,4 +75,4 @@ def _tokenized(texts: list[bytes], settings: Settings) -> list[np.ndarray]:
         option = "tokenizer" if settings.tokenizer else "model"
         raise RecipeError(f"--{option}: {folder} has no tokenizer that loads: {str(error).splitlines()[0]}") from error
     found = [tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"] for text in texts]
-    return [np.array(tokens, dtype=np.int32) for tokens in found if tokens]
+    return [np.array(tokens, dtype=np.int32) for tokens in found if tokens], len(tokenizer)

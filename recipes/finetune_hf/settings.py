@@ -11,6 +11,8 @@ from typer import Option
 
 from recipes.training.settings import RecipeError, RunSettings, check_heads, check_run
 
+BYTES = "bytes"  # in place of a tokenizer's folder
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
@@ -21,7 +23,7 @@ class Settings(RunSettings):
         str | None, Option(metavar="FOLDER", help="A model saved by transformers. [default: a small random Llama]")
     ] = None
     tokenizer: Annotated[
-        str | None, Option(metavar="FOLDER", help="A tokenizer. [default: the model's; without a model, bytes]")
+        str | None, Option(metavar="FOLDER|bytes", help="A tokenizer, or bytes as they are. [default: the model's, else bytes]")
     ] = None
     text: Annotated[
         str | None, Option(metavar="FILE", help="Train on this file instead of Python's standard library.")
@@ -46,7 +48,7 @@ def check_settings(settings: Settings, world: int) -> None:
     for name in ("model", "tokenizer"):
         folder = getattr(settings, name)
         # A name that is no folder would be looked for on the internet.
-        if folder is not None and not Path(folder).is_dir():
+        if folder not in (None, BYTES) and not Path(folder).is_dir():
             raise RecipeError(f"--{name}: {folder} is not a folder")
     if settings.model is not None:
         return

@@ -70,7 +70,7 @@ def _load(settings: Settings, documents: PackedDocuments) -> PreTrainedModel:
     torch.manual_seed(settings.seed)
     if settings.model is None:
         config = LlamaConfig(
-            vocab_size=documents.largest + 1 if settings.tokenizer else 256,
+            vocab_size=documents.vocabulary,
             hidden_size=settings.dim,
             intermediate_size=4 * settings.dim,
             num_hidden_layers=settings.layers,
