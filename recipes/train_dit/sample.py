@@ -18,8 +18,6 @@ from recipes.training.picture import new_figure, save_figure
 from recipes.training.ranks import Ranks, positions
 from wallfacer_dt import shard_sequence, unshard_sequence
 
-STEPS = 50
-
 
 @torch.no_grad()
 def sample(model: DiT, settings: Settings, ranks: Ranks) -> Tensor:
@@ -31,16 +29,16 @@ def sample(model: DiT, settings: Settings, ranks: Ranks) -> Tensor:
     x_BNP = torch.randn((CLASSES, settings.sequence, settings.patch**2), generator=generator)
     order, positions_L = ranks.order, positions(settings.sequence, ranks)
     x_BLP = (x_BNP if order is None else shard_sequence(x_BNP, order, dim=1)).to(ranks.device)
-    label_B = torch.arange(CLASSES, device=ranks.device)
+    label_B, steps = torch.arange(CLASSES, device=ranks.device), settings.sample_steps
 
     def velocity(x_BLP: Tensor, step: int) -> Tensor:
-        time_B = torch.full((CLASSES,), step / STEPS, device=ranks.device)
+        time_B = torch.full((CLASSES,), step / steps, device=ranks.device)
         return model(x_BLP, positions_L, time_B, label_B)
 
-    for step in range(STEPS):
+    for step in range(steps):
         first = velocity(x_BLP, step)
-        second = velocity(x_BLP + first / STEPS, step + 1)
-        x_BLP = x_BLP + (first + second) / (2 * STEPS)
+        second = velocity(x_BLP + first / steps, step + 1)
+        x_BLP = x_BLP + (first + second) / (2 * steps)
     whole_BNP = x_BLP if order is None else unshard_sequence(x_BLP, order, dim=1)
     return to_images(whole_BNP.cpu(), settings.patch)
 

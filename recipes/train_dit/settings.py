@@ -9,7 +9,7 @@ from typer import Option
 
 from recipes.training.settings import RecipeError, RunSettings, Weights, check_heads, check_run
 
-DIGIT = 8  # pixels
+CELL = 10  # pixels of a digit and of the border round it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,16 @@ class Settings(RunSettings):
     dim: Annotated[int, Option(help="Width of the model.")] = 64
     layers: Annotated[int, Option(help="Transformer blocks.")] = 3
     heads: Annotated[int, Option(help="Heads of attention.")] = 4
-    batch: Annotated[int, Option(help="Sheets in a step of a data-parallel group.")] = 8
-    steps: Annotated[int, Option(help="Optimiser steps.")] = 200
+    batch: Annotated[int, Option(help="Sheets in a step of a data-parallel group.")] = 4
+    steps: Annotated[int, Option(help="Optimiser steps.")] = 400
+    lr: Annotated[float, Option(help="Peak learning rate.")] = 6e-3
+
+    sample_steps: Annotated[int, Option(help="Steps from noise to a picture, at the end.")] = 50
 
     @property
     def side(self) -> int:
         """Patches in a row of a sheet."""
-        return self.sheet * DIGIT // self.patch
+        return self.sheet * CELL // self.patch
 
     @property
     def sequence(self) -> int:
@@ -42,9 +45,10 @@ def check_settings(settings: Settings, world: int) -> None:
     Raises:
         RecipeError: one line naming the options at fault and what would do.
     """
-    check_run(settings, world, {name: getattr(settings, name) for name in ("sheet", "patch", "dim", "layers", "heads")})
-    if DIGIT % settings.patch:
-        raise RecipeError(f"--patch {settings.patch} must divide the {DIGIT} pixels of a digit")
+    names = ("sheet", "patch", "dim", "layers", "heads", "sample_steps")
+    check_run(settings, world, {name: getattr(settings, name) for name in names})
+    if CELL % settings.patch:
+        raise RecipeError(f"--patch {settings.patch} must divide the {CELL} pixels of a digit with its border")
     if settings.dim % (2 * settings.heads):
         raise RecipeError(f"--dim {settings.dim} must be a multiple of twice --heads {settings.heads}")
     check_heads(settings, settings.heads)

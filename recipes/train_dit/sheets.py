@@ -10,10 +10,11 @@ import zlib
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.train_dit.settings import DIGIT, Settings
+from recipes.train_dit.settings import CELL, Settings
 from recipes.training.settings import RecipeError
 
 CLASSES = 10
@@ -63,8 +64,8 @@ class Sheets(Dataset[Sheet]):
         """pixels_NP of a sheet of real digits of a class."""
         images, sheet = self._by_class[label], self._settings.sheet
         chosen = images[torch.randint(len(images), (sheet * sheet,), generator=generator)]
-        rows = chosen.view(sheet, sheet, DIGIT, DIGIT).transpose(1, 2)
-        return to_patches(rows.reshape(1, sheet * DIGIT, sheet * DIGIT), self._settings.patch)[0]
+        rows = chosen.view(sheet, sheet, CELL, CELL).transpose(1, 2)
+        return to_patches(rows.reshape(1, sheet * CELL, sheet * CELL), self._settings.patch)[0]
 
 
 def to_patches(images: Tensor, patch: int) -> Tensor:
@@ -82,9 +83,12 @@ def to_images(patches_BNP: Tensor, patch: int) -> Tensor:
 
 
 def _digits() -> tuple[Tensor, Tensor]:
+    """Pictures from -1 (paper) to 1 (ink), each with a border of paper, and what they show."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise RecipeError("train_dit trains on pictures of scikit-learn, which is not installed: pip install scikit-learn") from error
     digits = load_digits()
-    return torch.tensor(digits.images, dtype=torch.float32) / 8 - 1, torch.tensor(digits.target)
+    images = torch.tensor(digits.images, dtype=torch.float32) / 8 - 1
+    border = (CELL - images.shape[-1]) // 2
+    return F.pad(images, (border,) * 4, value=-1.0), torch.tensor(digits.target)

@@ -58,7 +58,7 @@ class RunSettings:
     # by what they are.
     NO_MATTER: ClassVar[frozenset[str]] = frozenset({
         "ulysses", "ring", "team", "placement", "order", "schedule", "rotate", "rotate_forward", "ffn", "attention",
-        "text", "model", "tokenizer",
+        "text", "model", "tokenizer", "sample_steps",
     })  # fmt: skip
 
     @property
