@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from recipes.train_bytes.__main__ import main
-from recipes.training.compare import compare
 from recipes.train_bytes.model import ByteGPT, ModelConfig
+from recipes.train_bytes.settings import Settings, check_settings
+from recipes.training.compare import compare
 from recipes.training.ranks import make_meshes
 from recipes.training.record import Run, Traffic, run_name
 from recipes.training.settings import Placement, RecipeError
-from recipes.train_bytes.settings import Settings, check_settings
 from tests.recipes import SMALL, recipe_on_rank
 from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool, worst_error

@@ -44,12 +44,13 @@ def end_at(folder: Path, step: int) -> None:
 
 def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path) -> None:
     """From one to the next of these, two steps each; every one of them goes on to the end."""
+    uninterrupted: list[float] = []
     for number, mesh in enumerate(MESHES):
         size = 4 if mesh else 1
         arguments = keeping(tmp_path, "--seed", "3", *mesh, *(["--resume"] if number else []))
         assert ranks(size).run(recipe_on_rank, arguments) == [0] * size
         found = losses(tmp_path / "out")
-        uninterrupted = found if not number else uninterrupted
+        uninterrupted = uninterrupted or found
         assert worst_error([(found, uninterrupted)]) <= 1e-6, mesh
         steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
         assert steps == [*range(1, STEPS + 1)]
@@ -201,3 +202,14 @@ def test_a_manifest_of_another_format_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     with pytest.raises(manifest.BrokenError, match="is of format 2, this is format 1"):
         manifest.read(tmp_path)
+
+
+def test_what_is_no_number_ends_the_run_before_it_is_kept(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_at(copied, 4)
+    plain = MeanLoss.__call__
+    monkeypatch.setattr(MeanLoss, "__call__", lambda self, batch: plain(self, batch) * float("nan"))
+    assert recipe_here(keeping(copied, "--resume")) == 2
+    assert "step 5 has loss nan and gradient norm nan" in capfd.readouterr().err
+    assert names(copied) == ["step_4"]

@@ -1,4 +1,4 @@
-"""The diffusion transformer: the run of one process on any mesh, with its pictures, and sheets that are what they say."""
+"""The diffusion transformer: the run of one process on any mesh, with its pictures; and sheets of digits."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -19,8 +19,6 @@ Ranks = Callable[[int], RankPool]
 SMALL = ["--sequence", "130", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--batch", "2", "--steps", "4"]
 
 
-
-
 def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
     """Also after a checkpoint of another mesh; what was trained is a model that goes on."""
     kept = ["--checkpoint", str(tmp_path / "kept"), "--save-every", "2"]

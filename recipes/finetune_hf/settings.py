@@ -23,7 +23,8 @@ class Settings(RunSettings):
         str | None, Option(metavar="FOLDER", help="A model saved by transformers. [default: a small random Llama]")
     ] = None
     tokenizer: Annotated[
-        str | None, Option(metavar="FOLDER|bytes", help="A tokenizer, or bytes as they are. [default: the model's, else bytes]")
+        str | None,
+        Option(metavar="FOLDER|bytes", help="A tokenizer, or bytes as they are. [default: the model's, else bytes]"),
     ] = None
     text: Annotated[
         str | None, Option(metavar="FILE", help="Train on this file instead of Python's standard library.")
@@ -44,7 +45,9 @@ def check_settings(settings: Settings, world: int) -> None:
     names = ("sequence", "dim", "layers", "heads", "kv_heads")
     check_run(settings, world, {name: getattr(settings, name) for name in names})
     if importlib.util.find_spec("transformers") is None:
-        raise RecipeError("finetune_hf trains models of transformers, which is not installed: pip install 'wallfacer-dt[transformers]'")
+        raise RecipeError(
+            "finetune_hf needs transformers, which is not installed: pip install 'wallfacer-dt[transformers]'"
+        )
     for name in ("model", "tokenizer"):
         folder = getattr(settings, name)
         # A name that is no folder would be looked for on the internet.

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from recipes.finetune_hf.documents import Packed, PackedDocuments
-from recipes.finetune_hf.settings import Settings, check_settings
+from recipes.finetune_hf.settings import Settings
 from recipes.training.batches import Batches
 from recipes.training.gradients import ShardedGradients, WholeGradients
 from recipes.training.loop import train_steps
 from recipes.training.picture import draw_curve
-from recipes.training.ranks import Ranks, check_same, join_ranks
+from recipes.training.ranks import Ranks
 from recipes.training.record import Run
 from recipes.training.settings import Launch, Output, RecipeError, Saving
 from recipes.training.styles import attention_kernel
@@ -35,19 +35,15 @@ from wallfacer_dt.integrations.transformers.sequence import positions_within
 IGNORED = -100  # labels that do not count
 
 
-def train(settings: Settings, launch: Launch, documents: PackedDocuments, saving: Saving, output: Output) -> Run:
-    """Train on this rank, with the others of the launch, leave the model, and return the record every rank has.
+def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: Saving, output: Output) -> Run:
+    """Train on this rank, with the others, leave the model, and return the record every rank has.
 
     Raises:
-        RecipeError: sizes, model or device do not fit, raised before anything is communicated; ranks found different
-            texts; or a checkpoint will not do.
+        RecipeError: a model or a checkpoint will not do.
     """
-    check_settings(settings, launch.world)
     model = _load(settings, documents)
-    ranks = join_ranks(settings, launch)
-    check_same(documents.fingerprint, launch)
     _make_parallel(model, settings, ranks)
-    gradients = WholeGradients(model, ranks) if launch.world == 1 else ShardedGradients(model)
+    gradients = WholeGradients(model, ranks) if ranks.launch.world == 1 else ShardedGradients(model)
     run = train_steps(
         Trainer(settings, ranks, model, gradients, PackedLoss(model, ranks)),
         Batches(documents, settings, ranks, documents.fingerprint),
@@ -57,11 +53,9 @@ def train(settings: Settings, launch: Launch, documents: PackedDocuments, saving
         data=documents.source,
         unit="nats per token",
     )
-    _save(model, output.out / "model", launch)
-    if launch.rank == 0:
+    _save(model, output.out / "model", ranks.launch)
+    if ranks.launch.rank == 0:
         draw_curve(output.out / "curve.png", run)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return run
 
 

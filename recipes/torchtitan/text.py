@@ -90,7 +90,7 @@ def _load(path: str | None) -> Text:
     """The text, which must be the same on all ranks."""
     try:
         text = load_text(path)
-        check_same(text.fingerprint, Launch.from_environment())
+        check_same(text.fingerprint, Launch.from_environment(), text.source)
     except RecipeError as error:
         raise ValueError(str(error).replace("--text", "--dataloader.dataset_path")) from error
     return text

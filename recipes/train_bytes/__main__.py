@@ -3,58 +3,50 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from recipes.train_bytes.settings import Settings, check_settings
-from recipes.training.command import as_command, new_app, run
-from recipes.training.settings import DEMO_WITHOUT, Demo, Launch, Output, Saving, check_saving
+from recipes.training.command import Data, Recipe
+from recipes.training.record import Run
+from recipes.training.settings import Demo, Launch
 
-app = new_app("Train a byte-level GPT with each sequence shared by a (ulysses, ring, team) mesh of ranks.")
 
-
-def train_command(settings: Settings, saving: Saving, output: Output) -> None:
-    """Train on the ranks that torchrun started, or on this process alone.
-
-    \b
-    torchrun --nproc-per-node 8 -m recipes.train_bytes train --ring 4 --team 2
-    """
-    launch = Launch.from_environment()
-    # Before the imports below, which take seconds: what is plainly wrong should be said at once.
+def _load(settings: Settings, launch: Launch) -> Data:
     check_settings(settings, launch.world)
-    check_saving(saving)
     from recipes.training.text import check_long_enough, load_text
 
     text = load_text(settings.text)
     check_long_enough(text, settings.sequence, settings.batch * settings.data_parallel)
-    from recipes.training.metrics import check_tensorboard
-    from recipes.training.record import make_folders
+    return text
 
-    check_tensorboard(output)
-    make_folders(output.out, saving.checkpoint, launch)
+
+# Imported when they are called for, which takes seconds.
+def _train(*run: Any) -> Run:
     from recipes.train_bytes.train import train
-    from recipes.training.report import leave_behind
 
-    leave_behind(train(settings, launch, text, saving, output), output.out, launch)
+    return train(*run)
 
 
-def demo_command(settings: Settings, demo_options: Demo) -> int:
-    """Train on one process, on four ranks as ring 2 x team 2, with METP too, ring of 4, ulysses 2 x ring 2; compare."""
+def _demo(settings: Settings, options: Demo) -> int:
     from recipes.train_bytes.demo import demo
 
-    # Runs are compared to 1e-4, on GPUs too.
-    return demo(replace(settings, dtype="float32"), demo_options)
+    return demo(settings, options)
 
 
-app.command("train")(as_command(train_command, Settings, Saving, Output, out=Path("runs/train")))
-app.command("demo")(as_command(demo_command, Settings, Demo, without=DEMO_WITHOUT, out=Path("runs/demo")))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit status, 2 for anything the caller must change."""
-    return run(app, "train_bytes", arguments)
-
+main = Recipe(
+    name="train_bytes",
+    settings=Settings,
+    what="Train a byte-level GPT with each sequence shared by a (ulysses, ring, team) mesh of ranks.",
+    example="--ring 4 --team 2",
+    out=(Path("runs/train"), Path("runs/demo")),
+    compared=(
+        "Train on one process, on four ranks as ring 2 x team 2, with METP too, ring of 4, ulysses 2 x ring 2; compare."
+    ),
+    load=_load,
+    train=_train,
+    demo=_demo,
+).main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -19,9 +19,9 @@ class Settings(RunSettings):
     """
 
     ffn: Annotated[Weights, Option(help="Feed-forward weights: whole on every rank, or shared by METP.")] = "plain"
-    attention: Annotated[
-        Weights, Option(help="Attention's projections: whole on every rank, or shared by METP.")
-    ] = "plain"
+    attention: Annotated[Weights, Option(help="Attention's projections: whole on every rank, or shared by METP.")] = (
+        "plain"
+    )
     sequence: Annotated[int, Option(help="Bytes in a sequence.")] = 4096
     dim: Annotated[int, Option(help="Width of the model.")] = 128
     layers: Annotated[int, Option(help="Transformer blocks.")] = 2

@@ -7,42 +7,23 @@ Shape suffixes: B = batch of one data-parallel group, L = tokens of a sequence t
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from recipes.train_bytes.model import ByteGPT, ModelConfig
-from recipes.train_bytes.settings import Settings, check_settings
+from recipes.train_bytes.settings import Settings
 from recipes.training.batches import Batches
 from recipes.training.gradients import WholeGradients
 from recipes.training.loop import train_steps
-from recipes.training.ranks import Ranks, check_same, join_ranks, positions
+from recipes.training.ranks import Ranks, positions
 from recipes.training.record import Run
-from recipes.training.settings import Launch, Output, Saving
+from recipes.training.settings import Output, Saving
 from recipes.training.styles import attention_style
-from recipes.training.text import Text, check_long_enough
+from recipes.training.text import Text
 from recipes.training.traffic import LayerSizes
 from recipes.training.trainer import Trainer
 from wallfacer_dt import METPAttentionParallel, METPParallel, SequenceDataset
-
-
-def train(settings: Settings, launch: Launch, text: Text, saving: Saving, output: Output) -> Run:
-    """Train on this rank, with the others of the launch, and return the record every rank has.
-
-    Raises:
-        RecipeError: sizes, text or device do not fit, raised before anything is communicated; ranks found different
-            texts; or a checkpoint will not do.
-    """
-    check_settings(settings, launch.world)
-    check_long_enough(text, settings.sequence, settings.batch * settings.data_parallel)
-    ranks = join_ranks(settings, launch)
-    check_same(text.fingerprint, launch)
-    run = _train(settings, ranks, text, saving, output)
-    # Not in a `finally`: after an error on one rank, waiting for the others' groups could hang.
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return run
 
 
 def build_model(settings: Settings, ranks: Ranks) -> ByteGPT:
@@ -85,7 +66,12 @@ def _plan(settings: Settings, ranks: Ranks) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _train(settings: Settings, ranks: Ranks, text: Text, saving: Saving, output: Output) -> Run:
+def train(settings: Settings, ranks: Ranks, text: Text, saving: Saving, output: Output) -> Run:
+    """Train on this rank, with the others, and return the record every rank has.
+
+    Raises:
+        RecipeError: a checkpoint will not do.
+    """
     model = build_model(settings, ranks)
     tokens = settings.batch * settings.sequence * settings.data_parallel
     loss = MeanLoss(model, positions(settings.sequence, ranks), tokens)

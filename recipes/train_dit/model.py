@@ -1,4 +1,5 @@
-"""A diffusion transformer: full attention, and time and class by adaptive layer norms (adaLN-Zero, Peebles and Xie 2023).
+"""A diffusion transformer: full attention, and time and class by adaptive layer norms (adaLN-Zero,
+Peebles and Xie 2023).
 
 The model knows nothing of ranks. It takes the patches it is given and where they stand; the one place where patches
 meet is `Attention.inner`, a module without parameters for a `ParallelStyle` to replace.

@@ -7,7 +7,7 @@ r and c = those of pixels in a patch.
 from __future__ import annotations
 
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -87,8 +87,10 @@ def _digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise RecipeError("train_dit trains on pictures of scikit-learn, which is not installed: pip install scikit-learn") from error
-    digits = load_digits()
+        raise RecipeError(
+            "train_dit trains on pictures of scikit-learn, which is not installed: pip install scikit-learn"
+        ) from error
+    digits: Any = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32) / 8 - 1
     border = (CELL - images.shape[-1]) // 2
     return F.pad(images, (border,) * 4, value=-1.0), torch.tensor(digits.target)

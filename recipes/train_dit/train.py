@@ -7,36 +7,31 @@ Rectified flow: pictures move from noise to what was drawn along straight lines,
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from recipes.train_dit.model import DiT, ModelConfig
 from recipes.train_dit.sample import draw_samples, sample
-from recipes.train_dit.settings import Settings, check_settings
+from recipes.train_dit.settings import Settings
 from recipes.train_dit.sheets import CLASSES, Sheet, Sheets
 from recipes.training.batches import Batches
 from recipes.training.gradients import WholeGradients
 from recipes.training.loop import train_steps
-from recipes.training.ranks import Ranks, check_same, join_ranks, positions
+from recipes.training.ranks import Ranks, positions
 from recipes.training.record import Run
-from recipes.training.settings import Launch, Output, Saving
+from recipes.training.settings import Output, Saving
 from recipes.training.styles import attention_style
 from recipes.training.traffic import LayerSizes
 from recipes.training.trainer import Trainer
 from wallfacer_dt import METPParallel, shard_sequence
 
 
-def train(settings: Settings, launch: Launch, sheets: Sheets, saving: Saving, output: Output) -> Run:
-    """Train on this rank, with the others of the launch, leave pictures, and return the record every rank has.
+def train(settings: Settings, ranks: Ranks, sheets: Sheets, saving: Saving, output: Output) -> Run:
+    """Train on this rank, with the others, leave pictures, and return the record every rank has.
 
     Raises:
-        RecipeError: sizes or device do not fit, raised before anything is communicated; ranks found different
-            pictures; or a checkpoint will not do.
+        RecipeError: a checkpoint will not do.
     """
-    check_settings(settings, launch.world)
-    ranks = join_ranks(settings, launch)
-    check_same(sheets.fingerprint, launch, "pictures", "scikit-learn")
     model = build_model(settings, ranks)
     tokens = settings.batch * settings.sequence * settings.data_parallel
     run = train_steps(
@@ -50,10 +45,8 @@ def train(settings: Settings, launch: Launch, sheets: Sheets, saving: Saving, ou
         sizes=_sizes(settings),
     )
     made = sample(model, settings, ranks)
-    if launch.rank == 0:
+    if ranks.launch.rank == 0:
         draw_samples(output.out / "samples.png", made, sheets, settings)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return run
 
 
@@ -89,7 +82,7 @@ class FlowLoss:
         noisy_BLP = time_B11 * pixels_BLP + (1 - time_B11) * noise_BLP
         velocity_BLP = self.model(noisy_BLP, self.positions_L, time_B, label_B)
         # In float64: float32 rounds a mean by more than runs on different meshes differ.
-        errors = (velocity_BLP.float() - (pixels_BLP - noise_BLP)).square()
+        errors = (velocity_BLP.float() - (pixels_BLP - noise_BLP)).square()  # no comparison: the loss
         return errors.double().sum() / self.pixels
 
     def _mine(self, x_BNP: Tensor) -> Tensor:

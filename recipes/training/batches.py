@@ -25,9 +25,7 @@ class Batches(Iterator[Any]):
 
     def __init__(self, dataset: Dataset, settings: RunSettings, ranks: Ranks, fingerprint: tuple[int, ...]) -> None:
         self._batch, self._fingerprint = settings.batch, list(fingerprint)
-        self._sampler = SequenceSampler(
-            dataset, ranks.context, data_parallel=ranks.data_parallel, seed=settings.seed
-        )
+        self._sampler = SequenceSampler(dataset, ranks.context, data_parallel=ranks.data_parallel, seed=settings.seed)
         self._loader = DataLoader(
             dataset,
             batch_size=settings.batch,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class Checkpoints:
         self._saving, self._trainer, self._batches = saving, trainer, batches
         self._launch = trainer.ranks.launch
         self._pending: tuple[int, Future[None]] | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         if saving.checkpoint is not None and dist.is_initialized():
             # Of its own: a thread that writes talks to others' while training talks on the default group.
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -100,7 +100,10 @@ class Checkpoints:
             commit = self._writer.submit(lambda: self._commit(written.result, partial, fields))
         else:
             commit = Future()
-            _settle(commit, lambda: self._commit(lambda: dcp.save(state, storage_writer=storage, **options), partial, fields))
+            _settle(
+                commit,
+                lambda: self._commit(lambda: dcp.save(state, storage_writer=storage, **options), partial, fields),
+            )
         self._pending = step, commit
         if not self._saving.save_async:
             self.finish()
@@ -120,7 +123,9 @@ class Checkpoints:
             raise
         # A CheckpointException is not an Exception.
         except (Exception, dcp.api.CheckpointException) as error:
-            raise RecipeError(f"--checkpoint: that of step {step} could not be written: {_first_line(error)}") from error
+            raise RecipeError(
+                f"--checkpoint: that of step {step} could not be written: {_first_line(error)}"
+            ) from error
 
     def resume(self) -> History:
         """Bring trainer and batches to the newest checkpoint that is whole; without --resume, to none.
@@ -133,7 +138,7 @@ class Checkpoints:
         """
         if self._saving.checkpoint is None:
             return History()
-        names = self._share(self._on_first(lambda: _steps_in(self._saving.checkpoint)))
+        names = self._on_first(lambda: _steps_in(self._saving.checkpoint))
         if not self._saving.resume:
             if names:
                 raise RecipeError(
@@ -195,7 +200,7 @@ class Checkpoints:
     def _commit(self, write: Callable[[], Any], partial: Path, fields: Mapping[str, Any]) -> None:
         """Have the files written, then say what they are, then give the folder its name."""
         write()
-        names = self._share(self._on_first(lambda: manifest.files_of(partial)))
+        names = self._on_first(lambda: manifest.files_of(partial))
         mine = names[self._launch.rank :: self._launch.world]
         parts = self._everywhere(lambda: manifest.fingerprints(partial, mine))
         files = {name: file for part in parts for name, file in part.items()}
@@ -212,7 +217,7 @@ class Checkpoints:
 
     def _whole(self, folder: Path) -> dict[str, Any]:
         """What a checkpoint's manifest says, after every file has been read by some rank (BrokenError)."""
-        fields, files = self._share(self._on_first(lambda: manifest.read(folder)))
+        fields, files = self._on_first(lambda: manifest.read(folder))
         mine = sorted(files)[self._launch.rank :: self._launch.world]
         self._everywhere(lambda: manifest.check(folder, {name: files[name] for name in mine}))
         return fields
@@ -251,32 +256,28 @@ class Checkpoints:
         if self._launch.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
-    def _on_first(self, function: Callable[[], T]) -> T | None:
-        """On rank 0; if that fails, all ranks fail."""
-        return self._everywhere(lambda: function() if self._launch.rank == 0 else None)[0]
-
-    def _share(self, value: T | None) -> T:
-        """What `_on_first` gave; all ranks have it."""
-        assert value is not None
-        return value
+    def _on_first(self, function: Callable[[], T]) -> T:
+        """What a function gives on rank 0, on every rank; if it fails there, all fail."""
+        found = self._everywhere(lambda: function() if self._launch.rank == 0 else None)[0]
+        return cast(T, found)
 
     def _everywhere(self, function: Callable[[], T]) -> list[T]:
-        """By rank, what a function of each gives; if one fails, all do (RecipeError, or BrokenError of a checkpoint)."""
+        """By rank, what a function gives there; if one fails, all do (RecipeError, or BrokenError of a checkpoint)."""
         answer: tuple[Any, Exception | None]
         try:
             answer = function(), None
-        except (OSError, BrokenError) as error:
+        except BrokenError as error:
             answer = None, error
+        except Exception as error:  # others wait for this rank's answer, whatever went wrong
+            answer = None, RecipeError(f"--checkpoint: rank {self._launch.rank}: {_first_line(error)}")
         answers = [answer]
         if self._group is not None:
             answers = [answer] * self._launch.world
             dist.all_gather_object(answers, answer, group=self._group)
-        for rank, (_, error) in enumerate(answers):
-            if isinstance(error, BrokenError):
-                raise error
-            if error is not None:
-                raise RecipeError(f"--checkpoint: rank {rank} on {self._saving.checkpoint}: {error}")
-        return [value for value, _ in answers]
+        for _, failure in answers:
+            if failure is not None:
+                raise failure
+        return cast(list[T], [value for value, _ in answers])
 
 
 def _settle(future: Future[None], function: Callable[[], None]) -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
-from recipes.training.settings import Launch, RecipeError
+from recipes.training.metrics import check_tensorboard
+from recipes.training.record import Run, make_folders
+from recipes.training.settings import DEMO_WITHOUT, Demo, Launch, Output, RecipeError, Saving, check_saving
 
-
-def new_app(help_text: str) -> typer.Typer:
-    """A command line without completion, whose help is plain text."""
-    return typer.Typer(add_completion=False, rich_markup_mode=None, help=help_text)
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from recipes.training.ranks import Ranks
 
 
 def as_command(
@@ -30,7 +30,7 @@ def as_command(
     """A function of dataclasses as a command that has an option for each of their fields.
 
     Args:
-        function: called with one of each of `parts`; its docstring is the command's help.
+        function: called with one of each of `parts`.
         *parts: dataclasses whose fields are annotated with `typer.Option`.
         without: fields that are no options, and keep their default.
         **defaults: of fields that have none, or another one here.
@@ -50,7 +50,6 @@ def as_command(
     def command(**options: Any) -> int | None:
         return function(*(part(**_own(part, options)) for part in parts))
 
-    command.__doc__ = function.__doc__
     # What typer reads.
     command.__signature__ = Signature(parameters)  # pyrefly: ignore[missing-attribute]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -81,23 +80,96 @@ def _flag(hint: Any, value: bool) -> Iterator[str]:
     yield from filter(None, [on if value else off])
 
 
-def run(app: typer.Typer, name: str, arguments: Sequence[str]) -> int:
-    """Run a recipe's command line, of which options without a command mean `train`.
+class Data(Protocol):
+    """What a recipe trains on: where it came from, and numbers by which ranks see that they found the same."""
 
-    Returns:
-        The exit status, 2 for anything the caller must change.
+    @property
+    def source(self) -> str:
+        """In words."""
+        ...
+
+    @property
+    def fingerprint(self) -> tuple[int, ...]:
+        """The same on every rank, and after a restart."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe's command line: `train` (also what options without a command mean) and `demo`.
+
+    Attributes:
+        name: of its package.
+        settings: the dataclass of its options.
+        what: it does, in a sentence.
+        example: of options of `train`, on 8 ranks.
+        out: folders of a run and of a demo.
+        compared: what `demo` compares, in a sentence.
+        load: the data of a run, after every check that needs no other rank. Quick to import.
+        train: with (settings, ranks, data, saving, output), the record that every rank has.
+        demo: with (settings, options), the exit status.
     """
-    commandless = not arguments or (arguments[0].startswith("-") and arguments[0] != "--help")
-    arguments = ["train", *arguments] if commandless else list(arguments)
-    try:
-        status = app(arguments, prog_name=name, standalone_mode=False)
-    except RecipeError as error:
-        return _refuse(name, str(error))
-    except typer.TyperException as error:
-        return _refuse(name, error.format_message())
-    except (typer.Abort, KeyboardInterrupt):
-        return 130
-    return status if isinstance(status, int) else 0
+
+    name: str
+    settings: type[Any]
+    what: str
+    example: str
+    out: tuple[Path, Path]
+    compared: str
+    load: Callable[[Any, Launch], Data]
+    train: Callable[[Any, Ranks, Any, Saving, Output], Run]
+    demo: Callable[[Any, Demo], int]
+
+    def main(self, arguments: Sequence[str]) -> int:
+        """Run the command line.
+
+        Returns:
+            The exit status, 2 for anything the caller must change.
+        """
+        commandless = not arguments or (arguments[0].startswith("-") and arguments[0] != "--help")
+        arguments = ["train", *arguments] if commandless else list(arguments)
+        try:
+            status = self._app()(arguments, prog_name=self.name, standalone_mode=False)
+        except RecipeError as error:
+            return _refuse(self.name, str(error))
+        except typer.TyperException as error:
+            return _refuse(self.name, error.format_message())
+        except (typer.Abort, KeyboardInterrupt):
+            return 130
+        return status if isinstance(status, int) else 0
+
+    def _app(self) -> typer.Typer:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, help=self.what)
+        train, demo = (
+            as_command(self._train, self.settings, Saving, Output, out=self.out[0]),
+            as_command(self._demo, self.settings, Demo, without=DEMO_WITHOUT, out=self.out[1]),
+        )
+        example = f"torchrun --nproc-per-node 8 -m recipes.{self.name} train {self.example}"
+        where = "Train on the ranks that torchrun started, or on this process alone."
+        app.command("train", help=f"{where}\n\n\b\n{example}")(train)
+        app.command("demo", help=self.compared)(demo)
+        return app
+
+    def _train(self, settings: Any, saving: Saving, output: Output) -> None:
+        launch = Launch.from_environment()
+        # Before the imports below, which take seconds: what is plainly wrong should be said at once.
+        data = self.load(settings, launch)
+        check_saving(saving)
+        check_tensorboard(output)
+        make_folders(output.out, saving.checkpoint, launch)
+        from recipes.training.ranks import check_same, join_ranks, leave_ranks
+        from recipes.training.report import leave_behind
+
+        ranks = join_ranks(settings, launch)
+        check_same(data.fingerprint, launch, data.source)
+        run = self.train(settings, ranks, data, saving, output)
+        # Not in a `finally`: after an error on one rank, waiting for the others' groups could hang.
+        leave_ranks()
+        leave_behind(run, output.out, launch)
+
+    def _demo(self, settings: Any, options: Demo) -> int:
+        # Runs are compared to 1e-4, on GPUs too.
+        return self.demo(replace(settings, dtype="float32"), options)
 
 
 def _refuse(name: str, message: str) -> int:

@@ -1,14 +1,14 @@
-"""Gradients of all ranks together: their average, their norm, and which of them torch's foreach kernels take at a time.
+"""Gradients of all ranks together: their average and norm, and which of them torch's foreach kernels take at a time.
 
-Note [Kinds of weights]: most weights are whole on every rank, plain tensors whose gradients are averaged over all ranks.
-METP's are DTensors, a part on every rank of a sequence, whose gradients are sums over these ranks already; those of
-groups with other sequences are still to be added. FSDP's are DTensors over all ranks, averaged by FSDP itself. Torch's
-foreach kernels, of clipping and of AdamW, take tensors of one kind at a time.
+Note [Kinds of weights]: most weights are whole on every rank, plain tensors whose gradients are averaged over all
+ranks. METP's are DTensors, a part on every rank of a sequence, whose gradients are sums over these ranks already; those
+of groups with other sequences are still to be added. FSDP's are DTensors over all ranks, averaged by FSDP itself.
+Torch's foreach kernels, of clipping and of AdamW, take tensors of one kind at a time.
 
-Note [The same sums after a restart]: DistributedDataParallel puts gradients into buckets once more after its first step,
-and where a gradient lies in a bucket decides in which turn ranks are added up. A run that goes on from a checkpoint
-would have other roundings than one that was never interrupted. So whole gradients are averaged here, in one tensor,
-which is as fast where a step is dominated by attention.
+Note [The same sums after a restart]: DistributedDataParallel puts gradients into buckets once more after its first
+step, and where a gradient lies in a bucket decides in which turn ranks are added up. A run that goes on from a
+checkpoint would have other roundings than one that was never interrupted. So whole gradients are averaged here, in one
+tensor, once the backward is done.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from recipes.training.ranks import Ranks
 
 
 class Gradients(Protocol):
-    """Of the weights of a model; `kinds` are the weights that may be in one foreach kernel."""
+    """Of the weights of a model."""
 
-    kinds: list[list[nn.Parameter]]
+    @property
+    def kinds(self) -> Sequence[list[nn.Parameter]]:
+        """The weights that torch's foreach kernels take together."""
+        ...
 
     def average(self) -> Tensor:
         """Average over all ranks; returns the norm of the whole gradient, the same on every rank."""
@@ -40,8 +43,8 @@ class WholeGradients:
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
         parameters = list(model.parameters())
-        self._whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-        self._shared = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        self._whole: list[nn.Parameter] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        self._shared: list[nn.Parameter] = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
         self.kinds = [kind for kind in (self._whole, self._shared) if kind]
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def launch(recipe: str, ranks: int, options: Sequence[str]) -> int:
-    """Train by `recipe`, such as "train_bytes", with these options on `ranks` processes that find each other over the loopback.
+    """Train by `recipe`, such as "train_bytes", on `ranks` processes that find each other over the loopback.
 
     Returns:
         Exit status: 0, 1 after a rank failed (the others are stopped), 130 after a signal.

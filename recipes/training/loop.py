@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,9 +12,9 @@ from recipes.training.batches import Batches
 from recipes.training.checkpoint import Checkpoints, History
 from recipes.training.metrics import Metrics
 from recipes.training.progress import Bar
-from recipes.training.ranks import Ranks, device_name
+from recipes.training.ranks import device_name
 from recipes.training.record import Run, Traffic, run_name
-from recipes.training.settings import Output, RunSettings, Saving
+from recipes.training.settings import Output, RecipeError, Saving
 from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
 
@@ -42,7 +43,7 @@ def train_steps(
         sizes: of a model whose bytes the first step is to count.
 
     Raises:
-        RecipeError: a checkpoint is of another run, cannot be written, or there are some of which none is whole.
+        RecipeError: a loss is not finite; a checkpoint is of another run, cannot be written, or there are some of which none is whole.
     """
     settings, ranks = trainer.settings, trainer.ranks
     checkpoints = Checkpoints(saving, trainer, batches)
@@ -59,6 +60,9 @@ def train_steps(
                 (loss, norm), traffic = counted(_one(trainer, step, batch), settings, sizes, ranks)
             else:
                 loss, norm = trainer.step(step, batch)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                # Weights are not numbers from here on, and no checkpoint is to have them.
+                raise RecipeError(f"step {step + 1} has loss {loss} and gradient norm {norm}: lower --lr, or see why")
             history.add(loss, norm, time.perf_counter() - start)
             speed = tokens / history.seconds[-1]
             bar.advance(loss, speed)

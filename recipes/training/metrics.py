@@ -16,7 +16,9 @@ FILE = "metrics.jsonl"
 def check_tensorboard(output: Output) -> None:
     """Refuse (RecipeError) metrics for tensorboard where it is not installed."""
     if output.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise RecipeError("--tensorboard: the package tensorboard is not installed; install it, or leave the option out")
+        raise RecipeError(
+            "--tensorboard: the package tensorboard is not installed; install it, or leave the option out"
+        )
 
 
 class Metrics:

@@ -84,7 +84,7 @@ def join_ranks(settings: RunSettings, launch: Launch) -> Ranks:
     )
 
 
-def check_same(fingerprint: tuple[int, ...], launch: Launch, what: str = "text", option: str = "--text") -> None:
+def check_same(fingerprint: tuple[int, ...], launch: Launch, source: str) -> None:
     """Refuse to train ranks on different data, such as the libraries of different Pythons.
 
     Raises:
@@ -96,7 +96,15 @@ def check_same(fingerprint: tuple[int, ...], launch: Launch, what: str = "text",
     dist.all_gather_object(fingerprints, fingerprint)
     if len(set(fingerprints)) > 1:
         odd = next(rank for rank, one in enumerate(fingerprints) if one != fingerprints[0])
-        raise RecipeError(f"{option}: rank {odd} found other {what} than rank 0; name the same file for all ranks")
+        raise RecipeError(
+            f"of {source} rank {odd} found other data than rank 0: all ranks need the same files, or the same versions"
+        )
+
+
+def leave_ranks() -> None:
+    """End the process group, if there is one; all ranks call it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def make_meshes(

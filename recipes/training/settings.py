@@ -32,18 +32,18 @@ class RunSettings:
     """
 
     ulysses: Annotated[int, Option(help="Ranks that split the heads.")] = 1
-    ring: Annotated[
-        int | None, Option(help="Ranks in a ring. [default: ranks / (ulysses x team x data-parallel)]")
-    ] = None
+    ring: Annotated[int | None, Option(help="Ranks in a ring. [default: ranks / (ulysses x team x data-parallel)]")] = (
+        None
+    )
     team: Annotated[int, Option(help="Ranks in a team.")] = 1
     data_parallel: Annotated[int, Option(help="Groups of ulysses x ring x team ranks with different sequences.")] = 1
     placement: Annotated[
         Placement, Option(help="Whether neighbouring ranks form a team, form a ring or split heads.")
     ] = "team_in_node"
     order: Annotated[Order, Option(help="How a sequence is dealt out to its ranks.")] = "head_tail"
-    schedule: Annotated[
-        ScheduleName, Option(help="2d, with a ring for the team too, or the paper's own schedule.")
-    ] = "2d"
+    schedule: Annotated[ScheduleName, Option(help="2d, with a ring for the team too, or the paper's own schedule.")] = (
+        "2d"
+    )
     rotate: Annotated[Rotate, Option(help="What goes round the ring in the backward.")] = "auto"
     rotate_forward: Annotated[Rotate, Option(help="The same in the forward.")] = "auto"
     batch: Annotated[int, Option(help="Sequences in a step of a data-parallel group.")] = 2
