@@ -43,7 +43,7 @@ class PackedDocuments(Dataset[Packed]):
         self._documents_T = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
         self.largest = int(self._tokens_T.max(initial=0))
         self.fingerprint = (self._tokens_T.size, zlib.crc32(self._tokens_T.tobytes()), len(documents))
-        needed = settings.batch * settings.data_parallel
+        needed = settings.samples
         if len(self) < needed:
             raise RecipeError(
                 f"--text: {self.source} holds {len(self)} sequences of {settings.sequence} tokens, but one step"

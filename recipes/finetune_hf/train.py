@@ -49,7 +49,7 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
         Batches(documents, settings, ranks, documents.fingerprint),
         saving,
         output,
-        tokens=settings.batch * settings.sequence * settings.data_parallel,
+        length=settings.sequence,
         data=documents.source,
         unit="nats per token",
     )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from recipes.train_bytes.settings import Settings, check_settings
 from recipes.training.command import Data, Recipe
-from recipes.training.record import Run
-from recipes.training.settings import Demo, Launch
+from recipes.training.settings import Launch
 
 
 def _load(settings: Settings, launch: Launch) -> Data:
@@ -19,19 +17,6 @@ def _load(settings: Settings, launch: Launch) -> Data:
     text = load_text(settings.text)
     check_long_enough(text, settings.sequence, settings.batch * settings.data_parallel)
     return text
-
-
-# Imported when they are called for, which takes seconds.
-def _train(*run: Any) -> Run:
-    from recipes.train_bytes.train import train
-
-    return train(*run)
-
-
-def _demo(settings: Settings, options: Demo) -> int:
-    from recipes.train_bytes.demo import demo
-
-    return demo(settings, options)
 
 
 main = Recipe(
@@ -44,8 +29,6 @@ main = Recipe(
         "Train on one process, on four ranks as ring 2 x team 2, with METP too, ring of 4, ulysses 2 x ring 2; compare."
     ),
     load=_load,
-    train=_train,
-    demo=_demo,
 ).main
 
 if __name__ == "__main__":

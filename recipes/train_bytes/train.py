@@ -6,10 +6,9 @@ Shape suffixes: B = batch of one data-parallel group, L = tokens of a sequence t
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.settings import Settings
@@ -19,22 +18,11 @@ from recipes.training.loop import train_steps
 from recipes.training.ranks import Ranks, positions
 from recipes.training.record import Run
 from recipes.training.settings import Output, Saving
-from recipes.training.styles import attention_style
+from recipes.training.styles import attention_style, begin
 from recipes.training.text import Text
 from recipes.training.traffic import LayerSizes
 from recipes.training.trainer import Trainer
 from wallfacer_dt import METPAttentionParallel, METPParallel, SequenceDataset
-
-
-def build_model(settings: Settings, ranks: Ranks) -> ByteGPT:
-    """The model, begun alike on every rank, its attention and METP's layers replaced where ranks share a sequence."""
-    # On the CPU whatever the device, so that the start depends on the seed alone.
-    torch.manual_seed(settings.seed)
-    model = ByteGPT(_config(settings)).to(ranks.device)
-    if ranks.context is not None:
-        # All have the same whole weights, of which each keeps its part: nothing is sent.
-        parallelize_module(model, ranks.context, _plan(settings, ranks), src_data_rank=None)
-    return model
 
 
 def _config(settings: Settings) -> ModelConfig:
@@ -72,8 +60,8 @@ def train(settings: Settings, ranks: Ranks, text: Text, saving: Saving, output: 
     Raises:
         RecipeError: a checkpoint will not do.
     """
-    model = build_model(settings, ranks)
-    tokens = settings.batch * settings.sequence * settings.data_parallel
+    model = begin(lambda: ByteGPT(_config(settings)), lambda: _plan(settings, ranks), settings, ranks)
+    tokens = settings.samples * settings.sequence
     loss = MeanLoss(model, positions(settings.sequence, ranks), tokens)
     dataset = SequenceDataset(text.bytes_S, settings.sequence, ranks.order)
     return train_steps(
@@ -81,7 +69,7 @@ def train(settings: Settings, ranks: Ranks, text: Text, saving: Saving, output: 
         Batches(dataset, settings, ranks, text.fingerprint),
         saving,
         output,
-        tokens=tokens,
+        length=settings.sequence,
         data=text.source,
         unit="nats per byte",
         sizes=_sizes(settings),

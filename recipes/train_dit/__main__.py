@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from recipes.train_dit.settings import Settings, check_settings
 from recipes.training.command import Data, Recipe
-from recipes.training.record import Run
-from recipes.training.settings import Demo, Launch
+from recipes.training.settings import Launch
 
 
 def _load(settings: Settings, launch: Launch) -> Data:
@@ -17,19 +15,6 @@ def _load(settings: Settings, launch: Launch) -> Data:
     from recipes.train_dit.sheets import Sheets
 
     return Sheets(settings)
-
-
-# Imported when they are called for, which takes seconds.
-def _train(*run: Any) -> Run:
-    from recipes.train_dit.train import train
-
-    return train(*run)
-
-
-def _demo(settings: Settings, options: Demo) -> int:
-    from recipes.train_dit.demo import demo
-
-    return demo(settings, options)
 
 
 main = Recipe(
@@ -40,8 +25,6 @@ main = Recipe(
     out=(Path("runs/train_dit"), Path("runs/demo_dit")),
     compared="Train on one process and on four ranks as ring 2 x team 2, and compare; each run makes pictures.",
     load=_load,
-    train=_train,
-    demo=_demo,
 ).main
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class Settings(RunSettings):
     layers: Annotated[int, Option(help="Transformer blocks.")] = 3
     heads: Annotated[int, Option(help="Heads of attention.")] = 4
     batch: Annotated[int, Option(help="Sheets in a step of a data-parallel group.")] = 4
-    steps: Annotated[int, Option(help="Optimiser steps.")] = 400
+    steps: Annotated[int, Option(help="Optimiser steps.")] = 300
     lr: Annotated[float, Option(help="Peak learning rate.")] = 6e-3
 
     sample_steps: Annotated[int, Option(help="Steps from noise to a picture, at the end.")] = 50

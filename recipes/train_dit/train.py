@@ -6,9 +6,8 @@ Rectified flow: pictures move from noise to what was drawn along straight lines,
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from recipes.train_dit.model import DiT, ModelConfig
 from recipes.train_dit.sample import draw_samples, sample
@@ -20,7 +19,7 @@ from recipes.training.loop import train_steps
 from recipes.training.ranks import Ranks, positions
 from recipes.training.record import Run
 from recipes.training.settings import Output, Saving
-from recipes.training.styles import attention_style
+from recipes.training.styles import attention_style, begin
 from recipes.training.traffic import LayerSizes
 from recipes.training.trainer import Trainer
 from wallfacer_dt import METPParallel, shard_sequence
@@ -32,14 +31,13 @@ def train(settings: Settings, ranks: Ranks, sheets: Sheets, saving: Saving, outp
     Raises:
         RecipeError: a checkpoint will not do.
     """
-    model = build_model(settings, ranks)
-    tokens = settings.batch * settings.sequence * settings.data_parallel
+    model = begin(lambda: DiT(_config(settings)), lambda: _plan(settings, ranks), settings, ranks)
     run = train_steps(
         Trainer(settings, ranks, model, WholeGradients(model, ranks), FlowLoss(model, settings, ranks)),
         Batches(sheets, settings, ranks, sheets.fingerprint),
         saving,
         output,
-        tokens=tokens,
+        length=settings.sequence,
         data=sheets.source,
         unit="squared error of a pixel",
         sizes=_sizes(settings),
@@ -50,20 +48,12 @@ def train(settings: Settings, ranks: Ranks, sheets: Sheets, saving: Saving, outp
     return run
 
 
-def build_model(settings: Settings, ranks: Ranks) -> DiT:
-    """The model, begun alike on every rank, its attention and METP's layers replaced where ranks share a sheet."""
-    # On the CPU whatever the device, so that the start depends on the seed alone.
-    torch.manual_seed(settings.seed)
-    model = DiT(_config(settings)).to(ranks.device)
-    if ranks.context is not None:
-        plan: dict[str, ParallelStyle] = {
-            "layers.*.attention.inner": attention_style(settings, ranks, is_causal=False, length=settings.sequence)
-        }
-        if settings.ffn == "metp":
-            plan["layers.*.feed_forward"] = METPParallel(up="up", down="down", activation="gelu_tanh")
-        # All have the same whole weights, of which each keeps its part: nothing is sent.
-        parallelize_module(model, ranks.context, plan, src_data_rank=None)
-    return model
+def _plan(settings: Settings, ranks: Ranks) -> dict[str, ParallelStyle]:
+    inner = attention_style(settings, ranks, is_causal=False, length=settings.sequence)
+    plan: dict[str, ParallelStyle] = {"layers.*.attention.inner": inner}
+    if settings.ffn == "metp":
+        plan["layers.*.feed_forward"] = METPParallel(up="up", down="down", activation="gelu_tanh")
+    return plan
 
 
 class FlowLoss:
@@ -72,7 +62,7 @@ class FlowLoss:
     def __init__(self, model: DiT, settings: Settings, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
         self.positions_L = positions(settings.sequence, ranks)
-        self.pixels = settings.batch * settings.sequence * settings.patch**2 * settings.data_parallel
+        self.pixels = settings.samples * settings.sequence * settings.patch**2
 
     def __call__(self, batch: Sheet) -> Tensor:
         """Of whole sheets."""

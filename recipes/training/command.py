@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
 from recipes.training.metrics import check_tensorboard
-from recipes.training.record import Run, make_folders
+from recipes.training.record import make_folders
 from recipes.training.settings import DEMO_WITHOUT, Demo, Launch, Output, RecipeError, Saving, check_saving
-
-if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from recipes.training.ranks import Ranks
 
 
 def as_command(
@@ -98,6 +96,9 @@ class Data(Protocol):
 class Recipe:
     """A recipe's command line: `train` (also what options without a command mean) and `demo`.
 
+    Its package has `train.train(settings, ranks, data, saving, output)`, which returns the record that every rank has,
+    and `demo.demo(settings, options)`, which returns the exit status. They are imported when they are called.
+
     Attributes:
         name: of its package.
         settings: the dataclass of its options.
@@ -106,8 +107,6 @@ class Recipe:
         out: folders of a run and of a demo.
         compared: what `demo` compares, in a sentence.
         load: the data of a run, after every check that needs no other rank. Quick to import.
-        train: with (settings, ranks, data, saving, output), the record that every rank has.
-        demo: with (settings, options), the exit status.
     """
 
     name: str
@@ -117,8 +116,6 @@ class Recipe:
     out: tuple[Path, Path]
     compared: str
     load: Callable[[Any, Launch], Data]
-    train: Callable[[Any, Ranks, Any, Saving, Output], Run]
-    demo: Callable[[Any, Demo], int]
 
     def main(self, arguments: Sequence[str]) -> int:
         """Run the command line.
@@ -162,14 +159,16 @@ class Recipe:
 
         ranks = join_ranks(settings, launch)
         check_same(data.fingerprint, launch, data.source)
-        run = self.train(settings, ranks, data, saving, output)
+        train = importlib.import_module(f"recipes.{self.name}.train").train
+        run = train(settings, ranks, data, saving, output)
         # Not in a `finally`: after an error on one rank, waiting for the others' groups could hang.
         leave_ranks()
         leave_behind(run, output.out, launch)
 
     def _demo(self, settings: Any, options: Demo) -> int:
         # Runs are compared to 1e-4, on GPUs too.
-        return self.demo(replace(settings, dtype="float32"), options)
+        demo = importlib.import_module(f"recipes.{self.name}.demo").demo
+        return demo(replace(settings, dtype="float32"), options)
 
 
 def _refuse(name: str, message: str) -> int:

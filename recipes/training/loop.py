@@ -25,7 +25,7 @@ def train_steps(
     saving: Saving,
     output: Output,
     *,
-    tokens: int,
+    length: int,
     data: str,
     unit: str,
     sizes: LayerSizes | None = None,
@@ -37,18 +37,19 @@ def train_steps(
         batches: likewise.
         saving: whether to keep checkpoints, and to go on from one.
         output: where metrics go.
-        tokens: of one step over all ranks.
+        length: tokens of a sequence.
         data: where they came from.
         unit: of the losses.
         sizes: of a model whose bytes the first step is to count.
 
     Raises:
-        RecipeError: a loss is not finite; a checkpoint is of another run, cannot be written, or there are some of which none is whole.
+        RecipeError: a loss is not finite; a checkpoint is of another run or cannot be written; or there are some, and
+            none is whole.
     """
     settings, ranks = trainer.settings, trainer.ranks
     checkpoints = Checkpoints(saving, trainer, batches)
     history = checkpoints.resume()
-    first = len(history.losses)
+    first, tokens = len(history.losses), settings.samples * length
     traffic: tuple[Traffic, Traffic] | tuple[None, None] = (None, None)
     name = run_name(ranks.ulysses, ranks.ring, ranks.team, settings.data_parallel, settings.metp)
     shown = ranks.launch.rank == 0

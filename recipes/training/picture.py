@@ -20,6 +20,7 @@ from recipes.training.record import Run
 _LAYOUT: dict[str, Any] = {"w_pad": 0.12, "h_pad": 0.1, "wspace": 0.02}
 _INK = "#222222"
 _FAINT = "#8a8a8a"
+_MANY = 100  # steps, of which each is drawn smaller
 # Told apart by colour-blind readers too (Okabe and Ito), for the runs that share a sequence.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
@@ -139,6 +140,8 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], styles: dict[str, Style],
 def _plot(axes: Axes, run: Run, values: Sequence[float], style: Style) -> None:
     (line,) = axes.plot(range(1, len(values) + 1), values, label=run.name)
     line.set(**style)
+    if len(values) > _MANY:
+        line.set(lw=line.get_linewidth() / 2, ms=line.get_markersize() / 2)
 
 
 def _draw_bytes(axes: Axes, runs: Sequence[Run], styles: dict[str, Style]) -> None:

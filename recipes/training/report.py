@@ -13,6 +13,8 @@ from recipes.training.compare import Comparison
 from recipes.training.record import Run, Traffic, write_json, write_run
 from recipes.training.settings import Launch
 
+_ROWS = 20
+
 
 def leave_behind(run: Run, out: Path, launch: Launch) -> None:
     """Write a run's record into `out` and print what it showed, on rank 0."""
@@ -70,9 +72,11 @@ def _loss_table(runs: Sequence[Run], comparison: Comparison) -> Table:
     for run in runs:
         table.add_column(run.name, justify="right")
     table.add_column("apart by", justify="right")
-    steps = zip(*(run.losses for run in runs), strict=True)
-    differences = comparison.loss_differences
-    for step, (losses, difference) in enumerate(zip(steps, differences, strict=True), start=1):
+    steps = list(zip(*(run.losses for run in runs), comparison.loss_differences, strict=True))
+    for step, (*losses, difference) in enumerate(steps, start=1):
+        # Of a long run every so many, and the last.
+        if step % max(1, len(steps) // _ROWS) and step < len(steps):
+            continue
         colour = "green" if difference <= comparison.tolerance else "red"
         shown = [f"{loss:.6f}" for loss in losses]
         table.add_row(str(step), *shown, f"[{colour}]{difference:.1e}[/]")

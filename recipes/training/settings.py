@@ -62,6 +62,11 @@ class RunSettings:
     })  # fmt: skip
 
     @property
+    def samples(self) -> int:
+        """Sequences of one step over all ranks."""
+        return self.batch * self.data_parallel
+
+    @property
     def metp(self) -> tuple[str, ...]:
         """The options that are "metp", of `ffn` and `attention`."""
         return tuple(option for option in ("ffn", "attention") if getattr(self, option, None) == "metp")

@@ -1,12 +1,32 @@
-"""The style of attention that a recipe's options ask for."""
+"""A model that begins alike on every rank, and the style of attention that a recipe's options ask for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from recipes.training.ranks import Ranks
 from recipes.training.settings import RunSettings
 from wallfacer_dt import WallFacerParallel
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def begin(
+    make: Callable[[], Model], plan: Callable[[], dict[str, ParallelStyle]], settings: RunSettings, ranks: Ranks
+) -> Model:
+    """A model begun alike on every rank, under a plan where ranks share a sequence."""
+    # On the CPU whatever the device, so that the start depends on the seed alone.
+    torch.manual_seed(settings.seed)
+    model = make().to(ranks.device)
+    if ranks.context is not None:
+        # All have the same whole weights, of which each keeps its part under METP: nothing is sent.
+        parallelize_module(model, ranks.context, plan(), src_data_rank=None)
+    return model
 
 
 def attention_style(settings: RunSettings, ranks: Ranks, *, is_causal: bool, length: int) -> WallFacerParallel:
