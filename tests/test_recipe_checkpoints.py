@@ -213,3 +213,12 @@ def test_what_is_no_number_ends_the_run_before_it_is_kept(
     assert recipe_here(keeping(copied, "--resume")) == 2
     assert "step 5 has loss nan and gradient norm nan" in capfd.readouterr().err
     assert names(copied) == ["step_4"]
+
+
+def test_tensorboard_shows_what_was_not_gone_over_again(copied: Path) -> None:
+    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    end_at(copied, 8)
+    assert recipe_here(keeping(copied, "--resume", "--tensorboard", every=4)) == 0
+    shown = board.EventAccumulator(str(copied / "out" / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [9, 10, 11, 12]

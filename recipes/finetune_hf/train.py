@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.utils import logging
 
 from recipes.finetune_hf.documents import Packed, PackedDocuments
 from recipes.finetune_hf.settings import Settings
@@ -154,4 +155,5 @@ def _save(model: PreTrainedModel, folder: Path, launch: Launch) -> None:
     """The trained model, as transformers saves models; all ranks call it."""
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if launch.rank == 0:
+        logging.disable_progress_bar()
         model.save_pretrained(folder, state_dict=whole)
