@@ -28,6 +28,10 @@ def test_ranks_train_and_draw_as_one_process(ranks: Ranks, tmp_path: Path) -> No
     first = [*common, str(tmp_path / "first"), "--ulysses", "2", "--team", "2"]
     assert ranks(4).run(recipe_on_rank, first, "train_dit") == [0] * 4
     (tmp_path / "kept" / "step_6").rename(tmp_path / "newest")
+    again = [*common, str(tmp_path / "again"), "--ulysses", "2", "--team", "2", "--resume"]
+    assert ranks(4).run(recipe_on_rank, again, "train_dit") == [0] * 4
+    assert losses(tmp_path / "again") == losses(tmp_path / "first")
+    (tmp_path / "kept" / "step_6").rename(tmp_path / "again" / "newest")
     then = [*common, str(tmp_path / "then"), "--ring", "4", "--ffn", "metp", "--resume"]
     assert ranks(4).run(recipe_on_rank, then, "train_dit") == [0] * 4
     alone = losses(tmp_path / "alone")

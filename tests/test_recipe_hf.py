@@ -26,6 +26,10 @@ def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
     run = (recipe_on_rank, [*SMALL, *kept, "--ring", "2", "--team", "2", "--out", first], "finetune_hf")
     assert ranks(4).run(*run) == [0] * 4
     (tmp_path / "kept" / "step_4").rename(tmp_path / "newest")
+    again = (run[0], [*run[1][:-1], str(tmp_path / "again"), "--resume"], run[2])
+    assert ranks(4).run(*again) == [0] * 4
+    assert losses(tmp_path / "again") == losses(tmp_path / "first")
+    (tmp_path / "kept" / "step_4").rename(tmp_path / "again" / "newest")
     assert recipe_here([*SMALL, *kept, "--resume", "--out", then], "finetune_hf") == 0
     assert recipe_here([*SMALL, "--out", alone], "finetune_hf") == 0
     for name in ("first", "then"):
