@@ -2,24 +2,23 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from recipes.train_bytes.__main__ import main
-from recipes.train_bytes.compare import compare
 from recipes.train_bytes.model import ByteGPT, ModelConfig
-from recipes.train_bytes.ranks import make_meshes
-from recipes.train_bytes.record import Run, Traffic, run_name
-from recipes.train_bytes.settings import Placement, RecipeError, Settings, check_settings
+from recipes.train_bytes.settings import Settings, check_settings
+from recipes.training.compare import compare
+from recipes.training.ranks import make_meshes
+from recipes.training.record import Run, Traffic, run_name
+from recipes.training.settings import Placement, RecipeError
+from tests.recipes import SMALL, recipe_on_rank
 from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
@@ -27,25 +26,12 @@ from wallfacer_dt.testing.fake import fake_world
 Ranks = Callable[[int], RankPool]
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--sequence", "256", "--dim", "32", "--layers", "1", "--batch", "1", "--steps", "20"]
 
 
 def recipe(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """In processes of its own."""
     command = [sys.executable, *launcher, "-m", "recipes.train_bytes", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=ROOT, check=False)
-
-
-def recipe_on_rank(arguments: list[str]) -> int:
-    """The command line on a rank of a pool, which has a process group; returns the exit status."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    with (
-        mock.patch.dict(os.environ, place),
-        mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(dist, "destroy_process_group"),
-    ):
-        return main(arguments)
 
 
 @pytest.mark.parametrize("command", ["train", "demo"])
@@ -272,12 +258,16 @@ def test_the_demo_compares_runs(
     """Each on a pool's ranks, where the demo would start processes."""
 
     def start(command: list[str]) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] in (["-m", "recipes.train_bytes.launch"], ["-m", "recipes.train_bytes"])
-        size = int(command[3]) if command[2].endswith("launch") else 1
-        return subprocess.CompletedProcess(command, max(ranks(size).run(recipe_on_rank, ["train", *command[4:]])))
+        if command[2] == "recipes.training.launch":
+            recipe, size, *options = command[3:]
+        else:
+            recipe, size, options = command[2].removeprefix("recipes."), 1, command[4:]
+        assert (command[1], recipe) == ("-m", "train_bytes")
+        status = max(ranks(int(size)).run(recipe_on_rank, ["train", *options]))
+        return subprocess.CompletedProcess(command, status)
 
-    monkeypatch.setattr("recipes.train_bytes.demo._start", start)
-    monkeypatch.setattr("recipes.train_bytes.demo._finish", lambda process, _: process.returncode)
+    monkeypatch.setattr("recipes.training.demo._start", start)
+    monkeypatch.setattr("recipes.training.demo._finish", lambda process, _: process.returncode)
     assert main(["demo", *SMALL, head, "--text", __file__, "--out", str(tmp_path)]) == 0
     check_demo(tmp_path, capsys.readouterr().out)
 

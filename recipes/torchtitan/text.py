@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from recipes.train_bytes.ranks import check_same_text
-from recipes.train_bytes.settings import Launch, RecipeError
-from recipes.train_bytes.text import Text, load_text
+from recipes.training.ranks import check_same
+from recipes.training.settings import Launch, RecipeError
+from recipes.training.text import Text, load_text
 
 
 class ByteTokenizer(BaseTokenizer):
@@ -90,7 +90,7 @@ def _load(path: str | None) -> Text:
     """The text, which must be the same on all ranks."""
     try:
         text = load_text(path)
-        check_same_text(text, Launch.from_environment())
+        check_same(text.fingerprint, Launch.from_environment(), text.source)
     except RecipeError as error:
         raise ValueError(str(error).replace("--text", "--dataloader.dataset_path")) from error
     return text

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
 
-from recipes.train_bytes.record import Run
+from recipes.training.record import Run
 from wallfacer_dt.testing import IncomparableError, worst_error
 
 TOLERANCE = 1e-4
@@ -19,7 +19,7 @@ class Comparison:
     """How far runs are apart.
 
     Attributes:
-        loss_differences: of each step, the largest loss of any run less the smallest, nats.
+        loss_differences: of each step, the largest loss of any run less the smallest.
         grad_norm_differences: of each step, the same of the gradient norms, over the smallest.
         tolerance: how large a loss difference may be.
         failures: a line for each thing that is wrong; none if all is well.
@@ -32,7 +32,7 @@ class Comparison:
 
     @property
     def largest_loss_difference(self) -> float:
-        """The largest over the steps, nats; infinite if any loss was not finite."""
+        """The largest over the steps; infinite if any loss was not finite."""
         return max(self.loss_differences)
 
     @property
@@ -48,7 +48,7 @@ def compare(runs: Sequence[Run], *, tolerance: float = TOLERANCE) -> Comparison:
 
     Args:
         runs: two or more, of the same number of steps.
-        tolerance: largest loss difference, nats, between any two runs at any step.
+        tolerance: largest loss difference between any two runs at any step.
 
     Raises:
         ValueError: fewer than two runs, no steps, or runs of different lengths.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.train_bytes.settings import RecipeError
+from recipes.training.settings import RecipeError
 
 STANDARD_LIBRARY_BYTES = 4_000_000
 
@@ -77,16 +77,34 @@ def _file(path: Path) -> Text:
 
 
 def _standard_library() -> Text:
-    root = Path(sysconfig.get_path("stdlib"))
-    pieces = bytearray()
-    for path in _sources(root):
-        pieces += path.read_bytes()
-        if len(pieces) >= STANDARD_LIBRARY_BYTES:
-            break
-    if not pieces:
-        raise RecipeError("this Python has no source of its standard library; name a file: --text")
+    pieces = b"".join(_library_files())
     source = f"the standard library of Python {platform.python_version()}"
-    return Text(source, np.frombuffer(bytes(pieces[:STANDARD_LIBRARY_BYTES]), dtype=np.uint8))
+    return Text(source, np.frombuffer(pieces[:STANDARD_LIBRARY_BYTES], dtype=np.uint8))
+
+
+def load_documents(path: str | None) -> tuple[str, list[bytes]]:
+    """Where documents came from, and each: a file is one; of the standard library every file is.
+
+    Raises:
+        RecipeError: as `load_text`.
+    """
+    if path is None:
+        return f"the standard library of Python {platform.python_version()}", list(_library_files())
+    text = load_text(path)
+    return text.source, [text.bytes_S.tobytes()]
+
+
+def _library_files() -> Iterator[bytes]:
+    """Source files of the standard library, of a few million bytes together."""
+    read = 0
+    for path in _sources(Path(sysconfig.get_path("stdlib"))):
+        piece = path.read_bytes()
+        yield piece
+        read += len(piece)
+        if read >= STANDARD_LIBRARY_BYTES:
+            return
+    if not read:
+        raise RecipeError("this Python has no source of its standard library; name a file: --text")
 
 
 def _sources(root: Path) -> Iterator[Path]:

@@ -13,15 +13,18 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from recipes.train_bytes.compare import Comparison
-from recipes.train_bytes.record import Run
+from recipes.training.compare import Comparison
+from recipes.training.record import Run
 
 # Inches round every panel, and the share of its width between two.
-_LAYOUT = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.02)
+_LAYOUT: dict[str, Any] = {"w_pad": 0.12, "h_pad": 0.1, "wspace": 0.02}
 _INK = "#222222"
 _FAINT = "#8a8a8a"
+_MANY = 100  # steps, of which each is drawn smaller
 # Told apart by colour-blind readers too (Okabe and Ito), for the runs that share a sequence.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+
+_WAYS = {2: "two", 3: "three", 4: "four", 5: "five"}
 
 Style = dict[str, Any]
 
@@ -34,15 +37,37 @@ def draw(path: Path, runs: Sequence[Run], comparison: Comparison) -> None:
         runs: of the same training, the first of one process being what the others are held against.
         comparison: theirs.
     """
-    figure = Figure(figsize=(13.5, 4.4), layout=_LAYOUT)
-    FigureCanvasAgg(figure)
-    losses, differences, volumes = figure.subplots(1, 3, width_ratios=(1.15, 1.15, 1))
+    counted = [run for run in runs if run.forward and run.backward]
+    figure = new_figure(13.5 if counted else 10, 4.4)
+    panels = figure.subplots(1, 3 if counted else 2, width_ratios=(1.15, 1.15, 1) if counted else (1, 1))
     styles = _styles(runs)
-    _draw_losses(losses, runs, styles)
-    _draw_differences(differences, runs, styles, comparison.tolerance)
-    _draw_bytes(volumes, [run for run in runs if run.forward and run.backward], styles)
-    for axes in (losses, differences, volumes):
+    _draw_losses(panels[0], runs, styles)
+    _draw_differences(panels[1], runs, styles, comparison.tolerance)
+    if counted:
+        _draw_bytes(panels[2], counted, styles)
+    for axes in panels:
         _tidy(axes)
+    save_figure(figure, path)
+
+
+def draw_curve(path: Path, run: Run) -> None:
+    """Write the losses of one run as a PNG."""
+    figure = new_figure(6, 4.2)
+    axes = figure.subplots()
+    _draw_losses(axes, [run], {run.name: {"color": _COLOURS[0], "lw": 1.8}})
+    _tidy(axes)
+    save_figure(figure, path)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of that many inches, whose panels are laid out by themselves."""
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**_LAYOUT))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write it as a PNG; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -75,8 +100,8 @@ def _styles(runs: Sequence[Run]) -> dict[str, Style]:
 def _draw_losses(axes: Axes, runs: Sequence[Run], styles: dict[str, Style]) -> None:
     for run in runs:
         _plot(axes, run, run.losses, styles[run.name])
-    axes.set_title("The same training, five ways" if len(runs) == 5 else "Training")
-    axes.set_ylabel("loss, nats per byte")
+    axes.set_title(f"The same training, {_WAYS[len(runs)]} ways" if len(runs) in _WAYS else "Training")
+    axes.set_ylabel(f"loss, {runs[0].unit}")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, handlelength=2.6)
@@ -106,7 +131,7 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], styles: dict[str, Style],
     # Above the limit there is room for the legend.
     axes.set_ylim(top=max(axes.get_ylim()[1], 1e3 * tolerance))
     axes.set_title(f"Loss difference from {reference.name}")
-    axes.set_ylabel("nats per byte")
+    axes.set_ylabel(reference.unit)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
@@ -115,6 +140,8 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], styles: dict[str, Style],
 def _plot(axes: Axes, run: Run, values: Sequence[float], style: Style) -> None:
     (line,) = axes.plot(range(1, len(values) + 1), values, label=run.name)
     line.set(**style)
+    if len(values) > _MANY:
+        line.set(lw=line.get_linewidth() / 2, ms=line.get_markersize() / 2)
 
 
 def _draw_bytes(axes: Axes, runs: Sequence[Run], styles: dict[str, Style]) -> None:

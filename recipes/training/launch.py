@@ -1,6 +1,6 @@
 """Starting ranks on this machine with torch's launcher, without the tracebacks torchrun ends in.
 
-python -m recipes.train_bytes.launch RANKS OPTIONS...
+python -m recipes.training.launch RECIPE RANKS OPTIONS...
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
-def launch(ranks: int, options: Sequence[str]) -> int:
-    """Train with these options on `ranks` processes that find each other over the loopback.
+def launch(recipe: str, ranks: int, options: Sequence[str]) -> int:
+    """Train by `recipe`, such as "train_bytes", on `ranks` processes that find each other over the loopback.
 
     Returns:
         Exit status: 0, 1 after a rank failed (the others are stopped), 130 after a signal.
@@ -35,10 +35,10 @@ def launch(ranks: int, options: Sequence[str]) -> int:
         max_restarts=0,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "recipes.train_bytes", "train", *options)
+        elastic_launch(config, sys.executable)("-m", f"recipes.{recipe}", "train", *options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"train_bytes: rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
+        print(f"{recipe}: rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
         return 1
     except SignalException:
         return 130
@@ -46,4 +46,4 @@ def launch(ranks: int, options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(launch(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Bar:
     """A run's progress, loss and speed, on the terminal of the rank that shows it."""
 
-    def __init__(self, name: str, steps: int, *, shown: bool) -> None:
+    def __init__(self, name: str, steps: int, made: int = 0, *, shown: bool) -> None:
         self._shown = shown
         self._console = Console(stderr=True)
         self._progress = Progress(
@@ -23,7 +23,7 @@ class Bar:
             console=self._console,
             disable=not shown,
         )
-        self._task = self._progress.add_task(name, total=steps, loss=math.nan, speed=0.0)
+        self._task = self._progress.add_task(name, total=steps, completed=made, loss=math.nan, speed=0.0)
 
     def __enter__(self) -> Bar:
         self._progress.start()

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from recipes.train_bytes.settings import RecipeError
+from recipes.training.settings import Launch, RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +68,14 @@ class Run:
         device: "cpu" or the name of the GPU.
         parameters: elements of the model's weights.
         tokens: tokens of one step, over all ranks.
-        text: where the text came from.
-        losses: mean cross entropy of each step, nats per byte, over all ranks.
+        text: where the data came from.
+        losses: mean loss of each step over all ranks, in `unit`.
         grad_norms: norm of the whole gradient of each step before clipping.
         seconds: wall-clock seconds of each step on rank 0, the first with the counting of bytes.
         forward: what attention and METP received forward; None where no sequence was shared.
         backward: what it received backward; None where no sequence was shared.
         options: the settings, by name.
+        unit: of the losses.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Run:
     forward: Traffic | None = None
     backward: Traffic | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    unit: str = "nats per byte"
 
     @property
     def ranks(self) -> int:
@@ -135,7 +137,15 @@ def _metp_name(metp: tuple[str, ...]) -> str:
     return f"METP {metp[0]}" if len(metp) == 1 else "METP" * bool(metp)
 
 
-def make_folder(path: Path) -> None:
+def make_folders(out: Path, checkpoint: Path | None, launch: Launch) -> None:
+    """Make the folders that a run writes to, on rank 0; refuse (RecipeError) those that cannot be."""
+    if launch.rank == 0:
+        make_folder(out)
+        if checkpoint is not None:
+            make_folder(checkpoint, "--checkpoint")
+
+
+def make_folder(path: Path, option: str = "--out") -> None:
     """Make the folder a run is to leave things in, before the run rather than after it.
 
     Raises:
@@ -144,9 +154,9 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecipeError(f"--out: {path} cannot be made: {error.strerror}") from error
+        raise RecipeError(f"{option}: {path} cannot be made: {error.strerror}") from error
     if not os.access(path, os.W_OK):
-        raise RecipeError(f"--out: {path} cannot be written to")
+        raise RecipeError(f"{option}: {path} cannot be written to")
 
 
 def write_run(path: Path, run: Run) -> None:

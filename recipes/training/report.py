@@ -9,8 +9,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from recipes.train_bytes.compare import Comparison
-from recipes.train_bytes.record import Run, Traffic, write_json
+from recipes.training.compare import Comparison
+from recipes.training.record import Run, Traffic, write_json, write_run
+from recipes.training.settings import Launch
+
+_ROWS = 20
+
+
+def leave_behind(run: Run, out: Path, launch: Launch) -> None:
+    """Write a run's record into `out` and print what it showed, on rank 0."""
+    if launch.rank == 0:
+        write_run(out / "run.json", run)
+        print_run(run)
 
 
 def print_run(run: Run) -> None:
@@ -32,7 +42,8 @@ def print_run(run: Run) -> None:
 def print_comparison(console: Console, runs: Sequence[Run], comparison: Comparison) -> None:
     """Print the losses side by side, the bytes next to their formula, and the verdict."""
     console.print(_loss_table(runs, comparison))
-    console.print(_byte_table(runs))
+    if any(run.forward for run in runs):
+        console.print(_byte_table(runs))
     console.print(
         f"largest loss difference {comparison.largest_loss_difference:.1e}"
         f" (at most {comparison.tolerance:.0e} is right),"
@@ -41,7 +52,8 @@ def print_comparison(console: Console, runs: Sequence[Run], comparison: Comparis
     for failure in comparison.failures:
         console.print(f"[bold red]WRONG[/] {failure}")
     if not comparison.failures:
-        console.print("[bold green]RIGHT[/] the runs agree, and bytes are the formula's")
+        counted = ", and bytes are the formula's" if any(run.forward for run in runs) else ""
+        console.print(f"[bold green]RIGHT[/] the runs agree{counted}")
 
 
 def write_comparison(path: Path, runs: Sequence[Run], comparison: Comparison) -> None:
@@ -55,14 +67,16 @@ def write_comparison(path: Path, runs: Sequence[Run], comparison: Comparison) ->
 
 
 def _loss_table(runs: Sequence[Run], comparison: Comparison) -> Table:
-    table = Table(title="Loss, nats per byte", title_justify="left")
+    table = Table(title=f"Loss, {runs[0].unit}", title_justify="left")
     table.add_column("step", justify="right")
     for run in runs:
         table.add_column(run.name, justify="right")
     table.add_column("apart by", justify="right")
-    steps = zip(*(run.losses for run in runs), strict=True)
-    differences = comparison.loss_differences
-    for step, (losses, difference) in enumerate(zip(steps, differences, strict=True), start=1):
+    steps = list(zip(*(run.losses for run in runs), comparison.loss_differences, strict=True))
+    for step, (*losses, difference) in enumerate(steps, start=1):
+        # Of a long run every so many, and the last.
+        if step % max(1, len(steps) // _ROWS) and step < len(steps):
+            continue
         colour = "green" if difference <= comparison.tolerance else "red"
         shown = [f"{loss:.6f}" for loss in losses]
         table.add_row(str(step), *shown, f"[{colour}]{difference:.1e}[/]")

@@ -1,4 +1,4 @@
-"""Joining the other ranks: device, process group, meshes, and whether all read the same text."""
+"""Joining the other ranks: device, process group, meshes, and whether all read the same data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.train_bytes.record import cores
-from recipes.train_bytes.settings import Launch, RecipeError, Settings, context_sizes
-from recipes.train_bytes.text import Text
-from wallfacer_dt import TokenOrder, context_mesh
+from recipes.training.record import cores
+from recipes.training.settings import Launch, RecipeError, RunSettings, context_sizes
+from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
 
 TIMEOUT = timedelta(seconds=120)
@@ -46,7 +45,7 @@ class Ranks:
     data_parallel: DeviceMesh | None = None
 
 
-def join_ranks(settings: Settings, launch: Launch) -> Ranks:
+def join_ranks(settings: RunSettings, launch: Launch) -> Ranks:
     """Choose the device and, with more than one rank, start the process group and its meshes.
 
     Raises:
@@ -66,7 +65,8 @@ def join_ranks(settings: Settings, launch: Launch) -> Ranks:
         return Ranks(launch=launch, device=device, ulysses=ulysses, ring=ring, team=team, dtype=dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+        # Checkpoints are written by gloo, for which tensors are on the CPU by then.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     context, data_parallel = make_meshes(settings, device.type, sizes)
@@ -84,23 +84,31 @@ def join_ranks(settings: Settings, launch: Launch) -> Ranks:
     )
 
 
-def check_same_text(text: Text, launch: Launch) -> None:
-    """Refuse to train ranks on different texts, such as the libraries of different Pythons.
+def check_same(fingerprint: tuple[int, ...], launch: Launch, source: str) -> None:
+    """Refuse to train ranks on different data, such as the libraries of different Pythons.
 
     Raises:
-        RecipeError: names the first rank whose text is not rank 0's.
+        RecipeError: names the first rank whose data are not rank 0's.
     """
     if not dist.is_initialized():
         return
-    fingerprints: list[tuple[int, int]] = [(0, 0)] * launch.world
-    dist.all_gather_object(fingerprints, text.fingerprint)
+    fingerprints: list[tuple[int, ...]] = [()] * launch.world
+    dist.all_gather_object(fingerprints, fingerprint)
     if len(set(fingerprints)) > 1:
         odd = next(rank for rank, one in enumerate(fingerprints) if one != fingerprints[0])
-        raise RecipeError(f"--text: rank {odd} found other text than rank 0; name the same file for all ranks")
+        raise RecipeError(
+            f"of {source} rank {odd} found other data than rank 0: all ranks need the same files, or the same versions"
+        )
+
+
+def leave_ranks() -> None:
+    """End the process group, if there is one; all ranks call it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def make_meshes(
-    settings: Settings, device_type: str, sizes: tuple[int, int, int]
+    settings: RunSettings, device_type: str, sizes: tuple[int, int, int]
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The context mesh and, with more than one group, the data-parallel axis."""
     ulysses, ring, team = sizes
@@ -114,7 +122,7 @@ def make_meshes(
     return mesh[axes], mesh["dp"]
 
 
-def _grid(settings: Settings, sizes: tuple[int, int, int]) -> Tensor:
+def _grid(settings: RunSettings, sizes: tuple[int, int, int]) -> Tensor:
     """Ranks by (data-parallel group, ulysses, ring, team), as `context_mesh` places them in each group."""
     ulysses, ring, team = sizes
     groups = torch.arange(settings.data_parallel * math.prod(sizes)).view(settings.data_parallel, -1)
@@ -134,3 +142,10 @@ def _device(launch: Launch) -> torch.device:
 def device_name(device: torch.device) -> str:
     """What the device calls itself, "cpu" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def positions(length: int, ranks: Ranks) -> Tensor:
+    """Where this rank's tokens of a sequence of `length` stand in it: int64, on its device."""
+    if ranks.order is None:
+        return torch.arange(length, device=ranks.device)
+    return sequence_positions(length, ranks.order).to(ranks.device)

@@ -1,0 +1,159 @@
+"""One rank's training: the model, FSDP2, the loss.
+
+Shape suffixes: B = batch of one data-parallel group, N = tokens of a sequence, L = those that this rank holds,
+V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.utils import logging
+
+from recipes.finetune_hf.documents import Packed, PackedDocuments
+from recipes.finetune_hf.settings import Settings
+from recipes.training.batches import Batches
+from recipes.training.gradients import ShardedGradients, WholeGradients
+from recipes.training.loop import train_steps
+from recipes.training.picture import draw_curve
+from recipes.training.ranks import Ranks
+from recipes.training.record import Run
+from recipes.training.settings import Launch, Output, RecipeError, Saving
+from recipes.training.styles import attention_kernel
+from recipes.training.trainer import Trainer
+from wallfacer_dt import shard_sequence
+from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
+from wallfacer_dt.integrations.transformers.sequence import positions_within
+
+IGNORED = -100  # labels that do not count
+
+
+def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: Saving, output: Output) -> Run:
+    """Train on this rank, with the others, leave the model, and return the record every rank has.
+
+    Raises:
+        RecipeError: a model or a checkpoint will not do.
+    """
+    model = _load(settings, documents)
+    _make_parallel(model, settings, ranks)
+    gradients = WholeGradients(model, ranks) if ranks.launch.world == 1 else ShardedGradients(model)
+    run = train_steps(
+        Trainer(settings, ranks, model, gradients, PackedLoss(model, ranks)),
+        Batches(documents, settings, ranks, documents.fingerprint),
+        saving,
+        output,
+        length=settings.sequence,
+        data=documents.source,
+        unit="nats per token",
+    )
+    _save(model, output.out / "model", ranks.launch)
+    if ranks.launch.rank == 0:
+        draw_curve(output.out / "curve.png", run)
+    return run
+
+
+def _load(settings: Settings, documents: PackedDocuments) -> PreTrainedModel:
+    """The model in float32 on the CPU, alike on every rank."""
+    torch.manual_seed(settings.seed)
+    if settings.model is None:
+        config = LlamaConfig(
+            vocab_size=documents.vocabulary,
+            hidden_size=settings.dim,
+            intermediate_size=4 * settings.dim,
+            num_hidden_layers=settings.layers,
+            num_attention_heads=settings.heads,
+            num_key_value_heads=settings.kv_heads,
+            max_position_embeddings=settings.sequence,
+        )
+        return AutoModelForCausalLM.from_config(config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(settings.model, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--model: {settings.model} has no model that loads: {str(error).splitlines()[0]}") from error
+    if documents.largest >= model.config.vocab_size:
+        raise RecipeError(
+            f"--tokenizer: the text has token {documents.largest}, the model a vocabulary of {model.config.vocab_size}"
+        )
+    return model
+
+
+def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> None:
+    """Attention on the mesh that shares sequences, weights on all ranks."""
+    model.to(ranks.device).train()
+    if ranks.context is not None:
+        assert ranks.order is not None
+        context_parallel(
+            model,
+            ranks.context,
+            order=ranks.order,
+            schedule=settings.schedule,
+            rotate=settings.rotate,
+            rotate_forward=settings.rotate_forward,
+            kernel=attention_kernel(ranks),
+        )
+    if ranks.launch.world == 1:
+        return
+    mesh = init_device_mesh(ranks.device.type, (ranks.launch.world,))
+    # What transformers itself would not put on two devices is a block.
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh)
+        assert isinstance(module, FSDPModule)
+        # gloo has no other reduction; the average is taken all the same.
+        module.set_force_sum_reduction_for_comms(ranks.device.type == "cpu")
+
+
+class PackedLoss:
+    """Cross entropy of the next token within its document, this rank's part of the mean over all that count."""
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+
+    def __call__(self, batch: Packed) -> Tensor:
+        """Of whole sequences."""
+        tokens_BN, documents_BN = batch.tokens_N.to(self.ranks.device), batch.documents_N
+        labels_BN = next_tokens(batch.tokens_N, documents_BN).to(self.ranks.device)
+        counted = (labels_BN != IGNORED).sum()
+        if self.ranks.data_parallel is not None:
+            dist.all_reduce(counted, group=self.ranks.data_parallel.get_group())
+        if self.ranks.context is None or self.ranks.order is None:
+            positions_BN = positions_within(documents_BN, tokens_BN.shape[1]).to(self.ranks.device)
+            inputs = {"input_ids": tokens_BN, "position_ids": positions_BN, "use_cache": False}
+        else:
+            order = self.ranks.order
+            inputs = shard_inputs(self.ranks.context, tokens_BN, document_ids=documents_BN, order=order)
+            labels_BN = shard_sequence(labels_BN, order, dim=1)
+        logits_BLV = self.model(**inputs).logits
+        losses = F.cross_entropy(
+            logits_BLV.flatten(0, 1).float(), labels_BN.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        # In float64: float32 rounds a mean by more than runs on different meshes differ.
+        return losses.double().sum() / counted
+
+
+def next_tokens(tokens_BN: Tensor, documents_BN: Tensor) -> Tensor:
+    """The label of each token: the next one, if it is of the same document and in the same sequence.
+
+    >>> next_tokens(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 1]])).tolist()
+    [[6, -100, -100]]
+    """
+    labels_BN = torch.full_like(tokens_BN, IGNORED)
+    same = documents_BN[:, 1:] == documents_BN[:, :-1]
+    labels_BN[:, :-1] = torch.where(same, tokens_BN[:, 1:], IGNORED)
+    return labels_BN
+
+
+def _save(model: PreTrainedModel, folder: Path, launch: Launch) -> None:
+    """The trained model, as transformers saves models; all ranks call it."""
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if launch.rank == 0:
+        logging.disable_progress_bar()
+        model.save_pretrained(folder, state_dict=whole)

@@ -1,0 +1,95 @@
+"""Gradients of all ranks together: their average and norm, and which of them torch's foreach kernels take at a time.
+
+Note [Kinds of weights]: most weights are whole on every rank, plain tensors whose gradients are averaged over all
+ranks. METP's are DTensors, a part on every rank of a sequence, whose gradients are sums over these ranks already; those
+of groups with other sequences are still to be added. FSDP's are DTensors over all ranks, averaged by FSDP itself.
+Torch's foreach kernels, of clipping and of AdamW, take tensors of one kind at a time.
+
+Note [The same sums after a restart]: DistributedDataParallel puts gradients into buckets once more after its first
+step, and where a gradient lies in a bucket decides in which turn ranks are added up. A run that goes on from a
+checkpoint would have other roundings than one that was never interrupted. So whole gradients are averaged here, in one
+tensor, once the backward is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recipes.training.ranks import Ranks
+
+
+class Gradients(Protocol):
+    """Of the weights of a model."""
+
+    @property
+    def kinds(self) -> Sequence[list[nn.Parameter]]:
+        """The weights that torch's foreach kernels take together."""
+        ...
+
+    def average(self) -> Tensor:
+        """Average over all ranks; returns the norm of the whole gradient, the same on every rank."""
+        ...
+
+
+class WholeGradients:
+    """Of weights that every rank has whole, or of which METP gives it a part; see Note [Kinds of weights]."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        parameters = list(model.parameters())
+        self._whole: list[nn.Parameter] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        self._shared: list[nn.Parameter] = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        self.kinds = [kind for kind in (self._whole, self._shared) if kind]
+
+    @torch.no_grad()
+    def average(self) -> Tensor:
+        """Average over all ranks; returns the norm of the whole gradient, the same on every rank."""
+        whole = [parameter.grad for parameter in self._whole if parameter.grad is not None]
+        if self._ranks.launch.world > 1:
+            _average_in_one(whole, self._ranks.launch.world)
+        norm = nn.utils.get_total_norm(whole)
+        shared = self._average_shared()
+        if not shared:
+            return norm
+        # Over all ranks, so that all clip alike; every data-parallel group has the same parts.
+        groups = 1 if self._ranks.data_parallel is None else self._ranks.data_parallel.size()
+        square = nn.utils.get_total_norm(shared) ** 2 / groups
+        dist.all_reduce(square)
+        return torch.hypot(norm, square.sqrt())
+
+    def _average_shared(self) -> list[Tensor]:
+        """Average METP's gradients over all ranks; returns this rank's part of them."""
+        grads = [parameter.grad.to_local() for parameter in self._shared if isinstance(parameter.grad, DTensor)]
+        for grad in grads:
+            if self._ranks.data_parallel is not None:
+                dist.all_reduce(grad, group=self._ranks.data_parallel.get_group())
+            grad /= self._ranks.launch.world
+        return grads
+
+
+class ShardedGradients:
+    """Of a model under FSDP2, which averages them over its ranks in the backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kinds = [list(model.parameters())]
+
+    @torch.no_grad()
+    def average(self) -> Tensor:
+        """The norm of the whole gradient, the same on every rank."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.kinds[0] if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _average_in_one(grads: Sequence[Tensor], world: int) -> None:
+    """In one collective; see Note [The same sums after a restart]."""
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat)
+    flat /= world
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))

@@ -1,0 +1,100 @@
+"""The steps of a run: progress, metrics and checkpoints round a trainer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from recipes.training.batches import Batches
+from recipes.training.checkpoint import Checkpoints, History
+from recipes.training.metrics import Metrics
+from recipes.training.progress import Bar
+from recipes.training.ranks import device_name
+from recipes.training.record import Run, Traffic, run_name
+from recipes.training.settings import Output, RecipeError, Saving
+from recipes.training.traffic import LayerSizes, counted
+from recipes.training.trainer import Trainer, learning_rate
+
+
+def train_steps(
+    trainer: Trainer,
+    batches: Batches,
+    saving: Saving,
+    output: Output,
+    *,
+    length: int,
+    data: str,
+    unit: str,
+    sizes: LayerSizes | None = None,
+) -> Run:
+    """Make the steps that are left of a run, on every rank, and return the record that every rank has.
+
+    Args:
+        trainer: at its start, or of what it is brought to by a checkpoint.
+        batches: likewise.
+        saving: whether to keep checkpoints, and to go on from one.
+        output: where metrics go.
+        length: tokens of a sequence.
+        data: where they came from.
+        unit: of the losses.
+        sizes: of a model whose bytes the first step is to count.
+
+    Raises:
+        RecipeError: a loss is not finite; a checkpoint is of another run or cannot be written; or there are some, and
+            none is whole.
+    """
+    settings, ranks = trainer.settings, trainer.ranks
+    checkpoints = Checkpoints(saving, trainer, batches)
+    history = checkpoints.resume()
+    first, tokens = len(history.losses), settings.samples * length
+    traffic: tuple[Traffic, Traffic] | tuple[None, None] = (None, None)
+    name = run_name(ranks.ulysses, ranks.ring, ranks.team, settings.data_parallel, settings.metp)
+    shown = ranks.launch.rank == 0
+    with Bar(name, settings.steps, first, shown=shown) as bar, Metrics(output, first, shown=shown) as metrics:
+        for step in range(first, settings.steps):
+            start = time.perf_counter()
+            batch = next(batches)
+            if step == first and sizes is not None:
+                (loss, norm), traffic = counted(_one(trainer, step, batch), settings, sizes, ranks)
+            else:
+                loss, norm = trainer.step(step, batch)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                # Weights are not numbers from here on, and no checkpoint is to have them.
+                raise RecipeError(f"step {step + 1} has loss {loss} and gradient norm {norm}: lower --lr, or see why")
+            history.add(loss, norm, time.perf_counter() - start)
+            speed = tokens / history.seconds[-1]
+            bar.advance(loss, speed)
+            rate = learning_rate(step, settings.steps, settings.lr)
+            metrics.write(step + 1, loss=loss, grad_norm=norm, learning_rate=rate, tokens_per_second=speed)
+            checkpoints.keep(history)
+    checkpoints.finish()
+    return _record(trainer, name, history, traffic, tokens=tokens, text=data, unit=unit)
+
+
+def _one(trainer: Trainer, step: int, batch: Any) -> Callable[[], tuple[float, float]]:
+    return lambda: trainer.step(step, batch)
+
+
+def _record(
+    trainer: Trainer, name: str, history: History, traffic: tuple[Traffic | None, Traffic | None], **fields: Any
+) -> Run:
+    ranks = trainer.ranks
+    return Run(
+        name=name,
+        ulysses=ranks.ulysses,
+        ring=ranks.ring,
+        team=ranks.team,
+        data_parallel=trainer.settings.data_parallel,
+        device=device_name(ranks.device),
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        losses=tuple(history.losses),
+        grad_norms=tuple(history.norms),
+        seconds=tuple(history.seconds),
+        forward=traffic[0],
+        backward=traffic[1],
+        options=asdict(trainer.settings),
+        **fields,
+    )

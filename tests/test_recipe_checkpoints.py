@@ -1,0 +1,224 @@
+"""Checkpoints of recipes: the curve of a run that was never interrupted, on any mesh, and none that is not whole."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from recipes.train_bytes.train import MeanLoss
+from recipes.training import manifest
+from tests.recipes import SMALL, losses, recipe_here, recipe_on_rank
+from wallfacer_dt.testing import RankPool, worst_error
+
+Ranks = Callable[[int], RankPool]
+
+STEPS = 12
+RUN = [*SMALL, "--batch", "2", "--steps", str(STEPS), "--text", __file__]
+MESHES = (
+    ["--ring", "4"],
+    ["--ring", "2", "--team", "2", "--save-sync"],
+    ["--ulysses", "2", "--ring", "2"],
+    [],  # one process
+    ["--ring", "2", "--team", "2", "--ffn", "metp", "--attention", "metp"],
+    ["--ring", "4", "--order", "contiguous"],
+)
+
+
+def keeping(folder: Path, *options: str, every: int = 2, keep: int = 9) -> list[str]:
+    """Options of a run that keeps checkpoints."""
+    out = [f"--out={folder / 'out'}", f"--checkpoint={folder / 'kept'}"]
+    return [*RUN, *out, f"--save-every={every}", f"--keep={keep}", *options]
+
+
+def end_at(folder: Path, step: int) -> None:
+    """Leave what a run would have left that ended there."""
+    for kept in (folder / "kept").iterdir():
+        if int(kept.name.removeprefix("step_")) > step:
+            shutil.rmtree(kept)
+
+
+def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path) -> None:
+    """From one to the next of these, two steps each; every one of them goes on to the end."""
+    uninterrupted: list[float] = []
+    for number, mesh in enumerate(MESHES):
+        size = 4 if mesh else 1
+        arguments = keeping(tmp_path, "--seed", "3", *mesh, *(["--resume"] if number else []))
+        assert ranks(size).run(recipe_on_rank, arguments) == [0] * size
+        found = losses(tmp_path / "out")
+        uninterrupted = uninterrupted or found
+        assert worst_error([(found, uninterrupted)]) <= 1e-6, mesh
+        steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+        assert steps == [*range(1, STEPS + 1)]
+        end_at(tmp_path, 2 * number + 2)
+
+
+def test_on_the_same_mesh_it_is_the_same_run(ranks: Ranks, tmp_path: Path) -> None:
+    """To the bit, from the newest checkpoint of which no rank's file is cut short or changed."""
+    assert ranks(4).run(recipe_on_rank, keeping(tmp_path, "--ring", "4")) == [0] * 4
+    uninterrupted = losses(tmp_path / "out")
+    cut(tmp_path / "kept" / "step_12" / "__3_0.distcp")
+    flip(tmp_path / "kept" / "step_10" / "__2_0.distcp")
+    assert ranks(4).run(recipe_on_rank, keeping(tmp_path, "--ring", "4", "--resume", keep=2)) == [0] * 4
+    assert losses(tmp_path / "out") == uninterrupted
+    assert names(tmp_path) == ["step_10", "step_10.broken", "step_12", "step_12.broken"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "kept").iterdir())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, with checkpoints of steps 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert recipe_here(keeping(folder, every=4)) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(kept: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return shutil.copytree(kept, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", manifest.NAME])
+@pytest.mark.parametrize(("damage", "why"), [(cut, ""), (flip, ""), (Path.unlink, "is missing")])
+def test_what_is_not_whole_is_not_loaded(
+    copied: Path, capfd: pytest.CaptureFixture[str], file: str, damage: Callable[[Path], None], why: str
+) -> None:
+    uninterrupted = losses(copied / "out")
+    damage(copied / "kept" / "step_12" / file)
+    assert recipe_here(keeping(copied, "--resume", every=4)) == 0
+    said = capfd.readouterr().err
+    assert f"step_12 is not loaded: {file} {why}" in said
+    assert "going on from step 8" in said
+    assert losses(copied / "out") == uninterrupted
+    assert names(copied) == ["step_12", "step_12.broken", "step_4", "step_8"]
+
+
+def test_where_none_is_whole_nothing_starts(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for step in (4, 8, 12):
+        cut(copied / "kept" / f"step_{step}" / ".metadata")
+    assert recipe_here(keeping(copied, "--resume")) == 2
+    assert "--resume: of 3 checkpoints" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "has checkpoints already: --resume goes on from them"),
+        (["--resume", "--lr", "0.001"], "was made with --lr 0.004, this run has 0.001"),
+        (["--resume", "--steps", "13"], "was made with --steps 12, this run has 13"),
+        (["--resume", "--tied"], "was made with --tied False, this run has True"),
+        (["--resume", "--text", str(Path(__file__).with_name("test_recipe.py"))], "was made of other data"),
+        (["--resume", "--keep", "0"], "--keep must be at least 1, got 0"),
+    ],
+)
+def test_what_is_no_continuation_is_refused(
+    kept: Path, capfd: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert recipe_here(keeping(kept, *options)) == 2
+    assert message in capfd.readouterr().err
+    assert names(kept) == ["step_12", "step_4", "step_8"]
+
+
+def test_resume_needs_a_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    assert recipe_here([*RUN, "--resume"]) == 2
+    assert "--resume goes on from a checkpoint: say where they are" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["--save-async", "--save-sync"])
+def test_a_full_disk_ends_in_a_message_and_leaves_what_was_there(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    end_at(copied, 4)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    assert recipe_here(keeping(copied, "--resume", when, every=4)) == 2
+    said = capfd.readouterr().err
+    assert "--checkpoint: that of step 8 could not be written: [Errno 28] No space left on device" in said
+    assert names(copied) == [".step_8.partial", "step_4"]
+    monkeypatch.undo()
+    # What it left is no checkpoint, and not in the way.
+    assert recipe_here(keeping(copied, "--resume", when, every=4, keep=2)) == 0
+    assert names(copied) == ["step_12", "step_8"]
+
+
+def test_what_is_written_while_training_goes_on_is_of_the_step_that_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a disk slower than the steps after it, and a loss that draws from the random generator."""
+    write, plain = dcp.FileSystemWriter.write_data, MeanLoss.__call__
+
+    def slow(*args: object) -> object:
+        time.sleep(0.5)
+        return write(*args)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", slow)
+    monkeypatch.setattr(MeanLoss, "__call__", lambda self, batch: plain(self, batch) * (1 + torch.rand(())))
+    assert recipe_here(keeping(tmp_path, every=5)) == 0
+    uninterrupted = losses(tmp_path / "out")
+    end_at(tmp_path, 5)
+    assert recipe_here(keeping(tmp_path, "--resume", every=5)) == 0
+    assert losses(tmp_path / "out") == uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is not as it was written"),
+        ("[" * 100_000, "is not as it was written"),
+        ("[1]", "is not as it was written"),
+        ('{"format": 1, "fields": {}, "files": {}}', "is not as it was written"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / manifest.NAME).write_text(text)
+    with pytest.raises(manifest.BrokenError, match=why):
+        manifest.read(tmp_path)
+
+
+def test_a_manifest_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    manifest.write(tmp_path, {}, {})
+    monkeypatch.undo()
+    with pytest.raises(manifest.BrokenError, match="is of format 2, this is format 1"):
+        manifest.read(tmp_path)
+
+
+def test_what_is_no_number_ends_the_run_before_it_is_kept(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_at(copied, 4)
+    plain = MeanLoss.__call__
+    monkeypatch.setattr(MeanLoss, "__call__", lambda self, batch: plain(self, batch) * float("nan"))
+    assert recipe_here(keeping(copied, "--resume")) == 2
+    assert "step 5 has loss nan and gradient norm nan" in capfd.readouterr().err
+    assert names(copied) == ["step_4"]
+
+
+def test_tensorboard_shows_what_was_not_gone_over_again(copied: Path) -> None:
+    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    end_at(copied, 8)
+    assert recipe_here(keeping(copied, "--resume", "--tensorboard", every=4)) == 0
+    shown = board.EventAccumulator(str(copied / "out" / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [9, 10, 11, 12]
