@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -41,6 +41,21 @@ def fit_to_cpu() -> None:
 
     if is_cpu():
         utils.device_type, utils.device_module = "cpu", _cpu_module()
+
+
+def fit_attention_to_cpu() -> None:
+    """Let inner attention that has no backward on a CPU compute what it would elsewhere, on one process.
+
+    ``FlexAttention`` runs forward only there and ``VarlenAttention`` not at all. Their masks are torchtitan's own, made
+    whole, without compiling what makes them; nothing is rounded to bfloat16, which varlen does.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtitan.models.common import attention
+
+    if is_cpu():
+        attention._compiled_create_block_mask = create_block_mask
+        attention.FlexAttention.forward = _flex_attention
+        attention.VarlenAttention.forward = _varlen_attention
 
 
 def draw_whole(model_config: Any) -> None:
@@ -88,6 +103,68 @@ def _cpu_module() -> ModuleType:
     for name, answer in answers.items():
         setattr(module, name, answer)
     return module
+
+
+def _flex_attention(
+    _self: nn.Module,
+    q_BLNH: Tensor,
+    k_BLNH: Tensor,
+    v_BLNH: Tensor,
+    *,
+    attention_masks: Any,
+    score_mod: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    from torch.nn.attention.flex_attention import create_mask
+
+    if score_mod is not None:
+        raise NotImplementedError("score_mod is not implemented on a CPU")
+    batch, length = q_BLNH.shape[:2]
+    heads = attention_masks.shape[1]
+    visible_BNLL = create_mask(attention_masks.mask_mod, batch, heads, length, length, device="cpu")
+    return _dense(q_BLNH, k_BLNH, v_BLNH, visible_BNLL, scale, out_transform)
+
+
+def _varlen_attention(
+    self: nn.Module,
+    q_BLNH: Tensor,
+    k_BLNH: Tensor,
+    v_BLNH: Tensor,
+    *,
+    attention_masks: Any,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    batch, length = q_BLNH.shape[:2]
+    left, right = self.window_size
+    tokens = torch.arange(batch * length)
+    ids_BL = torch.bucketize(tokens, attention_masks.cu_seq_q[1:-1], right=True).view(batch, length)
+    behind_LL = tokens[:length, None] - tokens[:length]
+    visible_BLL = ids_BL[:, :, None] == ids_BL[:, None]
+    visible_BLL &= (behind_LL <= left) | (left < 0)
+    visible_BLL &= (-behind_LL <= right) | (right < 0)
+    return _dense(q_BLNH, k_BLNH, v_BLNH, visible_BLL[:, None], scale, out_transform)
+
+
+def _dense(
+    q_BLNH: Tensor,
+    k_BLNH: Tensor,
+    v_BLNH: Tensor,
+    visible_BNLL: Tensor,
+    scale: float | None,
+    out_transform: Callable[[Tensor, Tensor], Tensor] | None,
+) -> Tensor:
+    """Softmax of the visible scores, times values; heads of keys and values are repeated."""
+    groups = q_BLNH.shape[2] // k_BLNH.shape[2]
+    q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+    k_BNLH, v_BNLH = (x.repeat_interleave(groups, dim=1) for x in (k_BNLH, v_BNLH))
+    scores_BNLL = q_BNLH @ k_BNLH.mT * (q_BLNH.shape[-1] ** -0.5 if scale is None else scale)
+    scores_BNLL = scores_BNLL.masked_fill(~visible_BNLL, -torch.inf)
+    out_BLNH = (scores_BNLL.softmax(-1) @ v_BNLH).transpose(1, 2)
+    return out_BLNH if out_transform is None else out_transform(out_BLNH, scores_BNLL.logsumexp(-1).transpose(1, 2))
 
 
 def _drawn_whole(fill: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
