@@ -63,13 +63,17 @@ def draw_whole(model_config: Any) -> None:
 
     On CPU meshes DTensor has no random number generator of its own: ranks with one seed would all draw the same shard.
     """
+    from torchtitan.models.common.param_init import skip_param_init
     from torchtitan.protocols.module import Module
 
     if not is_cpu():
         return
     for _, config, _, _ in model_config.traverse(Module.Config, recurse=True):
         if config.param_init is not None:
-            config.param_init = {name: _drawn_whole(fill) for name, fill in config.param_init.items()}
+            config.param_init = {
+                name: fill if fill is skip_param_init else _drawn_whole(fill)
+                for name, fill in config.param_init.items()
+            }
 
 
 def fit_fsdp_to_gloo(model: nn.Module) -> None:
