@@ -4,6 +4,7 @@ Run with torchtitan 0.3.0 and torch 2.13.0. Where there is an accelerator, every
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,12 +24,18 @@ def is_cpu() -> bool:
 
 
 def fit_to_torch() -> None:
-    """Give torch the `torch.distributed.set_timeout` that torchtitan calls after the first step, if it has none.
+    """Give torch what torchtitan 0.3.0, which follows torch's nightly builds, calls and torch 2.13 has not.
 
-    torchtitan 0.3.0 follows torch's nightly builds, where the function is public.
+    That is `torch.distributed.set_timeout`, after the first step, and steps of pipelines on microbatches that are cut
+    already.
     """
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = _set_timeout  # pyrefly: ignore[missing-attribute]
+    for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
+        if "arg_mbs" not in inspect.signature(kind.step).parameters:
+            kind.step = _step_of_microbatches(kind.step)
 
 
 def fit_to_cpu() -> None:
@@ -56,6 +63,17 @@ def fit_attention_to_cpu() -> None:
         attention._compiled_create_block_mask = create_block_mask
         attention.FlexAttention.forward = _flex_attention
         attention.VarlenAttention.forward = _varlen_attention
+
+
+def fit_experts_to_float32() -> None:
+    """Let GPT-OSS's experts, which compute in bfloat16, give what they were given, as those of other models do.
+
+    Without, torchtitan adds their output to float32 and fails; in bfloat16, elsewhere, this changes nothing.
+    """
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+    if is_cpu() and not hasattr(GptOssGroupedExperts.forward, "__wrapped__"):
+        GptOssGroupedExperts.forward = _as_given(GptOssGroupedExperts.forward)
 
 
 def draw_whole(model_config: Any) -> None:
@@ -90,6 +108,31 @@ def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> 
     _set_pg_timeout(timeout, group)
 
 
+def _step_of_microbatches(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def run(
+        self: Any,
+        *args: Any,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Tensor] | None = None,
+        losses: list[Tensor] | None = None,
+        loss_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        if kwarg_mbs is None:
+            return step(self, *args, losses=losses, loss_kwargs=loss_kwargs, **options)
+        for stage in getattr(self, "_stages", None) or [self._stage]:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, False, loss_kwargs=loss_kwargs)
+        return None
+
+    # torch asks for the parameters that it has been told of.
+    run.__signature__ = inspect.signature(run, follow_wrapped=False)  # pyrefly: ignore[missing-attribute]
+    return run
+
+
 def _cpu_module() -> ModuleType:
     module = ModuleType("cpu_as_torchtitan_asks_for_it")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -109,8 +152,16 @@ def _cpu_module() -> ModuleType:
     return module
 
 
+def _as_given(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def experts(self: nn.Module, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        return forward(self, x_RD, num_tokens_per_expert_E).type_as(x_RD)
+
+    return experts
+
+
 def _flex_attention(
-    _self: nn.Module,
+    self: nn.Module,  # noqa: ARG001  a method that torchtitan reads the signature of
     q_BLNH: Tensor,
     k_BLNH: Tensor,
     v_BLNH: Tensor,
