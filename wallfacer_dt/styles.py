@@ -214,7 +214,7 @@ class _ContextParallel(ParallelStyle):
         if not _is_one_of(value, _NEUTRAL.get(name, ())):
             raise ValueError(f"{where}{_short(value)}, which this style {lacks}")
 
-    def _translated(self, module: nn.Module, told: dict[str, Any]) -> dict[str, Any]:
+    def _translated(self, module: nn.Module, told: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """What a call says beside q, k and v, in this package's words: for a style that knows a library's."""
         return told
 

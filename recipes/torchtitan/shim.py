@@ -61,8 +61,8 @@ def fit_attention_to_cpu() -> None:
 
     if is_cpu():
         attention._compiled_create_block_mask = create_block_mask
-        attention.FlexAttention.forward = _flex_attention
-        attention.VarlenAttention.forward = _varlen_attention
+        attention.FlexAttention.forward = _flex_attention  # pyrefly: ignore[bad-assignment]
+        attention.VarlenAttention.forward = _varlen_attention  # pyrefly: ignore[bad-assignment]
 
 
 def fit_experts_to_float32() -> None:
@@ -169,7 +169,7 @@ def _flex_attention(
     attention_masks: Any,
     score_mod: Any = None,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    enable_gqa: bool = False,  # noqa: ARG001  heads are counted
     out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     from torch.nn.attention.flex_attention import create_mask
@@ -190,11 +190,11 @@ def _varlen_attention(
     *,
     attention_masks: Any,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    enable_gqa: bool = False,  # noqa: ARG001  heads are counted
     out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     batch, length = q_BLNH.shape[:2]
-    left, right = self.window_size
+    left, right = self.window_size  # pyrefly: ignore[not-iterable]
     tokens = torch.arange(batch * length)
     ids_BL = torch.bucketize(tokens, attention_masks.cu_seq_q[1:-1], right=True).view(batch, length)
     behind_LL = tokens[:length, None] - tokens[:length]

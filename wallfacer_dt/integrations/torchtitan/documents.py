@@ -30,6 +30,9 @@ class Documents:
         Args:
             positions: before they are dealt out; on another device they are copied, which waits for it.
 
+        Returns:
+            The documents.
+
         Raises:
             TypeError: no tensor of integers.
             ValueError: it is not (B, N).

@@ -18,9 +18,9 @@ def context_parallel(
 ) -> nn.Module:
     """Replace a torchtitan model's attention by context-parallel attention, in place; all ranks call it together.
 
-    It applies :func:`context_plan`. A decoder then refuses to be called without ``positions``, which it would count from
-    each shard's beginning, and makes no masks of its own any more: hand it ``attention_masks=Documents.of(positions)``
-    of the whole sequences.
+    It applies :func:`context_plan`. A decoder then refuses to be called without ``positions``, which it would count
+    from each shard's beginning, and makes no masks of its own any more: hand it
+    ``attention_masks=Documents.of(positions)`` of the whole sequences.
 
     Args:
         model: of torchtitan, or a pipeline stage's part of one; before its own ``parallelize()``.

@@ -1,6 +1,7 @@
-"""Plans for ``parallelize_module`` from a torchtitan model's own modules, or a refusal that names what stands against it."""
+"""Plans for ``parallelize_module`` from a torchtitan model's own modules, or a refusal by name."""
 
-from typing import Unpack, TypedDict
+from collections.abc import Hashable
+from typing import TypedDict, Unpack
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -46,14 +47,14 @@ def context_plan(model: nn.Module, *, order: TokenOrder, **options: Unpack[PlanO
     if not isinstance(model, upstream.Decoder):
         raise ValueError(f"{type(model).__name__} is neither a Decoder nor a FluxModel of torchtitan")
     _check_decoder(model)
-    styles: dict[tuple[int, int] | None, InnerAttentionParallel] = {}
+    styles: dict[Hashable, InnerAttentionParallel] = {}
     plan: dict[str, ParallelStyle] = {}
     for key, outer, inner in upstream.attentions(model):
-        window = upstream.window_of(model, key, outer, inner)
-        told = {**options, "check": options.get("check", True) and not upstream.masks_documents(inner)}
-        if window not in styles:
-            styles[window] = InnerAttentionParallel(is_causal=True, window_size=window, order=order, **told)
-        plan[f"layers.{key}.attention.inner_attention"] = styles[window]
+        window, has_masks = upstream.window_of(model, key, outer, inner), upstream.masks_documents(inner)
+        if (window, has_masks) not in styles:
+            told: PlanOptions = {**options, "check": options.get("check", True) and not has_masks}
+            styles[window, has_masks] = InnerAttentionParallel(is_causal=True, window_size=window, order=order, **told)
+        plan[f"layers.{key}.attention.inner_attention"] = styles[window, has_masks]
     return plan
 
 
@@ -79,7 +80,7 @@ def feed_forward_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return {f"layers.{key}.feed_forward": style for key, part in dense.items() if type(part) is upstream.FeedForward}
 
 
-def _check_decoder(model: nn.Module) -> None:
+def _check_decoder(model: upstream.Decoder) -> None:
     """Refuse (ValueError) what would look at several tokens, of which a rank has its own only."""
     name = type(model).__name__
     for path, part in model.named_modules():

@@ -68,17 +68,26 @@ def attentions(model: Decoder) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         if not isinstance(outer, nn.Module) or not isinstance(inner, nn.Module):
             kinds = [type(part).__name__ for part in block.children()]
             raise ValueError(
-                f"{type(model).__name__} cannot be made context parallel: layers.{key} has no attention.inner_attention, but "
-                f"{', '.join(kinds)}"
+                f"{type(model).__name__} cannot be made context parallel: layers.{key} has no "
+                f"attention.inner_attention, but {', '.join(kinds)}"
             )
         yield key, outer, inner
 
 
 def window_of(model: Decoder, key: str, outer: nn.Module, inner: nn.Module) -> tuple[int, int] | None:
-    """(left, 0), or None for a layer that sees everything before.
+    """A layer's window, which the model, the outer or the inner attention says.
+
+    Args:
+        model: the model.
+        key: the layer's name in it.
+        outer: the layer's attention.
+        inner: what that calls.
+
+    Returns:
+        (left, 0), or None for a layer that sees everything before.
 
     Raises:
-        ValueError: torchtitan's masks have another window than the layer.
+        ValueError: it is not causal, or torchtitan's masks have another window than the layer.
     """
     if isinstance(inner, VarlenAttention):
         left, right = inner.window_size
@@ -105,7 +114,7 @@ def sinks_of(out_transform: Callable[..., Any]) -> Tensor | None:
     with the sink beside the scores.
     """
     owner, kind = getattr(out_transform, "__self__", None), _class_of(_GPT_OSS, "Attention")
-    if type(owner) is not kind or out_transform.__func__ is not kind._apply_sinks:
+    if type(owner) is not kind or getattr(out_transform, "__func__", None) is not kind._apply_sinks:
         return None
     sinks = owner.sinks
     return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
