@@ -625,6 +625,7 @@ def test_models_are_equal_or_refused_as_the_page_says(titans, name: str, keys: l
     (row,) = re.findall(rf"\n\| {re.escape(name)} \| (.*) \|\n", page)
     cells = dict(zip(KEYS, row.split(" | ")[1:], strict=True))
     notes = dict(re.findall(r"\n(\d+)\. `(.*)`", page))
+    assert "WRONG" not in page
     for outcomes in titans(4).run(try_model, name, keys):
         for key in keys:
             said = re.sub(r"refused \((\d+)\)", lambda found: notes[found[1]], cells[key])
@@ -710,6 +711,90 @@ def test_calls_that_are_refused(titans) -> None:
         assert said.keys() == expected.keys()
         for name, message in expected.items():
             assert message in said[name], name
+
+
+class StandIn:
+    """torchtitan's base class of context-parallel inner attention, in its main branch."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
+
+    @staticmethod
+    def prepare_cp_metadata(attention_metadata: Any, *, permutation: torch.Tensor | None) -> Any: ...
+
+
+class VarlenInnerAttention(torch.nn.Module):
+    """The class of that name there, as far as it matters."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config:
+        window_size: tuple[int, int] = (-1, 0)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+
+def attend_by_main_branch(order: str, window: int, sizes: dict[str, int]) -> tuple[float, dict[str, str]]:
+    """How far attention on stand-ins is from one process, and what is refused."""
+    fit_to_torch()
+    fit_to_cpu()
+    from wallfacer_dt.integrations.torchtitan import backend, main_branch
+
+    cp = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(LENGTH, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    positions = torch.cat([torch.arange(23), torch.arange(30), torch.arange(11)])
+    with mock.patch.multiple(main_branch, base_class=lambda: StandIn, current_mesh=lambda: cp):
+        kind = backend.context_attention(VarlenInnerAttention, order=order, **sizes)
+        config = kind.Config(window_size=(window - 1, 0))
+        module = kind(config)
+        dealt = torch.arange(LENGTH).view(8, -1)
+        rows = [
+            dealt[[rank, 7 - rank]].flatten() if order == "head_tail" else dealt[2 * rank : 2 * rank + 2].flatten()
+            for rank in range(4)
+        ]
+        permutation = torch.cat(rows)[None] if order == "head_tail" else None
+        metadata = kind.prepare_cp_metadata(config.build_attention_metadata(positions), permutation=permutation)
+        mine = rows[dist.get_rank()]
+        out = module(*(x[mine] for x in (q, k, v)), attention_metadata=metadata, scale=0.7, enable_gqa=True)
+        calls: dict[str, Callable[[], Any]] = {
+            "order": lambda: kind.prepare_cp_metadata(metadata, permutation=torch.arange(LENGTH).flip(0)[None]),
+            "metadata": lambda: kind.prepare_cp_metadata(positions, permutation=permutation),
+            "score_mod": lambda: module(q, k, v, attention_metadata=metadata, score_mod=torch.add),
+            "out_transform": lambda: module(q, k, v, attention_metadata=metadata, out_transform=torch.add),
+            "inner": lambda: backend.context_attention(torch.nn.Linear),
+            "window": lambda: kind(kind.Config(window_size=(3, 3))),
+        }
+        said = {}
+        for name, call in calls.items():
+            try:
+                call()
+            except ValueError as error:
+                said[name] = str(error)
+    ids = (positions == 0).cumsum(0)
+    behind = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    visible = (ids[:, None] == ids) & (behind >= 0) & (behind < window)
+    keys, values = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+    scores = (q.transpose(0, 1) @ keys.mT * 0.7).masked_fill(~visible, -torch.inf)
+    expected = (scores.softmax(-1) @ values).transpose(0, 1)[mine]
+    return worst_error([(out, expected)]), said
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes"), [("contiguous", {"ulysses": 2}), ("head_tail", {"team": 2}), ("head_tail", {"ulysses": 2})]
+)
+def test_the_interface_of_the_main_branch(titans, order: str, sizes: dict[str, int]) -> None:
+    for error, said in titans(4).run(attend_by_main_branch, order, 13, sizes):
+        assert error < 1e-12
+        assert {name: text[:24] for name, text in said.items()} == {
+            "order": "torchtitan deals tokens ",
+            "metadata": "expected Documents, whic",
+            "score_mod": "attention was called wit",
+            "out_transform": "of functions given as ou",
+            "inner": "inner must be one of Var",
+            "window": "window_size=(3, 3) is no",
+        }
 
 
 @pytest.mark.whole

@@ -44,6 +44,7 @@ class Model:
         layers: that are kept.
         has: what it, or its attention, has beside being causal.
         change: what is done to its config, beside `narrow`.
+        dtype: of parameters; experts compute in none above float32.
     """
 
     family: str
@@ -52,6 +53,7 @@ class Model:
     layers: int = 2
     has: str = ""
     change: Callable[[Any], None] = lambda _: None
+    dtype: torch.dtype = torch.float32
 
     def made(self) -> nn.Module:
         """The model, with the same random parameters everywhere, and sharp attention."""
@@ -76,7 +78,7 @@ class Model:
                     p.uniform_(-1, 1)
                 elif any(what in name for what in ("wqkv.w", "wq.w")):
                     p.mul_(4)
-        return model.train()
+        return model.to(self.dtype).train()
 
 
 def narrow(config: Any, vocab: int = VOCAB) -> None:
@@ -138,7 +140,7 @@ MODELS: dict[str, Model] = {
     "Kimi K2, text": Model("kimi_k2_7", MOE, change=of_text_alone, has="MLA, scale, experts"),
     "GPT-OSS": Model("gpt_oss", MOE, change=with_windows, has="window, sinks, scale, experts"),
     "GPT-OSS, varlen": Model("gpt_oss", MOE | VARLEN, change=with_windows, has="window, sinks, scale, experts"),
-    "Muse Glimmer": Model("muse_glimmer", layers=4, change=with_windows, has="window, scale"),
+    "Muse Glimmer": Model("muse_glimmer", layers=4, change=with_windows, has="window, scale", dtype=torch.float64),
     "Flux": Model("flux", flavor="flux-debug", has=FLUX),
 }
 
@@ -332,7 +334,8 @@ of date. All models of that version are here; it has no Llama 4.
 
 **equal**: on four ranks of gloo, loss and every parameter's gradient were those of one process within 1e-5, relative
 to its largest element, in float32. Models are torchtitan's debug models with two layers (Muse Glimmer: four), fewer
-experts and narrower feed-forwards, with 64 tokens in each of two rows; windows see 13. One process runs the masks that
+experts and narrower feed-forwards (Muse Glimmer is in float64, since rounding alone moves some of its gradients by 4e-5
+in float32), with 64 tokens in each of two rows; windows see 13. One process runs the masks that
 torchtitan makes (`BlockMask`, `VarlenMetadata`), written out. Experts, which torchtitan rounds to bfloat16, compute in
 float32 on both sides. **packed**: documents of 23, 30 and 11 and of 7 and 57 tokens. **refused** was run too: every
 rank raised what is quoted below; **not run** needs a package whose kernels are CUDA's.

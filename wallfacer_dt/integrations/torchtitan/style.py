@@ -6,6 +6,7 @@ from torch import nn
 
 from wallfacer_dt.integrations.torchtitan import upstream
 from wallfacer_dt.integrations.torchtitan.documents import Documents
+from wallfacer_dt.integrations.torchtitan.sinks import sinks_of
 from wallfacer_dt.styles import WallFacerParallel
 
 _REMEDY = "pass attention_masks=Documents.of(positions), of the whole sequences' positions"
@@ -44,7 +45,7 @@ class InnerAttentionParallel(WallFacerParallel):
         elif masks is not None:
             raise ValueError(f"{kind} takes no attention_masks, got {type(masks).__name__}")
         if transform is not None:
-            sinks = upstream.sinks_of(transform)
+            sinks = sinks_of(transform)
             if sinks is None:
                 name = getattr(transform, "__qualname__", repr(transform))
                 raise ValueError(

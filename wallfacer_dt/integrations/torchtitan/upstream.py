@@ -6,32 +6,20 @@ Inner attention is a module without parameters, called with q, k, v in (B, L, N,
 masks a method of the model makes), sinks by the function that is given as ``out_transform``.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
+from wallfacer_dt.integrations.torchtitan.sinks import class_of
+
 __all__ = ["Decoder", "FeedForward", "TokenChoiceTopKRouter"]
 
 _KINDS = (ScaledDotProductAttention, FlexAttention, VarlenAttention)
 _FLUX, _GPT_OSS, _MUSE = "flux.model.model", "gpt_oss.model", "muse_glimmer.model"
-
-
-def _class_of(module: str, name: str) -> type:
-    """A class of torchtitan's models; where its module is not imported, one without objects. Some import much."""
-    return getattr(sys.modules.get(f"torchtitan.models.{module}"), name, _Nothing)
-
-
-class _Nothing:
-    """The class of no object."""
-
-    get_attention_masks = _apply_sinks = None
 
 
 def is_inner_attention(module: nn.Module) -> bool:
@@ -51,12 +39,12 @@ def masks_documents(module: nn.Module) -> bool:
 
 def is_flux(model: nn.Module) -> bool:
     """Whether a model is Flux, whose attention sees everything."""
-    return isinstance(model, _class_of(_FLUX, "FluxModel"))
+    return isinstance(model, class_of(_FLUX, "FluxModel"))
 
 
 def makes_known_masks(model: Decoder) -> bool:
     """Whether FlexAttention's masks are causal within documents, with windows as `window_of` finds them."""
-    kinds = Decoder, _class_of(_GPT_OSS, "GptOssModel"), _class_of(_MUSE, "MuseGlimmerModel")
+    kinds = Decoder, class_of(_GPT_OSS, "GptOssModel"), class_of(_MUSE, "MuseGlimmerModel")
     return type(model).get_attention_masks in [kind.get_attention_masks for kind in kinds]
 
 
@@ -94,9 +82,9 @@ def window_of(model: Decoder, key: str, outer: nn.Module, inner: nn.Module) -> t
         if right != 0:
             raise ValueError(f"layers.{key} has window_size={inner.window_size}, which is not causal")
         return None if left < 0 else (left, 0)
-    if isinstance(outer, _class_of(_MUSE, "Attention")):
+    if isinstance(outer, class_of(_MUSE, "Attention")):
         size = outer.window_size
-    elif isinstance(outer, _class_of(_GPT_OSS, "Attention")):
+    elif isinstance(outer, class_of(_GPT_OSS, "Attention")):
         size = model.config.layers[int(key)].attention.sliding_window_size
         # Of several sizes its mask has the first.
         sizes = {layer.attention.sliding_window_size for layer in model.config.layers} - {None}
@@ -105,16 +93,3 @@ def window_of(model: Decoder, key: str, outer: nn.Module, inner: nn.Module) -> t
     else:
         return None
     return None if size is None else (size - 1, 0)
-
-
-def sinks_of(out_transform: Callable[..., Any]) -> Tensor | None:
-    """The sinks (N,) of this rank's heads that an ``out_transform`` applies, or None where it is another function.
-
-    With L the log-sum-exp of a query's scores, GPT-OSS's multiplies the output by sigmoid(L - sink), which is softmax
-    with the sink beside the scores.
-    """
-    owner, kind = getattr(out_transform, "__self__", None), _class_of(_GPT_OSS, "Attention")
-    if type(owner) is not kind or getattr(out_transform, "__func__", None) is not kind._apply_sinks:
-        return None
-    sinks = owner.sinks
-    return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
