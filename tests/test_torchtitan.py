@@ -797,18 +797,39 @@ def test_the_interface_of_the_main_branch(titans, order: str, sizes: dict[str, i
         }
 
 
-@pytest.mark.whole
-def test_the_documented_command() -> None:
-    """In its long form: `make titan` would first install what has changed."""
-    page = (ROOT / "docs" / "torchtitan.md").read_text()
-    (options,) = re.findall(r"\ntorchrun (.* -m recipes.torchtitan --config llama3_debugmodel .*)\n", page)
+PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
+LONG_FORMS = re.findall(r"\ntorchrun (.* -m recipes.torchtitan --config llama3_debugmodel .*)\n", PAGE)
+
+
+def run_command(options: str) -> list[float]:
+    """The losses of a run that ends well."""
     command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(options)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"step: +\d+ .*?loss: +([\d.]+)", done.stdout + done.stderr)]
+    assert "Training completed" in done.stdout + done.stderr
+    return [float(loss) for loss in re.findall(r"step: +\d+ .*?loss: +([\d.]+)", done.stdout + done.stderr)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("options", LONG_FORMS)
+def test_the_documented_commands(options: str) -> None:
+    """In their long form: `make titan` would first install what has changed."""
+    losses = run_command(options)
     assert len(losses) == 20
     assert losses[-1] < 0.6 * losses[0]
-    assert "Training completed" in done.stdout + done.stderr
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("rest", re.findall(r"\n\| `'(--.*)'`", PAGE))
+def test_the_documented_options(rest: str) -> None:
+    losses = run_command(f"{LONG_FORMS[0]} {rest} --training.steps 2 --training.seq_len 256")
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+
+
+def test_the_page_has_commands() -> None:
+    assert len(LONG_FORMS) == 2
+    assert len(re.findall(r"\n\| `'(--.*)'`", PAGE)) == 5
 
 
 def test_the_documented_command_for_gpus_is_understood(titans) -> None:
