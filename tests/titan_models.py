@@ -256,7 +256,10 @@ def batch_of(model: nn.Module, packed: bool) -> Batch:
 def loss_of(model: nn.Module, inputs: dict[str, Any], target: Tensor) -> Tensor:
     """Summed over tokens."""
     out = model(**inputs)
-    return (out - target).square().sum() if target.is_floating_point() else summed(out, target)
+    if not target.is_floating_point():
+        return summed(out, target)
+    assert out.shape == target.shape
+    return (out - target).square().sum()  # no comparison: a loss
 
 
 def by_itself(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
