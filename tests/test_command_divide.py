@@ -109,7 +109,7 @@ Plan 1 for torchtitan, by recipes.torchtitan:
 --training.global_batch_size 8 \\
 --training.seq_len 4096 \\
 activation-checkpoint:full
-# the recipe has no option for a window""",
+# the recipe has the windows of its models, and no option for another""",
     )
 
 
@@ -167,8 +167,7 @@ def test_flags_are_torchtitans() -> None:
 @pytest.mark.parametrize(
     ("division", "changes", "note"),
     [
-        (SECOND, {}, "recipes.torchtitan refuses pipeline parallelism beside its context parallelism"),
-        (FIRST, {}, "the recipe has no option for a window"),
+        (FIRST, {}, "the recipe has the windows of its models, and no option for another"),
         (replace(FIRST, context=replace(FIRST.context, checkpoint="full")), {}, "the recipe saves attention in every"),
         (Division(Candidate(16, feed_forward="metp")), {}, "METP's feed-forward is not the recipe's"),
         (FIRST, {"sequence": SequenceShape(4100, is_causal=True)}, "torchtitan needs sequences that 16 divides"),

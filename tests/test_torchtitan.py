@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from recipes.torchtitan.shim import fit_to_cpu, fit_to_torch, is_cpu
+from recipes.torchtitan.shim import fit_attention_to_cpu, fit_to_cpu, fit_to_torch, is_cpu
+from tests.models import KEYS, verdict
 from tests.pairwise import tiers
-from wallfacer_dt import TokenOrder
+from tests.titan_models import MODELS, narrow, positions_of, section, try_all, try_model
+from wallfacer_dt import TokenOrder, context_mesh, shard_sequence
 from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
@@ -44,7 +47,11 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 STEPS, LAYERS, SEQUENCES, LENGTH = 3, 2, 4, 64
 TEXT = ROOT / "LICENSE"  # shorter than the default, which is the standard library: every run reads it anew
-SMALL = f"--training.seq_len {LENGTH} --training.steps {STEPS} --debug.seed 1 --debug.no-enable_structured_logging"
+# Paragraphs of the text are documents, which sequences cut.
+SMALL = (
+    f"--training.seq_len {LENGTH} --training.steps {STEPS} --debug.seed 1 --debug.no-enable_structured_logging "
+    "--dataloader.documents"
+)
 
 
 class Curve(NamedTuple):
@@ -130,30 +137,33 @@ def do_nothing(*_: Any) -> None:
     """Takes the place of a check."""
 
 
-def configure(options: str) -> Any:
-    """The recipe's configuration as the command line makes it, with fewer layers."""
+def configure(options: str, layers: int = LAYERS) -> Any:
+    """The recipe's configuration as the command line makes it, with fewer layers; by default that of Llama 3."""
     fit_to_torch()
     fit_to_cpu()
     from torchtitan.config import ConfigManager
 
-    arguments = f"--module recipes.torchtitan --config llama3_debugmodel {SMALL} {options}"
-    config = ConfigManager().parse_args(shlex.split(arguments))
-    del config.model_spec.model.layers[LAYERS:]
+    named = "" if "--config" in options else "--config llama3_debugmodel"
+    config = ConfigManager().parse_args(shlex.split(f"--module recipes.torchtitan {named} {SMALL} {options}"))
+    del config.model_spec.model.layers[layers:]
     return config
 
 
-def build(options: str, change: Callable[[Any], None] = do_nothing) -> Any:
+def build(options: str, change: Callable[[Any], None] = do_nothing, layers: int = LAYERS) -> Any:
     """A Trainer on this pool's process group."""
     rank = dist.get_rank()
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     torch._dynamo.reset()
-    config = configure(options)
+    config = configure(options, layers)
     change(config)
     return config.build()
 
 
 def train(
-    options: str, patches: dict[str, Callable[..., Any]] | None = None, change: Callable[[Any], None] = do_nothing
+    options: str,
+    patches: dict[str, Callable[..., Any]] | None = None,
+    change: Callable[[Any], None] = do_nothing,
+    layers: int = LAYERS,
 ) -> Curve:
     """Train on all ranks of the pool, perhaps with functions replaced and a configuration changed."""
     fit_to_torch()
@@ -185,7 +195,7 @@ def train(
     with contextlib.ExitStack() as stack:
         for name, replacement in patches.items():
             stack.enter_context(mock.patch(name, replacement))
-        trainer = build(f"--dataloader.dataset_path {TEXT} {options}", change)
+        trainer = build(f"--dataloader.dataset_path {TEXT} {options}", change, layers)
         trainer.metrics_processor.log = log
         trainer.train()
     trainer.close()
@@ -229,14 +239,12 @@ def refusals_of_parts() -> dict[str, str]:
     config = configure("")
     from torchtitan.config import ParallelismConfig
     from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
     changes = {kind.__name__: {"activation_checkpoint": kind.Config()} for kind in (SelectiveAC, FullAC)}
     changes["MemoryBudgetAC"] = {
         "activation_checkpoint": MemoryBudgetAC.Config(),
         "compile": dataclasses.replace(config.compile, enable=True),
     }
-    changes["dataloader"] = {"dataloader": HuggingFaceTextDataLoader.Config(dataset="c4_test")}
     changes["parallelism"] = {"parallelism": ParallelismConfig(spmd_backend="partial_dtensor")}
     said = {}
     for name, change in changes.items():
@@ -260,7 +268,7 @@ def refusal_on_ranks(options: str, kind: str) -> str:
             )
             stack.enter_context(other)
         try:
-            build(options, take_flex_attention if kind == "flex" else do_nothing)
+            build(options, take_another_attention if kind == "another" else do_nothing)
         except ValueError as error:
             return str(error)
     return "nothing"
@@ -273,12 +281,39 @@ def take_full_checkpointing_of_torchtitan(config: Any) -> None:
     config.activation_checkpoint = FullAC.Config()
 
 
-def take_flex_attention(config: Any) -> None:
+def take_less(config: Any) -> None:
+    """Fewer experts, and narrower feed-forwards."""
+    narrow(config.model_spec.model, vocab=256)
+
+
+def draw_by_name(config: Any) -> None:
+    """Parameters that depend on their names alone: torchtitan draws others for every stage of a pipeline."""
+    from torchtitan.protocols.module import Module
+
+    def drawn(name: str, fill: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], None]:
+        def draw(parameter: torch.Tensor) -> None:
+            with torch.random.fork_rng([]):
+                torch.manual_seed(zlib.crc32(name.encode()))
+                fill(parameter)
+
+        return draw
+
+    for path, part, _, _ in list(config.model_spec.model.traverse(Module.Config, recurse=True)):
+        if part.param_init is not None:
+            part.param_init = {name: drawn(f"{path}.{name}", fill) for name, fill in part.param_init.items()}
+
+
+def take_another_attention(config: Any) -> None:
     """What `parallelize` refuses."""
     from torchtitan.models.common.attention import FlexAttention
 
+    class OwnAttention(FlexAttention):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(FlexAttention.Config):
+            pass
+
     for layer in config.model_spec.model.layers:
-        layer.attention.inner_attention = FlexAttention.Config()
+        layer.attention.inner_attention = OwnAttention.Config()
 
 
 def deal_contiguously(*arguments: Any) -> Any:
@@ -507,7 +542,6 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
             context(4, 2, "--parallelism.spmd_backend spmd_types"),
             "spmd_backend must be partial_dtensor, got spmd_types",
         ),
-        (context(4, 2, "--parallelism.pipeline_parallel_degree 2"), "pipeline_parallel_degree must be 1"),
         (context(4, 2, "--validator.enable"), "--validator.enable has no loader of whole sequences"),
         (context(4, 2, "--training.no-disable_cuda_graphs"), "set --training.disable_cuda_graphs"),
     ],
@@ -519,7 +553,6 @@ def test_options_that_are_refused(titans, options: str, message: str) -> None:
 
 def test_parts_that_are_refused(titans) -> None:
     (said,) = titans(1).run(refusals_of_parts)
-    assert "dataloader must be a TextLoader.Config, got HuggingFaceTextDataLoader.Config" in said["dataloader"]
     for kind in ("SelectiveAC", "FullAC", "MemoryBudgetAC"):
         assert f"got {kind}.Config: others run attention, and its ring, once more" in said[kind]
     assert "parallelism must be a ContextParallelism, got ParallelismConfig" in said["parallelism"]
@@ -528,7 +561,7 @@ def test_parts_that_are_refused(titans) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        (context(4, 2), "flex", "the model's inner attention is FlexAttention, whose masks it does not implement"),
+        (context(4, 2), "another", "OwnAttention is not one of torchtitan's inner attentions as they are made"),
         (context(4, 2), "other order", "headtail deals tokens out in another order than 'head_tail'"),
         (context(4, 4, "--parallelism.context_parallel_schedule published"), "", "team * team"),
         (
@@ -544,18 +577,260 @@ def test_every_rank_refuses_before_training(titans, options: str, kind: str, mes
         assert message in said
 
 
+EXPERTS = "--config deepseek_v3_debugmodel activation-checkpoint:selective"
+
+
+@pytest.mark.parametrize(("size", "experts"), [("ring 2, FSDP 2", 2), pytest.param("2x2", 4, marks=pytest.mark.whole)])
+def test_expert_parallelism_beside_context_parallelism(titans, size: str, experts: int) -> None:
+    """DeepSeek-V3; its experts round to bfloat16, of other sums on other ranks."""
+    (alone,) = titans(1).run(train, f"--training.local_batch_size {SEQUENCES} {EXPERTS}", {}, take_less)
+    options = (
+        f"{SIZES[size].options} --training.local_batch_size {SIZES[size].sequences} "
+        f"--parallelism.expert_parallel_degree {experts} {EXPERTS}"
+    )
+    curves = titans(4).run(train, options, {}, take_less)
+    losses, norms, _ = differences(curves, alone)
+    assert losses < 1e-5
+    assert norms < 1e-5
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=pytest.mark.whole), "Interleaved1F1B"])
+def test_pipelines_beside_context_parallelism(titans, schedule: str) -> None:
+    """Two stages of two ranks, with torchtitan's own schedules; the last stage knows the loss."""
+    options = f"--training.local_batch_size {SEQUENCES} activation-checkpoint:none"
+    (alone,) = titans(1).run(train, options, {}, draw_by_name, 4)
+    pipeline = f"--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule {schedule}"
+    curves = titans(4).run(train, f"{context(2, 1)} {pipeline} {options}", {}, draw_by_name, 4)
+    last = [curve for curve in curves if min(curve.losses) > 0]
+    assert len(last) == 2
+    assert worst_error((curve.losses, alone.losses) for curve in last) < 1e-5
+    # torchtitan sums the norm over stages, in float32.
+    assert worst_error(((curve.reported, alone.norms) for curve in curves), relative_to="each") < 1e-3
+
+
+PACKED = [("ring 4", "packed")]
+COVERING: list[tuple[str, list[tuple[str, str]]]] = [
+    ("Llama 3, varlen", [("Ulysses 2 x ring 2", "packed")]),
+    ("DeepSeek-V3", [("ring 2 x team 2", "packed")]),
+    ("GPT-OSS", [("ring 2 x team 2", "packed"), ("ring 4", "")]),
+    ("Muse Glimmer", [("Ulysses 2 x ring 2", "packed")]),
+    ("DeepSeek-V3, multi-token prediction", PACKED),
+    ("Kimi K2", PACKED),
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), COVERING)
+def test_models_are_equal_or_refused_as_the_page_says(titans, name: str, keys: list[tuple[str, str]]) -> None:
+    page = (ROOT / "docs" / "models.md").read_text().partition("\n# Models of torchtitan\n")[2]
+    page = page.partition("\n# Models of ")[0]
+    (row,) = re.findall(rf"\n\| {re.escape(name)} \| (.*) \|\n", page)
+    cells = dict(zip(KEYS, row.split(" | ")[1:], strict=True))
+    notes = dict(re.findall(r"\n(\d+)\. `(.*)`", page))
+    assert "WRONG" not in page
+    for outcomes in titans(4).run(try_model, name, keys):
+        for key in keys:
+            said = re.sub(r"refused \((\d+)\)", lambda found: notes[found[1]], cells[key])
+            assert verdict(outcomes[key]) == said, outcomes[key]
+
+
 @pytest.mark.whole
-def test_the_documented_command() -> None:
-    """In its long form: `make titan` would first install what has changed."""
-    page = (ROOT / "docs" / "torchtitan.md").read_text()
-    (options,) = re.findall(r"\ntorchrun (.* -m recipes.torchtitan --config llama3_debugmodel .*)\n", page)
+def test_the_page_of_models_is_what_comes_out(titans) -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert section(dict(try_all(titans(4), MODELS))) in page
+
+
+@pytest.mark.parametrize("dropped", ["document_ids", "sinks", "scale", "window_size"])
+def test_a_model_without_what_its_attention_has_is_another(titans, dropped: str) -> None:
+    for outcomes in titans(4).run(try_model, "GPT-OSS", PACKED, dropped):
+        assert verdict(outcomes[PACKED[0]]) == "WRONG", outcomes
+
+
+def test_feed_forwards_share_their_weights(titans) -> None:
+    for outcomes in titans(4).run(try_model, "Llama 3", [("ring 2 x team 2", "packed")], "", True):
+        assert verdict(*outcomes.values()) == "equal", outcomes
+
+
+def refusals_of_calls() -> dict[str, str]:
+    """What is said of models and calls that would be silently wrong."""
+    fit_to_torch()
+    fit_to_cpu()
+    fit_attention_to_cpu()
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    from wallfacer_dt.integrations.torchtitan import Documents, context_parallel, context_plan, feed_forward_plan
+
+    set_spmd_backend("partial_dtensor")
+    mesh = context_mesh("cpu", 4)
+    order = TokenOrder("head_tail", mesh)
+    model = MODELS["Llama 3"].made()
+    whole = positions_of(True)
+    masks = model.get_attention_masks(positions=whole)
+    context_parallel(model, mesh, order=order)
+    tokens, here = (shard_sequence(x, order, dim=1) for x in (whole, whole))
+    q = torch.zeros(2, 16, 4, 16)
+    inner = model.layers["0"].attention.inner_attention
+    documents = Documents.of(whole)
+    with_mtp = MODELS["DeepSeek-V3"].made()
+    with_mtp.layers["1"].moe.router._debug_force_load_balance = True
+    own = MODELS["Llama 3"].made()
+    own.layers["1"].attention = torch.nn.Linear(2, 2)
+    calls: dict[str, Callable[[], Any]] = {
+        "no positions": lambda: model(tokens, attention_masks=documents),
+        "no documents": lambda: model(tokens, positions=here),
+        "a mask": lambda: model(tokens, positions=here, attention_masks=masks),
+        "a score_mod": lambda: inner(q, q, q, attention_masks=documents, score_mod=torch.add),
+        "an out_transform": lambda: inner(q, q, q, attention_masks=documents, out_transform=torch.add),
+        "twice": lambda: context_parallel(model, mesh, order=order),
+        "forced balance": lambda: context_plan(with_mtp, order=order),
+        "another layer": lambda: context_plan(own, order=order),
+        "another model": lambda: context_plan(torch.nn.Linear(2, 2), order=order),
+        "no decoder": lambda: feed_forward_plan(torch.nn.Linear(2, 2)),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_calls_that_are_refused(titans) -> None:
+    expected = {
+        "no positions": "called without positions",
+        "no documents": "called with no attention_masks",
+        "a mask": "attention_masks of type BlockMask, which has no meaning for shards: pass attention_masks=Documents",
+        "a score_mod": "score_mod=",
+        "an out_transform": "of which only GPT-OSS's sinks are known",
+        "twice": "FlexAttention is not one of torchtitan's inner attentions as they are made",
+        "forced balance": "routes tokens by their place",
+        "another layer": "layers.1 has no attention.inner_attention, but ",
+        "another model": "Linear is neither a Decoder nor a FluxModel",
+        "no decoder": "Linear is not a Decoder",
+    }
+    for said in titans(4).run(refusals_of_calls):
+        assert said.keys() == expected.keys()
+        for name, message in expected.items():
+            assert message in said[name], name
+
+
+class StandIn:
+    """torchtitan's base class of context-parallel inner attention, in its main branch."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
+
+    @staticmethod
+    def prepare_cp_metadata(attention_metadata: Any, *, permutation: torch.Tensor | None) -> Any: ...
+
+
+class VarlenInnerAttention(torch.nn.Module):
+    """The class of that name there, as far as it matters."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config:
+        window_size: tuple[int, int] = (-1, 0)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+
+def attend_by_main_branch(order: str, window: int, sizes: dict[str, int]) -> tuple[float, dict[str, str]]:
+    """How far attention on stand-ins is from one process, and what is refused."""
+    fit_to_torch()
+    fit_to_cpu()
+    from wallfacer_dt.integrations.torchtitan import backend, main_branch
+
+    cp = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(LENGTH, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    positions = torch.cat([torch.arange(23), torch.arange(30), torch.arange(11)])
+    with mock.patch.multiple(main_branch, base_class=lambda: StandIn, current_mesh=lambda: cp):
+        kind = backend.context_attention(VarlenInnerAttention, order=order, **sizes)
+        config = kind.Config(window_size=(window - 1, 0))
+        module = kind(config)
+        dealt = torch.arange(LENGTH).view(8, -1)
+        rows = [
+            dealt[[rank, 7 - rank]].flatten() if order == "head_tail" else dealt[2 * rank : 2 * rank + 2].flatten()
+            for rank in range(4)
+        ]
+        permutation = torch.cat(rows)[None] if order == "head_tail" else None
+        metadata = kind.prepare_cp_metadata(config.build_attention_metadata(positions), permutation=permutation)
+        mine = rows[dist.get_rank()]
+        out = module(*(x[mine] for x in (q, k, v)), attention_metadata=metadata, scale=0.7, enable_gqa=True)
+        calls: dict[str, Callable[[], Any]] = {
+            "order": lambda: kind.prepare_cp_metadata(metadata, permutation=torch.arange(LENGTH).flip(0)[None]),
+            "metadata": lambda: kind.prepare_cp_metadata(positions, permutation=permutation),
+            "score_mod": lambda: module(q, k, v, attention_metadata=metadata, score_mod=torch.add),
+            "out_transform": lambda: module(q, k, v, attention_metadata=metadata, out_transform=torch.add),
+            "inner": lambda: backend.context_attention(torch.nn.Linear),
+            "window": lambda: kind(kind.Config(window_size=(3, 3))),
+        }
+        said = {}
+        for name, call in calls.items():
+            try:
+                call()
+            except ValueError as error:
+                said[name] = str(error)
+    ids = (positions == 0).cumsum(0)
+    behind = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    visible = (ids[:, None] == ids) & (behind >= 0) & (behind < window)
+    keys, values = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+    scores = (q.transpose(0, 1) @ keys.mT * 0.7).masked_fill(~visible, -torch.inf)
+    expected = (scores.softmax(-1) @ values).transpose(0, 1)[mine]
+    return worst_error([(out, expected)]), said
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes"), [("contiguous", {"ulysses": 2}), ("head_tail", {"team": 2}), ("head_tail", {"ulysses": 2})]
+)
+def test_the_interface_of_the_main_branch(titans, order: str, sizes: dict[str, int]) -> None:
+    for error, said in titans(4).run(attend_by_main_branch, order, 13, sizes):
+        assert error < 1e-12
+        assert {name: text[:20] for name, text in said.items()} == {
+            "order": "torchtitan deals tok",
+            "metadata": "expected Documents, ",
+            "score_mod": "attention was called",
+            "out_transform": "of functions given a",
+            "inner": "inner must be one of",
+            "window": "window_size=(3, 3) i",
+        }
+
+
+PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
+LONG_FORMS = re.findall(r"\ntorchrun (.* -m recipes.torchtitan --config llama3_debugmodel .*)\n", PAGE)
+
+
+def run_command(options: str) -> list[float]:
+    """The losses of a run that ends well."""
     command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(options)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"step: +\d+ .*?loss: +([\d.]+)", done.stdout + done.stderr)]
+    assert "Training completed" in done.stdout + done.stderr
+    return [float(loss) for loss in re.findall(r"step: +\d+ .*?loss: +([\d.]+)", done.stdout + done.stderr)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("options", LONG_FORMS)
+def test_the_documented_commands(options: str) -> None:
+    """In their long form: `make titan` would first install what has changed."""
+    losses = run_command(options)
     assert len(losses) == 20
     assert losses[-1] < 0.6 * losses[0]
-    assert "Training completed" in done.stdout + done.stderr
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("rest", re.findall(r"\n\| `'(--.*)'`", PAGE))
+def test_the_documented_options(rest: str) -> None:
+    losses = run_command(f"{LONG_FORMS[0]} {rest} --training.steps 2 --training.seq_len 256")
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+
+
+def test_the_page_has_commands() -> None:
+    assert len(LONG_FORMS) == 2
+    assert len(re.findall(r"\n\| `'(--.*)'`", PAGE)) == 5
 
 
 def test_the_documented_command_for_gpus_is_understood(titans) -> None:

@@ -29,6 +29,11 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "transformers.md"
 
 
+def page() -> str:
+    """Its section of transformers, after which others follow."""
+    return PAGE.read_text().split("\n# Models of ")[0]
+
+
 def some(name: str) -> list[Key]:
     """A cell with packed rows and one without, by turns on other meshes."""
     turn = list(MODELS).index(name)
@@ -36,15 +41,10 @@ def some(name: str) -> list[Key]:
     return [plain, packed]
 
 
-def said_of_transformers() -> str:
-    """What docs/models.md says of transformers, before it comes to diffusers."""
-    return PAGE.read_text().partition("\n## ")[0]
-
-
 def check_row(name: str, tried: Outcomes) -> None:
-    row = next(line for line in said_of_transformers().splitlines() if line.startswith(f"| {name} |"))
+    row = next(line for line in page().splitlines() if line.startswith(f"| {name} |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", said_of_transformers(), re.MULTILINE))
+    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", page(), re.MULTILINE))
     for key, outcome in tried.items():
         written = cells[2 + KEYS.index(key)]
         found = re.fullmatch(r"refused \((\d+)\)", written)
@@ -61,7 +61,7 @@ def test_models(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.whole
 def test_models_on_all_meshes(ranks: Ranks) -> None:
-    assert document(dict(try_all(ranks(RANKS), MODELS, lambda _: KEYS))) == said_of_transformers()
+    assert document(dict(try_all(ranks(RANKS), MODELS, lambda _: KEYS))) == page()
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,10 @@ class _ContextParallel(ParallelStyle):
         if not _is_one_of(value, _NEUTRAL.get(name, ())):
             raise ValueError(f"{where}{_short(value)}, which this style {lacks}")
 
+    def _translated(self, module: nn.Module, told: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        """What a call says beside q, k and v, in this package's words: for a style that knows a library's."""
+        return told
+
     def _is_own_mask(self, mask: MaskMod, where: str) -> bool:
         """Whether a call's mask is the style's; refuse (ValueError) another one, and any that a compiler would see."""
         own = self.options.mask_mod
@@ -274,7 +278,7 @@ class _Forward:
         return attention(inputs, scale)
 
     def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
-        told = self._named(args, kwargs) if args or kwargs else {}
+        told = self.style._translated(self.module, self._named(args, kwargs)) if args or kwargs else {}
         if self.module._modules:
             self.style._check_held(self.module)
         asked = self.style._read_attributes(self.module) | self.defaults | told

@@ -7,7 +7,6 @@ from torchtitan.trainer import Trainer
 
 from recipes.torchtitan.checkpointing import FullACSavingAttention, SelectiveACSavingAttention
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
-from recipes.torchtitan.text import TextLoader
 
 
 def check_config(config: Trainer.Config) -> None:
@@ -27,11 +26,6 @@ def check_config(config: Trainer.Config) -> None:
             "activation_checkpoint must be None, SelectiveACSavingAttention.Config or FullACSavingAttention.Config, "
             f"got {type(ac).__qualname__}: others run attention, and its ring, once more in the backward"
         )
-    if not isinstance(config.dataloader, TextLoader.Config):
-        raise ValueError(
-            f"dataloader must be a TextLoader.Config, got {type(config.dataloader).__qualname__}: loaders that pack "
-            "documents into a sequence need document masks, which context-parallel attention does not implement"
-        )
     if config.validator.enable:
         raise ValueError("--validator.enable has no loader of whole sequences here: leave it out")
     if not config.training.disable_cuda_graphs and parallelism.context_parallel_degree > 1:
@@ -50,9 +44,4 @@ def _check_parallelism(parallelism: ContextParallelism) -> None:
         raise ValueError(
             f"--parallelism.spmd_backend must be partial_dtensor, got {parallelism.spmd_backend}: the others declare "
             "that keys and values are gathered"
-        )
-    if parallelism.pipeline_parallel_degree > 1:
-        raise ValueError(
-            "--parallelism.pipeline_parallel_degree must be 1 in this recipe, got "
-            f"{parallelism.pipeline_parallel_degree}"
         )

@@ -1,32 +1,30 @@
-"""torchtitan's parallelisms for its Llama 3, with context-parallel attention put in by a plan.
+"""torchtitan's parallelisms for its decoders, with context-parallel attention put in by a plan.
 
-The order is that of torchtitan's own `parallelize_llama`: context parallelism, tensor parallelism, activation
-checkpointing, compilation, FSDP or HSDP.
+The order is that of torchtitan's own `parallelize_*` functions: context parallelism, tensor and expert parallelism,
+activation checkpointing, compilation, FSDP or HSDP. Pipelines call it for each of their stages.
 """
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.llama3 import Llama3Model
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import fit_fsdp_to_gloo
 from wallfacer_dt import TokenOrder, sequence_positions
+from wallfacer_dt.integrations.torchtitan import context_parallel
 from wallfacer_dt.mesh import split_context_axis
-from wallfacer_dt.plans import llama3_plan
 
 
-def parallelize_llama(
-    model: Llama3Model,
+def parallelize(
+    model: Decoder,
     *,
     parallel_dims: ParallelDims,
     training: TrainingConfig,
@@ -34,35 +32,38 @@ def parallelize_llama(
     compile_config: CompileConfig,
     ac_config: ActivationCheckpointing.Config | None,
     dump_folder: str,
-) -> Llama3Model:
-    """Make a Llama 3 on the meta device parallel; a model spec's `parallelize_fn`.
+) -> Decoder:
+    """Make a decoder on the meta device parallel, or a stage's part of one; a model spec's `parallelize_fn`.
 
     Raises:
-        ValueError: attention, mesh or token order is not what context-parallel attention needs.
+        ValueError: model, mesh or token order is not what context-parallel attention needs.
     """
     if parallel_dims.cp_enabled:
         apply_context_parallel(model, parallel_dims.get_mesh("cp"), parallelism, training.seq_len)
-    if parallel_dims.tp_enabled:
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    replicas = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     apply_fsdp_to_decoder(
         model,
-        parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]),
+        parallel_dims.get_mesh([*replicas, "fsdp"]),
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         pp_enabled=parallel_dims.pp_enabled,
         cpu_offload=training.enable_cpu_offload,
         reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+        ep_degree=parallel_dims.ep,
+        edp_mesh=parallel_dims.get_optional_mesh([*replicas, "efsdp"]) if parallel_dims.ep_enabled else None,
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
     fit_fsdp_to_gloo(model)
     return model
 
 
-def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: ContextParallelism, length: int) -> None:
+def apply_context_parallel(model: Decoder, cp: DeviceMesh, parallelism: ContextParallelism, length: int) -> None:
     """Replace the model's attention by context-parallel attention over torchtitan's axis `cp`.
 
     Before tensor parallelism, whose wrapper then hands attention the local heads as plain tensors.
@@ -74,28 +75,22 @@ def apply_context_parallel(model: Llama3Model, cp: DeviceMesh, parallelism: Cont
         length: tokens of a sequence.
 
     Raises:
-        ValueError: as for :func:`parallelize_llama`.
+        ValueError: as for :func:`parallelize`.
     """
-    # pyrefly: ignore[missing-attribute]
-    kinds = {type(block.attention.inner_attention) for block in model.layers.values()}
-    if others := kinds - {ScaledDotProductAttention}:
-        raise ValueError(
-            "context parallelism takes the place of ScaledDotProductAttention, but the model's inner attention is "
-            f"{', '.join(sorted(kind.__name__ for kind in others))}, whose masks it does not implement"
-        )
     sizes = context_sizes(parallelism)
     balancer = parallelism.context_parallel_load_balancer
     mesh = context_mesh_of(cp, sizes, balancer)
     order = TokenOrder(ORDERS[balancer], mesh)
     check_token_order(cp, order, length, balancer)
-    plan = llama3_plan(
+    context_parallel(
+        model,
+        mesh,
         order=order,
         schedule=parallelism.context_parallel_schedule,
         rotate=parallelism.context_parallel_rotate,
         rotate_forward=parallelism.context_parallel_rotate_forward,
         kernel=parallelism.context_parallel_kernel,
     )
-    parallelize_module(model, mesh, plan)
     ulysses, ring, team = sizes
     logger.info(f"Applied context parallelism: ulysses {ulysses} x ring {ring} x team {team}, order {order.name}")
 

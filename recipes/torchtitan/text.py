@@ -3,6 +3,7 @@
 Shape suffixes: T = tokens of the text, L = tokens of a sequence.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class ByteTokenizer(BaseTokenizer):
 
 
 class TextLoader(ParallelAwareDataloader):
-    """Sequences of a local text, one after the other and round again; each is one document with positions from 0.
+    """Sequences of a local text, one after the other and round again; positions are from 0 in each, or in documents.
 
     Ranks that share a sequence read it whole and torchtitan deals it out. In a step, the data-parallel ranks together
     take the same sequences whatever their number, if the global batch is the same.
@@ -51,6 +52,9 @@ class TextLoader(ParallelAwareDataloader):
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         """`dataset_path` is the file; None means the source of Python's standard library."""
+
+        documents: bool = False
+        """Whether paragraphs, which an empty line ends, are documents, of which tokens see their own only."""
 
     def __init__(
         self,
@@ -65,7 +69,13 @@ class TextLoader(ParallelAwareDataloader):
         **_: Any,
     ) -> None:
         text = _load(config.dataset_path)
-        tokens_T = torch.tensor(tokenizer.encode(text.bytes_S.tobytes().decode(errors="replace")))
+        whole = text.bytes_S.tobytes().decode(errors="replace")
+        parts = re.split(r"(?<=\n\n)", whole) if config.documents else [whole]
+        encoded = [tokenizer.encode(part) for part in parts]
+        tokens_T = torch.tensor([token for part in encoded for token in part])
+        starts_T = torch.tensor(
+            [start for part in encoded for start in [True] * bool(part) + [False] * (len(part) - 1)]
+        )
         needed = seq_len * dp_world_size * local_batch_size + 1
         if len(tokens_T) < needed:
             raise ValueError(
@@ -74,7 +84,7 @@ class TextLoader(ParallelAwareDataloader):
                 "--training.seq_len or --training.local_batch_size"
             )
         super().__init__(
-            _Sequences(tokens_T, seq_len, dp_rank, dp_world_size),
+            _Sequences(tokens_T, starts_T, seq_len, dp_rank, dp_world_size),
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
             batch_size=local_batch_size,
@@ -99,8 +109,8 @@ def _load(path: str | None) -> Text:
 class _Sequences(IterableDataset, Stateful):
     """This data-parallel rank's sequences; its state is how many it has given."""
 
-    def __init__(self, tokens_T: torch.Tensor, length: int, rank: int, world: int) -> None:
-        self.tokens_T, self.length, self.rank, self.world = tokens_T, length, rank, world
+    def __init__(self, tokens_T: torch.Tensor, starts_T: torch.Tensor, length: int, rank: int, world: int) -> None:
+        self.tokens_T, self.starts_T, self.length, self.rank, self.world = tokens_T, starts_T, length, rank, world
         self.given = 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -109,7 +119,13 @@ class _Sequences(IterableDataset, Stateful):
             start = (self.given * self.world + self.rank) % sequences * self.length
             self.given += 1
             window = self.tokens_T[start : start + self.length + 1]
-            yield {"input": window[:-1], "positions": torch.arange(self.length)}, window[1:]
+            yield {"input": window[:-1], "positions": self._positions(start)}, window[1:]
+
+    def _positions(self, start: int) -> torch.Tensor:
+        """From 0 where a document begins, and at the sequence's first token."""
+        index_L = torch.arange(self.length)
+        starts_L = torch.where(self.starts_T[start : start + self.length], index_L, 0)
+        return index_L - starts_L.cummax(0).values
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given}

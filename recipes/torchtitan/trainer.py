@@ -1,17 +1,20 @@
 """torchtitan's Trainer; its configuration has the fields of this recipe and refuses what does not go with them."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import Tensor
 from torchtitan.trainer import Trainer
 
 from recipes.torchtitan.check import check_config
 from recipes.torchtitan.checkpointing import ActivationCheckpointing, SelectiveACSavingAttention
 from recipes.torchtitan.settings import ContextParallelism
 from recipes.torchtitan.text import TextLoader
+from wallfacer_dt.integrations.torchtitan import Documents
 
 
 class ContextTrainer(Trainer):
-    """torchtitan's Trainer, as it is."""
+    """torchtitan's Trainer, which tells context-parallel attention where documents begin in whole sequences."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -34,3 +37,20 @@ class ContextTrainer(Trainer):
             # Not super(): a dataclass with slots is another class than the one whose body this is.
             Trainer.Config.__post_init__(self)
             check_config(self)
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """This rank's tokens, labels and what else the model is called with.
+
+        Raises:
+            ValueError: the loader gives no positions, from which documents are known.
+        """
+        if "positions" not in input_dict:
+            raise ValueError(
+                f"{type(self.dataloader).__name__} gives no positions, of which a model needs the sequence's"
+            )
+        inputs, labels, others = super().post_dataloading_process(input_dict, labels)
+        if self.parallel_dims.cp_enabled:
+            others["attention_masks"] = Documents.of(input_dict["positions"])
+        return inputs, labels, others

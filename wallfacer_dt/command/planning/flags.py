@@ -47,14 +47,12 @@ def flags_of(plan: DivisionPlan) -> str:
 
 def _notes(plan: DivisionPlan) -> Iterator[str]:
     it, context = plan.chosen, plan.chosen.context
-    if it.pipeline > 1:
-        yield "recipes.torchtitan refuses pipeline parallelism beside its context parallelism"
     if context.feed_forward == "metp":
         yield "METP's feed-forward is not the recipe's: apply wallfacer_dt.METPParallel"
     if context.checkpoint == "full":
         yield "the recipe saves attention in every mode, which takes more memory than this plan"
     if plan.sequence.window_size is not None:
-        yield "the recipe has no option for a window"
+        yield "the recipe has the windows of its models, and no option for another"
     divisor = it.tensor * (2 * context.size if context.size > 1 else 1)
     if plan.sequence.length % divisor:
         yield f"torchtitan needs sequences that {divisor} divides"
