@@ -129,7 +129,7 @@ class Layer:
     @property
     def rows(self) -> int:
         """Tokens of a context rank, over the batch."""
-        return self.sequence.batch * shard_sizes(self.sequence.length, self.division.context.axes)[0]
+        return self.sequence.batch * -(-self.sequence.length // self.division.context.size)
 
     @property
     def _inward(self) -> int:
