@@ -83,6 +83,20 @@ def test_latency_is_paid_for_every_source() -> None:
     assert run([Begin("a", wire(3, sources=3)), End("a")], slow).seconds == 33
 
 
+def test_latency_is_not_shared() -> None:
+    """Of messages under way together each waits for its own, while the link is another's; then they share it."""
+    slow = replace(ONE, intra=Link(1.0, latency=10))
+    line = run([Begin("a", wire(3)), Begin("b", wire(3)), End("b"), End("a")], slow)
+    assert (line.seconds, line.transfer, line.busy) == (16, 16, (6, 0))
+    # Four seconds alone, then four for what is left of a and for all of b.
+    line = run([Begin("a", wire(6)), Compute(4), Begin("b", wire(2)), End("a"), End("b")], slow)
+    assert [(bar.what, bar.start, bar.stop) for bar in line.bars if bar.lane == "intra"] == [("a", 0, 18), ("b", 4, 18)]
+    assert (line.seconds, line.waiting, line.transfer, line.busy) == (18, 14, 18, (8, 0))
+    # One has come before the bytes of the other begin to, after a break of the link.
+    line = run([Begin("a", wire(2)), Compute(20), Begin("b", wire(2)), End("b"), End("a")], slow)
+    assert (line.seconds, line.waiting, line.transfer, line.busy) == (32, 12, 24, (4, 0))
+
+
 def test_a_gather_goes_round_and_an_exchange_is_sent_at_once() -> None:
     node = np.array([0, 0, 1, 1, 1])
     ends = [0, 0, 0, 0], [1, 2, 3, 4]

@@ -2,8 +2,8 @@
 
 torch's ``MemTracker`` sees an operator of this package as one op, and what it makes and drops inside as nothing. Here
 the operator's body runs under the mode, as in ``wallfacer_dt.testing.count_collectives``. Storages are followed by weak
-references, and their sizes read again at every op that is no view, if they may change as FSDP's do. What one op allocates and
-frees in itself (a kernel's workspace) is not seen.
+references, and their sizes read again at every op that is no view, if they may change as FSDP's do. What one op
+allocates and frees in itself (a kernel's workspace) is not seen.
 """
 
 import weakref
@@ -46,6 +46,10 @@ class Alive(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        """No: torch would have its compiler look away at every op, which takes time; nothing is compiled here.
+
+        A private name of torch 2.13's; versions without it do not ask.
+        """
         return False
 
     @property

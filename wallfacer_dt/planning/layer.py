@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.model import ModelShape, SequenceShape

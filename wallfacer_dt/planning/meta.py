@@ -66,8 +66,6 @@ def _like(x: Any) -> Any:
 @lru_cache(maxsize=4096, typed=True)  # by type, since 1, 1.0 and True are equal
 def _made(_default: torch.dtype, func: Any, *args: Any, **kwargs: Any) -> Any:
     """What an op makes of tensors like these; None if that does not say all."""
-    if func is torch.ops.aten.cat.default and (joined := _joined(*args)) is not None:
-        return joined
     args, kwargs = (tree_map_only(_Like, _Like.make, some) for some in (args, kwargs))
     result = func(*args, **kwargs)
     made = tree_map_only(Tensor, _like, result)
@@ -75,22 +73,6 @@ def _made(_default: torch.dtype, func: Any, *args: Any, **kwargs: Any) -> Any:
     if own & given and not func._schema.is_mutable:  # a view, whatever its schema says
         return None
     return made if _storages(result) == _storages(tree_map_only(_Like, _Like.make, made)) else None
-
-
-def _joined(parts: tuple[_Like, ...], dim: int = 0) -> _Like | None:
-    """What ``cat`` makes, for which torch would import its compiler first, a second; None where torch is to say."""
-    sizes, strides, dtypes = map(list, zip(*parts, strict=True))
-    first = sizes[0]
-    if not first or len(set(dtypes)) > 1 or len(set(map(len, sizes))) > 1:
-        return None
-    dim %= len(first)
-    if len({size[:dim] + size[dim + 1 :] for size in sizes}) > 1:
-        return None
-    # Not contiguous is what is made of parts that have the last dim further apart than the second, of images.
-    if len(first) > 3 and all(stride[-1] >= stride[1] for stride in strides):
-        return None
-    total = sum(size[dim] for size in sizes)
-    return _like(torch.empty(*first[:dim], total, *first[dim + 1 :], dtype=dtypes[0], device="meta"))
 
 
 def _storages(made: Any) -> list[tuple[int, torch.device, int]]:
