@@ -24,11 +24,16 @@ from wallfacer_dt import (
     WallFacerParallel,
     plan,
 )
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import SIDES, Attend
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.attention import attention_events, head_patterns
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
+from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
@@ -206,6 +211,29 @@ def test_what_goes_back_round_a_team_crosses_nodes_by_its_distance() -> None:
     entering = 3 * passed + (1 + 2 + 1) * returned
     within = 3 * passed + 2 * returned
     assert line.transfer == pytest.approx(entering / 1e8 + within / 1e9)
+
+
+@examples(60)
+@given(st.data())
+def test_a_program_is_its_schedule(data: st.DataObject) -> None:
+    """With the same transfers and tiles, although what lies as other things do was planned once."""
+    ulysses, ring, team = (data.draw(st.integers(1, n)) for n in (3, 6, 3))
+    sequences = Sequences(
+        *(data.draw(st.integers(1, 90)),) * 2, data.draw(st.sampled_from(["contiguous", "head_tail"])),
+        data.draw(st.sampled_from([Mask(), Mask(right=0), Mask(left=9, right=0)])),
+    )  # fmt: skip
+    names = ["2d", "rings"] + ["published"] * (ring % team == 0)
+    schedule, resident = data.draw(st.sampled_from(names)), data.draw(st.sampled_from(SIDES))
+    place = Candidate(ring, team, ulysses).place(data.draw(st.integers(0, ring * team * ulysses - 1)))
+    backward = data.draw(st.booleans())
+    program = program_of(place, sequences, schedule, resident, backward)
+    steps = make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward).steps
+    for one, step in zip(program, steps, strict=True):
+        if isinstance(step, Attend):
+            tiles = [tile for segments in step.work for tile in segments.tiles]
+            assert one.sizes == tuple((x.area, x.q[1] - x.q[0], x.k[1] - x.k[0]) for x in tiles)  # type: ignore[union-attr]
+        else:
+            assert one.name == str(step.transfer)
 
 
 def test_what_is_enumerated() -> None:

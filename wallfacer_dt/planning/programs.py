@@ -135,4 +135,5 @@ def _closed_up(*sides: Spans) -> list[Ends]:
 
 @lru_cache(maxsize=1024)
 def _work(mask: Mask, queries: Ends, keys: Ends) -> Work:
-    return plan_work(*([np.array(ends).reshape(-1, 2)] for ends in (queries, keys)), mask)
+    q, k = (np.array(ends).reshape(-1, 2) for ends in (queries, keys))
+    return plan_work([q], [k], mask)
