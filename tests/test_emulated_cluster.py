@@ -41,7 +41,7 @@ from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
 from recipes.benchmarks.cluster.watcher import environment
 from wallfacer_dt import Cluster, Kernels, Link
 from wallfacer_dt.kernels import CAUSAL, FULL, Band, How, Need, select_kernel
-from wallfacer_dt.planning.attention import Costs, schedule_of
+from wallfacer_dt.planning.attention import Costs, program_of_most
 from wallfacer_dt.planning.predict import attention_cost
 
 MACHINES = Machines(2, 4, (50.0, 25.0), inside=100.0)
@@ -330,9 +330,9 @@ def test_wrong_number_is_refused() -> None:
 
 
 def test_the_planner_takes_the_rank_with_most_to_do() -> None:
-    place, _, tiles = schedule_of(contenders(CASE)[RING], CASE.sequence, backward=False)
+    place, program = program_of_most(contenders(CASE)[RING], CASE.sequence, backward=False)
     assert place.ring_rank == 7
-    assert len(tiles) > 8
+    assert len(program) > 8
 
 
 def invoke(*args: str, tmp_path: Path) -> tuple[int, str]:

@@ -24,11 +24,16 @@ from wallfacer_dt import (
     WallFacerParallel,
     plan,
 )
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import SIDES, Attend
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.attention import attention_events, head_patterns
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
+from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
@@ -81,6 +86,20 @@ def test_a_nodes_link_is_shared_and_one_rank_gets_one_interface() -> None:
 def test_latency_is_paid_for_every_source() -> None:
     slow = replace(ONE, intra=Link(1.0, latency=10))
     assert run([Begin("a", wire(3, sources=3)), End("a")], slow).seconds == 33
+
+
+def test_latency_is_not_shared() -> None:
+    """Of messages under way together each waits for its own, while the link is another's; then they share it."""
+    slow = replace(ONE, intra=Link(1.0, latency=10))
+    line = run([Begin("a", wire(3)), Begin("b", wire(3)), End("b"), End("a")], slow)
+    assert (line.seconds, line.transfer, line.busy) == (16, 16, (6, 0))
+    # Four seconds alone, then four for what is left of a and for all of b.
+    line = run([Begin("a", wire(6)), Compute(4), Begin("b", wire(2)), End("a"), End("b")], slow)
+    assert [(bar.what, bar.start, bar.stop) for bar in line.bars if bar.lane == "intra"] == [("a", 0, 18), ("b", 4, 18)]
+    assert (line.seconds, line.waiting, line.transfer, line.busy) == (18, 14, 18, (8, 0))
+    # One has come before the bytes of the other begin to, after a break of the link.
+    line = run([Begin("a", wire(2)), Compute(20), Begin("b", wire(2)), End("b"), End("a")], slow)
+    assert (line.seconds, line.waiting, line.transfer, line.busy) == (32, 12, 24, (4, 0))
 
 
 def test_a_gather_goes_round_and_an_exchange_is_sent_at_once() -> None:
@@ -192,6 +211,29 @@ def test_what_goes_back_round_a_team_crosses_nodes_by_its_distance() -> None:
     entering = 3 * passed + (1 + 2 + 1) * returned
     within = 3 * passed + 2 * returned
     assert line.transfer == pytest.approx(entering / 1e8 + within / 1e9)
+
+
+@examples(60)
+@given(st.data())
+def test_a_program_is_its_schedule(data: st.DataObject) -> None:
+    """With the same transfers and tiles, although what lies as other things do was planned once."""
+    ulysses, ring, team = (data.draw(st.integers(1, n)) for n in (3, 6, 3))
+    sequences = Sequences(
+        *(data.draw(st.integers(1, 90)),) * 2, data.draw(st.sampled_from(["contiguous", "head_tail"])),
+        data.draw(st.sampled_from([Mask(), Mask(right=0), Mask(left=9, right=0)])),
+    )  # fmt: skip
+    names = ["2d", "rings"] + ["published"] * (ring % team == 0)
+    schedule, resident = data.draw(st.sampled_from(names)), data.draw(st.sampled_from(SIDES))
+    place = Candidate(ring, team, ulysses).place(data.draw(st.integers(0, ring * team * ulysses - 1)))
+    backward = data.draw(st.booleans())
+    program = program_of(place, sequences, schedule, resident, backward)
+    steps = make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward).steps
+    for one, step in zip(program, steps, strict=True):
+        if isinstance(step, Attend):
+            tiles = [tile for segments in step.work for tile in segments.tiles]
+            assert one.sizes == tuple((x.area, x.q[1] - x.q[0], x.k[1] - x.k[0]) for x in tiles)  # type: ignore[union-attr]
+        else:
+            assert one.name == str(step.transfer)
 
 
 def test_what_is_enumerated() -> None:

@@ -281,15 +281,15 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
 of 510
-4.930 s, 73.9 GB, fastest: 2% of the step is waiting
+4.930 s, 73.9 GB, fastest: 1% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-4.998 s, 73.9 GB, +1.4%: computes 118 ms longer, in smaller tiles
+4.994 s, 73.9 GB, +1.3%: computes 118 ms longer, in smaller tiles
   shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
-5.039 s, 50.3 GB, +2.2%: waits 109 ms longer
+5.038 s, 50.3 GB, +2.2%: waits 108 ms longer
   replicas 2 x context 8, 8 microbatches of 1: ulysses 8, head-tail
-5.060 s, 73.9 GB, +2.6%: computes 108 ms longer, in smaller tiles
+5.056 s, 73.9 GB, +2.6%: computes 108 ms longer, in smaller tiles
   context 16, 4 microbatches of 4: ulysses 4 x team 4, ulysses in node, 2d, rotates q, head-tail
-1: 5.613, 2: 5.119, 4: 4.930, 8: 4.998, 16: 5.060
+1: 5.613, 2: 5.105, 4: 4.930, 8: 4.994, 16: 5.056
 enough: 4""",
     )
 
@@ -300,15 +300,15 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 1089
-22.599 s, 77.0 GB, fastest: 13% of the step is waiting
+22.458 s, 77.0 GB, fastest: 13% of the step is waiting
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: team 4, 2d, rotates q, head-tail
-22.883 s, 77.0 GB, +1.3%: waits 300 ms longer
+22.729 s, 77.0 GB, +1.2%: waits 287 ms longer
   shards 2 x context 8 x tensor 2, 8 microbatches of 2: ulysses 4 x team 2, ulysses in node, 2d, rotates q, head-tail
-23.081 s, 77.2 GB, +2.1%: waits 450 ms longer
+22.861 s, 77.2 GB, +1.8%: waits 371 ms longer
   shards 4 x context 8, 8 microbatches of 1: team 8, 2d, rotates q, head-tail
-23.435 s, 77.2 GB, +3.7%: waits 853 ms longer
+23.218 s, 77.2 GB, +3.4%: waits 776 ms longer
   shards 2 x context 16, 8 microbatches of 2: ulysses 8 x team 2, ulysses in node, 2d, rotates q, head-tail
-1: 24.950, 2: 24.987, 4: 22.599, 8: 22.883, 16: 23.435, 32: 24.108
+1: 24.950, 2: 24.987, 4: 22.458, 8: 22.729, 16: 23.218, 32: 23.845
 enough: 4""",
     )
 
@@ -323,10 +323,10 @@ of 78
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail, METP
 13.795 s, 68.9 GB, +2.4%: computes 272 ms longer, layers but for attention twice
   shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
-14.082 s, 67.4 GB, +4.6%: waits 341 ms longer
+14.081 s, 67.4 GB, +4.5%: waits 340 ms longer
   shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
-14.113 s, 67.4 GB, +4.8%: computes 339 ms longer, layers but for attention twice
+14.112 s, 67.4 GB, +4.8%: computes 339 ms longer, layers but for attention twice
   context 4 x tensor 2: team 4, 2d, rotates q, head-tail, checkpoint attention
-1: 14.534, 2: 14.082, 4: 13.795, 8: 13.469
+1: 14.533, 2: 14.081, 4: 13.795, 8: 13.469
 enough: 8""",
     )

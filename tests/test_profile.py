@@ -292,3 +292,20 @@ def test_a_kernel_goes_with_a_cluster_alone(tmp_path: Path) -> None:
     for others in (*wrong, {"cluster": WHERE, "path": tmp_path / "profile.json"}):
         with pytest.raises(ValueError, match="kernel='reference' goes with cluster"):
             profile(*asked, kernel="reference", **others)
+
+
+def planned_by_first() -> tuple[Plan, tuple[int, ...]]:
+    """The lines of docs/planner.md."""
+    where = Cluster(2, 2, Link(1e9), Link(1e9))
+    plans = [plan(MODEL, SEQUENCE, where) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(plans, src=0)
+    mesh = plans[0].mesh("cpu")
+    return plans[0], tuple(mesh.shape)
+
+
+@pytest.mark.ranks
+def test_one_rank_plans_for_all(ranks) -> None:
+    (first, mesh), other = ranks(2).run(planned_by_first)
+    assert other == (first, mesh)
+    assert first == plan(MODEL, SEQUENCE, Cluster(2, 2, Link(1e9), Link(1e9)))
+    assert mesh == first.chosen.axes[-len(mesh) :]

@@ -2,8 +2,8 @@
 
 torch's ``MemTracker`` sees an operator of this package as one op, and what it makes and drops inside as nothing. Here
 the operator's body runs under the mode, as in ``wallfacer_dt.testing.count_collectives``. Storages are followed by weak
-references, and their sizes read again at every op that is no view, since FSDP resizes them. What one op allocates and
-frees in itself (a kernel's workspace) is not seen.
+references, and their sizes read again at every op that is no view, if they may change as FSDP's do. What one op
+allocates and frees in itself (a kernel's workspace) is not seen.
 """
 
 import weakref
@@ -33,35 +33,50 @@ class Alive(TorchDispatchMode):
 
     Args:
         *given: tensors that are there already.
+        are_resized: storages may be resized while they are followed.
     """
 
-    def __init__(self, *given: Tensor) -> None:
+    def __init__(self, *given: Tensor, are_resized: bool = True) -> None:
         super().__init__()
+        self._are_resized = are_resized
         self._refs: dict[int, weakref.ref] = {}
         self._in_flight: dict[int, list[Any]] = {}
         self.peak = self.largest = 0
         self._follow(given)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would have its compiler look away at every op, which takes time; nothing is compiled here.
+
+        A private name of torch 2.13's; versions without it do not ask.
+        """
+        return False
+
     @property
     def now(self) -> int:
         """Bytes alive."""
-        return sum(storage.nbytes() for ref in list(self._refs.values()) if (storage := ref()) is not None)
+        return sum([storage.nbytes() for ref in list(self._refs.values()) if (storage := ref()) is not None])
 
     def reset(self) -> None:
         """Forget the peak."""
         self.peak, self.largest = self.now, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, _WRAPPERS) for kind in types):
+        kwargs = kwargs or {}
+        if types and any(issubclass(kind, _WRAPPERS) for kind in types):
             return NotImplemented  # it becomes ops on plain tensors, and those come here
-        if func in _BODIES:
+        is_view = func.is_view
+        if is_view:
+            result = func(*args, **kwargs)
+        elif func in _BODIES:
             with self:
-                return _BODIES[func](*args, **(kwargs or {}))
-        result = call(func, args, kwargs or {})
-        if func.namespace == "_c10d_functional":
-            result = self._sent(func, args, result)
-        is_new = self._follow([result] if isinstance(result, Tensor) else tree_leaves(result))
-        if is_new or not func.is_view:
+                return _BODIES[func](*args, **kwargs)
+        else:
+            result = call(func, args, kwargs)
+            if func.namespace == "_c10d_functional":
+                result = self._sent(func, args, result)
+        is_new = self._follow((result,) if type(result) is Tensor else tree_leaves(result))
+        if is_new or (self._are_resized and not is_view):
             self.peak = max(self.peak, self.now)
         return result
 
@@ -80,11 +95,12 @@ class Alive(TorchDispatchMode):
         """Whether some are new."""
         is_new = False
         for x in tensors:
-            if not isinstance(x, Tensor) or isinstance(x, _WRAPPERS):
+            if type(x) is not Tensor and (not isinstance(x, Tensor) or isinstance(x, _WRAPPERS)):
                 continue
             storage = storage_of(x)
             key = storage._cdata
-            if key not in self._refs or self._refs[key]() is not storage:
+            ref = self._refs.get(key)
+            if ref is None or ref() is not storage:
                 self._refs[key] = weakref.ref(storage, lambda ref, key=key: self._drop(key, ref))
                 self.largest = max(self.largest, storage.nbytes())
                 is_new = True

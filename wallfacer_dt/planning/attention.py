@@ -2,27 +2,21 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
 from wallfacer_dt.algorithms.heads import split_heads
-from wallfacer_dt.algorithms.schedule import make_schedule
-from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.sequences import Sequences
-from wallfacer_dt.algorithms.steps import Attend, Carry, Move, Return, Schedule, Side, Start, Transfer, Wait
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Kernels
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.programs import Attended, Awaited, Program, Sent, Sizes, area_of, program_of
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
 from wallfacer_dt.planning.traffic import Key, Wire
 
 Groups = tuple[tuple[int, int], ...]
-Sizes = tuple[tuple[int, int, int], ...]
-"""Of a step's tiles: pairs, rows of queries and rows of keys."""
-
 _NOTHING = Wire()
 
 
@@ -50,19 +44,11 @@ def attention_events(
     Yields:
         The events in program order.
     """
-    me, schedule, tiles = schedule_of(candidate, sequence, backward=backward)
-    by_shift, spares_hops = candidate.schedule != "published" or candidate.team == 1, sequence.mask.spares_hops
+    _, program = program_of_most(candidate, sequence, backward=backward)
 
-    def wire(transfer: Transfer, group: int) -> Wire:
-        hops = by_shift and isinstance(transfer, Move | Carry)
-        shift = (me.ring_rank - transfer.source) % me.ring if hops else 0
-        if isinstance(transfer, Return):
-            shift = transfer.distance
-        key = Key(backward, transfer.kind, transfer.side, group, shift)
-        # Nothing is sent where every rank is its own target, and where a window spares a hop that the longer sequence
-        # has which stands for one that does not divide.
-        may_be_spared = transfer.kind in ("place", "home") or (hops and spares_hops)
-        return wires.get(key, _NOTHING) if may_be_spared else wires[key]
+    def wire(sent: Sent, group: int) -> Wire:
+        key = Key(backward, sent.kind, sent.side, group, sent.shift)
+        return wires.get(key, _NOTHING) if sent.may_be_spared else wires[key]
 
     def exchange(kind: str, group: int) -> Begin:
         return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)])
@@ -77,15 +63,14 @@ def attention_events(
                 yield exchange("to_heads", group + 1)
         if heads[0]:
             costs = Costs(kernels, sequence.batch, *heads, model.dim, sequence.dtype, backward=backward)
-            for step, some in zip(schedule.steps, tiles, strict=True):
+            for step in program:
                 match step:
-                    case Start(transfer):
-                        yield Begin(f"{transfer} {group}", wire(transfer, group))
-                    case Wait(transfer):
-                        yield End(f"{transfer} {group}")
-                    case Attend(part, resident, block, _):
-                        rotating = "kv" if resident == "q" else "q"
-                        yield Compute(costs.of(some), f"{part} {resident} x {rotating}[{block}]")
+                    case Sent(name):
+                        yield Begin(f"{name} {group}", wire(step, group))
+                    case Awaited(name):
+                        yield End(f"{name} {group}")
+                    case Attended(name, sizes):
+                        yield Compute(costs.of(sizes), name)
         if has_exchange:
             yield exchange("to_tokens", group)
     if has_exchange:
@@ -102,13 +87,8 @@ def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
     return {pattern: patterns.index(pattern) for pattern in patterns}
 
 
-def schedule_of(
-    candidate: Candidate, sequence: SequenceShape, *, backward: bool
-) -> tuple[Coordinate, Schedule, tuple[Sizes, ...]]:
-    """Coordinate and schedule of a rank that has as much to do as any; of a sequence that divides, no shorter one.
-
-    With what each of its steps computes.
-    """
+def program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[Coordinate, Program]:
+    """Coordinate and program of a rank that has as much to do as any; of a sequence that divides, no shorter one."""
     sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
     rotate = candidate.rotate if backward else candidate.rotate_forward
     resident = "kv" if rotate == "q" else "q"
@@ -117,25 +97,12 @@ def schedule_of(
     is_balanced = candidate.order == "head_tail" and is_even if sequence.is_causal else True
     # Otherwise ends and middle of the sequence have more or less to do.
     some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
-    schedules = [
-        (place, *_schedule(place, sequence, candidate.order, candidate.schedule, resident, backward))
+    sequences = Sequences(sequence.length, sequence.length, candidate.order, sequence.mask)
+    programs = [
+        (place, program_of(place, sequences, candidate.schedule, resident, backward))
         for place in map(candidate.place, sorted(some))
     ]
-    return max(schedules, key=lambda one: sum(area for tiles in one[2] for area, _, _ in tiles))
-
-
-@lru_cache(maxsize=256)
-def _schedule(
-    place: Coordinate, sequence: SequenceShape, order: str, schedule: str, resident: Side, backward: bool
-) -> tuple[Schedule, tuple[Sizes, ...]]:
-    sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
-    made = make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward)
-    return made, tuple(_sizes(step.work) if isinstance(step, Attend) else () for step in made.steps)
-
-
-def _sizes(work: Work) -> Sizes:
-    tiles = [tile for segments in work for tile in segments.tiles]
-    return tuple((tile.area, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) for tile in tiles)
+    return max(programs, key=lambda one: area_of(one[1]))
 
 
 class Costs:

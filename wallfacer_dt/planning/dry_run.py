@@ -99,7 +99,7 @@ def feed_forward_peak(candidate: Candidate, model: ModelShape, sequence: Sequenc
 
 @contextmanager
 def _following(*given: Tensor) -> Iterator[Alive]:
-    with torch.no_grad(), Alive(*given) as alive:
+    with torch.no_grad(), Alive(*given, are_resized=False) as alive:
         yield alive
 
 

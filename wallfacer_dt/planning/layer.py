@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -129,7 +128,7 @@ class Layer:
     @property
     def rows(self) -> int:
         """Tokens of a context rank, over the batch."""
-        return self.sequence.batch * shard_sizes(self.sequence.length, self.division.context.axes)[0]
+        return self.sequence.batch * -(-self.sequence.length // self.division.context.size)
 
     @property
     def _inward(self) -> int:

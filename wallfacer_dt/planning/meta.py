@@ -3,7 +3,6 @@
 torch works most of them out in Python, and slowly (``logaddexp`` takes 3 ms). Here that is done once for some sizes.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,17 +11,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """All that there is of a tensor with a storage of its own, no larger than it has to be."""
+class _Like(tuple[torch.Size, tuple[int, ...], torch.dtype]):
+    """Size, strides and dtype: all that there is of a tensor with a storage of its own, no larger than it has to be."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    __slots__ = ()
 
     def make(self) -> Tensor:
         """Another one."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        size, stride, dtype = self
+        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
 def call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -31,12 +28,12 @@ def call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if _depends_on_sizes(func) and _are_meta(args, kwargs):
         given = {name: _like(x) for name, x in kwargs.items()}
         made = _made(torch.get_default_dtype(), func, *map(_like, args), **given)
+    if made is None:
+        return func(*args, **kwargs)
     if func._schema.is_mutable:
         written = kwargs.get("out", args[0])
         # Of the size that it had, it is as it was, having no contents.
         return written if made == _like(written) else func(*args, **kwargs)
-    if made is None:
-        return func(*args, **kwargs)
     return made.make() if isinstance(made, _Like) else tree_map_only(_Like, _Like.make, made)
 
 
@@ -49,15 +46,20 @@ def _depends_on_sizes(func: Any) -> bool:
 
 
 def _are_meta(args: tuple, kwargs: dict[str, Any]) -> bool:
-    given = (x if isinstance(x, list) else (x,) for x in (*args, *kwargs.values()))
-    tensors = [x for some in given for x in some if isinstance(x, Tensor)]
-    return bool(tensors) and all(type(x) is Tensor and x.is_meta for x in tensors)
+    is_any = False
+    for given in (*args, *kwargs.values()):
+        for x in given if isinstance(given, list) else (given,):
+            if isinstance(x, Tensor):
+                if type(x) is not Tensor or not x.is_meta:
+                    return False
+                is_any = True
+    return is_any
 
 
 def _like(x: Any) -> Any:
     """An argument as it may be a key."""
     if isinstance(x, Tensor):
-        return _Like(x.shape, x.stride(), x.dtype)
+        return _Like((x.shape, x.stride(), x.dtype))
     return tuple(map(_like, x)) if isinstance(x, list | tuple) else x
 
 

@@ -2,8 +2,15 @@
 
 Ranks are taken to run in step, so one of those with most work stands for all, and what a link of a node carries is what
 all its ranks receive in that transfer.
+
+Note [Latency]
+A link's bytes are shared and its latency is not: of messages that are under way together each waits for its own, and
+only then takes part of the link (Hockney 1994 has a message's time as the sum of both). Where a rank receives messages
+one after the other, in a gather, their latencies are taken to come first.
 """
 
+import math
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +41,8 @@ class End(NamedTuple):
 
 Event = Compute | Begin | End
 
+_NEVER = math.inf
+
 
 class Bar(NamedTuple):
     """What something took from when to when, in seconds."""
@@ -53,8 +62,9 @@ class Timeline:
         compute: seconds of computing.
         waiting: seconds of waiting for transfers.
         copying: seconds of copying what is sent, and what comes.
-        intra: seconds during which the link within a node was busy.
+        intra: seconds during which something was under way on the link within a node.
         inter: the same of the one between nodes.
+        busy: seconds in which bytes came over each of them.
         bars: of lanes "compute", "intra" and "inter".
     """
 
@@ -64,12 +74,8 @@ class Timeline:
     copying: float = 0.0
     intra: float = 0.0
     inter: float = 0.0
+    busy: tuple[float, float] = (0.0, 0.0)
     bars: list[Bar] = field(default_factory=list)
-
-    @property
-    def busy(self) -> tuple[float, float]:
-        """Seconds in which each link was busy."""
-        return self.intra, self.inter
 
     @property
     def transfer(self) -> float:
@@ -87,14 +93,14 @@ class Timeline:
         return max(0.0, self.transfer - self.waiting)
 
 
-def on_links(wire: Wire, cluster: Cluster) -> tuple[float, float]:
-    """Seconds that a transfer takes of the link within a node, and of the one between nodes."""
-    intra = inter = 0.0
+def on_links(wire: Wire, cluster: Cluster) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Of the link within a node, and of the one between nodes: seconds of latency, and those that bytes take alone."""
+    intra = inter = (0.0, 0.0)
     if wire.intra:
-        intra = cluster.intra.latency * wire.near + wire.intra / cluster.intra.bandwidth
+        intra = cluster.intra.latency * wire.near, wire.intra / cluster.intra.bandwidth
     if wire.inter:
-        lanes = cluster.inter.bandwidth / cluster.nics
-        inter = max(wire.node / cluster.inter.bandwidth, wire.inter / lanes) + cluster.inter.latency * wire.far
+        lane = cluster.inter.bandwidth / cluster.nics
+        inter = cluster.inter.latency * wire.far, max(wire.node / cluster.inter.bandwidth, wire.inter / lane)
     return intra, inter
 
 
@@ -112,8 +118,8 @@ def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
             case Begin(name, wire):
                 now += _copied(line, wire, copy)
                 under_way[name] = wire, now
-                for lane, seconds in zip(lanes, on_links(wire, cluster), strict=True):
-                    lane.begin(name, seconds, now)
+                for lane, (latency, seconds) in zip(lanes, on_links(wire, cluster), strict=True):
+                    lane.begin(name, latency, seconds, now)
             case End(name):
                 wire, began = under_way.pop(name)
                 there = now
@@ -124,51 +130,54 @@ def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
                         there = max(there, arrives)
                 line.waiting += there - now
                 now = there + _copied(line, wire, copy)
-    line.seconds, line.intra, line.inter = now, lanes[0].busy, lanes[1].busy
+    line.seconds, line.intra, line.inter = now, lanes[0].under_way, lanes[1].under_way
+    line.busy = lanes[0].busy, lanes[1].busy
     return line
 
 
 class _Lane:
-    """A link that is shared evenly by all that is under way."""
+    """A link that is shared evenly by all of which bytes are coming; see Note [Latency]."""
 
     def __init__(self) -> None:
-        self.busy = 0.0  # seconds in which something was under way
+        self.under_way = self.busy = 0.0  # seconds in which something was, and in which bytes came
         self._now = 0.0
+        self._coming: list[tuple[float, str, float]] = []  # when bytes begin to come, of what, what they take alone
         self._left: dict[str, float] = {}  # seconds that each needs alone
         self._arrived: dict[str, float] = {}
 
-    def begin(self, name: str, seconds: float, now: float) -> None:
-        """Something that alone takes so long, perhaps nothing."""
-        if seconds:
-            self._run_until(now)
-            self._left[name] = seconds
+    def begin(self, name: str, latency: float, seconds: float, now: float) -> None:
+        """Something whose bytes take so long alone after its latency, or nothing."""
+        if latency or seconds:
+            while self._next(now):
+                pass
+            self._now = max(self._now, now)
+            insort(self._coming, (self._now + latency, name, seconds))
 
     def end(self, name: str) -> float | None:
         """When it arrives, if nothing more begins before; None where nothing went over this link."""
-        while name in self._left:
-            self._next()
+        while name in self._left or any(name == other for _, other, _ in self._coming):
+            self._next(_NEVER)
         return self._arrived.pop(name, None)
 
-    def _run_until(self, now: float) -> None:
-        while self._left and self._now + self._first * len(self._left) <= now:
-            self._next()
-        if self._left and now > self._now:
-            each = (now - self._now) / len(self._left)
-            self._left = {name: left - each for name, left in self._left.items()}
-            self.busy += now - self._now
-        self._now = max(self._now, now)
-
-    @property
-    def _first(self) -> float:
-        return min(self._left.values())
-
-    def _next(self) -> None:
-        """Go on until the next one has arrived, or several that end together."""
-        first, some = self._first, self._left
-        self._now += first * len(some)
-        self.busy += first * len(some)
-        self._left = {name: left - first for name, left in some.items() if left > first}
-        self._arrived.update((name, self._now) for name in some.keys() - self._left.keys())
+    def _next(self, until: float) -> bool:
+        """Go on until bytes of something begin to come, or have come, but no further; whether there is more to do."""
+        if not self._left and not self._coming:
+            return False
+        first = min(self._left.values(), default=0.0)
+        begins = self._coming[0][0] if self._coming else _NEVER
+        arrives = self._now + first * len(self._left) if self._left else _NEVER
+        at = min(until, begins, arrives)
+        self.under_way += at - self._now
+        if self._left:
+            each = first if at == arrives else (at - self._now) / len(self._left)
+            self.busy += at - self._now
+            self._arrived |= {name: at for name, left in self._left.items() if left <= each}
+            self._left = {name: left - each for name, left in self._left.items() if left > each}
+        while self._coming and self._coming[0][0] <= at:
+            _, name, seconds = self._coming.pop(0)
+            self._left[name] = seconds
+        self._now = at
+        return at < until
 
 
 def _copied(line: Timeline, wire: Wire, copy: float) -> float:

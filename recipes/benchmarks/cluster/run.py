@@ -13,7 +13,7 @@ from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.report import machine
 from wallfacer_dt import Cluster as Links
 from wallfacer_dt.mesh import placed_ranks
-from wallfacer_dt.planning.attention import schedule_of
+from wallfacer_dt.planning.attention import program_of_most
 from wallfacer_dt.planning.candidates import Candidate, attentions
 from wallfacer_dt.planning.predict import AttentionCost, attention_cost
 from wallfacer_dt.planning.timeline import Timeline, run
@@ -135,7 +135,7 @@ def _measured(way: Candidate, case: Case, links: Links, turns: list[tuple[dict[s
     first, node_bytes = turns[0]
     planned, busy = [], []
     for name, line in zip(("forward", "backward"), lines, strict=True):
-        place, *_ = schedule_of(way, case.sequence, backward=name == "backward")
+        place, _ = program_of_most(way, case.sequence, backward=name == "backward")
         seen = first[name]["busy"]
         # Ranks that Ulysses gives other heads have other work, of which the planner takes the most.
         own = max(seen[rank] for rank in ranks[place.inner_index :: way.ring * way.team].tolist())

@@ -1,0 +1,139 @@
+"""A rank's schedule for a run on paper: what it sends, waits for and computes, with the sizes of its tiles.
+
+A ring of many ranks has as many steps, and most of them are alike: what is computed of queries and keys that lie to
+each other as others do is planned once.
+"""
+
+from collections import Counter
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from wallfacer_dt.algorithms.holdings import Holdings, mate_of
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.schedule import SCHEDULES
+from wallfacer_dt.algorithms.segments import ByRow, Work, plan_work
+from wallfacer_dt.algorithms.sequences import Sequences, hops
+from wallfacer_dt.algorithms.steps import SIDES, Attend, Carry, Move, Part, Return, Side, Start, Step, Transfer, Wait
+from wallfacer_dt.layout import Spans
+from wallfacer_dt.mesh import Coordinate
+
+Sizes = tuple[tuple[int, int, int], ...]
+"""Of a step's tiles: pairs, rows of queries and rows of keys."""
+
+
+class Sent(NamedTuple):
+    """Start a transfer.
+
+    Attributes:
+        name: it.
+        kind: likewise, see ``steps``.
+        side: whose data it carries.
+        shift: see ``traffic.Key``.
+        may_be_spared: whether it may be one that nobody receives anything in: of the published schedule's where every
+            rank is its own target, and of hops that a window spares, where the longer sequence that stands for one that
+            does not divide has them.
+    """
+
+    name: str
+    kind: str
+    side: str
+    shift: int
+    may_be_spared: bool
+
+
+class Awaited(NamedTuple):
+    """Wait for it."""
+
+    name: str
+
+
+class Attended(NamedTuple):
+    """Compute tiles of these sizes."""
+
+    name: str
+    sizes: Sizes
+
+
+Program = tuple[Sent | Awaited | Attended, ...]
+
+
+def area_of(program: Program) -> int:
+    """How many pairs it computes."""
+    return sum(area for step in program if isinstance(step, Attended) for area, _, _ in step.sizes)
+
+
+@lru_cache(maxsize=256)
+def program_of(place: Coordinate, sequences: Sequences, schedule: str, resident: Side, backward: bool) -> Program:
+    """What a rank's schedule is, as of :func:`wallfacer_dt.algorithms.schedule.make_schedule`."""
+    held = {side: sequences.inner(side, place) for side in SIDES}
+    holdings = _Alike(place, resident, backward, hops(place.axes, sequences, resident), sequences.mask, held)
+    steps = SCHEDULES["2d" if place.team == 1 else schedule](holdings)
+    by_shift = schedule != "published" or place.team == 1
+    return tuple(_written(step, place, by_shift, sequences.mask.spares_hops) for step in steps)
+
+
+def _written(step: Step, place: Coordinate, by_shift: bool, spares_hops: bool) -> Sent | Awaited | Attended:
+    match step:
+        case Start(transfer):
+            return _sent(transfer, place, by_shift, spares_hops)
+        case Wait(transfer):
+            return Awaited(str(transfer))
+        case Attend(part, resident, block, work):
+            rotating = "kv" if resident == "q" else "q"
+            return Attended(f"{part} {resident} x {rotating}[{block}]", _sizes(work))
+
+
+def _sent(transfer: Transfer, place: Coordinate, by_shift: bool, spares_hops: bool) -> Sent:
+    hops = by_shift and isinstance(transfer, Move | Carry)
+    shift = (place.ring_rank - transfer.source) % place.ring if hops else 0
+    if isinstance(transfer, Return):
+        shift = transfer.distance
+    may_be_spared = transfer.kind in ("place", "home") or (hops and spares_hops)
+    return Sent(str(transfer), transfer.kind, transfer.side, shift, may_be_spared)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(work: Work) -> Sizes:
+    tiles = [tile for segments in work for tile in segments.tiles]
+    return tuple((tile.area, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) for tile in tiles)
+
+
+class _Alike(Holdings):
+    """Holdings of which what lies as other things do is planned once, under masks that do not ask how far apart."""
+
+    def attend(self, part: Part, block: int, rotating: ByRow, distance: int = 0) -> Attend:
+        """As of any holdings."""
+        if self.mask not in (Mask(), Mask(right=0)):
+            return super().attend(part, block, rotating, distance)
+        is_whole = part == "peer" and not distance
+        rows = self._peers if is_whole else self.shard(self.resident, mate_of(self.place, distance))
+        (queries,), (keys,) = (rows, rotating) if self.resident == "q" else (rotating, rows)
+        return Attend(part, self.resident, block, _work(self.mask, *_closed_up(queries, keys)), distance)
+
+
+Ends = tuple[tuple[int, int], ...]
+
+
+def _closed_up(*sides: Spans) -> list[Ends]:
+    """Spans with at most two positions between them, and before the first, that none of them has.
+
+    What is computed depends on which positions are next to each other, and which before.
+    """
+    spans, depth = [some.tolist() for some in sides], Counter[int]()
+    for start, stop in chain(*spans):
+        depth[start] += 1
+        depth[stop] -= 1
+    closed, before, there, inside = {}, 0, 0, 0
+    for position in sorted(depth):
+        there += position - before if inside else min(2, position - before)
+        closed[position], before, inside = there, position, inside + depth[position]
+    return [tuple((closed[start], closed[stop]) for start, stop in some) for some in spans]
+
+
+@lru_cache(maxsize=1024)
+def _work(mask: Mask, queries: Ends, keys: Ends) -> Work:
+    q, k = (np.array(ends).reshape(-1, 2) for ends in (queries, keys))
+    return plan_work([q], [k], mask)
