@@ -15,7 +15,8 @@ from tests.tally import Tally
 from wallfacer_dt.testing import RankPool
 
 torch.set_num_threads(1)
-# torchtitan changes settings of torch where it is imported, which is in pools of ranks; others' examples need their extra.
+# torchtitan changes settings of torch where it is imported, which is in pools of ranks; examples of others need their
+# extra.
 collect_ignore_glob = [
     f"wallfacer_dt/integrations/{name}/*"
     for name in ("diffusers", "torchtitan", "transformers")

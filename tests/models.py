@@ -1,9 +1,9 @@
 """What models of transformers do on a mesh: run on ranks beside one process, and written down in docs/models.md.
 
 ``(for what in models diffusion_models titan_models; do python -m tests.$what; done) > docs/models.md`` writes the
-document. A model is a row: tiny, random, made of its config. A cell is a mesh of four ranks, with rows packed or not: loss and every parameter's gradient
-are those of one process, or the model is refused, on every rank. Packed documents are compared with each of them run by
-itself.
+document. A model is a row: tiny, random, made of its config. A cell is a mesh of four ranks, with rows packed or not:
+loss and every parameter's gradient are those of one process, or the model is refused, on every rank. Packed documents
+are compared with each of them run by itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator
