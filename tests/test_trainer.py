@@ -1,0 +1,137 @@
+"""transformers' Trainer on shards: what it trains is what one process trains on whole batches; others are refused."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+
+from wallfacer_dt import TokenOrder
+from wallfacer_dt.testing import RankPool, worst_error
+
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from transformers import Trainer, TrainingArguments
+
+from tests.models import MODELS
+from wallfacer_dt.integrations.transformers import context_parallel
+from wallfacer_dt.integrations.transformers.trainer import ContextParallelTrainer
+
+Ranks = Callable[[int], RankPool]
+RANKS = 4
+LENGTH, LR = 61, 0.05  # of a length that ranks do not divide
+
+
+class Rows(Dataset):
+    """Rows of tokens, of which some end early and some labels do not count; remembers which were asked for."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(3, 97, (16, LENGTH), generator=generator)
+        self.labels = self.tokens.masked_fill(torch.rand(16, LENGTH, generator=generator) < 0.3, -100)
+        self.mask = torch.ones_like(self.tokens)
+        self.mask[::3, 40:] = 0
+        self.labels[self.mask == 0] = -100
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.asked.append(index)
+        return {"input_ids": self.tokens[index], "labels": self.labels[index], "attention_mask": self.mask[index]}
+
+
+def of_torchrun() -> Any:
+    """What torchrun tells a process, from which accelerate knows that there are others."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    return mock.patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+
+
+def arguments(**options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        per_device_eval_batch_size=5, optim="sgd", learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=0.5,
+        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        **{"prediction_loss_only": True} | options,
+    )  # fmt: skip
+
+
+def counted(rows: Rows, some: list[int]) -> Tensor:
+    return (rows.labels[some][:, 1:] != -100).sum()
+
+
+def loss_of(model: Any, rows: Rows, some: list[int]) -> Tensor:
+    """The mean over all counted labels, of one process and whole rows."""
+    logits = model(input_ids=rows.tokens[some], attention_mask=rows.mask[some], use_cache=False).logits
+    summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows.labels[some][:, 1:].flatten(), reduction="sum")
+    return summed / counted(rows, some)
+
+
+def one_process(rows: Rows, steps: list[list[int]]) -> tuple[Any, list[float]]:
+    """The model, and its losses in steps of these rows."""
+    model = MODELS["Mistral"].made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
+    for some in steps:
+        loss = loss_of(model, rows, some)
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+def evaluated(model: Any, rows: Rows) -> float:
+    """As Trainer has it: by batch, each as much as it has rows."""
+    parts = [list(range(len(rows)))[first : first + 5] for first in range(0, len(rows), 5)]
+    with torch.no_grad():
+        return sum(loss_of(model, rows, part).item() * len(part) for part in parts) / len(rows)
+
+
+def trained(groups: int, options: dict[str, Any]) -> tuple[list[int], float, float]:
+    """Which rows this rank read, and how far parameters and losses are from one process."""
+    rows, world = Rows(), dist.get_world_size()
+    whole = init_device_mesh("cpu", (groups, world // groups, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
+    mesh = whole["cp_ring", "cp_team"]
+    model = MODELS["Mistral"].made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    with of_torchrun():
+        trainer = ContextParallelTrainer(model, arguments(**options), train_dataset=rows, eval_dataset=Rows())
+        trainer.train()
+        asked: list[Any] = [None] * world
+        dist.all_gather_object(asked, rows.asked)
+        logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        logged += [trainer.evaluate()["eval_loss"]] if groups == 1 else []
+    by_group = asked[:: world // groups]
+    steps = [[row for group in by_group for row in group[4 * step :][:4]] for step in range(3)]
+    expected, losses = one_process(rows, steps)
+    losses += [evaluated(expected, rows)] if groups == 1 else []
+    found = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trainer.model.named_parameters()}
+    pairs = {name: (found[name].detach(), p.detach()) for name, p in expected.named_parameters()}
+    told = torch.tensor(logged), torch.tensor(losses)
+    return asked[dist.get_rank()], worst_error(pairs, relative_to="largest"), worst_error([told])
+
+
+FSDP = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["MistralDecoderLayer"]}}
+
+
+@pytest.mark.parametrize(("groups", "options"), [(1, {}), (2, FSDP)], ids=["DDP", "two meshes, FSDP2"])
+def test_trainer(ranks: Ranks, groups: int, options: dict[str, Any]) -> None:
+    told = ranks(RANKS).run(trained, groups, options)
+    assert len({tuple(asked) for asked, _, _ in told}) == groups
+    for _, parameters, losses in told:
+        assert parameters < 1e-6
+        assert losses < 1e-4
