@@ -8,6 +8,7 @@ from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.calls import groups_here
 from wallfacer_dt.collectives.functional import all_gather, wait
 from wallfacer_dt.collectives.groups import group_size
+from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.documents import boundaries, check_documents, digest
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
 from wallfacer_dt.order import TokenOrder, check_token_order
@@ -37,9 +38,12 @@ def shard_sequence(
 
     Raises:
         TypeError: x is no plain tensor, or order no token order.
-        ValueError: the sequence is empty, or the documents are missing or none.
+        ValueError: the sequence is empty, the documents are missing or none, or the plan that was applied on the
+            order's mesh matched nothing.
     """
     place = check_token_order(order).groups.coordinate
+    with refusing_together(order.mesh_name):
+        notice_dealt(tuple(sorted(order.dealt)))
     dim = _checked_dim(x, dim)
     check_length(x.shape[dim])
     by_row = [shards[place.index] for shards in _dealt(x, dim, x.shape[dim], order, document_ids, cu_seqlens)]

@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.agreement.agree import hear_all, refusing_together
 from wallfacer_dt.autocast import computed_dtype
+from wallfacer_dt.dealing import dealing_by_hand
 from wallfacer_dt.equivalence.cause import compare
 from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened
 from wallfacer_dt.equivalence.together import run_together
 from wallfacer_dt.equivalence.trial import AttentionStyle, Trial, assembled
 from wallfacer_dt.layout import BY_DOCUMENT, check_length
-from wallfacer_dt.mesh import name_of
+from wallfacer_dt.mesh import mesh_ranks, name_of
 from wallfacer_dt.order import TokenOrder
 
 
@@ -89,7 +90,7 @@ def check_equivalence(
     heads_tried = heads_to_try(heads, options, attention.place.ulysses)
     sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
     trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
-    with _set_apart(mesh):
+    with _set_apart(mesh), dealing_by_hand(tuple(sorted(mesh_ranks(mesh)))):
         reference = run_together("check_equivalence", name, trial.run_module)
         shard = run_together("check_equivalence", name, trial.run_style, reference)
         shards = hear_all("check_equivalence's results", shard, name).values()
