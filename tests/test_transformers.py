@@ -11,14 +11,41 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wallfacer_dt import EquivalenceError, TokenOrder, check_model, context_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from wallfacer_dt import (
+    EquivalenceError,
+    METPAttentionParallel,
+    METPParallel,
+    TokenOrder,
+    WallFacerParallel,
+    check_model,
+    context_mesh,
+    sequence_positions,
+    shard_sequence,
+)
 from wallfacer_dt.testing import RankPool, worst_error
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from transformers import masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tests.models import DOCUMENTS, KEYS, MODELS, RANKS, Key, Outcomes, document, tokens_of, try_all, try_model, verdict
+from tests.models import (
+    DOCUMENTS,
+    KEYS,
+    MODELS,
+    RANKS,
+    Key,
+    Outcomes,
+    document,
+    summed,
+    tokens_of,
+    try_all,
+    try_model,
+    verdict,
+)
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.masks import read_mask
@@ -325,6 +352,48 @@ def fully_sharded() -> float:
 
 def test_fsdp(ranks: Ranks) -> None:
     assert max(ranks(RANKS).run(fully_sharded)) < 1e-6
+
+
+def called_with(length: int) -> tuple[tuple[()], dict[str, Any]]:
+    """What a layer of Llama calls its attention with after the hidden states; positions may be any."""
+    angle = torch.rand(1, length, 4, dtype=torch.float64).repeat(1, 1, 2)
+    embeddings = angle.cos(), angle.sin()
+    return (), {"position_embeddings": embeddings, "position_ids": torch.arange(length)[None], "use_cache": False}
+
+
+def metp() -> float:
+    """Projections too are shared: METP takes the place of transformers' modules, whose results are tuples."""
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(64)
+    model(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model = llama()
+    attention = METPAttentionParallel(
+        query="q_proj", key="k_proj", value="v_proj", output="o_proj", head_dim=8, rotary="half", example=called_with,
+        attention=WallFacerParallel(is_causal=True, order=order),
+    )  # fmt: skip
+    feed_forward = METPParallel(up="up_proj", gate="gate_proj", down="down_proj", activation="silu")
+    plan = {"model.layers.*.self_attn": attention, "model.layers.*.mlp": feed_forward}
+    parallelize_module(model, mesh, plan)
+    AttentionMaskInterface.register("without a mask", lambda **_: None)
+    AttentionInterface.register("without a mask", sdpa_attention_forward)
+    model.set_attn_implementation("without a mask")
+    model.zero_grad()
+    positions = sequence_positions(64, order)[None]
+    labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    out = model(input_ids=shard_sequence(tokens, order, dim=1), position_ids=positions, use_cache=False)
+    mine = shard_sequence(labels, order, dim=1)
+    (summed(out.logits, mine) / (labels != -100).sum()).backward()
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        if not isinstance(p.grad, DTensor):
+            dist.all_reduce(found[name])
+    return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
+
+
+def test_metp(ranks: Ranks) -> None:
+    assert max(ranks(RANKS).run(metp)) < 1e-6
 
 
 def compiled(whole: bool) -> list[float]:
