@@ -1,15 +1,19 @@
 """The loader's side: deal a sequence out to the ranks of a token order, and put it together again."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.calls import groups_here
-from wallfacer_dt.collectives.functional import all_gather, wait
+from wallfacer_dt.collectives.functional import all_gather, all_to_all, wait
 from wallfacer_dt.collectives.groups import group_size
 from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.documents import boundaries, check_documents, digest
+from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
 from wallfacer_dt.order import TokenOrder, check_token_order
 from wallfacer_dt.rows import Members, Rows
@@ -57,12 +61,12 @@ def unshard_sequence(
     dim: int,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    grad: bool = False,
 ) -> Tensor:
     """The whole tensor, on every rank, from the shards: the inverse of :func:`shard_sequence`.
 
     Gathers along one axis after the other; every rank of the mesh must call it, with shards that differ along ``dim``
-    only. Meant for looking at results: a gradient through it would depend on what each rank does with its copy, so a
-    tensor that needs one is refused.
+    only. A gradient through it depends on what each rank does with its copy, so it is to be asked for.
 
     Args:
         x: this rank's shard.
@@ -70,13 +74,15 @@ def unshard_sequence(
         dim: the sequence dim.
         document_ids: as :func:`shard_sequence` was given them.
         cu_seqlens: likewise.
+        grad: let gradients through. The loss is then the sum of what ranks compute, so of a loss that all of them
+            compute alike each takes a P-th; the gradient of x is the sum of what ranks say of its rows in their copies.
 
     Returns:
         A contiguous tensor with N positions along ``dim``.
 
     Raises:
         TypeError: x is no plain tensor, or order no token order.
-        ValueError: the shards cannot be of this order, one needs a gradient, or ranks disagree.
+        ValueError: the shards cannot be of this order, one needs a gradient that was not asked for, or ranks disagree.
         IndexError: ``dim`` is out of range.
     """
     check_token_order(order)
@@ -84,10 +90,11 @@ def unshard_sequence(
         # Of a pickled order the groups may be called otherwise here.
         groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names)
         dim = _checked_dim(x, dim)
-        if x.requires_grad and torch.is_grad_enabled():
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+        if needs_gradient and not grad:
             raise ValueError(
-                "unshard_sequence has no gradient: call it under torch.no_grad() or on x.detach(), "
-                "and compute the loss on the shards"
+                "unshard_sequence gives no gradient unless it is told grad=True (of a loss that all ranks compute alike "
+                "each then takes a P-th): tell it, or call it under torch.no_grad() or on x.detach()"
             )
         if x.device.type != order.device_type:
             raise ValueError(f"x must be on the mesh's device type {order.device_type!r}, got {x.device}")
@@ -101,8 +108,63 @@ def unshard_sequence(
             "the dtype of x": x.dtype,
             "what says where documents are": kind or "nothing",
             "the documents": digest(documents),
+            "whether x needs a gradient": needs_gradient,
         }
-        agree("unshard_sequence", signature.items(), order.mesh_name)
+        number = agree("unshard_sequence", signature.items(), order.mesh_name)
+    how = _Unsharding(dim, order, groups, document_ids, cu_seqlens, number)
+    return _Unshard.apply(x, how) if needs_gradient else _whole(x, how)
+
+
+class _Unsharding(NamedTuple):
+    """How shards become whole: what :func:`unshard_sequence` was told, and the call's number."""
+
+    dim: int
+    order: TokenOrder
+    groups: tuple[str, str, str]
+    document_ids: Tensor | None
+    cu_seqlens: Tensor | None
+    number: int
+
+    def dealt(self, x: Tensor, length: int) -> list[Shards]:
+        """By row of the batch, or for all, what each rank holds."""
+        return _dealt(x, self.dim, length, self.order, self.document_ids, self.cu_seqlens)
+
+
+class _Unshard(torch.autograd.Function):
+    """The gather, whose gradient is the sum of what ranks say of a shard's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: _Unsharding) -> Tensor:
+        """Gather."""
+        ctx.how, ctx.held = how, x.shape[how.dim]
+        return _whole(x, how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Send every rank what is said of its rows, and add up."""
+        agree("the backward of unshard_sequence", (), ctx.how.order.mesh_name, forward=ctx.how.number)
+        return _summed(grad, ctx.how, ctx.held), None
+
+
+def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:
+    """This rank's rows of the sum of all ranks' whole tensors."""
+    dim, wide = how.dim, accumulation_dtype(x.dtype)
+    dealt = how.dealt(x, x.shape[dim])
+    parts = [Rows.at([shards[i] for shards in dealt]).of(x, dim) for i in range(how.order.groups.coordinate.size)]
+    most = max(part.shape[dim] for part in parts)
+    flat = torch.stack([_padded(part, dim, most).to(wide) for part in parts])
+    shape = flat.shape[1:]
+    for name in filter(None, how.groups):
+        if (size := group_size(name)) > 1:
+            splits = [flat.numel() // size] * size
+            received = wait(all_to_all(flat.contiguous().view(-1), splits, splits, name))
+            flat = received.view(size, -1, *shape).sum(0)
+    return flat.view(shape).narrow(dim, 0, held).to(x.dtype)
+
+
+def _whole(x: Tensor, how: _Unsharding) -> Tensor:
+    dim, order, groups = how.dim, how.order, how.groups
     sizes = _gathered(torch.tensor([x.shape[dim]], device=x.device), groups).tolist()
     length, padded_length = sum(sizes), max(sizes)
     if tuple(sizes) != shard_sizes(length, order.axes, order.name):
@@ -110,10 +172,15 @@ def unshard_sequence(
             f"shards of {sizes} positions are none of shard_sequence's, which for {length} positions in "
             f"order={order.name!r} are {list(shard_sizes(length, order.axes, order.name))}"
         )
-    padded = torch.cat([x, x.new_zeros((*x.shape[:dim], padded_length - x.shape[dim], *x.shape[dim + 1 :]))], dim)
+    padded = _padded(x, dim, padded_length)
     shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
-    by_row = [in_order(enumerate(row)) for row in _dealt(x, dim, length, order, document_ids, cu_seqlens)]
+    by_row = [in_order(enumerate(row)) for row in how.dealt(x, length)]
     return Members.made(by_row, len(sizes)).together(shards, dim).contiguous()
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """With zeros behind it."""
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]))], dim)
 
 
 def sequence_positions(
