@@ -152,9 +152,17 @@ class _ContextParallel(ParallelStyle):
         name, kind = type(self).__name__, type(module).__name__
         if isinstance(getattr(module.forward, "__self__", None), _Forward):
             raise ValueError(f"{name}: the module {kind} already has a context-parallel style")
-        self._check_held(module, [what for what, _ in (*module.named_parameters(), *module.named_buffers())])
         parameters = list(inspect.signature(module.forward).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        tensors = [what for what, _ in (*module.named_parameters(), *module.named_buffers())]
+        if tensors and sum(p.default is p.empty for p in positional) == 1:
+            raise ValueError(
+                f"{name} replaces an inner attention called as attention(q, k, v), and {kind} projects its "
+                f"{positional[0].name} by itself ({', '.join(tensors[:3])}): name the module inside it in the plan or, if "
+                "it has none, give it one, self.inner = Inner(), without parameters, where Inner.forward(self, q, k, v) is "
+                "the scaled_dot_product_attention that it calls now, and name that, as docs/modules.md shows"
+            )
+        self._check_held(module, tensors)
         if len(positional) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
             raise ValueError(
                 f"{name} replaces a module called as attention(q, k, v), got {kind}{inspect.signature(module.forward)}"
