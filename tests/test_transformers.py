@@ -40,6 +40,7 @@ from tests.models import (
     Key,
     Outcomes,
     document,
+    own_flag,
     summed,
     tokens_of,
     try_all,
@@ -67,11 +68,12 @@ def check_row(name: str, tried: Outcomes) -> None:
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     notes = dict(re.findall(r"^(\d+)\. `(.*)`$", PAGE.read_text(), re.MULTILINE))
+    assert cells[-1] == own_flag(name)
     for key, outcome in tried.items():
         written = cells[2 + KEYS.index(key)]
         found = re.fullmatch(r"refused \((\d+)\)", written)
         assert (notes[found[1]] if found else written) == verdict(outcome), (key, outcome)
-        own = re.fullmatch(r"refused \((\d+)\)", cells[-1])
+        own = re.fullmatch(r"refused \((\d+)\)", cells[-2])
         assert outcome.own_loss == (notes[own[1]] if own else ""), outcome
 
 
