@@ -55,6 +55,7 @@ from wallfacer_dt.integrations.transformers.sequence import ForwardPass, positio
 Ranks = Callable[[int], RankPool]
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "transformers.md"
+README = Path(__file__).parent.parent / "README.md"
 
 
 def some(name: str) -> list[Key]:
@@ -495,8 +496,32 @@ def run_page(program: str) -> float:
     return float(found["loss"])
 
 
+def programs(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
 def test_the_page_s_example_runs(ranks: Ranks) -> None:
-    program = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
-    losses = ranks(RANKS).run(run_page, program)
+    losses = ranks(RANKS).run(run_page, programs(GUIDE)[0])
     assert len(set(losses)) == 1
     assert 0 < losses[0] < 20
+
+
+def run_readme(program: str) -> float:
+    """The program as it stands, and how far what it leaves is from one process."""
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(program, names)
+    model, tokens = names["model"], names["tokens"]
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for grad in found.values():
+        dist.all_reduce(grad)
+    model.zero_grad()
+    with names["context_parallel"](model, names["mesh"], order=names["order"]).whole():
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return worst_error({n: (found[n], p.grad) for n, p in model.named_parameters()}, relative_to="largest")
+
+
+def test_the_readme_s_lines_run(ranks: Ranks) -> None:
+    (program,) = [text for text in programs(README) if "transformers" in text]
+    assert len(program.strip().splitlines()) <= 11  # ten, and an empty one
+    assert max(ranks(RANKS).run(run_readme, program)) < 1e-4
