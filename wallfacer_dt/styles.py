@@ -88,6 +88,7 @@ class _ContextParallel(ParallelStyle):
         told.check()
         self.options, self.layout, self.check = told, layout, check
         self._passed: set[Hashable] = set()
+        self._is_applied = False
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = with_options(cls.__init__, cls._without)
@@ -126,6 +127,7 @@ class _ContextParallel(ParallelStyle):
                 check_once(module, self, device_mesh, self._passed)
             forward = self.forward_of(module, attention)
             agree(f"{who} applied", [("module", type(module).__name__)], name)
+        self._is_applied = True
         notice_applied(_ascending(device_mesh))
         module.forward = forward
         return module
@@ -133,8 +135,10 @@ class _ContextParallel(ParallelStyle):
     def matched_nothing(self, path: str, mesh: DeviceMesh, *, is_part: bool) -> None:
         """Refuse (ValueError) a plan's path that matches no module where tokens are dealt out; see Note [Noticing].
 
-        At once if they have been, unless it ``is_part`` of a path that may match in other modules.
+        At once if they have been, unless it ``is_part`` of a path that may match in other modules, or has.
         """
+        if is_part and self._is_applied:
+            return
         with refusing_together(name_of(mesh)):
             notice_missed(
                 _ascending(mesh),
