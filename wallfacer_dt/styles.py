@@ -236,7 +236,7 @@ class _ContextParallel(ParallelStyle):
                 raise ValueError(f"{where}{value!r}, the style was given is_causal={told.is_causal}")
             return
         option, lacks = _ALIASES.get(name, name), "does not implement"
-        if option in ("prefix_length", "softcap", "window_size"):
+        if option in ("length", "prefix_length", "softcap", "window_size"):
             given = getattr(told, option) or None
             own, asked = given or 0, value
             if option == "window_size":
