@@ -236,8 +236,7 @@ class ContextParallel:
         if positions is None:
             raise ValueError(
                 "position_ids are missing: the model would count from 0 on every rank; call it with all that "
-                "shard_inputs gives, or with position_ids=sequence_positions(N, order)[None]; instead of transformers' "
-                "Trainer, whose ranks read other sequences, use ContextParallelTrainer"
+                f"shard_inputs gives, or with position_ids=sequence_positions(N, order)[None]; {_TRAINER}"
             )
         if shard != sequence.positions.shape[-1] or not _are(positions, sequence.positions):
             raise ValueError(
@@ -249,9 +248,10 @@ class ContextParallel:
         return sequence
 
 
+_TRAINER = "instead of transformers' Trainer, whose ranks read other sequences, use ContextParallelTrainer"
 _PADDED = (
     "attention_mask has padding, or is not this rank's: tell shard_inputs attention_mask of the whole sequence, and "
-    "leave it out of the model's call"
+    f"leave it out of the model's call; {_TRAINER}"
 )
 
 
