@@ -1,4 +1,4 @@
-"""Modules whose attention takes x alone: what docs/modules.md does to them, and what a style says of them as they are."""
+"""Modules whose attention takes x alone: what docs/modules.md does to them, and what a style says of them."""
 
 import copy
 import re

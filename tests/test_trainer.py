@@ -3,7 +3,6 @@
 import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 

@@ -76,9 +76,9 @@ def warn_undealt(ranks: Ranks) -> None:
         return
     noticed.warned.add(ranks)
     warnings.warn(
-        f"attention on {len(ranks)} ranks, to which no sequence was dealt out in this process: each must hold its shard "
-        "of the same sequences, and what a data-parallel loader gives them are different ones; use shard_sequence, "
-        "or leave this unheeded if code of your own deals tokens out",
+        f"attention on {len(ranks)} ranks, to which no sequence was dealt out in this process: each must hold its "
+        "shard of the same sequences, and what a data-parallel loader gives them are different ones; use "
+        "shard_sequence, or leave this unheeded if code of your own deals tokens out",
         stacklevel=3,
     )
 

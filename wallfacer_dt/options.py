@@ -64,8 +64,8 @@ class AttentionOptions:
         kv_length: the number of keys, where it is another one.
         replicated: the first T rows of q, k, v and of the output are tokens before the sequence that every rank holds
             (the text in joint attention). Of masks they go with ``mask_mod`` alone, to which they are positions 0 to
-            T - 1 and the sequence's count from T: so padding of the text is said. Gradients of the output's rows are summed over ranks, those
-            of the inputs' rows are a rank's part of a sum.
+            T - 1 and the sequence's count from T: so padding of the text is said. Gradients of the output's rows are
+            summed over ranks, those of the inputs' rows are a rank's part of a sum.
         order: in which tokens were dealt out: what :func:`shard_sequence` or the loader was given. Under a mask, and
             within documents, there is no default on several ranks.
         schedule: ``"2d"``; ``"rings"``, where a team's rows go round in a ring, too, for teams on slow links; or

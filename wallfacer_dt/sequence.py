@@ -93,8 +93,8 @@ def unshard_sequence(
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         if needs_gradient and not grad:
             raise ValueError(
-                "unshard_sequence gives no gradient unless it is told grad=True (of a loss that all ranks compute alike "
-                "each then takes a P-th): tell it, or call it under torch.no_grad() or on x.detach()"
+                "unshard_sequence gives no gradient unless it is told grad=True (of a loss that all ranks compute "
+                "alike each then takes a P-th): tell it, or call it under torch.no_grad() or on x.detach()"
             )
         if x.device.type != order.device_type:
             raise ValueError(f"x must be on the mesh's device type {order.device_type!r}, got {x.device}")
@@ -141,10 +141,10 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Send every rank what is said of its rows, and add up."""
         agree("the backward of unshard_sequence", (), ctx.how.order.mesh_name, forward=ctx.how.number)
-        return _summed(grad, ctx.how, ctx.held), None
+        return _summed(grads[0], ctx.how, ctx.held), None
 
 
 def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:

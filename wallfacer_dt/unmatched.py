@@ -31,4 +31,4 @@ class _Warnings:
 def tell_styles() -> None:
     """From now on ``parallelize_module`` calls a style's ``matched_nothing`` before it warns."""
     if getattr(api, "warnings", None) is warnings:
-        api.warnings = _Warnings()
+        api.warnings = _Warnings()  # pyrefly: ignore[bad-assignment]

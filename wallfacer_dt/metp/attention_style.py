@@ -61,8 +61,8 @@ class METPAttentionParallel(ParallelStyle):
             (B, L, H / 2), of this rank's tokens. By default these are a pair of tensors, or a complex one, of the call.
             Either way they may have H for H / 2, with every angle twice.
         example: from a number of tokens to arguments and keywords to try the module with after x: what calls bring,
-            where cos and sin, what ``rotation`` finds them in, and ``position_ids`` if it has them, may have other values
-            (documents are told by ``document_ids`` or ``cu_seqlens``). By default none, or both.
+            where cos and sin, what ``rotation`` finds them in, and ``position_ids`` if it has them, may have other
+            values (documents are told by ``document_ids`` or ``cu_seqlens``). By default none, or both.
         input_layouts: of a plain x on an axis ``tp``: ``Replicate()``, or ``Shard(1)`` under sequence parallelism.
         output_layouts: of the output on an axis ``tp``.
         check: compare the module with the formula first, in this process, on 1152 tokens and small random weights: a
@@ -126,7 +126,12 @@ class METPAttentionParallel(ParallelStyle):
             # First, since beside tp fewer ranks meet in it than hear of a refusal here.
             attention = self.attention.attention_on(weights.context_mesh, self.attention.options)
             heads, kv_heads = self._heads(module, weights, attention, who)
-            return attention, heads, kv_heads, self._checked(module, heads, kv_heads, returned, weights.mesh.device_type)
+            return (
+                attention,
+                heads,
+                kv_heads,
+                self._checked(module, heads, kv_heads, returned, weights.mesh.device_type),
+            )
 
         dims = {f"{name}.{part}": 0 for name in self.projections for part in ("weight", "bias")}
         dims |= {f"{self.output}.weight": 1, f"{self.output}.bias": 0}
@@ -231,9 +236,7 @@ class METPAttentionParallel(ParallelStyle):
         absent = [None] * (3 - len(weights))
         return [*weights, *absent, output, *biases, *absent]
 
-    def _checked(
-        self, module: nn.Module, heads: int, kv_heads: int, returned: Returned, device_type: str
-    ) -> Rotary:
+    def _checked(self, module: nn.Module, heads: int, kv_heads: int, returned: Returned, device_type: str) -> Rotary:
         """How the module is handed its angles; compared first, on fewer heads than it has or, if it minds, on all."""
         rotary = self.rotary.of(module)
         calls = list(rotary.examples(_TRIED)) if self.example is None else [self.example(_TRIED)]

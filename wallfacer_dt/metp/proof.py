@@ -105,7 +105,9 @@ def compare(
     ):
         for number, call in enumerate(calls):
             try:
-                found = (_tried(module, formula, inputs, call, dtype, returned) for dtype in list(_TOLERANCES)[: 1 + is_on])
+                found = (
+                    _tried(module, formula, inputs, call, dtype, returned) for dtype in list(_TOLERANCES)[: 1 + is_on]
+                )
                 problem = next(filter(None, found), "")
             except CouldNotRunError as error:
                 failures.append(str(error))

@@ -31,10 +31,10 @@ _TAKEN = {"input_ids", "labels", "attention_mask", "document_ids", "cu_seqlens",
 class ContextParallelTrainer(Trainer):
     """``Trainer``, in which the ranks of a mesh read the same batches, and each computes its part of them.
 
-    Called and configured as ``Trainer``, with a model that :func:`context_parallel` was given: under torchrun, with DDP.
-    ``per_device_train_batch_size`` is that of a mesh. Datasets and collators give whole
-    rows: ``input_ids`` and ``labels``, perhaps ``attention_mask``, or where documents are packed ``position_ids`` that
-    restart, ``document_ids`` or ``cu_seqlens`` (with ``remove_unused_columns=False``). See docs/transformers.md.
+    Called and configured as ``Trainer``, with a model that :func:`context_parallel` was given; under torchrun, with
+    DDP. ``per_device_train_batch_size`` is that of a mesh. Datasets and collators give whole rows: ``input_ids`` and
+    ``labels``, perhaps ``attention_mask``, or where documents are packed ``position_ids`` that restart,
+    ``document_ids`` or ``cu_seqlens`` (with ``remove_unused_columns=False``). See docs/transformers.md.
 
     Args:
         model: after :func:`context_parallel`.
