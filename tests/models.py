@@ -378,8 +378,8 @@ queries are made large, so that attention is sharp. **packed**: 61 tokens a row,
 and three documents; one process runs each document by itself. **refused** was run too: every rank raised what is quoted
 below. The last column but one is the loss that the model computes itself, summed over ranks.
 
-The last is what transformers says of its own context parallelism (`model.supports_context_parallel`). As accelerate's code
-has it, masks are dropped in layers' `self_attn`, which are told to be causal. So packed rows are not for it, and
+The last is what transformers says of its own context parallelism (`model.supports_context_parallel`). As accelerate's
+code has it, masks are dropped in layers' `self_attn`, which are told to be causal. So packed rows are not for it, and
 accelerate refuses layers of other types than `full_attention`. The flag does not ask whether a model is causal (BERT),
 adds biases to scores (T5, Bloom) or looks at tokens otherwise (FNet).
 

@@ -141,10 +141,10 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         """Send every rank what is said of its rows, and add up."""
         agree("the backward of unshard_sequence", (), ctx.how.order.mesh_name, forward=ctx.how.number)
-        return _summed(grads[0], ctx.how, ctx.held), None
+        return _summed(grad, ctx.how, ctx.held), None
 
 
 def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:

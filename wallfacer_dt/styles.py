@@ -163,8 +163,8 @@ class _ContextParallel(ParallelStyle):
             raise ValueError(
                 f"{name} replaces an inner attention called as attention(q, k, v), and {kind} projects its "
                 f"{positional[0].name} by itself ({', '.join(tensors[:3])}): name the module inside it in the plan or, "
-                "if it has none, give it one, self.inner = Inner(), without parameters, where Inner.forward(self, q, k, "
-                "v) is the scaled_dot_product_attention that it calls now, and name that, as docs/modules.md shows"
+                "if it has none, give it one, self.inner = Inner(), without parameters, where Inner.forward(self, q, "
+                "k, v) is the scaled_dot_product_attention that it calls now, and name that, as docs/modules.md shows"
             )
         self._check_held(module, tensors)
         if len(positional) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
