@@ -119,12 +119,17 @@ def attending() -> list[str]:
 def by_others() -> list[str]:
     """A mesh along whose axis others deal tokens out."""
     mesh = split_context_axis(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), ring=2, team=2)
-    x = torch.randn(1, 2, 4, 8)
-    return [said(lambda: context_parallel_attention(x, x, x, mesh))]
+    x, style = torch.randn(1, 2, 4, 8), WallFacerParallel(check=False)
+    return [
+        said(lambda: context_parallel_attention(x, x, x, mesh)),
+        said(lambda: parallelize_module(model(), mesh, {"blocks.*.attention.inner": style})),
+    ]
 
 
 def test_attention_on_ranks_to_which_others_deal(threads: Callable[[int], RankPool]) -> None:
-    assert threads(4).run(by_others) == [[""]] * 4
+    for attended, matched_nothing in threads(4).run(by_others):
+        assert attended == ""
+        assert matched_nothing.startswith(REFUSED.format("blocks.*.attention.inner"))
 
 
 def test_what_is_noticed() -> None:

@@ -33,15 +33,24 @@ LENGTH, LR = 61, 0.05  # of a length that ranks do not divide
 
 
 class Rows(Dataset):
-    """Rows of tokens, of which some end early and some labels do not count; remembers which were asked for."""
+    """Rows of tokens, of which some labels do not count; remembers which were asked for.
 
-    def __init__(self) -> None:
+    Some end early or, packed, are of two documents, which positions say.
+    """
+
+    def __init__(self, *, packed: bool = False) -> None:
         generator = torch.Generator().manual_seed(5)
         self.tokens = torch.randint(3, 97, (16, LENGTH), generator=generator)
         self.labels = self.tokens.masked_fill(torch.rand(16, LENGTH, generator=generator) < 0.3, -100)
         self.mask = torch.ones_like(self.tokens)
         self.mask[::3, 40:] = 0
         self.labels[self.mask == 0] = -100
+        self.said = {"attention_mask": self.mask}
+        if packed:
+            positions = torch.arange(LENGTH).expand(16, -1).clone()
+            positions[::3, 40:] -= 40
+            self.labels[::3, 40] = -100  # which the other document would predict
+            self.said = {"position_ids": positions}
         self.asked: list[int] = []
 
     def __len__(self) -> int:
@@ -49,7 +58,7 @@ class Rows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         self.asked.append(index)
-        return {"input_ids": self.tokens[index], "labels": self.labels[index], "attention_mask": self.mask[index]}
+        return {name: x[index] for name, x in {"input_ids": self.tokens, "labels": self.labels, **self.said}.items()}
 
 
 def of_torchrun() -> Any:
@@ -73,7 +82,8 @@ def counted(rows: Rows, some: list[int]) -> Tensor:
 
 def loss_of(model: Any, rows: Rows, some: list[int]) -> Tensor:
     """The mean over all counted labels, of one process and whole rows."""
-    logits = model(input_ids=rows.tokens[some], attention_mask=rows.mask[some], use_cache=False).logits
+    said = {name: x[some] for name, x in rows.said.items()}
+    logits = model(input_ids=rows.tokens[some], use_cache=False, **said).logits
     summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows.labels[some][:, 1:].flatten(), reduction="sum")
     return summed / counted(rows, some)
 
@@ -101,8 +111,8 @@ def evaluated(model: Any, rows: Rows) -> float:
 
 
 def trained(groups: int) -> tuple[list[int], float, float]:
-    """Which rows this rank read, and how far parameters and losses are from one process."""
-    rows, world = Rows(), dist.get_world_size()
+    """Which rows this rank read (packed, on two meshes), and how far parameters and losses are from one process."""
+    rows, world = Rows(packed=groups == 2), dist.get_world_size()
     whole = init_device_mesh("cpu", (groups, world // groups, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     mesh = whole["cp_ring", "cp_team"]
     model = MODELS["Mistral"].made()

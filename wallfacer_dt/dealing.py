@@ -59,7 +59,7 @@ def notice_others_deal(ranks: Ranks) -> None:
 def notice_missed(ranks: Ranks, what: str, *, at_once: bool) -> None:
     """A path matched nothing: refused (ValueError) where tokens were dealt out, otherwise when they are."""
     noticed = _noticed()
-    if at_once and ranks in noticed.dealt:
+    if at_once and ranks in noticed.dealt | noticed.others:
         raise ValueError(what)
     noticed.missed[ranks] = what
 

@@ -118,20 +118,14 @@ class METPAttentionParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         who = type(self).__name__
-        weights = WeightMesh.of(device_mesh)
-
-        returned = Returned()
+        weights, returned = WeightMesh.of(device_mesh), Returned()
 
         def read() -> tuple[ContextAttention, int, int, Rotary]:
             # First, since beside tp fewer ranks meet in it than hear of a refusal here.
             attention = self.attention.attention_on(weights.context_mesh, self.attention.options)
             heads, kv_heads = self._heads(module, weights, attention, who)
-            return (
-                attention,
-                heads,
-                kv_heads,
-                self._checked(module, heads, kv_heads, returned, weights.mesh.device_type),
-            )
+            rotary = self._checked(module, heads, kv_heads, returned, weights.mesh.device_type)
+            return attention, heads, kv_heads, rotary
 
         dims = {f"{name}.{part}": 0 for name in self.projections for part in ("weight", "bias")}
         dims |= {f"{self.output}.weight": 1, f"{self.output}.bias": 0}

@@ -141,7 +141,8 @@ class ContextParallelTrainer(Trainer):
             if positions is not None:
                 told["document_ids"] = _documents(positions.cpu())
             # They are where the schedule is made.
-            told |= {name: told[name].cpu() for name in ("document_ids", "cu_seqlens") if name in told}
+            documents = {name: told.get(name) for name in ("document_ids", "cu_seqlens")}
+            told |= {name: x.cpu() for name, x in documents.items() if x is not None}
         shard = shard_inputs(self.context.mesh, order=order, shift=self.context.shifts_labels, **told)
         shard.pop("num_items_in_batch", None)  # that of a step Trainer counts
         return shard
