@@ -17,6 +17,8 @@ from wallfacer_dt.testing import RankPool
 torch.set_num_threads(1)
 if importlib.util.find_spec("transformers") is None:  # its examples cannot be imported
     collect_ignore_glob = ["wallfacer_dt/integrations/transformers/*"]
+elif importlib.util.find_spec("accelerate") is None:
+    collect_ignore_glob = ["wallfacer_dt/integrations/transformers/trainer.py"]
 # A first example on a size starts its pool, which is no flaw of the property.
 _SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("fast", derandomize=True, max_examples=60, **_SLOW)

@@ -376,6 +376,10 @@ def metp() -> float:
     )  # fmt: skip
     feed_forward = METPParallel(up="up_proj", gate="gate_proj", down="down_proj", activation="silu")
     plan = {"model.layers.*.self_attn": attention, "model.layers.*.mlp": feed_forward}
+    attention.check = False
+    with pytest.raises(ValueError, match=r"LlamaAttention says that it returns a tuple\[.*leave check=False out"):
+        parallelize_module(model, mesh, plan)
+    attention.check = True
     parallelize_module(model, mesh, plan)
     AttentionMaskInterface.register("without a mask", lambda **_: None)
     AttentionInterface.register("without a mask", sdpa_attention_forward)

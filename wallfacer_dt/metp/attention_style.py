@@ -23,6 +23,7 @@ from wallfacer_dt.metp.modules import (
     check_attributes,
     check_names,
     check_projections,
+    check_returns_one,
     linear,
     needing_gradients,
     parts_of,
@@ -235,6 +236,7 @@ class METPAttentionParallel(ParallelStyle):
         rotary = self.rotary.of(module)
         calls = list(rotary.examples(_TRIED)) if self.example is None else [self.example(_TRIED)]
         if not self.check:
+            check_returns_one(module, type(self).__name__)
             return rotary if self.example is None else rotary.as_in(module, calls[0])
         try:
             agreed = self._compared(module, rotary, calls, (2 * heads // kv_heads, 2), 6, returned, device_type)
