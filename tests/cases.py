@@ -59,8 +59,13 @@ def captured(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (TAGS[q] == TAGS[kv]) | (kv == 0)
 
 
+def padded_text(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Of the text in joint attention, each row of the batch has another number of tokens; keys behind it are none."""
+    return (kv < 2 - b) | (kv >= 3)
+
+
 TAGS = torch.arange(4096) * 7919 % 3
-MASK_MODS = {f.__name__: f for f in (checker, coarse, per_head, per_row, blind, captured)}
+MASK_MODS = {f.__name__: f for f in (checker, coarse, per_head, per_row, blind, captured, padded_text)}
 BLOCK_MASKS = {"blockmask": checker, "blockmask_per_head": per_head}  # of blocks of 4 x 4
 Window = tuple[int | None, int | None]
 Nans = tuple[tuple[str, int], ...]

@@ -51,7 +51,7 @@ class Attention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         y = self.o(out.transpose(1, 2).flatten(2))
-        return (y, None) if self.hidden == "a pair" else y
+        return (y, y) if self.hidden == "a pair" else y
 
 
 class Fused(nn.Module):

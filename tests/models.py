@@ -335,6 +335,11 @@ def verdict(outcome: Outcome) -> str:
     return "equal" if max(outcome.loss, outcome.gradient) <= TOLERANCE else "WRONG"
 
 
+def own_flag(name: str) -> str:
+    """What transformers says of its own context parallelism of a model."""
+    return "yes" if MODELS[name].made().supports_context_parallel else "no"
+
+
 def document(outcomes: dict[str, Outcomes]) -> str:
     """docs/models.md."""
     import transformers
@@ -354,9 +359,10 @@ def document(outcomes: dict[str, Outcomes]) -> str:
             cells.append(what if what in ("equal", "WRONG") else f"refused ({noted(what)})")
         own = {outcome.own_loss for outcome in tried.values() if not outcome.refused}
         losses = [f"refused ({noted(text)})" if text else "equal" for text in sorted(own)]
-        lines.append(f"| {' | '.join([name, MODELS[name].has, *cells, ', '.join(losses) or '–'])} |")
+        lines.append(f"| {' | '.join([name, MODELS[name].has, *cells, ', '.join(losses) or '–', own_flag(name)])} |")
     columns = [f"{mesh}{', packed' if packed else ''}" for mesh, packed in KEYS]
-    head = f"| {' | '.join(['model', 'has', *columns, '`model(**batch).loss`'])} |\n|{' --- |' * (len(KEYS) + 3)}"
+    last = "`model(**batch).loss`", "transformers' flag"
+    head = f"| {' | '.join(['model', 'has', *columns, *last])} |\n|{' --- |' * (len(KEYS) + 4)}"
     said = "\n".join(f"{n}. `{text}`" for n, text in enumerate(notes, 1))
     return DOCUMENT.format(version=transformers.__version__, head=head, lines="\n".join(lines), notes=said)
 
@@ -371,7 +377,12 @@ element within 1e-5, in a float64 model (most are within 1e-14; some norms, rout
 compute in float32). Models are tiny and random, of two layers, with 64 tokens in each of two rows; projections of
 queries are made large, so that attention is sharp. **packed**: 61 tokens a row, which four ranks do not divide, of two
 and three documents; one process runs each document by itself. **refused** was run too: every rank raised what is quoted
-below. The last column is the loss that the model computes itself, summed over ranks.
+below. The last column but one is the loss that the model computes itself, summed over ranks.
+
+The last is what transformers says of its own context parallelism (`model.supports_context_parallel`). As accelerate's
+code has it, masks are dropped in layers' `self_attn`, which are told to be causal. So packed rows are not for it, and
+accelerate refuses layers of other types than `full_attention`. The flag does not ask whether a model is causal (BERT),
+adds biases to scores (T5, Bloom) or looks at tokens otherwise (FNet).
 
 Orders of tokens are `head_tail` on a ring, `head_tail` and packed `document_head_tail` on rings and teams, and
 `contiguous` with Ulysses.

@@ -45,7 +45,7 @@ MESSAGES = {
     "too few samples on one rank": "1 data-parallel groups need as many samples, the dataset has 0",
     "unsharding in another order": f"order {SAME}TokenOrder('contiguous', ranks 0, 1, 2, 3 in turn), rank 1: ",
     "unsharding other documents": f"the documents {SAME}",
-    "unsharding what one rank wants a gradient of": "unshard_sequence has no gradient",
+    "unsharding what one rank wants a gradient of": "unshard_sequence gives no gradient",
     "unsharding along a dim that is none on one rank": "dim must be in [-4, 4), got 7",
     "unsharding what is elsewhere on one rank": "x must be on the mesh's device type 'cpu', got meta",
     "a sampler's seed along data_parallel": "seed must be the same on every rank of the mesh, got rank ",

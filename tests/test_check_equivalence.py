@@ -108,6 +108,11 @@ class InBNLH(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+class InBNLHWithoutGroups(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Deaf(nn.Module):
     """Takes an option and does not listen."""
 
@@ -146,6 +151,7 @@ SECRETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "keys of itself": (lambda: Causal("keys of itself"), {}, ""),
     "norm": (lambda: Causal("norm"), {}, "the same keys are seen, but"),
     "layout": (InBNLH, {}, "the module's layout is 'BNLH', the style was given layout='BLNH'"),
+    "layout, no grouped heads": (InBNLHWithoutGroups, {}, "the module's layout is 'BNLH', the style was given"),
     "other layout": (lambda: Causal(), {"layout": "BNLH"}, "the module's layout is 'BLNH'"),
     "heads": (lambda: Causal("heads"), {}, "query head 1 attends to key and value head 1 in the module, to 0 under"),
     "v": (lambda: Causal("v", 1.5), {}, "probabilities are 1.5 times the style's: are v or the output multiplied"),

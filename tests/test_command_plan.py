@@ -249,8 +249,8 @@ def test_the_issues_command_shows_a_table(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("one", SMALL.ranked, ids=lambda one: str(one.candidate))
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_code_makes_the_plans_mesh_and_styles(one: Ranked, gated: bool) -> None:
-    plan = replace(SMALL, ranked=(one,), model=replace(SMALL.model, gated=gated))
-    code = code_of(plan).replace('"cuda"', '"cpu"')
+    where = replace(SMALL.cluster, device_type="cpu")  # as a profile says, of what it was measured on
+    code = code_of(plan := replace(SMALL, ranked=(one,), model=replace(SMALL.model, gated=gated), cluster=where))
     applied = [line for line in code.splitlines() if "model" in line or line.startswith("tokens")]
     assert len(applied) == 2
     found: dict = {}

@@ -22,7 +22,7 @@ from recipes.train_bytes.model import Block, ByteGPT, ModelConfig, rotations
 from tests.cases import Case, Inner, draw_extras, mesh_of, per_head, prepare, told
 from tests.pairwise import tiers
 from wallfacer_dt import RingParallel, TokenOrder, WallFacerParallel, sequence_positions, shard_sequence
-from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing import RankPool, count_collectives, worst_error
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
@@ -536,3 +536,35 @@ def test_dtensors_are_one_graph_too(ranks: Ranks) -> None:
         assert graphs == 1
         assert worst < 1e-6
         assert all(placed)
+
+
+def counted() -> tuple[int, list[tuple[int, ...]], list[float]]:
+    """Graphs that ran; calls and bytes, counted round eager and compiled calls that bring the length; differences."""
+    mesh = mesh_of(2, 2)
+    order, length = TokenOrder("head_tail", mesh), 30
+    style = WallFacerParallel(is_causal=True, order=order, layout="BNLH", check=False)
+    inner = parallelize_module(nn.ModuleDict({"inner": Inner()}), mesh, {"inner": style})["inner"]
+    torch.manual_seed(0)
+    x = shard_sequence(torch.randn(1, 2, length, 8), order, dim=2)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(inner, backend=counter, fullgraph=True)
+    traffic, results = [], []
+    for function in (inner, compiled, compiled):
+        leaf = x.clone().requires_grad_()
+        with count_collectives(mesh) as received:
+            out = function(leaf, leaf, leaf, length=length)
+            out.square().sum().backward()
+        sides = received.forward, received.backward
+        traffic.append(tuple(n for side in sides for n in (side.calls, side.received_bytes)))
+        results.append((out.detach(), leaf.grad))
+    return counter.frame_count, traffic, [worst_error(zip(results[0], some, strict=True)) for some in results[1:]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_collectives_are_counted_round_a_compiled_call(ranks: Ranks) -> None:
+    for graphs, (eager, *compiled), errors in ranks(4).run(counted):
+        assert graphs == 1
+        assert compiled == [eager, eager]
+        assert eager[0] == eager[2] == 1
+        assert min(eager) > 0
+        assert max(errors) < 1e-6

@@ -50,8 +50,8 @@ def few() -> set[Key]:
     return {turns[i] for i in cover(rows, strength=1)}
 
 
-CHOSEN = few()
 DROPOUT: Key = ("Scores", "dropout (`dropout_p=0.1`)", "RingParallel")
+CHOSEN = few() | {DROPOUT}
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ def test_every_rank_measures_the_same_cluster(ranks) -> None:
     assert all(one == found[0] for one in found)
     cluster = found[0]
     assert (cluster.ranks, cluster.ranks_per_node, cluster.nodes, cluster.memory) == (4, 2, 2, 10**9)
+    assert cluster.device_type == "cpu"
     assert Cluster.from_json(cluster.as_json()) == cluster
 
 

@@ -42,7 +42,7 @@ BlockwiseFeedForward
 Cluster
     ranks, ranks_per_node, intra, inter, nics=1, memory=None, kernels=Kernels(forward=500000000000000.0,
     backward=400000000000000.0, linear=600000000000000.0, overhead=2e-05, merge=2000000000000.0, copy=0.0,
-    half_rows=0.0), striped_gathers=True
+    half_rows=0.0), striped_gathers=True, device_type='cuda'
 EquivalenceError
     AssertionError
 Kernels

@@ -1,6 +1,7 @@
 """Dealing sequences out and putting them together again, on real ranks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,22 @@ from wallfacer_dt import (
 )
 from wallfacer_dt.layout import deal
 from wallfacer_dt.mesh import whole_context_group
-from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing import RankPool, worst_error
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
+
+
+def gradient_of_the_whole(shard: torch.Tensor, whole: torch.Tensor, **options: Any) -> bool:
+    """Whether a shard's gradient is the sum of what ranks, each of which says something else, say of its rows."""
+
+    def said(rank: int) -> torch.Tensor:
+        return (torch.arange(whole.numel()).view(whole.shape) * (rank + 3) % 7).double()
+
+    leaf = shard.double().requires_grad_()
+    (unshard_sequence(leaf, grad=True, **options) * said(dist.get_rank())).sum().backward()
+    everyone = torch.stack([said(rank) for rank in range(dist.get_world_size())]).sum(0)
+    return leaf.grad is not None and leaf.grad.equal(shard_sequence(everyone, **options))
 
 
 def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, ...]:
@@ -35,17 +48,12 @@ def round_trip(case: Case, shape: tuple[int, ...], dim: int) -> tuple[bool, ...]
     leaf = whole.clone().requires_grad_()
     shard_sequence(leaf, TokenOrder(case.order, mesh), dim=dim).sum().backward()
     touched = torch.zeros_like(whole).index_fill(dim, rows, 1.0)
-    mine = shard.clone().requires_grad_()
-    copy = unshard_sequence(mine, TokenOrder(case.order, mesh), dim=dim, grad=True)
-    (copy * (whole + dist.get_rank())).sum().backward()  # another loss on every rank
-    summed = case.size * whole + sum(range(case.size))
     return (
         shard.equal(whole.index_select(dim, rows)) and shard.is_contiguous(),
         unshard_sequence(shard, TokenOrder(case.order, mesh), dim=dim).equal(whole),
         sequence_positions(shape[dim], TokenOrder(case.order, mesh)).equal(rows),
         leaf.grad is not None and leaf.grad.equal(touched),
-        copy.equal(whole),
-        mine.grad is not None and mine.grad.equal(summed.index_select(dim, rows)),
+        gradient_of_the_whole(shard, whole, dim=dim, order=TokenOrder(case.order, mesh)),
     )
 
 
@@ -76,9 +84,7 @@ def test_round_trip_of_any_length(threads: Ranks, size: int, data: st.DataObject
 
 
 def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[list[list[int]], bool, bool, bool]:
-    """Positions that this rank holds by row, whether they say so themselves, and whether a batch comes back, and the
-    gradients of all ranks' copies.
-    """
+    """Positions that this rank holds by row, whether they say so themselves, and whether a batch comes back."""
     mesh = mesh_of(case.ring, case.team, case.placement, case.ulysses)
     batch, length = ids.shape
     documents = {"document_ids": ids}
@@ -92,13 +98,11 @@ def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[li
     positions = sequence_positions(length, TokenOrder("document_head_tail", mesh), **documents)
     positions = positions if positions.ndim == 2 else positions.expand(batch, -1)
     offset = 100 * torch.arange(batch)[:, None]
-    mine = shard.float().requires_grad_()
-    (unshard_sequence(mine, **options, grad=True) * (stacked + dist.get_rank())).sum().backward()
     return (
         (shard - offset).tolist(),
         shard.equal(positions + offset),
         unshard_sequence(shard, **options).equal(stacked),
-        mine.grad is not None and mine.grad.equal((case.size * shard + sum(range(case.size))).float()),
+        gradient_of_the_whole(shard, stacked, **options),
     )
 
 
@@ -115,12 +119,38 @@ def test_round_trip_by_document(threads: Ranks, size: int, data: st.DataObject) 
     begins = begins[:1] * batch if use_cumulative else begins
     ids = torch.tensor([[sum(b <= p for b in row) for p in range(length)] for row in begins])
     answers = threads(size).run(by_document, case, ids, use_cumulative)
-    assert all(checks == [True] * 3 for _, *checks in answers)
+    assert all(checks == [True, True, True] for _, *checks in answers)
     for row in range(batch):
         assert sorted(p for held_by_row, *_ in answers for p in held_by_row[row]) == list(range(length))
         for document in set(ids[row].tolist()):
             counts = [sum(int(ids[row, p]) == document for p in held_by_row[row]) for held_by_row, *_ in answers]
             assert max(counts) - min(counts) <= 2
+
+
+def classified(order: str) -> float:
+    """A head on the mean of a sequence of a length that ranks do not divide, as docs/composition.md has it."""
+    mesh = mesh_of(2, 2)
+    order = TokenOrder(order, mesh)
+    torch.manual_seed(0)
+    whole, head = torch.randn(2, 13, 6, dtype=torch.float64), torch.nn.Linear(6, 3).double()
+    label, length = torch.tensor([0, 2]), whole.shape[1]
+    x = whole.clone().requires_grad_()
+    torch.nn.functional.cross_entropy(head(x.mean(1)), label).backward()
+    expected = [shard_sequence(x.grad, order, dim=1), *(p.grad.clone() for p in head.parameters())]
+    head.zero_grad()
+    mine = shard_sequence(whole, order, dim=1).requires_grad_()
+    sums = unshard_sequence(mine.sum(1, keepdim=True), order, dim=1, grad=True)
+    loss = torch.nn.functional.cross_entropy(head(sums.sum(1) / length), label)
+    (loss / mesh.size()).backward()
+    for p in head.parameters():
+        dist.all_reduce(p.grad)
+    found = [mine.grad, *(p.grad for p in head.parameters())]
+    return worst_error(list(zip(found, expected, strict=True)), relative_to="largest")
+
+
+@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
+def test_a_mean_over_the_sequence(threads: Ranks, order: str) -> None:
+    assert max(threads(4).run(classified, order)) < 1e-12
 
 
 def as_a_dtensor(case: Case, length: int) -> tuple[bool, bool]:

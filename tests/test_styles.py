@@ -450,6 +450,13 @@ STATED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"softcap": 0.0, "sinks": None, "document_ids": None, "prefix_length": 0}, ""),
     ({"is_causal": True, "prefix_length": 3}, {"prefix_length": 3}, ""),
     ({"mask_mod": blocky}, {"mask_mod": blocky, "block_mask": None}, ""),
+    ({}, {"length": LENGTH}, ""),
+    ({"length": LENGTH}, {"length": LENGTH}, ""),
+    ({"length": LENGTH}, {"length": None}, ""),
+    ({"length": LENGTH}, {"length": 2 * LENGTH}, "which this style was not given: length="),
+    ({}, {"length": 3 * LENGTH}, "tokens this rank holds"),
+    ({}, {"length": 0}, "length must be at least 1"),
+    ({}, {"length": "zeros"}, "length=a tensor of shape (4,), which this style does not implement"),
     ({"mask_mod": blocky}, {"attention_masks": "blocky"}, ""),
     ({"is_causal": True, "window_size": (4, 0)}, {"sliding_window": 4}, "sliding_window=4, which this style was not "
      "given: window_size=(4, 0)"),

@@ -10,15 +10,42 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from wallfacer_dt import EquivalenceError, TokenOrder, check_model, context_mesh
+from wallfacer_dt import (
+    EquivalenceError,
+    METPAttentionParallel,
+    METPParallel,
+    TokenOrder,
+    WallFacerParallel,
+    check_model,
+    context_mesh,
+    sequence_positions,
+    shard_sequence,
+)
 from wallfacer_dt.testing import RankPool, worst_error
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from transformers import masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tests.models import DOCUMENTS, KEYS, MODELS, RANKS, Key, Outcomes, document, tokens_of, try_all, try_model, verdict
+from tests.models import (
+    DOCUMENTS,
+    KEYS,
+    MODELS,
+    RANKS,
+    Key,
+    Outcomes,
+    document,
+    own_flag,
+    summed,
+    tokens_of,
+    try_all,
+    try_model,
+    verdict,
+)
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.masks import read_mask
@@ -27,6 +54,7 @@ from wallfacer_dt.integrations.transformers.sequence import ForwardPass, positio
 Ranks = Callable[[int], RankPool]
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "transformers.md"
+README = Path(__file__).parent.parent / "README.md"
 
 
 def page() -> str:
@@ -45,11 +73,12 @@ def check_row(name: str, tried: Outcomes) -> None:
     row = next(line for line in page().splitlines() if line.startswith(f"| {name} |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     notes = dict(re.findall(r"^(\d+)\. `(.*)`$", page(), re.MULTILINE))
+    assert cells[-1] == own_flag(name)
     for key, outcome in tried.items():
         written = cells[2 + KEYS.index(key)]
         found = re.fullmatch(r"refused \((\d+)\)", written)
         assert (notes[found[1]] if found else written) == verdict(outcome), (key, outcome)
-        own = re.fullmatch(r"refused \((\d+)\)", cells[-1])
+        own = re.fullmatch(r"refused \((\d+)\)", cells[-2])
         assert outcome.own_loss == (notes[own[1]] if own else ""), outcome
 
 
@@ -332,6 +361,52 @@ def test_fsdp(ranks: Ranks) -> None:
     assert max(ranks(RANKS).run(fully_sharded)) < 1e-6
 
 
+def called_with(length: int) -> tuple[tuple[()], dict[str, Any]]:
+    """What a layer of Llama calls its attention with after the hidden states; positions may be any."""
+    angle = torch.rand(1, length, 4, dtype=torch.float64).repeat(1, 1, 2)
+    embeddings = angle.cos(), angle.sin()
+    return (), {"position_embeddings": embeddings, "position_ids": torch.arange(length)[None], "use_cache": False}
+
+
+def metp() -> float:
+    """Projections too are shared: METP takes the place of transformers' modules, whose results are tuples."""
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(64)
+    model(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model = llama()
+    attention = METPAttentionParallel(
+        query="q_proj", key="k_proj", value="v_proj", output="o_proj", head_dim=8, rotary="half", example=called_with,
+        attention=WallFacerParallel(is_causal=True, order=order),
+    )  # fmt: skip
+    feed_forward = METPParallel(up="up_proj", gate="gate_proj", down="down_proj", activation="silu")
+    plan = {"model.layers.*.self_attn": attention, "model.layers.*.mlp": feed_forward}
+    attention.check = False
+    with pytest.raises(ValueError, match=r"LlamaAttention says that it returns a tuple\[.*leave check=False out"):
+        parallelize_module(model, mesh, plan)
+    attention.check = True
+    parallelize_module(model, mesh, plan)
+    AttentionMaskInterface.register("without a mask", lambda **_: None)
+    AttentionInterface.register("without a mask", sdpa_attention_forward)
+    model.set_attn_implementation("without a mask")
+    model.zero_grad()
+    positions = sequence_positions(64, order)[None]
+    labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    out = model(input_ids=shard_sequence(tokens, order, dim=1), position_ids=positions, use_cache=False)
+    mine = shard_sequence(labels, order, dim=1)
+    (summed(out.logits, mine) / (labels != -100).sum()).backward()
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        if not isinstance(p.grad, DTensor):
+            dist.all_reduce(found[name])
+    return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
+
+
+def test_metp(ranks: Ranks) -> None:
+    assert max(ranks(RANKS).run(metp)) < 1e-6
+
+
 def compiled(whole: bool) -> list[float]:
     """Layers, or all, compiled round attention, on batches of other documents; beside the same without a compiler."""
     mesh, order, model = set_up()
@@ -429,8 +504,32 @@ def run_page(program: str) -> float:
     return float(found["loss"])
 
 
+def programs(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
 def test_the_page_s_example_runs(ranks: Ranks) -> None:
-    program = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
-    losses = ranks(RANKS).run(run_page, program)
+    losses = ranks(RANKS).run(run_page, programs(GUIDE)[0])
     assert len(set(losses)) == 1
     assert 0 < losses[0] < 20
+
+
+def run_readme(program: str) -> float:
+    """The program as it stands, and how far what it leaves is from one process."""
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(program, names)
+    model, tokens = names["model"], names["tokens"]
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for grad in found.values():
+        dist.all_reduce(grad)
+    model.zero_grad()
+    with names["context_parallel"](model, names["mesh"], order=names["order"]).whole():
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return worst_error({n: (found[n], p.grad) for n, p in model.named_parameters()}, relative_to="largest")
+
+
+def test_the_readme_s_lines_run(ranks: Ranks) -> None:
+    (program,) = [text for text in programs(README) if "transformers" in text]
+    assert len(program.strip().splitlines()) <= 11  # ten, and an empty one
+    assert max(ranks(RANKS).run(run_readme, program)) < 1e-4

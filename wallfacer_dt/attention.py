@@ -23,8 +23,10 @@ from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.autocast import as_computed, is_autocast_on_anywhere
 from wallfacer_dt.calls import groups_here
 from wallfacer_dt.compiler import is_exporting, untraced
+from wallfacer_dt.dealing import warn_undealt
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.kernels import check_kernel
+from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
 from wallfacer_dt.ops import CODE
 from wallfacer_dt.ops import attention as operator
@@ -170,6 +172,11 @@ class ContextAttention(Setting):
         check_order_is_told(options.order, self.place.size)
         return replace(self, options=options, mask_key=mask_key(mask_mod), captured=())
 
+    def of_length(self, length: int) -> "ContextAttention":
+        """The same attention for a sequence of another length, which a call brings with it."""
+        check_length(length)
+        return replace(self, options=replace(self.options, length=index(length)))
+
     def __call__(self, inputs: AttentionInputs, scale: float | None = None) -> Tensor:
         """Attention on tensors that have been checked; ``scale``, checked as well, goes before one's own."""
         return self.run(inputs, self.resolve(inputs, scale).told())
@@ -181,15 +188,20 @@ class ContextAttention(Setting):
         """
         kind = None if self.mask_key else kind_of(inputs)
         if kind is None:
-            check_call(inputs, self)
+            self._check_anew(inputs)
             return self.resolve(inputs, scale).told()
         known, key = self.known, (kind, scale, inputs.need_gradients())
         if key not in known:
-            check_call(inputs, self)
+            self._check_anew(inputs)
             if len(known) == _KINDS:
                 known.clear()
             known[key] = self.resolve(inputs, scale).told()
         return known[key]
+
+    def _check_anew(self, inputs: AttentionInputs) -> None:
+        check_call(inputs, self)
+        if self.mesh and not isinstance(inputs.q, DTensor):
+            warn_undealt(named(self.mesh).ranks)
 
     def resolve(self, inputs: AttentionInputs, scale: float | None = None) -> Options:
         """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything."""
@@ -260,7 +272,7 @@ class ContextAttention(Setting):
             return "", ()
         sharded = sharding.sharded_dims(q) if isinstance(q, DTensor) else ()
         may = {"by_row": sharding.BATCH not in sharded, "by_head": sharding.HEADS not in sharded}
-        lengths = self.whole(q.shape, k.shape, shards=not isinstance(q, DTensor))
+        lengths = self.seen_by_mask(q.shape, k.shape, shards=not isinstance(q, DTensor))
         if torch.compiler.is_compiling():
             return mask_name(self.mask_key, lengths, q.device.type, **may), self.captured
         return recorded_mask(self.options.mask_mod, lengths, q.device.type, **may)

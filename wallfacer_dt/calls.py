@@ -47,7 +47,7 @@ def agreed_call(
     mesh = mesh or setting.mesh
     try:
         if forward is None and setting.mask_key:
-            lengths = setting.whole(q.shape, inputs.k.shape)
+            lengths = setting.seen_by_mask(q.shape, inputs.k.shape)
             check_mask(setting.mask_key, options.mask, options.captured, lengths, q.device.type)
         if forward is not None and options.captured and options.captured.contents != int(forward[1]):
             raise ValueError(
@@ -169,11 +169,12 @@ def _signature(options: Options, inputs: AttentionInputs) -> dict[str, Hashable]
         # Shards of a sequence whose length is given need not be equal.
         return x if x is None else (*x.shape[:2], "L" if setting.lengths else x.shape[2], x.shape[3])
 
+    untold = "" if setting.lengths else "without length=, "
     return {
         "cp_ulysses x cp_ring x cp_team": setting.place.axes,
         "length": setting.options.length,
-        "the shape of q": shape(inputs.q),
-        "the shape of k": shape(inputs.k),
+        f"{untold}the shape of q": shape(inputs.q),
+        f"{untold}the shape of k": shape(inputs.k),
         "the head dim of v": inputs.v.shape[-1],
         "the shape of k_shared": shape(inputs.k_shared),
         "the shape of sinks": None if inputs.sinks is None else tuple(inputs.sinks.shape),

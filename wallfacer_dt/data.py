@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.layout import BY_DOCUMENT, check_length, deal
 from wallfacer_dt.mesh import RING_AXIS, context_groups, name_of
 from wallfacer_dt.order import TokenOrder, check_token_order
@@ -53,6 +54,8 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
             if order.name == BY_DOCUMENT:
                 raise ValueError(f"order={order.name!r} needs documents, which a stream does not have")
             held = deal(length, order.axes, order.name)[place.index]
+            with refusing_together(order.mesh_name):
+                notice_dealt(tuple(sorted(order.dealt)))
         if len(tokens) <= length:
             raise ValueError(
                 f"a sequence of {length} tokens and their labels needs {length + 1} tokens, "

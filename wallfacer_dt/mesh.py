@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.agreement.meeting import outside_modes
 from wallfacer_dt.agreement.worlds import name_mesh, world_timeout
+from wallfacer_dt.dealing import notice_others_deal
 
 ULYSSES_AXIS = "cp_ulysses"
 RING_AXIS = "cp_ring"
@@ -225,6 +226,7 @@ def split_context_axis(
     # As `context_mesh` makes it: without an axis of one rank for Ulysses.
     names, layout = (CONTEXT_AXES, layout) if ulysses > 1 else (CONTEXT_AXES[1:], layout.squeeze(1))
     inner = DeviceMesh(mesh.device_type, layout, mesh_dim_names=("others", *names))[names]
+    notice_others_deal(tuple(sorted(mesh_ranks(inner))))
     inherit_timeout(inner)
     return inner
 

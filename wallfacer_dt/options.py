@@ -63,8 +63,9 @@ class AttentionOptions:
         length: N, for a sequence whose shards are not equal.
         kv_length: the number of keys, where it is another one.
         replicated: the first T rows of q, k, v and of the output are tokens before the sequence that every rank holds
-            (the text in joint attention); without any mask. Gradients of the output's rows are summed over ranks, those
-            of the inputs' rows are a rank's part of a sum.
+            (the text in joint attention). Of masks they go with ``mask_mod`` alone, to which they are positions 0 to
+            T - 1 and the sequence's count from T: so padding of the text is said. Gradients of the output's rows are
+            summed over ranks, those of the inputs' rows are a rank's part of a sum.
         order: in which tokens were dealt out: what :func:`shard_sequence` or the loader was given. Under a mask, and
             within documents, there is no default on several ranks.
         schedule: ``"2d"``; ``"rings"``, where a team's rows go round in a ring, too, for teams on slow links; or
@@ -126,8 +127,11 @@ class AttentionOptions:
         masks = [name for name, value in named.items() if value]
         if self.mask_mod is not None and masks:
             raise ValueError(f"mask_mod must say everything by itself, got {', '.join(masks)} as well")
-        if self.replicated and (masks or self.mask_mod is not None):
-            raise ValueError("replicated tokens have no place in the sequence: they go without any mask")
+        if self.replicated and masks:
+            raise ValueError(
+                "replicated tokens have no place in the sequence: they go without a mask but mask_mod, to which they "
+                f"are positions 0 to {self.replicated - 1} and the sequence comes after them"
+            )
         if self.kv_length is not None and self.length is None:
             raise ValueError("kv_length is given without length")
         if self.kv_length not in (None, self.length) and self.has_mask:
@@ -187,6 +191,11 @@ class Setting:
         ranks, replicated = self.place.size if shards else 1, self.options.replicated
         # A compiler takes a length for a symbol, of which there is no text: it becomes a number.
         return index(q[2] - replicated) * ranks, index(k[2] - replicated) * ranks
+
+    def seen_by_mask(self, q: Sequence[int], k: Sequence[int], *, shards: bool = True) -> tuple[int, int]:
+        """:meth:`whole`, and the replicated tokens before it, which to a ``mask_mod`` are the first."""
+        queries, keys = self.whole(q, k, shards=shards)
+        return queries + self.options.replicated, keys + self.options.replicated
 
 
 Told = tuple[float, float, str, list[Tensor]]

@@ -1,17 +1,17 @@
 """The loader's side: deal a sequence out to the ranks of a token order, and put it together again."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt.agreement.agree import agree, agree_on, refusing_together
+from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.calls import groups_here
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, wait
 from wallfacer_dt.collectives.groups import group_size
+from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.documents import boundaries, check_documents, digest
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
@@ -37,9 +37,12 @@ def shard_sequence(
 
     Raises:
         TypeError: x is no plain tensor, or order no token order.
-        ValueError: the sequence is empty, or the documents are missing or none.
+        ValueError: the sequence is empty, the documents are missing or none, or the plan that was applied on the
+            order's mesh matched nothing.
     """
     place = check_token_order(order).groups.coordinate
+    with refusing_together(order.mesh_name):
+        notice_dealt(tuple(sorted(order.dealt)))
     dim = _checked_dim(x, dim)
     check_length(x.shape[dim])
     by_row = [shards[place.index] for shards in _dealt(x, dim, x.shape[dim], order, document_ids, cu_seqlens)]
@@ -58,8 +61,7 @@ def unshard_sequence(
     """The whole tensor, on every rank, from the shards: the inverse of :func:`shard_sequence`.
 
     Gathers along one axis after the other; every rank of the mesh must call it, with shards that differ along ``dim``
-    only. A gradient through it depends on what each rank does with its copy, so a tensor that needs one is refused
-    unless ``grad`` says that this is known.
+    only. A gradient through it depends on what each rank does with its copy, so it is to be asked for.
 
     Args:
         x: this rank's shard.
@@ -67,16 +69,15 @@ def unshard_sequence(
         dim: the sequence dim.
         document_ids: as :func:`shard_sequence` was given them.
         cu_seqlens: likewise.
-        grad: differentiable: the gradients of all ranks' copies are summed, as if the loss were the sum of what ranks
-            compute. Where each of P ranks computes the same loss of the whole, that is P times the loss: divide it by
-            P, or average gradients over ranks instead of summing them. All ranks call the backward.
+        grad: let gradients through. The loss is then the sum of what ranks compute, so of a loss that all of them
+            compute alike each takes a P-th; the gradient of x is the sum of what ranks say of its rows in their copies.
 
     Returns:
         A contiguous tensor with N positions along ``dim``.
 
     Raises:
         TypeError: x is no plain tensor, or order no token order.
-        ValueError: the shards cannot be of this order, one needs a gradient, or ranks disagree.
+        ValueError: the shards cannot be of this order, one needs a gradient that was not asked for, or ranks disagree.
         IndexError: ``dim`` is out of range.
     """
     check_token_order(order)
@@ -87,8 +88,8 @@ def unshard_sequence(
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         if needs_gradient and not grad:
             raise ValueError(
-                "unshard_sequence has no gradient: call it under torch.no_grad() or on x.detach(), and compute the "
-                "loss on the shards; or with grad=True, which sums the gradients of all ranks' copies"
+                "unshard_sequence gives no gradient unless it is told grad=True (of a loss that all ranks compute "
+                "alike each then takes a P-th): tell it, or call it under torch.no_grad() or on x.detach()"
             )
         if x.device.type != order.device_type:
             raise ValueError(f"x must be on the mesh's device type {order.device_type!r}, got {x.device}")
@@ -102,9 +103,67 @@ def unshard_sequence(
             "the dtype of x": x.dtype,
             "what says where documents are": kind or "nothing",
             "the documents": digest(documents),
-            "whether it needs a gradient": needs_gradient,
+            "whether x needs a gradient": needs_gradient,
         }
-        agree("unshard_sequence", signature.items(), order.mesh_name)
+        number = agree("unshard_sequence", signature.items(), order.mesh_name)
+    how = _Unsharding(dim, order, groups, document_ids, cu_seqlens, number)
+    return _Unshard.apply(x, how) if needs_gradient else _whole(x, how)
+
+
+class _Unsharding(NamedTuple):
+    """How shards become whole: what :func:`unshard_sequence` was told, and the call's number."""
+
+    dim: int
+    order: TokenOrder
+    groups: tuple[str, str, str]
+    document_ids: Tensor | None
+    cu_seqlens: Tensor | None
+    number: int
+
+    def dealt(self, x: Tensor, length: int) -> list[Shards]:
+        """By row of the batch, or for all, what each rank holds."""
+        return _dealt(x, self.dim, length, self.order, self.document_ids, self.cu_seqlens)
+
+
+class _Unshard(torch.autograd.Function):
+    """The gather, whose gradient is the sum of what ranks say of a shard's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: _Unsharding) -> Tensor:
+        """Gather."""
+        ctx.how, ctx.held = how, x.shape[how.dim]
+        return _whole(x, how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        """Send every rank what is said of its rows, and add up."""
+        agree("the backward of unshard_sequence", (), ctx.how.order.mesh_name, forward=ctx.how.number)
+        return _summed(grad, ctx.how, ctx.held), None
+
+
+def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:
+    """This rank's rows of the sum of all ranks' whole tensors."""
+    dim, wide = how.dim, accumulation_dtype(x.dtype)
+    dealt = how.dealt(x, x.shape[dim])
+    parts = [Rows.at([shards[i] for shards in dealt]).of(x, dim) for i in range(how.order.groups.coordinate.size)]
+    most = max(part.shape[dim] for part in parts)
+    flat = torch.stack([_padded(part, dim, most).to(wide) for part in parts])
+    shape = flat.shape[1:]
+    for name in filter(None, how.groups):
+        if (size := group_size(name)) > 1:
+            splits = [flat.numel() // size] * size
+            received = wait(
+                all_to_all(flat.contiguous().view(-1), splits, splits, name),
+                "all_to_all of a sequence's gradients",
+                name,
+            )
+            flat = received.view(size, -1, *shape).sum(0)
+    return flat.view(shape).narrow(dim, 0, held).to(x.dtype)
+
+
+def _whole(x: Tensor, how: _Unsharding) -> Tensor:
+    dim, order, groups = how.dim, how.order, how.groups
     sizes = _gathered(torch.tensor([x.shape[dim]], device=x.device), groups).tolist()
     length, padded_length = sum(sizes), max(sizes)
     if tuple(sizes) != shard_sizes(length, order.axes, order.name):
@@ -112,66 +171,15 @@ def unshard_sequence(
             f"shards of {sizes} positions are none of shard_sequence's, which for {length} positions in "
             f"order={order.name!r} are {list(shard_sizes(length, order.axes, order.name))}"
         )
-    by_row = [in_order(enumerate(row)) for row in _dealt(x, dim, length, order, document_ids, cu_seqlens)]
-    gathering = _Gathering(groups, dim, Members.made(by_row, len(sizes)), padded_length, order.mesh_name)
-    return _Gather.apply(x, gathering) if needs_gradient else gathering.whole(x)
+    padded = _padded(x, dim, padded_length)
+    shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
+    by_row = [in_order(enumerate(row)) for row in how.dealt(x, length)]
+    return Members.made(by_row, len(sizes)).together(shards, dim).contiguous()
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    """How ranks' shards are put together, and the gradients of the whole are brought back to who holds the rows.
-
-    Attributes:
-        groups: names of the process groups of axes ulysses, ring and team, or empty.
-        dim: the sequence dim.
-        members: rows of the whole, by sequence index.
-        padded: the longest shard.
-        mesh: its name.
-    """
-
-    groups: tuple[str, str, str]
-    dim: int
-    members: Members
-    padded: int
-    mesh: str
-
-    def whole(self, x: Tensor) -> Tensor:
-        """All ranks' shards in order."""
-        mine = self._padded(x)
-        shards = _gathered(mine.contiguous().view(-1), self.groups).view(-1, *mine.shape).unbind(0)
-        return self.members.together(shards, self.dim).contiguous()
-
-    def summed(self, whole: Tensor) -> Tensor:
-        """Of this rank's rows, the sum of what all ranks have; in a wider dtype on the way."""
-        wide = accumulation_dtype(whole.dtype)
-        flat = torch.stack([self._padded(rows.of(whole, self.dim)).to(wide) for rows in self.members.rows])
-        shape = flat.shape[1:]
-        for name in filter(None, self.groups):
-            size = group_size(name)
-            if size > 1:
-                splits = [flat.numel() // size] * size
-                flat = wait(all_to_all(flat.contiguous().view(-1), splits, splits, name)).view(size, -1, *shape).sum(0)
-        return flat.view(shape).to(whole.dtype)
-
-    def _padded(self, x: Tensor) -> Tensor:
-        more = self.padded - x.shape[self.dim]
-        return torch.cat([x, x.new_zeros((*x.shape[: self.dim], more, *x.shape[self.dim + 1 :]))], self.dim)
-
-
-class _Gather(torch.autograd.Function):
-    """From a shard the whole; from the gradients of all ranks' wholes that of the shard."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gathering: _Gathering) -> Tensor:  # pyrefly: ignore[bad-override]
-        ctx.gathering, ctx.length = gathering, x.shape[gathering.dim]
-        return gathering.whole(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
-        gathering = ctx.gathering
-        agree_on(grad, "the backward of unshard_sequence", [("its shape", tuple(grad.shape))], gathering.mesh)
-        return gathering.summed(grad).narrow(gathering.dim, 0, ctx.length), None
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """With zeros behind it."""
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]))], dim)
 
 
 def sequence_positions(

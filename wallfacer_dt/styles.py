@@ -22,14 +22,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from wallfacer_dt.agreement.agree import agree, refusing_together, tell
 from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import is_exporting, sizes
+from wallfacer_dt.dealing import notice_applied, notice_missed
 from wallfacer_dt.equivalence.check import check_once
 from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES
 from wallfacer_dt.inputs import AttentionInputs
-from wallfacer_dt.mesh import Coordinate, name_of
+from wallfacer_dt.mesh import Coordinate, mesh_ranks, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
+from wallfacer_dt.unmatched import tell_styles
 from wallfacer_dt.validation import check_call, refuse_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
+tell_styles()
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | BlockMask
 
@@ -61,6 +64,7 @@ class _Call(NamedTuple):
     scale: float | None
     tensors: dict[str, Tensor]
     mask: MaskMod | None
+    length: int | None = None
 
 
 class _ContextParallel(ParallelStyle):
@@ -81,6 +85,7 @@ class _ContextParallel(ParallelStyle):
         told.check()
         self.options, self.layout, self.check = told, layout, check
         self._passed: set[Hashable] = set()
+        self._is_applied = False
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = with_options(cls.__init__, cls._without)
@@ -119,8 +124,26 @@ class _ContextParallel(ParallelStyle):
                 check_once(module, self, device_mesh, self._passed)
             forward = self.forward_of(module, attention)
             agree(f"{who} applied", [("module", type(module).__name__)], name)
+        self._is_applied = True
+        notice_applied(_ascending(device_mesh))
         module.forward = forward
         return module
+
+    def matched_nothing(self, path: str, mesh: DeviceMesh, *, is_part: bool) -> None:
+        """Refuse (ValueError) a plan's path that matches no module where tokens are dealt out; see Note [Noticing].
+
+        At once if they have been, unless it ``is_part`` of a path that may match in other modules, or has.
+        """
+        if is_part and self._is_applied:
+            return
+        with refusing_together(name_of(mesh)):
+            notice_missed(
+                _ascending(mesh),
+                f"{type(self).__name__} was to be applied to {path!r}, which matches no module, so that every rank "
+                "would attend its own tokens alone: name the inner attention as model.named_modules() does, or leave "
+                "the path out of the plan of a model that has none",
+                at_once=not is_part,
+            )
 
     def _read_module(self, module: nn.Module) -> tuple[list[str], dict[str, Any]]:
         """The names of a module's positional options after q, k, v, and its defaults, which a call may leave out.
@@ -130,9 +153,17 @@ class _ContextParallel(ParallelStyle):
         name, kind = type(self).__name__, type(module).__name__
         if isinstance(getattr(module.forward, "__self__", None), _Forward):
             raise ValueError(f"{name}: the module {kind} already has a context-parallel style")
-        self._check_held(module, [what for what, _ in (*module.named_parameters(), *module.named_buffers())])
         parameters = list(inspect.signature(module.forward).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        tensors = [what for what, _ in (*module.named_parameters(), *module.named_buffers())]
+        if tensors and sum(p.default is p.empty for p in positional) == 1:
+            raise ValueError(
+                f"{name} replaces an inner attention called as attention(q, k, v), and {kind} projects its "
+                f"{positional[0].name} by itself ({', '.join(tensors[:3])}): name the module inside it in the plan or, "
+                "if it has none, give it one, self.inner = Inner(), without parameters, where Inner.forward(self, q, "
+                "k, v) is the scaled_dot_product_attention that it calls now, and name that, as docs/modules.md shows"
+            )
+        self._check_held(module, tensors)
         if len(positional) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
             raise ValueError(
                 f"{name} replaces a module called as attention(q, k, v), got {kind}{inspect.signature(module.forward)}"
@@ -172,16 +203,18 @@ class _ContextParallel(ParallelStyle):
 
     def _read_options(self, options: dict[str, Any], where: str) -> _Call:
         """Take what attention implements, and refuse (ValueError) what this style was not told."""
-        scale = self.options.scale
+        scale, length = self.options.scale, None
         tensors: dict[str, Tensor] = {}
         masks: dict[str, Any] = {}
         for name, value in options.items():
-            if value is None and name in _TOLD:
+            if value is None and name in (*_TOLD, "length"):
                 continue
             if name in SCALE_NAMES:
                 if scale not in (None, value):
                     raise ValueError(f"{where} {name}={value!r}, the style was given scale={scale}")
                 scale = value
+            elif name == "length" and isinstance(value, int) and self.options.length in (None, value):
+                length = value
             elif name in _TENSORS and isinstance(value, Tensor):
                 _add(tensors, _TENSORS[name], value, where)
             elif name in _MASKS and (isinstance(value, BlockMask) or (name == "mask_mod" and callable(value))):
@@ -189,7 +222,7 @@ class _ContextParallel(ParallelStyle):
                     _add(masks, "mask_mod", value, where)
             else:
                 self._check_option(name, value, f"{where} {name}=")
-        return _Call(scale, tensors, masks.get("mask_mod"))
+        return _Call(scale, tensors, masks.get("mask_mod"), length)
 
     def _check_option(self, name: str, value: Any, where: str) -> None:
         """Refuse (ValueError) an option other than the style's."""
@@ -199,7 +232,7 @@ class _ContextParallel(ParallelStyle):
                 raise ValueError(f"{where}{value!r}, the style was given is_causal={told.is_causal}")
             return
         option, lacks = _ALIASES.get(name, name), "does not implement"
-        if option in ("prefix_length", "softcap", "window_size"):
+        if option in ("length", "prefix_length", "softcap", "window_size"):
             given = getattr(told, option) or None
             own, asked = given or 0, value
             if option == "window_size":
@@ -253,7 +286,8 @@ class _Forward:
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         attention = self.attention
         try:
-            scale, tensors, mask = self._read(q, k, args, kwargs)
+            scale, tensors, mask, length = self._read(q, k, args, kwargs)
+            attention = attention if length is None else attention.of_length(length)
             masked = attention if mask is None else attention.with_mask(mask)
             inputs = under_autocast(AttentionInputs(q, k, v, **tensors))
             told = masked.checked(inputs, scale)
@@ -268,7 +302,8 @@ class _Forward:
         kinds = {isinstance(x, DTensor) if isinstance(x, Tensor) else None for x in (q, k, v)}
         in_graph = kinds in ({False}, {True}) and not is_exporting()
         try:
-            scale, tensors, _ = self._read(q, k, args, kwargs)
+            scale, tensors, _, length = self._read(q, k, args, kwargs)
+            attention = attention if length is None else attention.of_length(length)
             inputs = under_autocast(AttentionInputs(q, k, v, **tensors))
             check_call(inputs, attention)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -343,6 +378,10 @@ class UlyssesParallel(_ContextParallel):
 
     _any_axis, _of_size_1, _remedy = "cp_ulysses", ("cp_ring", "cp_team"), "ulysses=..."
     _without = ("schedule", "rotate", "rotate_forward")
+
+
+def _ascending(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh_ranks(mesh)))
 
 
 def _add(known: dict[str, Any], name: str, value: Any, where: str) -> None:

@@ -191,11 +191,16 @@ def _other_call(trial: Trial, reference: Reference, styled: Results, rtol: float
     inputs, layout = reference.inputs, trial.style.layout
     forward = forward_of_copy(trial.module)
     other = "BNLH" if layout == "BLNH" else "BLNH"
-    calls = {f"the module's layout is {other!r}, the style was given layout={layout!r}": (other, inputs)}
+    # A module without grouped heads may take the other layout's tokens for heads, which it was tried with.
+    queries_of_each = inputs.q.shape[1] // inputs.k.shape[1]
+    expanded = inputs._replace(**{x: getattr(inputs, x).repeat_interleave(queries_of_each, 1) for x in "kv"})
+    words = f"the module's layout is {other!r}, the style was given layout={layout!r}"
+    calls = [(words, other, inputs), (words, other, expanded)]
     for order in [p for p in permutations("qkv") if p != ("q", "k", "v")]:
         reordered = inputs._replace(**dict(zip("qkv", (getattr(inputs, x) for x in order), strict=True)))
-        calls[f"the module takes q, k, v in another order: given ({', '.join(order)}) it agrees"] = layout, reordered
-    for words, (called_in, given) in calls.items():
+        words = f"the module takes q, k, v in another order: given ({', '.join(order)}) it agrees"
+        calls.append((words, layout, reordered))
+    for words, called_in, given in calls:
         with suppress(Exception):  # most modules cannot be called so
             out = run(forward, given, called_in, reference.kwargs, backward=False).out
             if not difference("the output", out, styled.out, 3 * rtol):

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.agreement.agree import hear_all, refusing_together
 from wallfacer_dt.autocast import computed_dtype
+from wallfacer_dt.dealing import dealing_by_hand
 from wallfacer_dt.equivalence.cause import compare
 from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened
 from wallfacer_dt.equivalence.together import random_state_kept, run_together
 from wallfacer_dt.equivalence.trial import AttentionStyle, Trial, assembled
 from wallfacer_dt.layout import BY_DOCUMENT, check_length
-from wallfacer_dt.mesh import name_of
+from wallfacer_dt.mesh import mesh_ranks, name_of
 from wallfacer_dt.order import TokenOrder
 
 
@@ -89,7 +90,10 @@ def check_equivalence(
     sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
     trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
     # Gradients on, which they are without inference mode under no_grad, too; and tensors on the mesh's device.
-    with random_state_kept(mesh), torch.inference_mode(False), torch.device(mesh.device_type):
+    with (
+        random_state_kept(mesh), torch.inference_mode(False), torch.device(mesh.device_type),
+        dealing_by_hand(tuple(sorted(mesh_ranks(mesh)))),
+    ):  # fmt: skip
         reference = run_together("check_equivalence", name, trial.run_module)
         shard = run_together("check_equivalence", name, trial.run_style, reference)
         shards = hear_all("check_equivalence's results", shard, name).values()

@@ -74,7 +74,7 @@ def shortened(told: AttentionOptions, length: int | None, size: int) -> tuple[At
 def _short(length: int | None, told: AttentionOptions, size: int) -> int:
     """How long a sequence to try: longer than the style's windows, and as uneven on ``size`` ranks as ``length``."""
     if isinstance(told.mask_mod, BlockMask):
-        of_mask = told.mask_mod.shape[-2]
+        of_mask = told.mask_mod.shape[-2] - told.replicated
         if of_mask > 4 * _LONGEST:
             raise ValueError(
                 f"a BlockMask is of one length, and {of_mask} tokens are too many to try a module out on: give the "

@@ -149,7 +149,8 @@ class Trial:
             told["window_size"] = (left, right)
             told["sliding_window"] = left + 1 if options.is_causal and left >= 0 else None
         if options.mask_mod is not None:
-            told |= _named_masks(options.mask_mod, sizes, self.mesh.device_type)
+            length = sizes.length + options.replicated
+            told |= _named_masks(options.mask_mod, sizes.heads, length, self.mesh.device_type)
         named = inspect.signature(forward).parameters
         return {name: value for name, value in told.items() if name in named and value is not None} | self.kwargs
 
@@ -217,12 +218,12 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
             child.training = its
 
 
-def _named_masks(mask: Any, sizes: Sizes, device: str) -> dict[str, Any]:
+def _named_masks(mask: Any, heads: int, length: int, device: str) -> dict[str, Any]:
     """A style's mask by the names that modules have for one."""
     if isinstance(mask, BlockMask):
         blocks, function = mask, mask.mask_mod
     else:
-        blocks = create_block_mask(mask, 1, sizes.heads, sizes.length, sizes.length, device=device)
+        blocks = create_block_mask(mask, 1, heads, length, length, device=device)
         function = mask
     return {"mask_mod": function, "block_mask": blocks, "attention_masks": blocks}
 

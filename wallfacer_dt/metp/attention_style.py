@@ -23,11 +23,12 @@ from wallfacer_dt.metp.modules import (
     check_attributes,
     check_names,
     check_projections,
+    check_returns_one,
     linear,
     needing_gradients,
     parts_of,
 )
-from wallfacer_dt.metp.proof import CouldNotRunError, Inputs, compare, small_inputs
+from wallfacer_dt.metp.proof import CouldNotRunError, Inputs, Returned, compare, small_inputs
 from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
 from wallfacer_dt.validation import check_call
@@ -61,11 +62,13 @@ class METPAttentionParallel(ParallelStyle):
             (B, L, H / 2), of this rank's tokens. By default these are a pair of tensors, or a complex one, of the call.
             Either way they may have H for H / 2, with every angle twice.
         example: from a number of tokens to arguments and keywords to try the module with after x: what calls bring,
-            where cos and sin, or what ``rotation`` finds them in, may have other values. By default none, or both.
+            where cos and sin, what ``rotation`` finds them in, and ``position_ids`` if it has them, may have other
+            values (documents are told by ``document_ids`` or ``cu_seqlens``). By default none, or both.
         input_layouts: of a plain x on an axis ``tp``: ``Replicate()``, or ``Shard(1)`` under sequence parallelism.
         output_layouts: of the output on an axis ``tp``.
         check: compare the module with the formula first, in this process, on 1152 tokens and small random weights: a
             window that is wider, and stands in the module's code, is not seen. Buffers are taken to stay as they are.
+            A module that returns a tuple with Nones behind the output, as transformers', goes on doing so if checked.
 
     The mesh is as for :class:`METPParallel`, as are hooks and weights of others, but with all axes that the sequence is
     sharded over, and ``cp_ulysses`` of 1. With fewer key heads than ranks there are as many groups as key heads.
@@ -116,13 +119,14 @@ class METPAttentionParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         who = type(self).__name__
-        weights = WeightMesh.of(device_mesh)
+        weights, returned = WeightMesh.of(device_mesh), Returned()
 
         def read() -> tuple[ContextAttention, int, int, Rotary]:
             # First, since beside tp fewer ranks meet in it than hear of a refusal here.
             attention = self.attention.attention_on(weights.context_mesh, self.attention.options)
             heads, kv_heads = self._heads(module, weights, attention, who)
-            return attention, heads, kv_heads, self._checked(module, heads, kv_heads, who, weights.mesh.device_type)
+            rotary = self._checked(module, heads, kv_heads, returned, weights.mesh.device_type)
+            return attention, heads, kv_heads, rotary
 
         dims = {f"{name}.{part}": 0 for name in self.projections for part in ("weight", "bias")}
         dims |= {f"{self.output}.weight": 1, f"{self.output}.bias": 0}
@@ -137,7 +141,7 @@ class METPAttentionParallel(ParallelStyle):
         )  # fmt: skip
         boundary = Boundary(weights, *self.layouts, nested)
         # Bound, so that a copy of the module uses its own weights.
-        forward = self._forward(boundary, block, attention, rotary, attributes_of(module))
+        forward = self._forward(boundary, block, attention, rotary, attributes_of(module), returned)
         module.forward = BoundForward(forward, module, who).forward
         return module
 
@@ -177,10 +181,11 @@ class METPAttentionParallel(ParallelStyle):
         attention: ContextAttention,
         rotary: Rotary,
         attributes: Sequence[Attribute],
-    ) -> Callable[..., Tensor]:
+        returned: Returned,
+    ) -> Callable[..., Any]:
         names, who = [*self.projections, self.output], type(self).__name__
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             x, args, kwargs = rotary.parameters.split(args, kwargs)
             documents = {name: kwargs.pop(name, None) for name in ("document_ids", "cu_seqlens")}
 
@@ -200,7 +205,7 @@ class METPAttentionParallel(ParallelStyle):
 
             refusal = boundary.refusal(x, linear(module, self.output).out_features, check)
             if refusal is not None:
-                return refusal
+                return returned.like(refusal)
             inside, leave = boundary.enter(x)
             cos, sin = rotary.angles(module, args, kwargs, inside)
             tensors = as_computed(inside, *self._shards(module))
@@ -210,7 +215,7 @@ class METPAttentionParallel(ParallelStyle):
                 *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:3]
             )
             y = watched(y, module.parameters(), boundary.weights.name)
-            return leave(boundary.with_bias(y, linear(module, self.output).bias))
+            return returned.like(leave(boundary.with_bias(y, linear(module, self.output).bias)))
 
         return forward
 
@@ -226,19 +231,20 @@ class METPAttentionParallel(ParallelStyle):
         absent = [None] * (3 - len(weights))
         return [*weights, *absent, output, *biases, *absent]
 
-    def _checked(self, module: nn.Module, heads: int, kv_heads: int, who: str, device_type: str) -> Rotary:
+    def _checked(self, module: nn.Module, heads: int, kv_heads: int, returned: Returned, device_type: str) -> Rotary:
         """How the module is handed its angles; compared first, on fewer heads than it has or, if it minds, on all."""
         rotary = self.rotary.of(module)
         calls = list(rotary.examples(_TRIED)) if self.example is None else [self.example(_TRIED)]
         if not self.check:
+            check_returns_one(module, type(self).__name__)
             return rotary if self.example is None else rotary.as_in(module, calls[0])
         try:
-            agreed = self._compared(module, rotary, calls, (2 * heads // kv_heads, 2), 6, who, device_type)
+            agreed = self._compared(module, rotary, calls, (2 * heads // kv_heads, 2), 6, returned, device_type)
         except CouldNotRunError:
             dim = linear(module, self.projections[0]).in_features
             if dim > _LARGEST:
                 raise
-            agreed = self._compared(module, rotary, calls, (heads, kv_heads), dim, who, device_type)
+            agreed = self._compared(module, rotary, calls, (heads, kv_heads), dim, returned, device_type)
         return rotary.as_in(module, calls[agreed])
 
     def _compared(
@@ -248,7 +254,7 @@ class METPAttentionParallel(ParallelStyle):
         calls: Sequence[Arguments],
         heads: tuple[int, int],
         dim: int,
-        who: str,
+        returned: Returned,
         device_type: str,
     ) -> int:
         """In which of the calls the module is what METP computes, with so many query heads and key heads."""
@@ -284,4 +290,5 @@ class METPAttentionParallel(ParallelStyle):
             return y if bias is None else y + bias.to(y.dtype)
 
         inputs = small_inputs(module, by_name, (1, _TRIED, dim))
-        return compare(module, who, inputs, calls, formula, device_type, "give example=, or check=False")
+        who, remedy = type(self).__name__, "give example=, or check=False"
+        return compare(module, who, inputs, calls, formula, device_type, remedy, returned)

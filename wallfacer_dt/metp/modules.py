@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,16 @@ def check_names(names: Mapping[str, Any]) -> None:
             raise TypeError(f"{option} must be the name of a submodule, got {name!r}")
     if len(set(names.values())) != len(names):
         raise ValueError(f"{', '.join(names)} must be different submodules, got {', '.join(names.values())}")
+
+
+def check_returns_one(module: nn.Module, who: str) -> None:
+    """Refuse (ValueError) a module whose forward says that it returns a tuple, of what only a trial knows."""
+    said = inspect.signature(module.forward).return_annotation
+    if get_origin(said) is tuple or str(said).lower().startswith("tuple["):
+        raise ValueError(
+            f"{who}: {type(module).__name__} says that it returns a {said}, and with check=False {who} returns a "
+            "tensor: leave check=False out, and give example="
+        )
 
 
 def check_projections(module: nn.Module, names: Sequence[str], who: str) -> None:

@@ -24,6 +24,26 @@ Inputs = dict[str, Tensor]
 Formula = Callable[[Inputs, Sequence[Any], Mapping[str, Any]], Tensor]
 
 
+class Returned:
+    """What a module returns: a tensor, or one with Nones behind it, for what it has not computed.
+
+    Attributes:
+        nones: how many; None for a tensor alone, as long as nothing has been returned.
+    """
+
+    nones: int | None = None
+
+    def tensor(self, out: Any) -> Any:
+        """The tensor of what was returned, if it is one of these."""
+        is_one = isinstance(out, tuple) and len(out) > 1 and all(x is None for x in out[1:])
+        self.nones = len(out) - 1 if is_one else None
+        return out[0] if is_one else out
+
+    def like(self, y: Tensor) -> Any:
+        """A tensor as the module returns one."""
+        return y if self.nones is None else (y, *(None,) * self.nones)
+
+
 class CouldNotRunError(EquivalenceError):
     """The module takes none of the calls, whatever it computes."""
 
@@ -51,6 +71,7 @@ def compare(
     formula: Formula,
     device_type: str = "cpu",
     remedy: str = "or give check=False",
+    returned: Returned | None = None,
 ) -> int:
     """Compare a module's output and gradients with a formula's: in float64, and in float32 where autocast is on.
 
@@ -63,6 +84,7 @@ def compare(
         formula: what METP computes of the same.
         device_type: whose autocast counts, which is then on in this trial on the CPU.
         remedy: what to do about a module that could not be run.
+        returned: where Nones behind the output are allowed, what takes note of them.
 
     Returns:
         The number of the call in which they agree.
@@ -83,7 +105,9 @@ def compare(
     ):
         for number, call in enumerate(calls):
             try:
-                found = (_tried(module, formula, inputs, call, dtype) for dtype in list(_TOLERANCES)[: 1 + is_on])
+                found = (
+                    _tried(module, formula, inputs, call, dtype, returned) for dtype in list(_TOLERANCES)[: 1 + is_on]
+                )
                 problem = next(filter(None, found), "")
             except CouldNotRunError as error:
                 failures.append(str(error))
@@ -104,6 +128,7 @@ def _tried(
     inputs: Inputs,
     call: tuple[Sequence[Any], Mapping[str, Any]],
     dtype: torch.dtype,
+    returned: Returned | None,
 ) -> str:
     """How the module differs from the formula in a call, or empty; CouldNotRunError where it does not take the call."""
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
@@ -111,7 +136,7 @@ def _tried(
         call = tree_map_only(Tensor, lambda x: x.to(_NARROWER.get(x.dtype, x.dtype)), call)
     args, kwargs = call
     try:
-        theirs = _results(lambda x: _run(module, x, args, kwargs), inputs)
+        theirs = _results(lambda x: _run(module, x, args, kwargs, returned), inputs)
     except EquivalenceError:
         raise
     except Exception as error:  # whatever a module may raise
@@ -121,10 +146,17 @@ def _tried(
     return _difference(_results(lambda x: formula(x, args, kwargs), inputs), theirs, _TOLERANCES[dtype])
 
 
-def _run(module: nn.Module, inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def _run(
+    module: nn.Module,
+    inputs: Inputs,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    returned: Returned | None,
+) -> Tensor:
     weights = {name: x for name, x in inputs.items() if name}
     weights |= {name: buffer.cpu() for name, buffer in module.named_buffers() if not buffer.is_meta}
     out = functional_call(module, weights, (inputs[""], *args), dict(kwargs), tie_weights=False)
+    out = out if returned is None else returned.tensor(out)
     if not isinstance(out, Tensor):
         raise EquivalenceError(
             f"{type(module).__name__} returns a {type(out).__name__}, under METP it returns a tensor"

@@ -17,6 +17,8 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 Rotation = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], tuple[Tensor, Tensor]]
 Form = Literal["complex", "by element", "by pair"]
 
+# What calls hand through, and was seen to do nothing where a module was tried with some.
+_POSITIONS = ("position_ids",)
 _NOTHING_NAMED = Parameters("x", (), (), {}, any_positional=False, any_named=False)
 
 
@@ -110,6 +112,8 @@ class Rotary:
     def _found(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
         given = self.parameters.given(args, kwargs)
         asked = self.parameters.differing(given, self.tried)
+        positions = [name for name in _POSITIONS if isinstance(self.tried.get(name), Tensor)]
+        asked = {name: value for name, value in asked.items() if name not in positions}
         if self.rotation is not None:
             self._refuse({name: value for name, value in asked.items() if name not in self.found_in})
             found = _as_angles(self.rotation(module, args, kwargs))

@@ -94,6 +94,7 @@ class Cluster:
         kernels: rates.
         striped_gathers: whether what a gather brings into a node comes over the interfaces of all its ranks there, as
             by NCCL's rings, or over one, as by gloo's.
+        device_type: of its ranks, of which the code of a plan makes its mesh.
     """
 
     ranks: int
@@ -104,6 +105,7 @@ class Cluster:
     memory: int | None = None
     kernels: Kernels = Kernels()
     striped_gathers: bool = True
+    device_type: str = "cuda"
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what is no cluster."""

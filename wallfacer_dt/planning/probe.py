@@ -87,6 +87,7 @@ class Probe:
         return Cluster(
             self.ranks, per_node, intra, inter, nics, kernels=Kernels(copy=max(copy, copy_inter)),
             striped_gathers=self.device.type != "cpu",  # where gloo gathers
+            device_type=self.device.type,
         )  # fmt: skip
 
     def kernels(self, model: ModelShape, sequence: SequenceShape) -> tuple[Kernels, float]:

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.attention import context_parallel_attention
+from wallfacer_dt.dealing import dealing_by_hand
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.mesh import PLACEMENTS, context_groups, temporary_groups
+from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, temporary_groups
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
@@ -357,11 +358,12 @@ def attention_step(given: Plan, mesh: DeviceMesh, kernel: str = "auto") -> Calla
     q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
 
     def step() -> None:
-        out = context_parallel_attention(
-            q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
-            schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
-            kernel=kernel,
-        )  # fmt: skip
+        with dealing_by_hand(tuple(sorted(mesh_ranks(mesh)))):
+            out = context_parallel_attention(
+                q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
+                schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
+                kernel=kernel,
+            )  # fmt: skip
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     return step

@@ -74,6 +74,11 @@ class _Counting(TorchDispatchMode):
         self.traffic, self.axes = traffic, axes
         self.current: Received | None = None
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let a compiler be, whose graphs call the operators as others do (Dynamo runs nothing under other modes)."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in _BODIES:
             backward = func._schema.name.endswith("_backward")

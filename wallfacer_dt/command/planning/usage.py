@@ -28,7 +28,7 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
     names = ["METPParallel"] * has_metp + ["TokenOrder", "WallFacerParallel", "context_mesh", "shard_sequence"]
     lines = [
         f"from wallfacer_dt import {', '.join(names)}",
-        f'mesh = context_mesh("cuda", ring={it.ring}, team={it.team}, ulysses={it.ulysses}, '
+        f'mesh = context_mesh("{plan.cluster.device_type}", ring={it.ring}, team={it.team}, ulysses={it.ulysses}, '
         f'placement="{it.placement}")',
         f'order = TokenOrder("{it.order}", mesh)',
         _attention_line(plan),

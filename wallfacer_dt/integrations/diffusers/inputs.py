@@ -45,7 +45,7 @@ def share_inputs(mesh: DeviceMesh, **inputs: Any) -> dict[str, Any]:
     for key, x in tensors.items():
         flat = x.contiguous().view(-1).view(torch.uint8)
         for group in filter(None, groups):
-            flat = wait(broadcast(flat, 0, group))
+            flat = wait(broadcast(flat, 0, group), "broadcast of a batch", group)
         shared[key] = flat.view(x.dtype).view(x.shape)
     return shared
 

@@ -11,6 +11,11 @@ from wallfacer_dt.integrations.transformers.sequence import ForwardPass
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 
 
+def shifts_labels(loss: Callable[..., Any]) -> bool:
+    """Whether a loss function of transformers predicts the next token."""
+    return _SHIFTS.get(getattr(loss, "__name__", ""), False)
+
+
 @dataclass(frozen=True)
 class SummedLoss:
     """In place of a model's loss function: the same, called in a way in which ranks' losses add up.

@@ -24,7 +24,7 @@ from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
-from wallfacer_dt.integrations.transformers.loss import SummedLoss
+from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_labels
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
 from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
 from wallfacer_dt.integrations.transformers.sequence import ForwardPass, ShardedSequence
@@ -67,6 +67,12 @@ class ContextParallel:
         AttentionInterface.register(self.name, attend)
         AttentionMaskInterface.register(self.name, self._mask)
         self._turn_on(model)
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the model's own loss predicts the next token."""
+        model = self._model()
+        return model is not None and shifts_labels(self._loss or upstream.own_loss(model))
 
     def remove(self) -> None:
         """Give the model the attention and the loss back that it had."""
@@ -230,7 +236,7 @@ class ContextParallel:
         if positions is None:
             raise ValueError(
                 "position_ids are missing: the model would count from 0 on every rank; call it with all that "
-                "shard_inputs gives, or with position_ids=sequence_positions(N, order)[None]"
+                f"shard_inputs gives, or with position_ids=sequence_positions(N, order)[None]; {_TRAINER}"
             )
         if shard != sequence.positions.shape[-1] or not _are(positions, sequence.positions):
             raise ValueError(
@@ -242,9 +248,10 @@ class ContextParallel:
         return sequence
 
 
+_TRAINER = "instead of transformers' Trainer, whose ranks read other sequences, use ContextParallelTrainer"
 _PADDED = (
     "attention_mask has padding, or is not this rank's: tell shard_inputs attention_mask of the whole sequence, and "
-    "leave it out of the model's call"
+    f"leave it out of the model's call; {_TRAINER}"
 )
 
 
@@ -299,6 +306,14 @@ def context_parallel(
         earlier.remove()
     with refusing_together(name):
         return ContextParallel(model, mesh, options, order)
+
+
+def handle_of(model: Any) -> ContextParallel:
+    """What :func:`context_parallel` returned for a model, or a refusal (ValueError)."""
+    found = getattr(model, _HANDLE, None)
+    if not isinstance(found, ContextParallel):
+        raise ValueError(f"{type(model).__name__} was not given to context_parallel: do so first")
+    return found
 
 
 def _offset(asked: dict[str, Any]) -> bool:

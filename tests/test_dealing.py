@@ -1,0 +1,146 @@
+"""What is noticed where tokens are dealt out: plans that match nothing, and ranks to which nobody deals."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from wallfacer_dt import (
+    TokenOrder,
+    WallFacerParallel,
+    context_mesh,
+    context_parallel_attention,
+    sequence_positions,
+    shard_sequence,
+    split_context_axis,
+)
+from wallfacer_dt.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+
+
+class Inner(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Layer(nn.Module):
+    def __init__(self, *, attends: bool = True) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"inner": Inner()} if attends else {})
+
+
+def model() -> nn.Module:
+    """Of two layers, one of which has no attention."""
+    return nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer(attends=False)])})
+
+
+def said(call: Callable[[], Any]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+    return "; ".join(str(one.message).partition(" in module")[0] for one in caught)
+
+
+def plans() -> dict[str, str]:
+    """On every rank: what is said of plans, before anything is dealt out and after."""
+    mesh = context_mesh("cpu", ring=2, team=2)
+    order, tokens = TokenOrder("head_tail", mesh), torch.arange(16)
+
+    def apply(path: str, on: Any = mesh) -> str:
+        style = WallFacerParallel(order=order, layout="BNLH", check=False)
+        return said(lambda: parallelize_module(model(), on, {path: style}))
+
+    def deal() -> str:
+        return said(lambda: shard_sequence(tokens, order, dim=0))
+
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "dp"))["cp_ring"]
+    found = {"first": apply("blocks.*.attention.inner"), "dealt out": deal(), "dealt out again": deal()}
+    found |= {"of no layer": "", "of no layer, at once": apply("layers.*.self_attn.inner")}
+    found["of no layer"] = said(lambda: sequence_positions(16, order))
+    found |= {"of one layer": apply("layers.*.attention.inner"), "then": deal()}
+    found["of nothing"] = apply("blocks.*.attention.inner")
+    found["on another mesh"] = apply("blocks.*.attention.inner", pair)
+    parts = [apply("layers.*.self_attn.inner"), apply("layers.*.attention.inner"), deal()]
+    found["made up for"] = parts[-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        others = {"layers.*.self_attn.inner": nn.Identity()}
+        found["a style of others"] = said(lambda: parallelize_module(model(), mesh, others))
+    return found
+
+
+TORCHS = "Parallelize plan key '{}' could not be resolved: no submodule matching token '{}'"
+REFUSED = "WallFacerParallel was to be applied to '{}', which matches no module, so that every rank would attend"
+MISSING = TORCHS.format("self_attn.inner", "self_attn")
+PLANS = {
+    "first": TORCHS.format("blocks.*.attention.inner", "blocks"),
+    "dealt out": REFUSED.format("blocks.*.attention.inner"),
+    "dealt out again": "",
+    "of no layer, at once": f"{MISSING}; {MISSING}",
+    "of no layer": REFUSED.format("self_attn.inner"),
+    "of one layer": TORCHS.format("inner", "inner"),
+    "then": "",
+    "of nothing": REFUSED.format("blocks.*.attention.inner"),
+    "on another mesh": TORCHS.format("blocks.*.attention.inner", "blocks"),
+    "made up for": "",
+    "a style of others": f"{MISSING}; {MISSING}",
+}
+
+
+def attending() -> list[str]:
+    """On every rank: what is said of attention on meshes to which nothing has been dealt out, and others."""
+    mesh = context_mesh("cpu", ring=2, team=2)
+    order, x = TokenOrder("head_tail", mesh), torch.randn(1, 2, 4, 8)
+
+    def attend(x: Tensor = x, on: Any = mesh) -> str:
+        return said(lambda: context_parallel_attention(x, x, x, on))
+
+    whole = DTensor.from_local(x, mesh, [Shard(2), Shard(2)], run_check=False)
+    checked = nn.ModuleDict({"inner": Inner()})
+    style = WallFacerParallel(order=order, layout="BNLH")
+    proved = said(lambda: parallelize_module(checked, mesh, {"inner": style}))
+    found = [proved, attend(whole), attend(), attend()]
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp_ring"))["cp_ring"]
+    shard_sequence(torch.arange(16), TokenOrder("contiguous", pair), dim=0)
+    return [*found, attend(on=pair)]
+
+
+def by_others() -> list[str]:
+    """A mesh along whose axis others deal tokens out."""
+    mesh = split_context_axis(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), ring=2, team=2)
+    x, style = torch.randn(1, 2, 4, 8), WallFacerParallel(check=False)
+    return [
+        said(lambda: context_parallel_attention(x, x, x, mesh)),
+        said(lambda: parallelize_module(model(), mesh, {"blocks.*.attention.inner": style})),
+    ]
+
+
+def test_attention_on_ranks_to_which_others_deal(threads: Callable[[int], RankPool]) -> None:
+    for attended, matched_nothing in threads(4).run(by_others):
+        assert attended == ""
+        assert matched_nothing.startswith(REFUSED.format("blocks.*.attention.inner"))
+
+
+def test_what_is_noticed() -> None:
+    """In a world of its own, in which nothing has been noticed; on processes, since warnings are caught."""
+    pool = RankPool(4)
+    for proved, whole, first, again, dealt in pool.run(attending):
+        assert (proved, whole, again, dealt) == ("", "", "", "")
+        assert first.startswith("attention on 4 ranks, to which no sequence was dealt out in this process")
+    for told in pool.run(plans):
+        assert told.keys() == PLANS.keys()
+        for name, what in PLANS.items():
+            assert told[name].startswith(what), (name, told[name])
+            assert bool(told[name]) == bool(what), (name, told[name])
+    pool.close()

@@ -1,0 +1,224 @@
+"""transformers' Trainer on shards: what it trains is what one process trains on whole batches; others are refused."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import Dataset
+
+from wallfacer_dt import TokenOrder, context_mesh
+from wallfacer_dt.testing import RankPool, worst_error
+
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from transformers import Trainer, TrainingArguments
+
+from tests.models import MODELS
+from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
+from wallfacer_dt.integrations.transformers.trainer import ContextParallelTrainer
+
+Ranks = Callable[[int], RankPool]
+RANKS = 4
+LENGTH, LR = 61, 0.05  # of a length that ranks do not divide
+
+
+class Rows(Dataset):
+    """Rows of tokens, of which some labels do not count; remembers which were asked for.
+
+    Some end early or, packed, are of two documents, which positions say.
+    """
+
+    def __init__(self, *, packed: bool = False) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(3, 97, (16, LENGTH), generator=generator)
+        self.labels = self.tokens.masked_fill(torch.rand(16, LENGTH, generator=generator) < 0.3, -100)
+        self.mask = torch.ones_like(self.tokens)
+        self.mask[::3, 40:] = 0
+        self.labels[self.mask == 0] = -100
+        self.said = {"attention_mask": self.mask}
+        if packed:
+            positions = torch.arange(LENGTH).expand(16, -1).clone()
+            positions[::3, 40:] -= 40
+            self.labels[::3, 40] = -100  # which the other document would predict
+            self.said = {"position_ids": positions}
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.asked.append(index)
+        return {name: x[index] for name, x in {"input_ids": self.tokens, "labels": self.labels, **self.said}.items()}
+
+
+def of_torchrun() -> Any:
+    """What torchrun tells a process, from which accelerate knows that there are others."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    return mock.patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+
+
+def arguments(**options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        per_device_eval_batch_size=5, optim="sgd", learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=0.5,
+        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        **{"prediction_loss_only": True} | options,
+    )  # fmt: skip
+
+
+def counted(rows: Rows, some: list[int]) -> Tensor:
+    return (rows.labels[some][:, 1:] != -100).sum()
+
+
+def loss_of(model: Any, rows: Rows, some: list[int]) -> Tensor:
+    """The mean over all counted labels, of one process and whole rows."""
+    said = {name: x[some] for name, x in rows.said.items()}
+    logits = model(input_ids=rows.tokens[some], use_cache=False, **said).logits
+    summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows.labels[some][:, 1:].flatten(), reduction="sum")
+    return summed / counted(rows, some)
+
+
+def one_process(rows: Rows, steps: list[list[int]]) -> tuple[Any, list[float]]:
+    """The model, and its losses in steps of these rows."""
+    model = MODELS["Mistral"].made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
+    for some in steps:
+        loss = loss_of(model, rows, some)
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+def evaluated(model: Any, rows: Rows) -> float:
+    """As Trainer has it: by batch, each as much as it has rows."""
+    parts = [list(range(len(rows)))[first : first + 5] for first in range(0, len(rows), 5)]
+    with torch.no_grad():
+        return sum(loss_of(model, rows, part).item() * len(part) for part in parts) / len(rows)
+
+
+def trained(groups: int) -> tuple[list[int], float, float]:
+    """Which rows this rank read (packed, on two meshes), and how far parameters and losses are from one process."""
+    rows, world = Rows(packed=groups == 2), dist.get_world_size()
+    whole = init_device_mesh("cpu", (groups, world // groups, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
+    mesh = whole["cp_ring", "cp_team"]
+    model = MODELS["Mistral"].made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    with of_torchrun():
+        trainer = ContextParallelTrainer(model, arguments(), train_dataset=rows, eval_dataset=Rows())
+        trainer.train()
+        asked: list[Any] = [None] * world
+        dist.all_gather_object(asked, rows.asked)
+        logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        logged += [trainer.evaluate()["eval_loss"]] if groups == 1 else []
+    by_group = asked[:: world // groups]
+    steps = [[row for group in by_group for row in group[4 * step :][:4]] for step in range(3)]
+    expected, losses = one_process(rows, steps)
+    losses += [evaluated(expected, rows)] if groups == 1 else []
+    found = dict(trainer.model.named_parameters())
+    pairs = {name: (found[name].detach(), p.detach()) for name, p in expected.named_parameters()}
+    told = torch.tensor(logged), torch.tensor(losses)
+    return asked[dist.get_rank()], worst_error(pairs, relative_to="largest"), worst_error([told])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_trainer(ranks: Ranks, groups: int) -> None:
+    told = ranks(RANKS).run(trained, groups)
+    assert len({tuple(asked) for asked, _, _ in told}) == groups
+    for _, parameters, losses in told:
+        assert parameters < 1e-6
+        assert losses < 1e-4
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "went through"
+
+
+class Other(Rows):
+    """Other rows on one rank, as a loader would have them that was shuffled by a seed of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = self.tokens + (dist.get_rank() == 1)
+
+
+class Whole(Rows):
+    """As a loader gives them that pads nothing."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: x for name, x in super().__getitem__(index).items() if name != "attention_mask"}
+
+
+class WithMore(Rows):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "cu_seq_lens_q": torch.tensor([0, LENGTH])}
+
+
+def refused() -> dict[str, str]:
+    """On every rank: what is said of trainers that would take whole sequences for shards, and of what is no sum."""
+    mesh = context_mesh("cpu", ring=2, team=2)
+    model = MODELS["Llama"].made()
+    said = {"a model that is not set up": refusal(lambda: ContextParallelTrainer(model, arguments()))}
+    order = TokenOrder("head_tail", mesh)
+    context_parallel(model, mesh, order=order)
+
+    def train(kind: type[Trainer] = ContextParallelTrainer, rows: Any = None, **options: Any) -> str:
+        told = arguments(remove_unused_columns=False)
+        return refusal(lambda: kind(model, told, train_dataset=rows or Rows(), **options).train())
+
+    def evaluate(**options: Any) -> str:
+        trainer = ContextParallelTrainer(model, arguments(prediction_loss_only=False), eval_dataset=Rows(), **options)
+        return refusal(trainer.evaluate)
+
+    with of_torchrun():
+        said["transformers' own Trainer"] = train(Trainer)
+        said["transformers' own Trainer, without padding"] = train(Trainer, Whole())
+        said["other rows on a rank"] = train(rows=Other())
+        said["a column that is not dealt out"] = train(rows=WithMore())
+        said["a loss of one's own"] = train(compute_loss_func=lambda *_, **__: None)
+        said["metrics of logits"] = evaluate(compute_metrics=lambda _: {})
+        smoothed = arguments(label_smoothing_factor=0.1)
+        said["label smoothing"] = refusal(lambda: ContextParallelTrainer(model, smoothed))
+    # What accelerate does to a model under ParallelismConfig(cp_size=4): masks are dropped. Not to be had on the CPU.
+    _attach_context_parallel_hooks(model)
+    tokens = Rows().tokens[:2]
+    batch = shard_inputs(mesh, tokens, labels=tokens, order=order)
+    said["accelerate's context parallelism"] = refusal(lambda: model(**batch))
+    return said
+
+
+REFUSED = {
+    "a model that is not set up": "was not given to context_parallel",
+    "transformers' own Trainer": "instead of transformers' Trainer, whose ranks read other sequences, use Context",
+    "transformers' own Trainer, without padding": "position_ids are missing",
+    "other rows on a rank": "the tokens must be the same on every rank",
+    "a column that is not dealt out": "a batch has cu_seq_lens_q",
+    "a loss of one's own": "does not go with compute_loss_func",
+    "metrics of logits": "set prediction_loss_only=True",
+    "label smoothing": "does not go with label_smoothing_factor",
+    "accelerate's context parallelism": "was called with no mask",
+}
+
+
+def test_trainers_that_are_refused(ranks: Ranks) -> None:
+    for told in ranks(RANKS).run(refused):
+        assert told.keys() == REFUSED.keys()
+        for name, what in REFUSED.items():
+            assert what in told[name], (name, told[name])

@@ -1,0 +1,192 @@
+"""transformers' Trainer for a model that :func:`context_parallel` was given. Needs accelerate, as Trainer does.
+
+Note [What Trainer takes for data parallelism]
+To Trainer every rank is one of data parallelism: it counts labels over all of them, multiplies each rank's loss by
+their number, and DDP or FSDP average gradients. With a shard for a batch that is right as it is, since labels were
+shifted before they were cut: the average of W parts, each times W, is their sum. Two things are not. Its loader hands
+every rank other sequences, and no rank must take these for shards of one; and what it evaluates it gathers by row.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from wallfacer_dt.agreement.agree import hear_all, refusing_together
+from wallfacer_dt.agreement.worlds import name_mesh
+from wallfacer_dt.integrations.transformers.inputs import shard_inputs
+from wallfacer_dt.integrations.transformers.model import handle_of
+from wallfacer_dt.integrations.transformers.sequence import positions_within
+from wallfacer_dt.mesh import mesh_ranks
+
+# What a batch may bring, as `shard_inputs` calls it.
+_TAKEN = {"input_ids", "labels", "attention_mask", "document_ids", "cu_seqlens", "position_ids"}
+
+
+class ContextParallelTrainer(Trainer):
+    """``Trainer``, in which the ranks of a mesh read the same batches, and each computes its part of them.
+
+    Called and configured as ``Trainer``, with a model that :func:`context_parallel` was given; under torchrun, with
+    DDP. ``per_device_train_batch_size`` is that of a mesh. Datasets and collators give whole rows: ``input_ids`` and
+    ``labels``, perhaps ``attention_mask``, or where documents are packed ``position_ids`` that restart,
+    ``document_ids`` or ``cu_seqlens`` (with ``remove_unused_columns=False``). See docs/transformers.md.
+
+    Args:
+        model: after :func:`context_parallel`.
+        *args: as ``Trainer`` takes them.
+        **kwargs: likewise.
+
+    Raises:
+        ValueError: a model that :func:`context_parallel` was not given, or an argument that goes with shards as little
+            as a parallelism of accelerate's own; in training, a batch that ranks do not hold alike.
+    """
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self.context = handle_of(model)
+        super().__init__(model, *args, **kwargs)
+        everyone = name_mesh("world", range(dist.get_world_size()), ())
+        with refusing_together(everyone):
+            self._check_arguments()
+            groups = sorted(set(hear_all("Trainer's meshes", mesh_ranks(self.context.mesh), everyone).values()))
+            if sum(map(len, groups)) != dist.get_world_size():
+                raise ValueError(f"every rank must be in one mesh of context_parallel, got meshes of ranks {groups}")
+        self._groups, self._group = len(groups), groups.index(mesh_ranks(self.context.mesh))
+        # By which all of its loaders are prepared: not for each rank, but for each mesh.
+        self.accelerator.prepare_data_loader = self._prepare_loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """What Trainer counts labels of and trains on: this rank's part of each batch.
+
+        Args:
+            epoch_iterator: whole batches.
+            num_batches: of one optimizer step.
+            device: of the count.
+
+        Returns:
+            This rank's parts, and the counted labels of all ranks' parts.
+        """
+        return super().get_batch_samples(map(self._shard, epoch_iterator), num_batches, device)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with rows counted once that several ranks share.
+
+        Args:
+            *args: as Trainer has them.
+            **kwargs: likewise.
+
+        Returns:
+            As Trainer's.
+        """
+        self.gather_function = self._by_row
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, None, None]:
+        """The loss of all meshes' whole batches, the same on every rank.
+
+        Args:
+            model: to evaluate.
+            inputs: the whole batch.
+            prediction_loss_only: must be true: logits and labels are shards, which Trainer would gather by row.
+            ignore_keys: as Trainer has it.
+
+        Returns:
+            The loss, and nothing else.
+
+        Raises:
+            ValueError: more than the loss is asked for, or nothing to compute it from.
+        """
+        if not prediction_loss_only or "labels" not in inputs:
+            raise ValueError(
+                "of shards Trainer evaluates the loss alone: set prediction_loss_only=True, leave compute_metrics out, "
+                "and give it labels; for logits call the model within `with handle.whole():`"
+            )
+        loss, _, _ = super().prediction_step(model, self._shard(inputs), prediction_loss_only, ignore_keys)
+        return self.accelerator.reduce(loss, "mean"), None, None
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of one optimizer step, of which a mesh has as many as Trainer takes a rank to have.
+
+        Args:
+            args: Trainer's.
+
+        Returns:
+            The number of rows.
+        """
+        return super().get_total_train_batch_size(args) // self.context.mesh.size()
+
+    def _by_row(self, losses: Tensor) -> Tensor:
+        """The loss of each row of all meshes' batches, from that of a mesh's rows; of the last batch no row twice."""
+        state, rows = self.accelerator.gradient_state, losses.repeat(self._groups)
+        return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
+    def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch, or a refusal (ValueError) on every rank."""
+        order = self.context.order
+        with refusing_together(order.mesh_name):
+            told = dict(batch)
+            if unknown := sorted(told.keys() - _TAKEN):
+                raise ValueError(f"a batch has {', '.join(unknown)}, of which Trainer cannot deal out this rank's part")
+            if "input_ids" not in told:
+                raise ValueError("a batch must have input_ids, which are dealt out")
+            positions = told.pop("position_ids", None)
+            if positions is not None:
+                told["document_ids"] = _documents(positions.cpu())
+            # They are where the schedule is made.
+            documents = {name: told.get(name) for name in ("document_ids", "cu_seqlens")}
+            told |= {name: x.cpu() for name, x in documents.items() if x is not None}
+        shard = shard_inputs(self.context.mesh, order=order, shift=self.context.shifts_labels, **told)
+        shard.pop("num_items_in_batch", None)  # that of a step Trainer counts
+        return shard
+
+    def _check_arguments(self) -> None:
+        args, config = self.args, getattr(self.accelerator, "parallelism_config", None)
+        sizes = {} if config is None else {name: getattr(config, f"{name}_size") for name in ("cp", "sp", "tp")}
+        refused = {
+            "parallelism_config of cp, sp or tp (the mesh is context_parallel's)": max(sizes.values(), default=1) > 1,
+            "compute_loss_func (the loss must be the model's own)": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.label_smoother is not None,
+            "average_tokens_across_devices=False": not args.average_tokens_across_devices,
+            "accelerator_config with dispatch_batches": bool(self.accelerator.dispatch_batches),
+            "deepspeed": self.is_deepspeed_enabled,
+            "DataParallel": args.n_gpu > 1,
+            "a world of one process (start it by torchrun)": self.accelerator.num_processes != dist.get_world_size(),
+        }
+        if not self.model_accepts_loss_kwargs:
+            raise ValueError(
+                f"{type(self.model).__name__} computes its loss by itself, as the mean over this rank's tokens: write "
+                "a loop of your own, as docs/transformers.md has it"
+            )
+        if found := [name for name, is_set in refused.items() if is_set]:
+            raise ValueError(f"ContextParallelTrainer does not go with {found[0]}")
+
+    def _prepare_loader(self, loader: DataLoader, device_placement: bool | None = None, **_: Any) -> DataLoader:
+        """As accelerate's, for so many meshes instead of ranks."""
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
+        ours = self.accelerator
+        prepared = prepare_data_loader(
+            loader, ours.device, num_processes=self._groups, process_index=self._group,
+            split_batches=ours.split_batches, put_on_device=ours.device_placement if device_placement is None
+            else device_placement, rng_types=ours.rng_types.copy(), dispatch_batches=False,
+            even_batches=ours.even_batches, use_seedable_sampler=ours.use_seedable_sampler,
+            non_blocking=ours.non_blocking, use_stateful_dataloader=ours.use_stateful_dataloader,
+        )  # fmt: skip
+        prepared._is_accelerate_prepared = True
+        return prepared
+
+
+def _documents(positions: Tensor) -> Tensor | None:
+    """(B, N): the document of every token, from positions that restart; None for one; others are refused."""
+    documents = (positions == 0).long().cumsum(-1)
+    if not torch.equal(positions_within(documents, positions.shape[-1]).expand_as(positions), positions):
+        raise ValueError("position_ids must count from 0 in every document, which is how Trainer finds them")
+    return None if bool((documents == 1).all()) else documents

@@ -1,0 +1,34 @@
+"""Have a style told of a path that matches no module, of which torch's ``parallelize_module`` only warns.
+
+Private: that it warns by its module's ``warnings``, from a frame whose ``parallelize_style``, ``device_mesh`` and
+``module_path`` say of what; run on torch 2.13.0. A torch that does otherwise warns as it would without this.
+"""
+
+import sys
+import warnings
+from typing import Any
+
+from torch.distributed.tensor.parallel import api
+
+
+class _Warnings:
+    """The module ``warnings`` as ``parallelize_module`` sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def warn(self, message: Any, *args: Any, stacklevel: int = 1, **kwargs: Any) -> None:
+        """Warn, and tell the style."""
+        frame = sys._getframe(1)
+        told = frame.f_locals
+        if hasattr(told.get("parallelize_style"), "matched_nothing"):
+            # It calls itself for each module that the beginning of a path matches.
+            is_part = frame.f_back is not None and frame.f_back.f_code is frame.f_code
+            told["parallelize_style"].matched_nothing(told["module_path"], told["device_mesh"], is_part=is_part)
+        warnings.warn(message, *args, stacklevel=stacklevel + 1, **kwargs)
+
+
+def tell_styles() -> None:
+    """From now on ``parallelize_module`` calls a style's ``matched_nothing`` before it warns."""
+    if getattr(api, "warnings", None) is warnings:
+        api.warnings = _Warnings()  # pyrefly: ignore[bad-assignment]
