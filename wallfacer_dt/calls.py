@@ -55,7 +55,7 @@ def agreed_call(
                 "write into it after the backward, or capture another tensor"
             )
         call = make_call(options, inputs)
-        needed = call.needed()
+        needed = {} if call.answers is None else call.needed()
     except Exception as error:  # a mask_mod may raise anything
         tell(error, mesh)
         raise
@@ -201,10 +201,9 @@ class Call(NamedTuple):
         It asks about all that this rank may have to compute, so that a mask that cannot answer is refused on all ranks.
         """
         found: dict[Side, set[int]] = {}
-        if self.answers is not None:
-            for backward in (False, True)[: 1 + self.plan.options.gradients]:
-                offsets = needed_offsets(self._schedule(backward=backward))
-                found.setdefault(self.plan.resident(backward=backward), set()).update(offsets)
+        for backward in (False, True)[: 1 + self.plan.options.gradients]:
+            offsets = needed_offsets(self._schedule(backward=backward))
+            found.setdefault(self.plan.resident(backward=backward), set()).update(offsets)
         return {side: tuple(sorted(offsets)) for side, offsets in found.items()}
 
     def heard(self, inputs: AttentionInputs, needed: dict[Side, tuple[int, ...]]) -> "Call":

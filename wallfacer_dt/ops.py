@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from wallfacer_dt import lowering, sharding
 from wallfacer_dt.agreement.agree import settle, tell
@@ -165,11 +166,13 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
         raise
     saved, captured = read[: _COUNT + 2], read[_COUNT + 2 :]
     grads = attention_backward(grad_out, *saved, ctx.said, *ctx.options, list(captured))
-    placed = [
-        None if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
-        for name, grad, x in zip(_GRADIENTS, grads, saved, strict=False)
-    ]
-    return (*placed, *[None] * (_COUNT - len(_GRADIENTS)), *nothing)
+    if isinstance(grad_out, DTensor):
+        grads = [
+            grad if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
+            for name, grad, x in zip(_GRADIENTS, grads, saved, strict=False)
+        ]
+    wanted = [None if x is None else grad for grad, x in zip(grads, saved, strict=False)]
+    return (*wanted, *[None] * (_COUNT - len(_GRADIENTS)), *nothing)
 
 
 differentiable(attention, _autograd, _setup_context)

@@ -91,7 +91,8 @@ class Dense:
         return self.run_backward(self.operators(), grad_out, q, k, v, out, lse, visible, is_causal, how.scale)
 
     def _simplest(self, how: How, q: Tensor, k: Tensor) -> How:
-        refuse(self.name, how, softcap=True, mask=not self.is_told)
+        if how.softcap or how.mask is not None:
+            refuse(self.name, how, softcap=True, mask=not self.is_told)
         # A block of one row stays causal, so that one causal schedule calls one kernel whatever its lengths.
         return how if how.seen in (FULL, CAUSAL) else how._replace(seen=how.band.within(q.shape[2], k.shape[2]))
 
