@@ -10,6 +10,7 @@ from wallfacer_dt import Kernels, ModelShape, SequenceShape
 from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.mesh import Placement
 from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.reading import make
 
 DTYPE = torch.bfloat16
 METP = "METP's feed-forward"
@@ -39,8 +40,7 @@ class Machines:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "Machines":
         """What ``asdict`` gave, from JSON."""
-        fields: dict[str, Any] = {**given, "rates": tuple(given["rates"])}
-        return cls(**fields)
+        return make(cls, given)
 
     @property
     def ranks(self) -> int:
@@ -103,8 +103,7 @@ class Case:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "Case":
         """The case that :meth:`as_json` wrote."""
-        fields: dict[str, Any] = {**given, "machines": Machines.from_json(given["machines"])}
-        return cls(**fields)
+        return make(cls, given)
 
     @property
     def model(self) -> ModelShape:
