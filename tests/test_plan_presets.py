@@ -220,7 +220,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     for name, message in (("pipe", "is no file"), ("binary", "is no JSON"), ("none", "No such file or directory")):
         with pytest.raises(OptionError, match=f"--model: .*{name}.json:? {message}"):
             make_model(str(tmp_path / f"{name}.json"))
-    with pytest.raises(OptionError, match="--model: /tmp is no file"):
+    with pytest.raises(OptionError, match="--model: /tmp: Is a directory"):
         make_model("/tmp")
 
 

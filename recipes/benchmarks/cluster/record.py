@@ -32,6 +32,12 @@ class Measured:
     busy: tuple[float, float]
     node_bytes: int
 
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) times that are none."""
+        pairs = (self.predicted, self.busy, *self.rounds)
+        if not self.rounds or not all(seconds > 0 for pair in pairs for seconds in pair) or self.node_bytes < 0:
+            raise ValueError("seconds must be above 0, of at least one round, and bytes at least 0")
+
     @property
     def seconds(self) -> float:
         """Of both, the median of the rounds."""
