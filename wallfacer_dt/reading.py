@@ -88,6 +88,25 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
+def read_text(path: str | os.PathLike[str], most: int) -> str:
+    """The text in UTF-8 that a file is.
+
+    Args:
+        path: of the file.
+        most: bytes.
+
+    Returns:
+        The text.
+
+    Raises:
+        FileError: it is none, or :func:`read_bytes` refuses the file.
+    """
+    try:
+        return read_bytes(path, most).decode()
+    except UnicodeDecodeError as error:
+        raise FileError(path, f"is no text: no UTF-8 at byte {error.start}") from error
+
+
 def read_json(path: str | os.PathLike[str], most: int) -> dict[str, Any]:
     """The JSON object that a file is.
 
