@@ -154,7 +154,13 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "empty").touch()
     (tmp_path / "device").symlink_to("/dev/zero")
-    said = {"pipe": " is no file", "loop": ": Too many", "empty": " is empty", "device": " is no file", ".": ": Is a dir"}
+    said = {
+        "pipe": " is no file",
+        "loop": ": Too many",
+        "empty": " is empty",
+        "device": " is no file",
+        ".": ": Is a dir",
+    }
     descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     for name, message in (said | {"none": ": No such file", "a\0b": r"\x00b: embedded null byte"}).items():
         with pytest.raises(FileError) as caught:
@@ -201,7 +207,11 @@ def test_a_record_that_is_cut_short_is_not_a_shorter_record(tmp_path: Path) -> N
         (("cluster", "intra", "colour"), 1, "cluster.intra.colour is not known"),
         (("measured", 0, "seconds"), 0, r"measured\[0\]\.seconds must be above 0, got 0"),
         (("measured", 1, "candidate", "ring"), 4, r"measured\[1\]\.candidate has 8 ranks, the cluster 4"),
-        (("measured", 1, "candidate", "placement"), [], r"measured\[1\]\.candidate\.placement must be one of .*, got \[\]"),
+        (
+            ("measured", 1, "candidate", "placement"),
+            [],
+            r"measured\[1\]\.candidate\.placement must be one of .*, got \[\]",
+        ),
         (("measured", 1, "sequence", "dtype"), "load", r"measured\[1\]\.sequence\.dtype must be one of .*, got 'load'"),
         (("measured", 1, "sequence", "window_size"), [1], r"measured\[1\]\.sequence\.window_size must be a list of 2"),
         (("measured", 1, "candidate", "order"), "\x1b[2J", r"measured\[1\]\.candidate\.order must be a printable text"),
@@ -221,7 +231,7 @@ def test_a_profile_that_is_none(path: tuple, value: object, message: str, valid:
 def test_a_profile_does_not_outgrow_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PROFILE.save(tmp_path / "profile.json")
     monkeypatch.setattr("wallfacer_dt.planning.profiling._MOST_BYTES", (tmp_path / "profile.json").stat().st_size - 1)
-    with pytest.raises(FileError, match="would have more than .* bytes; name another file"):
+    with pytest.raises(FileError, match=r"would have more than .* bytes; name another file"):
         PROFILE.save(tmp_path / "profile.json")
 
 

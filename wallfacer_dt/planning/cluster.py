@@ -39,7 +39,8 @@ class Link:
         """Refuse (ValueError) what is no link."""
         if not (self.bandwidth > 0 and 0 <= self.latency < math.inf):
             raise ValueError(
-                f"a link has a bandwidth above 0 and a finite latency of at least 0, got {self.bandwidth} and {self.latency}"
+                "a link has a bandwidth above 0 and a finite latency of at least 0, got "
+                f"{self.bandwidth} and {self.latency}"
             )
 
 

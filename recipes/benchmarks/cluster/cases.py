@@ -41,7 +41,9 @@ class Machines:
     def __post_init__(self) -> None:
         """Refuse (ValueError) what are no machines."""
         if not 1 <= self.nodes * self.per_node <= _MOST_RANKS or self.nodes < 1 or len(self.rates) != self.nodes:
-            raise ValueError(f"{self.nodes} nodes of {self.per_node} ranks with {len(self.rates)} rates are no machines")
+            raise ValueError(
+                f"{self.nodes} nodes of {self.per_node} ranks with {len(self.rates)} rates are no machines"
+            )
         if not min(self.rates) > 0 or not (self.inside is None or self.inside > 0) or self.latency < 0:
             raise ValueError("rates must be above 0, and a latency at least 0")
 
