@@ -8,8 +8,8 @@ from typing import Any
 
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), 2**31, 2**63, -(2**63),
-    10**30, 10**4000, "", "1", "NaN", "load", "__class__", "\x00\x1b[2J", "\ud800", "x" * 5000, [], {}, [[]], [None, None],
-    {"a": 1}, [1, 2, 3], ["a"], [True], {"__reduce__": "os.system"},
+    10**30, 10**4000, "", "1", "NaN", "load", "__class__", "\x00\x1b[2J", "\ud800", "x" * 5000, [], {}, [[]],
+    [None, None], {"a": 1}, [1, 2, 3], ["a"], [True], {"__reduce__": "os.system"},
 )  # fmt: skip
 """What a value is replaced by, beside what makes no JSON."""
 TOKENS = (

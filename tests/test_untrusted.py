@@ -172,6 +172,26 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     assert read_json(tmp_path / "link", 2) == {}
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[" * 33 + "]" * 33, "is no JSON: it is nested deeper than 32"),
+        (
+            "[" * 900 + "]" * 900,
+            "is no JSON: it is nested deeper than 32",
+        ),  # to show it took more stack than to read it
+        ("1e999", "is no JSON: 1e999 is too large a number"),
+        ("1" * 4301, "is no JSON: Exceeds the limit"),
+    ],
+)
+def test_what_readers_need_not_look_for(value: str, message: str, tmp_path: Path) -> None:
+    """Even where nobody asks for it."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA)[:-1] + f', "sliding_window": {value}}}')
+    with pytest.raises(FileError, match=message):
+        read_config(str(path))
+
+
 def test_a_record_that_is_cut_short_is_not_a_shorter_record(tmp_path: Path) -> None:
     path, lines = tmp_path / "record.gz", b'{"a": 1}\n{"b": 2}\n'
     path.write_bytes(gzip.compress(lines))
