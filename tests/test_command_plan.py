@@ -414,7 +414,7 @@ def test_bad_input_gets_one_line(
     if "nothing fits" not in message:
         monkeypatch.setattr("wallfacer_dt.planning.plan", lambda *_, **__: pytest.fail("planned"))
     Profile(CLUSTER).save(tmp_path / "good.json")
-    (tmp_path / "bad.json").write_text("[]")
+    (tmp_path / "bad.json").write_text("{}")
     assert main(["plan", *arguments.format(folder=tmp_path).split()]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"wallfacer plan: {message.format(folder=tmp_path)}")
@@ -457,7 +457,7 @@ def test_a_profiles_bad_input_gets_one_line_of_one_rank(
     message: str,
 ) -> None:
     """And before a process group is made, which would wait for other ranks."""
-    (tmp_path / "bad.json").write_text("[]")
+    (tmp_path / "bad.json").write_text("{}")
     Profile(CLUSTER).save(tmp_path / "good.json")
     line = f"wallfacer profile: {message.format(folder=tmp_path)}"
     for name, value in (TORCHRUN | {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "one"}).items():

@@ -187,16 +187,18 @@ def test_configs(tmp_path: Path) -> None:
         (LLAMA | {"hidden_act": ["silu"]}, r"hidden_act must be one of silu, .*, got \['silu'\]"),
         *(
             (LLAMA | {"num_hidden_layers": bad}, "num_hidden_layers must be a whole number from 1 to 10000000, got ")
-            for bad in (0, -1, True, 1.0, "32", 10**7 + 1, [32], math.nan, math.inf, 10**50)
+            for bad in (0, -1, True, 1.0, "32", 10**7 + 1, [32], 10**50)
         ),
+        (LLAMA | {"num_hidden_layers": math.nan}, "is no JSON: NaN is no number of JSON"),
+        (LLAMA | {"rope_theta": -math.inf}, "is no JSON: -Infinity is no number of JSON"),
         (LLAMA | {"num_key_value_heads": 5}, "kv_heads must divide heads, got 5 and 32"),
         (LLAMA | {"num_attention_heads": 24}, "heads must divide hidden unless head_dim is given, got 24 and 4096"),
-        ("[]", "is no config: JSON, but no object"),
-        ("{", "is no JSON: Expecting property name"),
-        ("", "is no JSON: "),
+        ("[]", "is JSON, but no object"),
+        ("{", "is no JSON, and may be cut short: Expecting property name"),
+        ("", "is empty"),
         ("[" * 200_000, "is no JSON: "),
         ('{"hidden_size": ' + "1" * 5000 + "}", "is no JSON: Exceeds the limit"),
-        (" " * (2**20 + 1), "has more than 1048576 bytes, which no config has"),
+        (" " * (2**20 + 1), "has more than 1048576 bytes"),
     ],
 )
 def test_a_config_that_is_none_gets_one_line(

@@ -55,3 +55,5 @@ __all__ = [
     "split_context_axis",
     "unshard_sequence",
 ]
+
+__version__ = "0.1.0"

@@ -19,6 +19,7 @@ from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.layout import BY_DOCUMENT, check_length, deal
 from wallfacer_dt.mesh import RING_AXIS, context_groups, name_of
 from wallfacer_dt.order import TokenOrder, check_token_order
+from wallfacer_dt.reading import shown
 
 
 class TokenStream(Protocol):
@@ -84,6 +85,10 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
         rows = np.asarray(rows)
         if rows.ndim != 1 or rows.dtype.kind not in "iu":
             raise TypeError(f"tokens must be a one-dimensional stream of integers, got {rows.ndim}-d {rows.dtype}")
+        if len(rows) < stop - start:
+            raise ValueError(f"the stream ends at token {start + len(rows)}, its length was {len(self.tokens)}")
+        if rows.dtype == np.uint64 and (largest := rows.max()) > np.iinfo(np.int64).max:
+            raise ValueError(f"token {largest} is none: more than 63 bits")
         return torch.as_tensor(rows.astype(np.int64))
 
 
@@ -168,18 +173,20 @@ class SequenceSampler(DistributedSampler[int]):
             state: from ``state_dict``.
 
         Raises:
-            ValueError: the state is of another dataset length, seed, shuffling or number of data-parallel groups,
-                under which "the next sample" would be a different one; or ranks disagree.
+            ValueError: the state is none, or of another dataset length, seed, shuffling or number of data-parallel
+                groups, under which "the next sample" would be a different one; or ranks disagree.
         """
         with refusing_together(self._data_parallel), refusing_together(self._mesh):
             for name, mine in self._identity().items():
-                if state[name] != mine:
+                if _part(state, name) != mine:
                     raise ValueError(f"the saved sampler had {name}={state[name]!r}, this one has {mine!r}")
-            signature = {"epoch": state["epoch"], "consumed samples": state["consumed"]}
+            epoch = _count(state, "epoch", _MOST_EPOCHS)
+            consumed = _count(state, "consumed", self.num_samples)
+            signature = {"epoch": epoch, "consumed samples": consumed}
             for mesh in (self._mesh, self._data_parallel):
                 agree("SequenceSampler.load_state_dict", signature.items(), mesh)
-        self.set_epoch(state["epoch"])
-        self._skip = state["consumed"]
+        self.set_epoch(epoch)
+        self._skip = consumed
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -188,3 +195,20 @@ class SequenceSampler(DistributedSampler[int]):
             "shuffle": self.shuffle,
             "seed": self.seed,
         }
+
+
+_MOST_EPOCHS = 2**31 - 1
+
+
+def _part(state: dict[str, Any], name: str) -> Any:
+    if name not in state:
+        raise ValueError(f"the saved sampler has no {name}")
+    return state[name]
+
+
+def _count(state: dict[str, Any], name: str, most: int) -> int:
+    """A number that was saved; ValueError if it is none."""
+    given = _part(state, name)
+    if type(given) is not int or not 0 <= given <= most:  # a bool is no number
+        raise ValueError(f"the saved sampler's {name} must be a whole number from 0 to {most}, got {shown(given)}")
+    return given

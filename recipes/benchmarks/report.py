@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+from wallfacer_dt.reading import read_text
+
+_MOST_BYTES = 2**22
 K, MIB, GIB = 2**10, 2**20, 2**30
 GB = 10**9
 
@@ -38,14 +41,17 @@ def write(page: Path, command: str, parts: Iterable[Table | str]) -> None:
         page: the file, made where there is none.
         command: the module that finds it, as ``python -m`` takes it.
         parts: tables, and Markdown, written in this order once all are there.
+
+    Raises:
+        ValueError: the page cannot be read, or is no text; before anything is made.
     """
+    mark = f"<!-- What follows is made by python -m {command} -->"
+    text = read_text(page, _MOST_BYTES).partition(mark)[0] if page.exists() else f"# {page.stem}\n\n"
     start, at = time.perf_counter(), commit()  # at which this began: its own pictures are changes, too
     made = []
     for part in parts:
         made.append(part.markdown() if isinstance(part, Table) else part)
         print(f"{time.perf_counter() - start:5.0f} s  {made[-1].splitlines()[0]}", flush=True)
-    mark = f"<!-- What follows is made by python -m {command} -->"
-    text = page.read_text().partition(mark)[0] if page.exists() else f"# {page.stem}\n\n"
     took = f"{time.perf_counter() - start:.0f} s"
     found = f"{date.today()}, commit {at}, {machine()}; made in {took} by `python -m {command}`."
     page.write_text("\n\n".join([text + mark, found, *made]) + "\n")

@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from wallfacer_dt.reading import make
+
 
 class PlanningError(ValueError):
     """There is no plan; all ranks that planned together have it.
@@ -35,9 +37,10 @@ class Link:
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what is no link."""
-        if not self.bandwidth > 0 or self.latency < 0:
+        if not (self.bandwidth > 0 and 0 <= self.latency < math.inf):
             raise ValueError(
-                f"a link has a bandwidth above 0 and a latency of at least 0, got {self.bandwidth} and {self.latency}"
+                "a link has a bandwidth above 0 and a finite latency of at least 0, got "
+                f"{self.bandwidth} and {self.latency}"
             )
 
 
@@ -112,6 +115,8 @@ class Cluster:
         for name in ("ranks", "ranks_per_node", "nics"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.memory is not None and self.memory < 1:
+            raise ValueError(f"memory must be at least 1, got {self.memory}")
         if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
             raise ValueError(f"ranks_per_node must divide ranks, got {self.ranks_per_node} and {self.ranks}")
 
@@ -126,6 +131,5 @@ class Cluster:
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> "Cluster":
-        """The cluster that :meth:`as_json` wrote."""
-        parts: dict[str, Any] = {"intra": Link(**given["intra"]), "inter": Link(**given["inter"])}
-        return cls(**(given | parts | {"kernels": Kernels(**given["kernels"])}))
+        """The cluster that :meth:`as_json` wrote, or a refusal (ValueError)."""
+        return make(cls, given)

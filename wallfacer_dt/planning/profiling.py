@@ -29,8 +29,11 @@ from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
+from wallfacer_dt.reading import FileError, make, read_json, shown
 
 _VERSION = 2
+_MOST_BYTES = 2**22  # of a file; some 6000 runs
+_MOST_RANKS = 10**6 - 1  # as many as a cluster by name has at most
 _CLOSE = 1.1  # times the fastest: so close are run again
 _RANKED = len(PLACEMENTS)  # plans for each that is run: so many there may be of a mesh and schedule
 
@@ -88,11 +91,16 @@ class Profile:
 
         Args:
             path: of the file.
+
+        Raises:
+            ValueError: there would be more than :meth:`load` reads.
         """
         entries = [asdict(one) for one in self.measured]
         for entry, one in zip(entries, self.measured, strict=True):
             entry["sequence"]["dtype"] = one.sequence.dtype_name
         text = json.dumps({"version": _VERSION, "cluster": self.cluster.as_json(), "measured": entries}, indent=1)
+        if len(text) >= _MOST_BYTES:
+            raise FileError(path, f"would have more than {_MOST_BYTES} bytes; name another file")
         path = Path(path).absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_name(f".{path.name}.{os.getpid()}")
@@ -115,26 +123,31 @@ class Profile:
             The profile.
 
         Raises:
-            ValueError: it is none, or of another version.
-            OSError: it cannot be read.
+            ValueError: it cannot be read, or is none, is cut short, of another version, or of what no machine does.
         """
+        given = read_json(path, _MOST_BYTES)
         try:
-            given = json.loads(Path(path).read_text())
-            if given["version"] != _VERSION:
-                raise ValueError(f"is of version {given['version']}, this is {_VERSION}; profile again")
-            return cls(Cluster.from_json(given["cluster"]), tuple(map(_measured, given["measured"])))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no profile: {error}") from error
+            version = given.pop("version", None)
+            if type(version) is not int or version != _VERSION:
+                said = "is missing" if version is None else f"is {shown(version)}"
+                raise ValueError(f"its version {said}, this is {_VERSION}; profile again")
+            found = make(cls, given)
+            _check_possible(found)
+        except ValueError as error:
+            raise FileError(path, f"is no profile: {error}") from error
+        return found
 
 
-def _measured(given: dict[str, Any]) -> Measured:
-    sequence = dict(given["sequence"])
-    sequence["dtype"] = getattr(torch, sequence["dtype"])
-    if sequence["window_size"] is not None:
-        sequence["window_size"] = tuple(sequence["window_size"])
-    return Measured(
-        ModelShape(**given["model"]), SequenceShape(**sequence), Candidate(**given["candidate"]), given["seconds"]
-    )
+def _check_possible(found: Profile) -> None:
+    """Refuse (ValueError) what could not be planned by, or was not measured on this cluster."""
+    ranks = found.cluster.ranks
+    if ranks > _MOST_RANKS:
+        raise ValueError(f"cluster.ranks must be at most {_MOST_RANKS}, got {ranks}")
+    for i, one in enumerate(found.measured):
+        if one.candidate.size != ranks:
+            raise ValueError(f"measured[{i}].candidate has {one.candidate.size} ranks, the cluster {ranks}")
+        if one.seconds <= 0:
+            raise ValueError(f"measured[{i}].seconds must be above 0, got {one.seconds}")
 
 
 def profile(

@@ -22,6 +22,7 @@ from recipes.benchmarks.cluster.report import write
 from recipes.benchmarks.cluster.run import check_network, check_numbers, measure, warm_up
 from recipes.benchmarks.report import commit
 from wallfacer_dt import Cluster as Links
+from wallfacer_dt.reading import FileError
 
 _CONSOLE = Console(stderr=True)
 _PAGE = Path("docs/benchmarks/cluster.md")
@@ -38,16 +39,16 @@ def main(
     """Measure what the record does not have yet, and write the report."""
     record = page.with_suffix(".jsonl.gz")
     some = [case for case in (number_cases() if numbers else (*cases(), *paper_cases())) if only in case.name]
-    known = {} if again or numbers else read(record)
-    wanted = [] if report_only else [case for case in some if case not in known]
     try:
+        known = {} if again or numbers else read(record)
+        wanted = [] if report_only else [case for case in some if case not in known]
         for machines, group in groupby(wanted, key=lambda case: case.machines):
             _on(machines, list(group), rounds, record, numbers=numbers)
-    except ClusterError as error:
+        results = {} if numbers else read(record)
+    except (ClusterError, FileError) as error:
         print(f"recipes.benchmarks.cluster: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     if not numbers:
-        results = read(record)
         if not results:
             print("recipes.benchmarks.cluster: the record is empty: measure something first", file=sys.stderr)
             raise typer.Exit(2)

@@ -10,8 +10,10 @@ from wallfacer_dt import Kernels, ModelShape, SequenceShape
 from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.mesh import Placement
 from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.reading import make
 
 DTYPE = torch.bfloat16
+_MOST_RANKS = 2**16
 METP = "METP's feed-forward"
 """A figure of cases, none of which has attention."""
 
@@ -36,11 +38,19 @@ class Machines:
     inside: float | None = None
     latency: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) what are no machines."""
+        if not 1 <= self.nodes * self.per_node <= _MOST_RANKS or self.nodes < 1 or len(self.rates) != self.nodes:
+            raise ValueError(
+                f"{self.nodes} nodes of {self.per_node} ranks with {len(self.rates)} rates are no machines"
+            )
+        if not min(self.rates) > 0 or not (self.inside is None or self.inside > 0) or self.latency < 0:
+            raise ValueError("rates must be above 0, and a latency at least 0")
+
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "Machines":
         """What ``asdict`` gave, from JSON."""
-        fields: dict[str, Any] = {**given, "rates": tuple(given["rates"])}
-        return cls(**fields)
+        return make(cls, given)
 
     @property
     def ranks(self) -> int:
@@ -83,6 +93,16 @@ class Case:
     figure: str = ""
     stands_for: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) what is no attention."""
+        if self.mask not in ("full", "causal", "window"):
+            raise ValueError(f"mask must be full, causal or window, got {self.mask!r}")
+        if not self.ratio > 0 or self.stands_for < 0 or min(self.heads, self.kv_heads, self.head_dim) < 1:
+            raise ValueError("a ratio, heads and a head dim must be above 0, and stands_for at least 0")
+        if self.tokens < 1:
+            raise ValueError(f"{self.heads} heads, with a ratio of {self.ratio}, leave a rank no tokens")
+        _ = self.model, self.sequence, self.kernels  # which refuse the rest
+
     @property
     def tokens(self) -> int:
         """Of a rank: as many as make queries of 64 KiB, or where computing takes long, of less; even."""
@@ -103,8 +123,7 @@ class Case:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "Case":
         """The case that :meth:`as_json` wrote."""
-        fields: dict[str, Any] = {**given, "machines": Machines.from_json(given["machines"])}
-        return cls(**fields)
+        return make(cls, given)
 
     @property
     def model(self) -> ModelShape:

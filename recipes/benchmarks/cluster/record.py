@@ -3,14 +3,15 @@
 import gzip
 import json
 import statistics
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from recipes.benchmarks.cluster.cases import Case
 from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.reading import FileError, make, read_packed_lines
+
+_MOST_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,12 @@ class Measured:
     rounds: tuple[tuple[float, float], ...]
     busy: tuple[float, float]
     node_bytes: int
+
+    def __post_init__(self) -> None:
+        """Refuse (ValueError) times that are none."""
+        pairs = (self.predicted, self.busy, *self.rounds)
+        if not self.rounds or not all(seconds > 0 for pair in pairs for seconds in pair) or self.node_bytes < 0:
+            raise ValueError("seconds must be above 0, of at least one round, and bytes at least 0")
 
     @property
     def seconds(self) -> float:
@@ -78,36 +85,30 @@ class Result:
         """As one line of JSON."""
         return json.dumps(asdict(self))
 
-    @classmethod
-    def from_line(cls, line: str) -> "Result":
-        """What :meth:`line` gave."""
-        given = json.loads(line)
-        ways = {name: _measured(one) for name, one in given["ways"].items()}
-        return cls(**given | {"case": Case.from_json(given["case"]), "ways": ways, "bound": tuple(given["bound"])})
-
-
-def _measured(given: Mapping[str, Any]) -> Measured:
-    fields: dict[str, Any] = {**given, "way": Candidate(**given["way"]), "rounds": tuple(map(tuple, given["rounds"]))}
-    fields |= {name: tuple(given[name]) for name in ("predicted", "busy")}
-    return Measured(**fields)
-
 
 def read(path: Path) -> dict[Case, Result]:
-    """By case its last result; none where there is no file."""
-    return {result.case: result for result in map(Result.from_line, _lines(path))}
+    """By case its last result; none where there is no file.
+
+    Raises:
+        ValueError: the file is no such record, or cut short.
+    """
+    return {result.case: result for result in _results(path)}
 
 
 def append(path: Path, result: Result) -> None:
     """Add a result."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [*_lines(path), result.line()]
+    lines = [one.line() for one in (*_results(path), result)]
     whole = path.with_name(f".{path.name}")
     whole.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
     whole.replace(path)
 
 
-def _lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    text = zlib.decompress(path.read_bytes(), wbits=31).decode()
-    return text.splitlines()
+def _results(path: Path) -> list[Result]:
+    results = []
+    for number, given in enumerate(read_packed_lines(path, _MOST_BYTES) if path.exists() else (), 1):
+        try:
+            results.append(make(Result, given))
+        except ValueError as error:
+            raise FileError(path, f"is no record, line {number}: {error}") from error
+    return results

@@ -1,13 +1,11 @@
 """A model's sizes from the config.json of Hugging Face's transformers, which is not needed for it, nor trusted."""
 
-import json
-import os
-import stat
 from collections.abc import Mapping
 from typing import Any
 
 from wallfacer_dt.planning import ModelShape
 from wallfacer_dt.planning.known_models import KnownModel
+from wallfacer_dt.reading import read_json, shown
 
 _MOST_BYTES = 2**20
 _MOST = 10**7  # of any size
@@ -53,10 +51,10 @@ def read_config(path: str) -> KnownModel:
     Raises:
         ValueError: it cannot be read, is no config of a model that is known, or lacks something.
     """
-    config = _load(path)
+    config = read_json(path, _MOST_BYTES)
     kind = config.get("model_type")
     if kind not in _TYPES:
-        said = "is missing" if kind is None else f"is {_short(kind)}"
+        said = "is missing" if kind is None else f"is {shown(kind)}"
         raise ValueError(f"{path}: model_type {said}, known are {', '.join(_TYPES)}; give sizes as options instead")
     sizes: dict[str, int] = {}
     for name, keys in _KEYS.items():
@@ -68,38 +66,18 @@ def read_config(path: str) -> KnownModel:
         if value is None:
             raise ValueError(f"{path}: {' or '.join(keys)} is missing")
         if type(value) is not int or not 1 <= value <= _MOST:  # a bool is no size
-            raise ValueError(f"{path}: {key} must be a whole number from 1 to {_MOST}, got {_short(value)}")
+            raise ValueError(f"{path}: {key} must be a whole number from 1 to {_MOST}, got {shown(value)}")
         sizes[name] = value
     key, said = next(((key, config[key]) for key in _ACTIVATION_KEYS if config.get(key) is not None), ("", None))
     if not key:
         raise ValueError(f"{path}: {' or '.join(_ACTIVATION_KEYS[1:])} is missing")
     if not isinstance(said, str) or said not in _ACTIVATIONS:
-        raise ValueError(f"{path}: {key} must be one of {', '.join(_ACTIVATIONS)}, got {_short(said)}")
+        raise ValueError(f"{path}: {key} must be one of {', '.join(_ACTIVATIONS)}, got {shown(said)}")
     try:
         shape = ModelShape(**sizes, gated=kind in _GATED)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape)))
-
-
-def _load(path: str) -> Mapping[str, Any]:
-    try:
-        # Of a pipe nobody may ever write to.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError(f"{path} is no file")
-            text = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from error
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"{path} has more than {_MOST_BYTES} bytes, which no config has")
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no config: JSON, but no object")
-    return config
 
 
 def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[str]:
@@ -110,7 +88,7 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
         said.pop("sliding_window", None)
     if said.get("query_pre_attn_scalar") == shape.dim:
         said.pop("query_pre_attn_scalar")
-    found = [text.format(_short(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]
+    found = [text.format(shown(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]
     if kind in ("qwen3", "gemma3_text"):
         found.append("norms of queries and keys")
     if kind in ("gemma2", "gemma3_text"):
@@ -120,8 +98,3 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
     if kind == "gpt2":
         found.append("learned positions")
     return found
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

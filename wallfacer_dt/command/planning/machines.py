@@ -240,8 +240,6 @@ def load_profile(path: Path) -> Profile:
     """The profile of a file; refuse (OptionError) what is none."""
     try:
         return Profile.load(path)
-    except OSError as error:
-        raise OptionError(f"--profile: {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise OptionError(f"--profile: {error}") from error
 
