@@ -61,7 +61,7 @@ def captured(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def padded_text(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Of the text in joint attention, each row of the batch has another number of tokens; keys behind it are none."""
-    return (kv < 2 - b) | (kv >= 3)
+    return (kv < 2 - b) | (kv >= 3) | (q < 0)  # of all queries alike
 
 
 TAGS = torch.arange(4096) * 7919 % 3

@@ -57,7 +57,7 @@ def steps(what: str, mesh: DeviceMesh, backend: str, lengths: list[int]) -> list
     model = ByteGPT(CONFIG) if what == "model" else WholeBlock()
     order = TokenOrder("head_tail", mesh)
     plan = style(is_causal=True, order=order, check=False)
-    parallelize_module(model, mesh, {"layers.*.attention.inner": plan, "block.attention.inner": plan})
+    parallelize_module(model, mesh, {f"{'layers.*' if what == 'model' else 'block'}.attention.inner": plan})
     counting = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counting, fullgraph=True)
     found = []

@@ -151,9 +151,10 @@ def test_alive_by_hand() -> None:
 
 def test_what_is_sent_is_alive_until_waited_for() -> None:
     with fake_world(4), Alive() as alive:
-        pending = all_gather(torch.zeros(10), dist.group.WORLD.group_name)
+        group = dist.group.WORLD.group_name
+        pending = all_gather(torch.zeros(10), group)
         assert alive.now == 200
-        arrived = wait(pending)
+        arrived = wait(pending, "a gather", group)
         assert alive.now == 160
         del pending
         assert alive.now == 160

@@ -49,7 +49,8 @@ def test_the_fastest_of_each_kind(setting: Setting) -> None:
 
 
 def test_what_does_not_fit_is_not_best() -> None:
-    given = replace(SMALL, tokens=64 * K, cluster=a100(2, 8))
+    narrow = replace(SMALL.model, ffn=1536)  # so that it is attention that needs the most
+    given = replace(SMALL, model=narrow, tokens=64 * K, cluster=a100(2, 8))
     fastest = predicted(given)
     memory = fastest.best.prediction.memory - 1
     tight = replace(given, cluster=replace(given.cluster, memory=memory))

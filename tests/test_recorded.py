@@ -385,7 +385,7 @@ def test_a_mask_in_inference_mode(ranks: Ranks) -> None:
 
 def test_what_a_mask_reads_of_row_and_head() -> None:
     found = {name: (recorded(mask).by_row, recorded(mask).by_head) for name, mask in MASK_MODS.items()}
-    assert found.pop("per_row") == (True, False)
+    assert found.pop("per_row") == found.pop("padded_text") == (True, False)
     assert found.pop("per_head") == (False, True)
     assert set(found.values()) == {(False, False)}
     table = create_block_mask(MASK_MODS["per_head"], 1, 4, 16, 16, device="cpu", BLOCK_SIZE=4)
