@@ -74,7 +74,9 @@ def output_factor(grad_out: Tensor, delta: Tensor) -> Tensor:
     So a backward sends it instead of O (B, N, L, H). It is delta / norm^2, in delta's dtype.
     """
     # Squares of small gradients underflow, so rows are scaled by their largest entry first.
-    largest = torch.linalg.vector_norm(grad_out, torch.inf, dim=-1, keepdim=True).to(delta.dtype)
+    # An infinity norm would be shorter, but not of no rows (torch 2.13.0's meta kernel).
+    low, high = torch.aminmax(grad_out, dim=-1, keepdim=True)
+    largest = torch.maximum(high, -low).to(delta.dtype)
     largest = largest.masked_fill_(largest == 0, 1)
     norm = torch.linalg.vector_norm(grad_out / largest, dim=-1).clamp_min_(1)  # of a row of zeros
     largest = largest.squeeze(-1)
