@@ -2,13 +2,17 @@
 
 import re
 import time
+import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention, register_kernel
+from wallfacer_dt.agreement import whereabouts
+from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.agreement.worlds import World, this_world
 from wallfacer_dt.testing import RankPool
 
@@ -63,6 +67,33 @@ def test_a_rank_that_is_late_is_told_of(hasty: RankPool, way: str, call: str) ->
     waits = rf"this rank {place} and waited for permute cp_ring \w+\[\d\].* from 2, rank 2 in vain: "
     assert re.match(waits, said[0]), said[0]
     assert re.search(rf"; rank 2 {place}, told [0-4] s ago", said[0]), said[0]
+
+
+def test_who_is_gone_tells_nothing_more() -> None:
+    """Or the thread would keep a world's store, which is in the way of the next world's."""
+    here = Whereabouts()
+    here.tell(dist.HashStore(), 0, timedelta(seconds=0.4))
+    gone, (thread,) = weakref.ref(here), [x for x in whereabouts._threads if x.is_alive()]
+    time.sleep(0.2)
+    del here
+    thread.join(5)
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+class Silent:
+    """A store whose host has stopped."""
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(60)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Whereabouts()
+    here.tell(dist.HashStore(), 0, timedelta(seconds=300))
+    monkeypatch.setattr(here, "_store", Silent())
+    monkeypatch.setattr(whereabouts, "_PATIENCE", 0.1)
+    assert here.of([0, 1]) == ""
 
 
 def test_where_nobody_tells_nothing_is_said() -> None:

@@ -106,6 +106,8 @@ def unshard_sequence(
             "whether x needs a gradient": needs_gradient,
         }
         number = agree("unshard_sequence", signature.items(), order.mesh_name)
+    if needs_gradient:  # the backward reads them again, and a loader may have written into them by then
+        document_ids, cu_seqlens = (None if x is None else x.clone() for x in (document_ids, cu_seqlens))
     how = _Unsharding(dim, order, groups, document_ids, cu_seqlens, number)
     return _Unshard.apply(x, how) if needs_gradient else _whole(x, how)
 

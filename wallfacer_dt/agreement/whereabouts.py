@@ -24,6 +24,7 @@ import torch.distributed as dist
 _OFTEN = 8
 _SHORTEST, _LONGEST = 0.05, 30.0  # seconds between two times
 _PLACES = 8
+_PATIENCE = 5.0  # seconds
 
 
 class Whereabouts:
@@ -50,7 +51,9 @@ class Whereabouts:
         self._store, self._rank = dist.PrefixStore("wallfacer_dt whereabouts", store), rank
         self._process = os.getpid()
         often = min(max(timeout.total_seconds() / _OFTEN, _SHORTEST), _LONGEST)
-        threading.Thread(target=_telling, args=(weakref.ref(self), often), daemon=True).start()
+        thread = threading.Thread(target=_telling, args=(weakref.ref(self), often), daemon=True)
+        _threads.add(thread)
+        thread.start()
 
     def say(self) -> None:
         """Tell it once."""
@@ -60,18 +63,26 @@ class Whereabouts:
         """Where other ranks were last, those in the same place together; empty where nobody tells."""
         if self._store is None or self._process != os.getpid():  # a forked process has no thread, and no connection
             return ""
+        heard: dict[int, tuple[str, int]] = {}
+        # A store whose host has stopped answers nothing, and torch waits for it without a timeout.
+        asking = threading.Thread(target=self._ask, args=(tuple(ranks), heard), daemon=True)
+        asking.start()
+        asking.join(_PATIENCE)
         ago_by_place: dict[str, dict[int, int]] = {}
-        with suppress(RuntimeError):  # the store is gone with the rank that had it
-            self.say()
-            for rank in ranks:
-                if rank != self._rank:
-                    place, ago = self._heard(rank)
-                    ago_by_place.setdefault(place, {})[rank] = ago
+        for rank, (place, ago) in list(heard.items()):
+            ago_by_place.setdefault(place, {})[rank] = ago
         found = [
             f"rank {', '.join(map(str, some))} {place}, told {max(some.values())} s ago"
             for place, some in ago_by_place.items()
         ]
         return "; ".join(found[:_PLACES] + ["..."] * (len(found) > _PLACES))
+
+    def _ask(self, ranks: tuple[int, ...], heard: dict[int, tuple[str, int]]) -> None:
+        with suppress(RuntimeError):  # the store is gone with the rank that had it
+            self.say()
+            for rank in ranks:
+                if rank != self._rank:
+                    heard[rank] = self._heard(rank)
 
     def _heard(self, rank: int) -> tuple[str, int]:
         if not self._store.check([str(rank)]):
@@ -85,7 +96,7 @@ class Whereabouts:
 
 
 _ending = threading.Event()
-_telling_now = threading.Lock()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def _telling(who: "weakref.ref[Whereabouts]", often: float) -> None:
@@ -95,14 +106,13 @@ def _telling(who: "weakref.ref[Whereabouts]", often: float) -> None:
             here = who()
             if here is None:
                 return
-            with _telling_now:
-                if not _ending.is_set():
-                    here.say()
+            here.say()
+            del here  # or this thread would keep it, and with it the store of a world that is gone
 
 
 @atexit.register
 def _end() -> None:
-    """Leave the store: a thread that is in it while the interpreter ends would crash the process."""
+    """End the threads: one that is in its store while the interpreter ends would crash the process."""
     _ending.set()
-    if _telling_now.acquire(timeout=5):
-        _telling_now.release()
+    for thread in list(_threads):
+        thread.join(_PATIENCE)

@@ -74,7 +74,10 @@ def wait(pending: Tensor, what: object, group: str) -> Tensor:
     try:
         return _ops.wait_tensor(pending)
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError | NotImplementedError):  # it has not waited
+            raise
         others = here.of(group_ranks(group))
-        raise RuntimeError(f"this rank {here} in vain: {error}" + f"; {others}" * bool(others)) from error
+        kind = type(error) if isinstance(error, torch.distributed.DistError) else RuntimeError
+        raise kind(f"this rank {here} in vain: {error}" + f"; {others}" * bool(others)) from error
     finally:
         here.waits_for = None
