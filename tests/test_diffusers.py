@@ -194,6 +194,12 @@ def refused_calls() -> dict[str, str]:
         say_of("a block", lambda: block(tokens, timestep=ones, class_labels=ones))
         say_of("a module", lambda: dit.pos_embed(given[dit]["hidden_states"]))
         say_of("a copy", lambda: copy.deepcopy(dit)(**given[dit]))
+        say_of("a copy that is set up", lambda: context_parallel(copy.deepcopy(dit), mesh))
+        say("whose original is none the worse", dit)
+        chunked = dit.transformer_blocks[0]
+        chunked.set_chunk_feed_forward(3, 1)
+        say("chunks", dit)
+        chunked.set_chunk_feed_forward(None, 0)
         dit.train()
         dit.transformer_blocks[1].ff.net[1].p = 0.1
         say("dropout", dit)
@@ -229,6 +235,9 @@ SAYS = {
     "a block": "transformer_blocks.0.attn1 was called outside a forward",
     "a module": "was called by itself",
     "a copy": "a copy of one",
+    "a copy that is set up": "a copy of one",
+    "whose original is none the worse": "went through",
+    "chunks": "call disable_forward_chunking()",
     "dropout": "dropout=0.1 of transformer_blocks.1.ff.net.1",
     "a cache": "call disable_cache()",
     "afterwards": "went through",

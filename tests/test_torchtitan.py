@@ -676,6 +676,7 @@ def refusals_of_calls() -> dict[str, str]:
     own.layers["1"].attention = torch.nn.Linear(2, 2)
     calls: dict[str, Callable[[], Any]] = {
         "no positions": lambda: model(tokens, attention_masks=documents),
+        "None by place": lambda: model(tokens, None, documents),
         "no documents": lambda: model(tokens, positions=here),
         "a mask": lambda: model(tokens, positions=here, attention_masks=masks),
         "a score_mod": lambda: inner(q, q, q, attention_masks=documents, score_mod=torch.add),
@@ -698,6 +699,7 @@ def refusals_of_calls() -> dict[str, str]:
 def test_calls_that_are_refused(titans) -> None:
     expected = {
         "no positions": "called without positions",
+        "None by place": "called without positions",
         "no documents": "called with no attention_masks",
         "a mask": "attention_masks of type BlockMask, which has no meaning for shards: pass attention_masks=Documents",
         "a score_mod": "score_mod=",

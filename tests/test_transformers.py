@@ -171,6 +171,8 @@ def refused_calls() -> dict[str, str]:
     said["another implementation"] = refusal(lambda: (model.set_attn_implementation("sdpa"), model(**batch)))
     model.set_attn_implementation(handle.name)
     said["a copy"] = refusal(lambda: copy.deepcopy(model)(**batch))
+    said["a copy that is set up"] = refusal(lambda: context_parallel(copy.deepcopy(model), mesh, order=order))
+    said["whose original is none the worse"] = refusal(lambda: model(**batch))
     said["another model of its config"] = refusal(lambda: type(model)(model.config).double()(**bare))
     model.config.attention_dropout = model.model.layers[1].self_attn.attention_dropout = 0.1
     said["dropout"] = refusal(lambda: model(**batch))
@@ -205,6 +207,8 @@ SAYS = {
     "the model inside": "outside a forward",
     "another implementation": "which is 'sdpa' now",
     "a copy": "a copy of one",
+    "a copy that is set up": "a copy of one",
+    "whose original is none the worse": "went through",
     "another model of its config": "outside a forward",
     "dropout": "dropout=0.1",
     "afterwards": "went through",

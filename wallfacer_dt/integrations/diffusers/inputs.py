@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.collectives.functional import broadcast, wait
@@ -27,13 +28,16 @@ def share_inputs(mesh: DeviceMesh, **inputs: Any) -> dict[str, Any]:
         The inputs by name.
 
     Raises:
-        ValueError: a tensor needs a gradient, or is not on the mesh's device type; shapes, dtypes, or what is no
-            tensor, differ between ranks.
+        ValueError: a tensor needs a gradient, is not on the mesh's device type, or is within something else; shapes,
+            dtypes, or what is no tensor, differ between ranks.
     """
     name = name_of(mesh)
     with refusing_together(name):
         groups = context_groups(mesh).names
         tensors = {key: x for key, x in inputs.items() if isinstance(x, Tensor)}
+        for key, x in inputs.items():
+            if key not in tensors and any(isinstance(leaf, Tensor) for leaf in tree_leaves(x)):
+                raise ValueError(f"{key} holds tensors: give share_inputs each by a name of its own")
         for key, x in tensors.items():
             if x.requires_grad:
                 raise ValueError(f"{key} needs a gradient, which would be lost: give share_inputs what has none")

@@ -39,6 +39,7 @@ from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import unshard_sequence
 
 _HANDLE = "_wallfacer_dt"
+_COPY = "this model is a copy of one that context_parallel was given: copy it before that, or after remove()"
 _UNTRACED = "what is known of a forward is another at every call; with fullgraph=True use a style"
 
 
@@ -82,6 +83,9 @@ class ContextParallel:
         model = self._model()
         if model is None or getattr(model, _HANDLE, None) is not self:
             raise ValueError("the model is gone, or context_parallel has been undone on it")
+        if not self._hooks:  # within another such context
+            yield model
+            return
         self._turn_off(model)
         try:
             yield model
@@ -191,7 +195,7 @@ class ContextParallel:
 
     def _check_still_set_up(self, model: ModelMixin) -> None:
         if self._model() is not model:
-            raise ValueError("this model is a copy of one that context_parallel was given: give it the copy, too")
+            raise ValueError(_COPY)
         for path, module in attention_modules(model).items():
             if not isinstance(module.processor, ProcessorOnMesh) or module.processor.mesh is not self.mesh:
                 raise ValueError(
@@ -260,6 +264,9 @@ def context_parallel(
         told = {**options, "model": type(model).__name__, "modules": len(list(model.modules()))}
         agree("context_parallel", told.items(), name)
     earlier = getattr(model, _HANDLE, None)
+    with refusing_together(name):
+        if earlier is not None and earlier._model() is not model:
+            raise ValueError(_COPY)
     if earlier is not None:
         earlier.remove()
     with refusing_together(name):

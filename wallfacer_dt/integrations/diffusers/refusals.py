@@ -79,6 +79,8 @@ def _passing_reasons(model: ModelMixin) -> Iterator[str]:
     for path, module in model.named_modules():
         for name in upstream.foreign_hooks(module):
             yield f"diffusers' hook {name!r} of {path or 'the model'} may skip or replace what ranks compute together"
+        if getattr(module, "_chunk_size", None):
+            yield f"{path} computes in chunks, which divide some ranks' tokens only: call disable_forward_chunking()"
         if isinstance(module, nn.Dropout) and module.p and module.training:
             yield (
                 f"dropout={module.p} of {path} would be drawn by every rank for itself, also for text, which all hold: "

@@ -48,7 +48,7 @@ def _no_masks(positions: Tensor) -> None:
 
 
 def _check_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("positions") is None and len(args) < 2:
+    if kwargs.get("positions", args[1] if len(args) > 1 else None) is None:
         raise ValueError(
             f"{type(model).__name__} was called without positions, which it would count from each shard's beginning: "
             "pass this rank's, of the whole sequence"

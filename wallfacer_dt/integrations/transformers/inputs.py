@@ -27,6 +27,7 @@ def shard_inputs(
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     attention_mask: Tensor | None = None,
+    must_count: bool = True,
 ) -> dict[str, object]:
     """This rank's part of a batch that every rank of the mesh holds whole, for ``model(**batch)``.
 
@@ -46,6 +47,7 @@ def shard_inputs(
             -100 of tokens that begin a document.
         cu_seqlens: instead of them, cumulative lengths (documents + 1,), int, on the CPU.
         attention_mask: (B, N), 0 where there is padding, before or after a row's tokens, which then sees itself alone.
+        must_count: refuse a batch of which no label counts; not where it is a part of a step, divided by that of all.
 
     Returns:
         ``input_ids`` (B, L), ``position_ids`` (1, L) or (B, L), ``use_cache`` (False), and as ``attention_mask`` what
@@ -72,7 +74,7 @@ def shard_inputs(
         if labels is not None and shift:
             labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         counted = 0 if labels is None else int((labels != IGNORED).sum())
-        if labels is not None and not counted:
+        if labels is not None and not counted and must_count:
             raise ValueError("no label counts: all are -100, or there is nothing to predict")
         told = {
             "order": order, "the shape of input_ids": tuple(input_ids.shape), "shift": shift,

@@ -34,6 +34,7 @@ from wallfacer_dt.options import AttentionKeywords, AttentionOptions
 from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
 
 _HANDLE = "_wallfacer_dt"
+_COPY = "this model is a copy of one that context_parallel was given: copy it before that, or after remove()"
 _UNTRACED = "what is known of a batch is another at every call; with fullgraph=True use a style"
 _numbers = count(1)
 # Of a call of the model: what would need all tokens, or gives something that ranks cannot put together.
@@ -97,11 +98,14 @@ class ContextParallel:
         model = self._model()
         if model is None or getattr(model, _HANDLE, None) is not self:
             raise ValueError("the model is gone, or context_parallel has been undone on it")
+        if not self._hooks:
+            raise ValueError("the model is within `whole()` already")
         self._turn_off(model, attn_implementation or self._before)
         try:
             yield model
         finally:
-            self._turn_on(model)
+            if getattr(model, _HANDLE, None) is self:  # or it has been removed, or set up otherwise, meanwhile
+                self._turn_on(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
         """Of the one model, of which a copy is not: it says so when it is called."""
@@ -185,7 +189,7 @@ class ContextParallel:
 
     def _check_still_set_up(self, model: PreTrainedModel) -> None:
         if model is not self._model():
-            raise ValueError("this model is a copy of one that context_parallel was given: give it the copy, too")
+            raise ValueError(_COPY)
         for config in upstream.configs(model):
             if upstream.implementation(config) != self.name:
                 raise ValueError(
@@ -302,6 +306,9 @@ def context_parallel(
         told = {**options, "model": type(model).__name__, "layers": len(list(model.modules()))}
         agree("context_parallel", told.items(), name)
     earlier = getattr(model, _HANDLE, None)
+    with refusing_together(name):
+        if earlier is not None and earlier._model() is not model:
+            raise ValueError(_COPY)
     if earlier is not None:
         earlier.remove()
     with refusing_together(name):

@@ -8,6 +8,7 @@ every rank other sequences, and no rank must take these for shards of one; and w
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from wallfacer_dt.agreement.agree import hear_all, refusing_together
+from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.agreement.worlds import name_mesh
 from wallfacer_dt.integrations.transformers.inputs import shard_inputs
 from wallfacer_dt.integrations.transformers.model import handle_of
@@ -49,7 +50,7 @@ class ContextParallelTrainer(Trainer):
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.context = handle_of(model)
         super().__init__(model, *args, **kwargs)
-        everyone = name_mesh("world", range(dist.get_world_size()), ())
+        self._everyone = everyone = name_mesh("world", range(dist.get_world_size()), ())
         with refusing_together(everyone):
             self._check_arguments()
             groups = sorted(set(hear_all("Trainer's meshes", mesh_ranks(self.context.mesh), everyone).values()))
@@ -71,8 +72,17 @@ class ContextParallelTrainer(Trainer):
 
         Returns:
             This rank's parts, and the counted labels of all ranks' parts.
+
+        Raises:
+            ValueError: on every rank: a batch of some mesh is refused, or no label of the step counts.
         """
-        return super().get_batch_samples(map(self._shard, epoch_iterator), num_batches, device)
+        with refusing_together(self._everyone):  # the other meshes would wait for this one
+            batches = [self._shard(batch, must_count=False) for batch in islice(epoch_iterator, num_batches)]
+            agree("a step's batches", [("how many", len(batches))], self._everyone)
+        batches, counted = super().get_batch_samples(iter(batches), len(batches), device)
+        if batches and counted is not None and not int(counted):
+            raise ValueError("no label of a step counts: all are -100, or there is nothing to predict")
+        return batches, counted
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, with rows counted once that several ranks share.
@@ -109,7 +119,10 @@ class ContextParallelTrainer(Trainer):
                 "of shards Trainer evaluates the loss alone: set prediction_loss_only=True, leave compute_metrics out, "
                 "and give it labels; for logits call the model within `with handle.whole():`"
             )
-        loss, _, _ = super().prediction_step(model, self._shard(inputs), prediction_loss_only, ignore_keys)
+        with refusing_together(self._everyone):
+            shard = self._shard(inputs, must_count=True)
+            agree("a batch to evaluate", (), self._everyone)
+        loss, _, _ = super().prediction_step(model, shard, prediction_loss_only, ignore_keys)
         return self.accelerator.reduce(loss, "mean"), None, None
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -124,11 +137,14 @@ class ContextParallelTrainer(Trainer):
         return super().get_total_train_batch_size(args) // self.context.mesh.size()
 
     def _by_row(self, losses: Tensor) -> Tensor:
-        """The loss of each row of all meshes' batches, from that of a mesh's rows; of the last batch no row twice."""
+        """The loss of each row of all meshes' batches, from that of a mesh's rows.
+
+        Rows that accelerate repeats, so that all meshes have as many, are in the last batch's loss, but not counted.
+        """
         state, rows = self.accelerator.gradient_state, losses.repeat(self._groups)
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
-    def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _shard(self, batch: dict[str, Any], *, must_count: bool) -> dict[str, Any]:
         """This rank's part of a batch, or a refusal (ValueError) on every rank."""
         order = self.context.order
         with refusing_together(order.mesh_name):
@@ -143,7 +159,8 @@ class ContextParallelTrainer(Trainer):
             # They are where the schedule is made.
             documents = {name: told.get(name) for name in ("document_ids", "cu_seqlens")}
             told |= {name: x.cpu() for name, x in documents.items() if x is not None}
-        shard = shard_inputs(self.context.mesh, order=order, shift=self.context.shifts_labels, **told)
+        told |= {"order": order, "shift": self.context.shifts_labels, "must_count": must_count}
+        shard = shard_inputs(self.context.mesh, **told)
         shard.pop("num_items_in_batch", None)  # that of a step Trainer counts
         return shard
 
