@@ -73,6 +73,12 @@ def plans() -> dict[str, str]:
     found["on another mesh"] = apply("blocks.*.attention.inner", pair)
     parts = [apply("layers.*.self_attn.inner"), apply("layers.*.attention.inner"), deal()]
     found["made up for"] = parts[-1]
+    style = WallFacerParallel(order=order, layout="BNLH", check=False)
+    both = {"blocks.*.attention.inner": style, "layers.0.attention.inner": style}
+    found["one of two"] = said(lambda: parallelize_module(model(), mesh, both))
+    deep = {"layers.0.attention.inner": style, "layers.1.att.inner": style}
+    said(lambda: parallelize_module(model(), mesh, deep))
+    found["one of two, deep"] = deal()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         others = {"layers.*.self_attn.inner": nn.Identity()}
@@ -94,6 +100,8 @@ PLANS = {
     "of nothing": REFUSED.format("blocks.*.attention.inner"),
     "on another mesh": TORCHS.format("blocks.*.attention.inner", "blocks"),
     "made up for": "",
+    "one of two": REFUSED.format("blocks.*.attention.inner"),
+    "one of two, deep": REFUSED.format("att.inner"),
     "a style of others": f"{MISSING}; {MISSING}",
 }
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from wallfacer_dt.agreement.worlds import World, this_world
+from wallfacer_dt.unmatched import Place
 
 Ranks = tuple[int, ...]  # ascending
 
@@ -33,7 +34,7 @@ class _Noticed:
 
     dealt: set[Ranks] = field(default_factory=set)
     others: set[Ranks] = field(default_factory=set)
-    missed: dict[Ranks, str] = field(default_factory=dict)
+    missed: dict[Ranks, tuple[str, Place | None]] = field(default_factory=dict)
     warned: set[Ranks] = field(default_factory=set)
 
 
@@ -50,7 +51,7 @@ def notice_dealt(ranks: Ranks) -> None:
     noticed = _noticed()
     noticed.dealt.add(ranks)
     if missed := noticed.missed.pop(ranks, None):
-        raise ValueError(missed)
+        raise ValueError(missed[0])
 
 
 def notice_others_deal(ranks: Ranks) -> None:
@@ -58,17 +59,20 @@ def notice_others_deal(ranks: Ranks) -> None:
     _noticed().others.add(ranks)
 
 
-def notice_missed(ranks: Ranks, what: str, *, at_once: bool) -> None:
+def notice_missed(ranks: Ranks, what: str, place: Place | None, *, at_once: bool) -> None:
     """A path matched nothing: refused (ValueError) where tokens were dealt out, otherwise when they are."""
     noticed = _noticed()
     if at_once and ranks in noticed.dealt | noticed.others:
         raise ValueError(what)
-    noticed.missed[ranks] = what
+    noticed.missed[ranks] = what, place
 
 
-def notice_applied(ranks: Ranks) -> None:
-    """A style was applied: paths that matched nothing before it were a first try."""
-    _noticed().missed.pop(ranks, None)
+def notice_applied(ranks: Ranks, place: Place | None) -> None:
+    """A style was applied: what another plan missed before it was a first try, and its own path matches somewhere."""
+    missed = _noticed().missed
+    _, before = missed.get(ranks, ("", None))
+    if before is None or place is None or before.plan is not place.plan or before.path == place.path:
+        missed.pop(ranks, None)
 
 
 def warn_undealt(ranks: Ranks) -> None:

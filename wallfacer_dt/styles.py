@@ -28,7 +28,7 @@ from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NA
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.mesh import Coordinate, mesh_ranks, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
-from wallfacer_dt.unmatched import tell_styles
+from wallfacer_dt.unmatched import Place, place_in_plan, tell_styles
 from wallfacer_dt.validation import check_call, refuse_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
@@ -85,7 +85,7 @@ class _ContextParallel(ParallelStyle):
         told.check()
         self.options, self.layout, self.check = told, layout, check
         self._passed: set[Hashable] = set()
-        self._is_applied = False
+        self._applied: list[Place] = []  # where this style matched, of the last plan
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = with_options(cls.__init__, cls._without)
@@ -124,8 +124,10 @@ class _ContextParallel(ParallelStyle):
                 check_once(module, self, device_mesh, self._passed)
             forward = self.forward_of(module, attention)
             agree(f"{who} applied", [("module", type(module).__name__)], name)
-        self._is_applied = True
-        notice_applied(_ascending(device_mesh))
+        place = place_in_plan()
+        if place is not None:
+            self._applied = [x for x in self._applied if x.plan is place.plan] + [place]
+        notice_applied(_ascending(device_mesh), place)
         module.forward = forward
         return module
 
@@ -134,7 +136,8 @@ class _ContextParallel(ParallelStyle):
 
         At once if they have been, unless it ``is_part`` of a path that may match in other modules, or has.
         """
-        if is_part and self._is_applied:
+        place = place_in_plan()
+        if is_part and any(x.plan is place.plan and x.path == place.path for x in self._applied if place):
             return
         with refusing_together(name_of(mesh)):
             notice_missed(
@@ -142,6 +145,7 @@ class _ContextParallel(ParallelStyle):
                 f"{type(self).__name__} was to be applied to {path!r}, which matches no module, so that every rank "
                 "would attend its own tokens alone: name the inner attention as model.named_modules() does, or leave "
                 "the path out of the plan of a model that has none",
+                place,
                 at_once=not is_part,
             )
 
@@ -199,7 +203,7 @@ class _ContextParallel(ParallelStyle):
 
     def __getstate__(self) -> dict[str, Any]:
         """What has passed, it has on meshes of this process."""
-        return vars(self) | {"_passed": set()}
+        return vars(self) | {"_passed": set(), "_applied": []}
 
     def _read_options(self, options: dict[str, Any], where: str) -> _Call:
         """Take what attention implements, and refuse (ValueError) what this style was not told."""

@@ -6,9 +6,27 @@ Private: that it warns by its module's ``warnings``, from a frame whose ``parall
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.tensor.parallel import api
+
+
+class Place(NamedTuple):
+    """Of what is being applied: the plan, and its path."""
+
+    plan: Any
+    path: str
+
+
+def place_in_plan() -> Place | None:
+    """Where in a plan ``parallelize_module`` is, which calls itself for parts of paths; None where it is elsewhere."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        told = frame.f_locals if frame.f_code is api.parallelize_module.__code__ else {}
+        if "module_path" in told:
+            found = Place(told.get("parallelize_plan"), told["module_path"])  # the outermost of all
+        frame = frame.f_back
+    return found
 
 
 class _Warnings:
