@@ -216,10 +216,15 @@ def test_bytes_are_compared_by_layer_however_many_calls_it_makes() -> None:
 
 
 def test_small_differences_pass() -> None:
-    comparison = compare([run(), run(losses=(3.0, 2.00009, 1.0), grad_norms=(1.0, 1.5, 1.0))])
+    comparison = compare([run(), run(losses=(3.0, 2.00009, 1.0), grad_norms=(1.0, 1.005, 1.0))])
     assert comparison.failures == ()
     assert comparison.largest_loss_difference == pytest.approx(9e-5)
-    assert comparison.largest_grad_norm_difference == pytest.approx(0.5)
+    assert comparison.largest_grad_norm_difference == pytest.approx(0.005)
+
+
+def test_gradients_of_another_scale_do_not_pass() -> None:
+    found = compare([run(), run(grad_norms=(1.0, 4.0, 1.0))])
+    assert found.failures == ("gradient norms differ by 3.0e+00 of themselves at step 2",)
 
 
 def test_a_norm_that_is_none_is_infinitely_wrong() -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of recipes: the curve of a run that was never interrupted, on any mesh, and none that is not whole."""
 
+import errno
 import json
 import shutil
 import time
@@ -114,8 +115,21 @@ def test_what_is_not_whole_is_not_loaded(
 def test_where_none_is_whole_nothing_starts(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for step in (4, 8, 12):
         cut(copied / "kept" / f"step_{step}" / ".metadata")
+    for _ in range(2):  # a restart does not begin anew either
+        assert recipe_here(keeping(copied, "--resume")) == 2
+        assert "--resume: of 3 checkpoints" in capfd.readouterr().err
+
+
+def test_what_cannot_be_read_is_not_called_broken(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(manifest, "fingerprints", stale)
     assert recipe_here(keeping(copied, "--resume")) == 2
-    assert "--resume: of 3 checkpoints" in capfd.readouterr().err
+    assert "Stale file handle" in capfd.readouterr().err
+    assert (copied / "kept" / "step_12").is_dir()
 
 
 @pytest.mark.parametrize(

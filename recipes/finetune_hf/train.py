@@ -6,6 +6,8 @@ V = vocabulary.
 
 from __future__ import annotations
 
+import json
+import zlib
 from pathlib import Path
 
 import torch
@@ -47,7 +49,7 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
     gradients = WholeGradients(model, ranks) if ranks.launch.world == 1 else ShardedGradients(model)
     run = train_steps(
         Trainer(settings, ranks, model, gradients, PackedLoss(model, ranks)),
-        Batches(documents, settings, ranks, documents.fingerprint),
+        Batches(documents, settings, ranks, (*documents.fingerprint, _architecture(model))),
         saving,
         output,
         length=settings.sequence,
@@ -83,6 +85,14 @@ def _load(settings: Settings, documents: PackedDocuments) -> PreTrainedModel:
             f"--tokenizer: the text has token {documents.largest}, the model a vocabulary of {model.config.vocab_size}"
         )
     return model
+
+
+def _architecture(model: PreTrainedModel) -> int:
+    """Of what shapes do not tell, such as the base of rotary positions; a folder may have moved."""
+    said = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype"):
+        said.pop(name, None)
+    return zlib.crc32(json.dumps(said, sort_keys=True, default=str).encode())
 
 
 def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> None:

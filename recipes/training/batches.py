@@ -61,7 +61,7 @@ class Batches(Iterator[Any]):
             RecipeError: it is of other data, or of another number of data-parallel groups.
         """
         if state["fingerprint"] != self._fingerprint:
-            raise RecipeError("--resume: the checkpoint was made of other data than were found now")
+            raise RecipeError("--resume: the checkpoint was made of other data, or another model, than were found now")
         try:
             self._sampler.load_state_dict(state["sampler"])
         except ValueError as error:

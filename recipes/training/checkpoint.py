@@ -146,15 +146,21 @@ class Checkpoints:
                     " or name another folder"
                 )
             return History()
+        broken: list[Path] = []
         for name in names:
             folder = self._saving.checkpoint / name
             try:
                 fields = self._whole(folder)
             except BrokenError as error:
-                self._say(f"{folder} is not loaded: {error}; it is called {name}.broken from now on")
-                self._on_first(lambda folder=folder: _set_aside(folder))
+                self._say(f"{folder} is not loaded: {error}")
+                broken.append(folder)
                 continue
-            return self._load(folder, fields)
+            history = self._load(folder, fields)
+            # Not before: where none is whole, the next restart is to find them, and to refuse, too.
+            for each in broken:
+                self._say(f"{each} is called {each.name}.broken from now on")
+                self._on_first(lambda each=each: _set_aside(each))
+            return history
         if names:
             raise RecipeError(f"--resume: of {len(names)} checkpoints in {self._saving.checkpoint} none is whole")
         self._say(f"{self._saving.checkpoint} has no checkpoint: starting at the beginning")

@@ -50,9 +50,13 @@ class WholeGradients:
     @torch.no_grad()
     def average(self) -> Tensor:
         """Average over all ranks; returns the norm of the whole gradient, the same on every rank."""
+        world = self._ranks.launch.world
+        if world > 1:  # of a weight that some ranks do not use, others have a gradient
+            for parameter in self._whole:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         whole = [parameter.grad for parameter in self._whole if parameter.grad is not None]
-        if self._ranks.launch.world > 1:
-            _average_in_one(whole, self._ranks.launch.world)
+        if world > 1:
+            _average_in_one(whole, world)
         norm = nn.utils.get_total_norm(whole)
         shared = self._average_shared()
         if not shared:

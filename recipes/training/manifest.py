@@ -57,6 +57,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Files]:
 
     Raises:
         BrokenError: there is none, or it is not as it was written, or of another format.
+        OSError: it cannot be read, which says nothing of how it was written.
     """
     try:
         if (folder / NAME).stat().st_size > _MOST_BYTES:
@@ -64,8 +65,6 @@ def read(folder: Path) -> tuple[dict[str, Any], Files]:
         whole = json.loads((folder / NAME).read_bytes())
     except FileNotFoundError:
         raise BrokenError(f"{NAME} is missing") from None
-    except OSError as error:
-        raise BrokenError(f"{NAME} cannot be read: {error.strerror}") from error
     # RecursionError: of what is nested without end.
     except (ValueError, RecursionError) as error:
         raise BrokenError(f"{NAME} is not as it was written") from error
@@ -81,6 +80,7 @@ def check(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
     Raises:
         BrokenError: names the first of them.
+        OSError: one cannot be read.
     """
     for name, (size, digest) in files.items():
         try:
@@ -91,8 +91,6 @@ def check(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
                 raise BrokenError(f"{name} has other bytes than were written")
         except FileNotFoundError:
             raise BrokenError(f"{name} is missing") from None
-        except OSError as error:
-            raise BrokenError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def sync(folder: Path) -> None:
