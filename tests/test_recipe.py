@@ -10,14 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from recipes.train_bytes.__main__ import main
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.settings import Settings, check_settings
 from recipes.training.compare import compare
+from recipes.training.gradients import WholeGradients
+from recipes.training.ranks import Ranks as TrainingRanks
 from recipes.training.ranks import make_meshes
 from recipes.training.record import Run, Traffic, run_name
-from recipes.training.settings import Placement, RecipeError
+from recipes.training.settings import Launch, Placement, RecipeError
 from tests.recipes import SMALL, recipe_on_rank
 from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
@@ -333,3 +337,22 @@ def check_alike(folder: Path) -> None:
     for direction in ("forward", "backward"):
         assert record[direction]["received"] == record[direction]["formula"]
         assert set(record[direction]["calls"]) == {record[direction]["expected_calls"]}
+
+
+def averaged() -> tuple[list[float | None], float]:
+    """Gradients of weights that all ranks, one rank and no rank use, and of one that is frozen; and their norm."""
+    model = nn.ParameterDict({name: torch.ones(1) for name in ("all", "one", "none", "frozen")})
+    model["frozen"].requires_grad_(False)
+    rank = dist.get_rank()
+    launch = Launch(rank=rank, world=2, local_rank=rank, local_world=2)
+    (model["all"] * (rank + 1) + (model["one"] * 4 if rank else 0)).sum().backward()
+    sizes = {"ulysses": 1, "ring": 1, "team": 1}
+    where = TrainingRanks(launch=launch, device=torch.device("cpu"), dtype=torch.float32, **sizes)
+    norm = WholeGradients(model, where).average()
+    return [None if p.grad is None else p.grad.item() for p in model.values()], norm.item()
+
+
+def test_gradients_of_weights_that_not_all_ranks_use(ranks: Ranks) -> None:
+    for found, norm in ranks(2).run(averaged):
+        assert found == [1.5, 2.0, None, None]
+        assert norm == pytest.approx(2.5)

@@ -197,6 +197,8 @@ def refused() -> dict[str, str]:
         said["metrics of logits"] = evaluate(compute_metrics=lambda _: {})
         smoothed = arguments(label_smoothing_factor=0.1)
         said["label smoothing"] = refusal(lambda: ContextParallelTrainer(model, smoothed))
+        noisy = arguments(neftune_noise_alpha=5.0)
+        said["noise"] = refusal(lambda: ContextParallelTrainer(model, noisy))
     # What accelerate does to a model under ParallelismConfig(cp_size=4): masks are dropped. Not to be had on the CPU.
     _attach_context_parallel_hooks(model)
     tokens = Rows().tokens[:2]
@@ -213,6 +215,7 @@ REFUSED = {
     "a column that is not dealt out": "a batch has cu_seq_lens_q",
     "a loss of one's own": "does not go with compute_loss_func",
     "metrics of logits": "set prediction_loss_only=True",
+    "noise": "does not go with neftune_noise_alpha",
     "label smoothing": "does not go with label_smoothing_factor",
     "accelerate's context parallelism": "was called with no mask",
 }
@@ -223,3 +226,20 @@ def test_trainers_that_are_refused(ranks: Ranks) -> None:
         assert told.keys() == REFUSED.keys()
         for name, what in REFUSED.items():
             assert what in told[name], (name, told[name])
+
+
+def asked_first(seed: int) -> list[int]:
+    """The rows of an epoch, as a trainer with this data_seed asks for them."""
+    mesh, rows = context_mesh("cpu", ring=2), Rows()
+    model = MODELS["Llama"].made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    with of_torchrun():
+        list(ContextParallelTrainer(model, arguments(data_seed=seed), train_dataset=rows).get_train_dataloader())
+    return rows.asked
+
+
+def test_the_seed_of_the_data_is_told(ranks: Ranks) -> None:
+    first, again, other = (ranks(2).run(asked_first, seed) for seed in (1, 1, 2))
+    assert first[0] == first[1] == again[0]
+    assert sorted(first[0]) == sorted(other[0])
+    assert first[0] != other[0]

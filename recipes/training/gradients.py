@@ -43,19 +43,19 @@ class WholeGradients:
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
         parameters = list(model.parameters())
-        self._whole: list[nn.Parameter] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-        self._shared: list[nn.Parameter] = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._whole: list[nn.Parameter] = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+        self._shared: list[nn.Parameter] = [parameter for parameter in trained if isinstance(parameter, DTensor)]
         self.kinds = [kind for kind in (self._whole, self._shared) if kind]
 
     @torch.no_grad()
     def average(self) -> Tensor:
         """Average over all ranks; returns the norm of the whole gradient, the same on every rank."""
         world = self._ranks.launch.world
-        if world > 1:  # of a weight that some ranks do not use, others have a gradient
-            for parameter in self._whole:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if world > 1 and self._whole:
+            self._agree_on_used()
         whole = [parameter.grad for parameter in self._whole if parameter.grad is not None]
-        if world > 1:
+        if world > 1 and whole:
             _average_in_one(whole, world)
         norm = nn.utils.get_total_norm(whole)
         shared = self._average_shared()
@@ -66,6 +66,15 @@ class WholeGradients:
         square = nn.utils.get_total_norm(shared) ** 2 / groups
         dist.all_reduce(square)
         return torch.hypot(norm, square.sqrt())
+
+    def _agree_on_used(self) -> None:
+        """Give a weight that other ranks have a gradient of one of zeros; what none uses an optimizer leaves alone."""
+        used = torch.tensor([parameter.grad is not None for parameter in self._whole], dtype=torch.int32)
+        used = used.to(self._ranks.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        for parameter, is_used in zip(self._whole, used.tolist(), strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _average_shared(self) -> list[Tensor]:
         """Average METP's gradients over all ranks; returns this rank's part of them."""

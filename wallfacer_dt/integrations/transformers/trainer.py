@@ -171,6 +171,7 @@ class ContextParallelTrainer(Trainer):
             "parallelism_config of cp, sp or tp (the mesh is context_parallel's)": max(sizes.values(), default=1) > 1,
             "compute_loss_func (the loss must be the model's own)": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
+            "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": args.neftune_noise_alpha is not None,
             "average_tokens_across_devices=False": not args.average_tokens_across_devices,
             "accelerator_config with dispatch_batches": bool(self.accelerator.dispatch_batches),
             "deepspeed": self.is_deepspeed_enabled,
@@ -195,7 +196,8 @@ class ContextParallelTrainer(Trainer):
             split_batches=ours.split_batches, put_on_device=ours.device_placement if device_placement is None
             else device_placement, rng_types=ours.rng_types.copy(), dispatch_batches=False,
             even_batches=ours.even_batches, use_seedable_sampler=ours.use_seedable_sampler,
-            non_blocking=ours.non_blocking, use_stateful_dataloader=ours.use_stateful_dataloader,
+            non_blocking=ours.non_blocking, data_seed=ours.dataloader_config.data_seed,
+            use_stateful_dataloader=ours.use_stateful_dataloader,
         )  # fmt: skip
         prepared._is_accelerate_prepared = True
         return prepared
