@@ -339,7 +339,7 @@ def check_alike(folder: Path) -> None:
         assert set(record[direction]["calls"]) == {record[direction]["expected_calls"]}
 
 
-def averaged() -> tuple[list[float | None], float]:
+def averaged() -> tuple[dict[str, float | None], float]:
     """Gradients of weights that all ranks, one rank and no rank use, and of one that is frozen; and their norm."""
     model = nn.ParameterDict({name: torch.ones(1) for name in ("all", "one", "none", "frozen")})
     model["frozen"].requires_grad_(False)
@@ -349,10 +349,10 @@ def averaged() -> tuple[list[float | None], float]:
     sizes = {"ulysses": 1, "ring": 1, "team": 1}
     where = TrainingRanks(launch=launch, device=torch.device("cpu"), dtype=torch.float32, **sizes)
     norm = WholeGradients(model, where).average()
-    return [None if p.grad is None else p.grad.item() for p in model.values()], norm.item()
+    return {name: None if p.grad is None else p.grad.item() for name, p in model.items()}, norm.item()
 
 
 def test_gradients_of_weights_that_not_all_ranks_use(ranks: Ranks) -> None:
     for found, norm in ranks(2).run(averaged):
-        assert found == [1.5, 2.0, None, None]
+        assert found == {"all": 1.5, "one": 2.0, "none": None, "frozen": None}
         assert norm == pytest.approx(2.5)
