@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.calls import groups_here
-from wallfacer_dt.collectives.functional import all_gather, all_to_all, wait
-from wallfacer_dt.collectives.groups import group_size
+from wallfacer_dt.collectives.over_axes import gathered, summed
 from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.documents import boundaries, check_documents, digest
 from wallfacer_dt.kernels import accumulation_dtype
@@ -151,22 +150,12 @@ def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:
     parts = [Rows.at([shards[i] for shards in dealt]).of(x, dim) for i in range(how.order.groups.coordinate.size)]
     most = max(part.shape[dim] for part in parts)
     flat = torch.stack([_padded(part, dim, most).to(wide) for part in parts])
-    shape = flat.shape[1:]
-    for name in filter(None, how.groups):
-        if (size := group_size(name)) > 1:
-            splits = [flat.numel() // size] * size
-            received = wait(
-                all_to_all(flat.contiguous().view(-1), splits, splits, name),
-                "all_to_all of a sequence's gradients",
-                name,
-            )
-            flat = received.view(size, -1, *shape).sum(0)
-    return flat.view(shape).narrow(dim, 0, held).to(x.dtype)
+    return summed(flat, how.groups, "a sequence's gradients").narrow(dim, 0, held).to(x.dtype)
 
 
 def _whole(x: Tensor, how: _Unsharding) -> Tensor:
     dim, order, groups = how.dim, how.order, how.groups
-    sizes = _gathered(torch.tensor([x.shape[dim]], device=x.device), groups).tolist()
+    sizes = gathered(torch.tensor([x.shape[dim]], device=x.device), groups, "lengths of shards").tolist()
     length, padded_length = sum(sizes), max(sizes)
     if tuple(sizes) != shard_sizes(length, order.axes, order.name):
         raise ValueError(
@@ -174,7 +163,8 @@ def _whole(x: Tensor, how: _Unsharding) -> Tensor:
             f"order={order.name!r} are {list(shard_sizes(length, order.axes, order.name))}"
         )
     padded = _padded(x, dim, padded_length)
-    shards = _gathered(padded.contiguous().view(-1), groups).view(len(sizes), *padded.shape).unbind(0)
+    everyone = gathered(padded.contiguous().view(-1), groups, "a sequence")
+    shards = everyone.view(len(sizes), *padded.shape).unbind(0)
     by_row = [in_order(enumerate(row)) for row in how.dealt(x, length)]
     return Members.made(by_row, len(sizes)).together(shards, dim).contiguous()
 
@@ -233,14 +223,6 @@ def _given(order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | 
     if len(given) != 1:
         raise ValueError(f"order={order.name!r} needs document_ids or cu_seqlens, got {len(given)} of them")
     return given[0]
-
-
-def _gathered(flat: Tensor, groups: tuple[str, str, str]) -> Tensor:
-    """All ranks' flat tensors, by sequence index, from the groups of axes ulysses, ring and team."""
-    for name in filter(None, reversed(groups)):
-        if group_size(name) > 1:
-            flat = wait(all_gather(flat, name), "all_gather of a sequence", name)
-    return flat
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM
 from wallfacer_dt.algorithms.execute import Groups
-from wallfacer_dt.collectives.functional import all_gather, all_to_all, wait
-from wallfacer_dt.collectives.groups import group_size
+from wallfacer_dt.collectives.over_axes import gathered, summed
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 
@@ -39,10 +38,8 @@ class Replicated:
             return x
         _, own = self._own
         mine = self._padded(x.narrow(SEQUENCE_DIM, 0, own)).contiguous()
-        gathered = mine.view(-1)
-        for group in self._axes:
-            gathered = wait(all_gather(gathered, group), "all_gather of replicated rows", group)
-        parts = zip(gathered.view(-1, *mine.shape).unbind(0), self._sizes, strict=True)
+        all_rows = gathered(mine.view(-1), self._axes, "replicated rows")
+        parts = zip(all_rows.view(-1, *mine.shape).unbind(0), self._sizes, strict=True)
         rows = [part.narrow(SEQUENCE_DIM, 0, n) for part, n in parts]
         return torch.cat([*rows, _after(x, own)], SEQUENCE_DIM)
 
@@ -53,13 +50,8 @@ class Replicated:
         wide = accumulation_dtype(x.dtype)
         parts = x.narrow(SEQUENCE_DIM, 0, self.count).split(self._sizes, SEQUENCE_DIM)
         flat = torch.stack([self._padded(part).to(wide) for part in parts])
-        shape = flat.shape[1:]
-        for group in reversed(self._axes):
-            size = group_size(group)
-            splits = [flat.numel() // size] * size
-            pending = all_to_all(flat.contiguous().view(-1), splits, splits, group)
-            flat = wait(pending, "all_to_all of replicated rows' gradients", group).view(size, -1, *shape).sum(0)
-        mine = flat.view(shape).narrow(SEQUENCE_DIM, 0, self._own[1]).to(x.dtype)
+        mine = summed(flat, self._axes, "replicated rows' gradients")
+        mine = mine.narrow(SEQUENCE_DIM, 0, self._own[1]).to(x.dtype)
         return torch.cat([mine, _after(x, self.count)], SEQUENCE_DIM)
 
     def placed(self, x: Tensor) -> Tensor:
@@ -82,10 +74,8 @@ class Replicated:
         return sum(self._sizes[:index]), self._sizes[index]
 
     @property
-    def _axes(self) -> list[str]:
-        groups, place = self.groups, self.groups.place
-        axes = ((groups.team, place.team), (groups.ring, place.ring), (groups.ulysses, place.ulysses))
-        return [group for group, size in axes if size > 1]
+    def _axes(self) -> tuple[str, str, str]:
+        return self.groups.ulysses, self.groups.ring, self.groups.team
 
     def _padded(self, x: Tensor) -> Tensor:
         return _filled(x, 0, max(self._sizes) - x.shape[SEQUENCE_DIM])
