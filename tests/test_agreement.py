@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from tests.disagreements import (
     outcome,
 )
 from wallfacer_dt import context_mesh
-from wallfacer_dt.agreement.agree import agree, hear_all
+from wallfacer_dt.agreement.agree import _naming_call, agree, hear_all
 from wallfacer_dt.agreement.meeting import Meeting
+from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.testing import RankPool
 
@@ -120,6 +122,15 @@ def test_a_first_call_that_not_all_come_to(own_ranks: RankPool) -> None:
     for message in said:
         assert message.startswith("not all ranks came to the first call on the cpu mesh cp_ring 3 of ranks 0, 1, 2: ")
         assert message.endswith("; this rank came to: attention")
+
+
+def test_a_wait_in_vain_names_the_call_of_the_ranks_that_waited() -> None:
+    """And not the last of all, which another mesh has made since, while this one's was open."""
+    whereabouts = Whereabouts()
+    whereabouts.call = "call 2 on another mesh"
+    meeting = SimpleNamespace(ranks=(0, 1), call="call 1", whereabouts=whereabouts)
+    with pytest.raises(RuntimeError, match="^call 1: late$"), _naming_call(meeting):
+        raise RuntimeError("late")
 
 
 def test_what_was_made_in_another_world_is_refused(own_ranks: RankPool, tmp_path: Path) -> None:

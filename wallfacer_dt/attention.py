@@ -175,6 +175,8 @@ class ContextAttention(Setting):
     def of_length(self, length: int) -> "ContextAttention":
         """The same attention for a sequence of another length, which a call brings with it."""
         check_length(length)
+        if length == self.options.length:  # and what is known of such calls stays known
+            return self
         return replace(self, options=replace(self.options, length=index(length)))
 
     def __call__(self, inputs: AttentionInputs, scale: float | None = None) -> Tensor:

@@ -251,9 +251,10 @@ class Call(NamedTuple):
         out, lse = replicated.own(out), replicated.own(lse)
         grad_out = replicated.summed(_dense(grad_out))
         own_q, *own_keys = [replicated.own(x) for x in (q, *keys)]
-        queries, own_out = (own_q, grad_out, lse), out
+        queries, own_out, delta = (own_q, grad_out, lse), out, None
         if self.plan.groups.place.ulysses > 1:  # queries come from elsewhere
-            queries, own_out = with_factor(*queries, out), None
+            delta = row_delta(grad_out, out, lse.dtype)
+            queries, own_out = with_factor(*queries, delta), None
 
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             n = len(tensors) - len(own_keys)
@@ -268,7 +269,9 @@ class Call(NamedTuple):
         key_kinds = _KEY_KINDS[: len(keys)]
         kinds: list[Kind] = [*["q"] * len(queries), *key_kinds]
         grads = self._by_heads((*queries, *own_keys), kinds, compute, ["q", *key_kinds])
-        dsinks = None if sinks is None else sinks_gradient(lse, row_delta(grad_out, out, lse.dtype), sinks)
+        dsinks = None
+        if sinks is not None:
+            dsinks = sinks_gradient(lse, row_delta(grad_out, out, lse.dtype) if delta is None else delta, sinks)
         return [replicated.placed(grad) for grad in grads], dsinks
 
     def _schedule(self, *, backward: bool) -> Schedule:

@@ -99,7 +99,7 @@ def agree(
     if forward or error:
         record = _digest((likeness, forward, error))
     meeting.number += 1
-    meeting.whereabouts.call = Came(meeting.number, text, what or error)
+    meeting.whereabouts.call = meeting.call = Came(meeting.number, text, what or error)
     meeting.open = Open(_Said(error, what, names, values), likeness, meeting.post(record))
     if at_once or error or likeness not in meeting.seen:
         _settle(meeting)
@@ -135,7 +135,7 @@ def _naming_call(meeting: Meeting) -> Iterator[None]:
         yield
     except RuntimeError as error:
         others = meeting.whereabouts.of(meeting.ranks)
-        late = RuntimeError(f"{meeting.whereabouts.call}: {error}" + f"; {others}" * bool(others))
+        late = RuntimeError(f"{meeting.call}: {error}" + f"; {others}" * bool(others))
         raise _met(late, meeting.ranks) from error
 
 
