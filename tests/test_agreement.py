@@ -129,7 +129,7 @@ def test_a_wait_in_vain_names_the_call_of_the_ranks_that_waited() -> None:
     whereabouts = Whereabouts()
     whereabouts.call = "call 2 on another mesh"
     meeting = SimpleNamespace(ranks=(0, 1), call="call 1", whereabouts=whereabouts)
-    with pytest.raises(RuntimeError, match="^call 1: late$"), _naming_call(meeting):
+    with pytest.raises(RuntimeError, match=r"^call 1: late$"), _naming_call(meeting):
         raise RuntimeError("late")
 
 
