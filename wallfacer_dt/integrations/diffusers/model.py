@@ -9,9 +9,8 @@ arguments of blocks: blocks that are computed again in a backward, after other f
 """
 
 import inspect
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,18 +31,17 @@ from wallfacer_dt.integrations.diffusers.refusals import (
     why_refused,
 )
 from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, RotaryTables
+from wallfacer_dt.integrations.handle import Handle, make_way
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.mesh import context_groups, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import unshard_sequence
 
-_HANDLE = "_wallfacer_dt"
-_COPY = "this model is a copy of one that context_parallel was given: copy it before that, or after remove()"
 _UNTRACED = "what is known of a forward is another at every call; with fullgraph=True use a style"
 
 
-class ContextParallel:
+class ContextParallel(Handle[ModelMixin]):
     """A model that runs on a mesh, as :func:`context_parallel` has set it up.
 
     Args:
@@ -54,21 +52,13 @@ class ContextParallel:
     """
 
     def __init__(self, model: ModelMixin, plan: Plan, mesh: DeviceMesh, options: AttentionKeywords) -> None:
+        super().__init__(model)
         self.mesh, self._plan, self._order = mesh, plan, TokenOrder("contiguous", mesh)
-        self._model = weakref.ref(model)
         self._signature = inspect.signature(model.forward)
         self._forward: ForwardPass | None = None
         self._options = options
         self._hooked: dict[str, nn.Module] = {}
-        self._hooks: list[Any] = []
         self._turn_on(model)
-
-    def remove(self) -> None:
-        """Give the model the attention processors back that it had."""
-        model = self._model()
-        if model is not None and getattr(model, _HANDLE, None) is self:
-            self._turn_off(model)
-            delattr(model, _HANDLE)
 
     @contextmanager
     def whole(self) -> Iterator[ModelMixin]:
@@ -80,26 +70,13 @@ class ContextParallel:
         Raises:
             ValueError: the model is gone, or is no longer set up by this.
         """
-        model = self._model()
-        if model is None or getattr(model, _HANDLE, None) is not self:
-            raise ValueError("the model is gone, or context_parallel has been undone on it")
-        if not self._hooks:  # within another such context
+        model = self._set_up_model()
+        with self._turned_off() if self._hooks else nullcontext():  # it is off within another such context
             yield model
-            return
-        self._turn_off(model)
-        try:
-            yield model
-        finally:
-            if getattr(model, _HANDLE, None) is self:  # or it has been set up otherwise meanwhile
-                self._turn_on(model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
-        """Of the one model, of which a copy is not: it says so when it is called."""
-        return self
 
     def _turn_on(self, model: ModelMixin) -> None:
         plan = self._plan
-        setattr(model, _HANDLE, self)
+        self._leave_on(model)
         for path, module in attention_modules(model).items():
             module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan.text, path))
         at = {plan.tokens: self._deal, plan.rotary: self._deal_rotary, plan.output: self._put_together}
@@ -111,12 +88,11 @@ class ContextParallel:
         ]
 
     def _turn_off(self, model: ModelMixin) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         for module in attention_modules(model).values():
             if isinstance(module.processor, ProcessorOnMesh):
                 module.set_processor(module.processor.processor)
-        self._hooked, self._hooks, self._forward = {}, [], None
+        self._hooked, self._forward = {}, None
 
     @untraced(_UNTRACED)
     def _begin(self, model: ModelMixin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -194,8 +170,7 @@ class ContextParallel:
         return self._forward
 
     def _check_still_set_up(self, model: ModelMixin) -> None:
-        if self._model() is not model:
-            raise ValueError(_COPY)
+        self._check_is_of(model)
         for path, module in attention_modules(model).items():
             if not isinstance(module.processor, ProcessorOnMesh) or module.processor.mesh is not self.mesh:
                 raise ValueError(
@@ -263,12 +238,7 @@ def context_parallel(
         plan = plan_of(model)
         told = {**options, "model": type(model).__name__, "modules": len(list(model.modules()))}
         agree("context_parallel", told.items(), name)
-    earlier = getattr(model, _HANDLE, None)
-    with refusing_together(name):
-        if earlier is not None and earlier._model() is not model:
-            raise ValueError(_COPY)
-    if earlier is not None:
-        earlier.remove()
+    make_way(model, name)
     with refusing_together(name):
         check_model_is_known(model, plan)
         return ContextParallel(model, plan, mesh, options)

@@ -8,7 +8,6 @@ backward find it there. A forward begins with a check of all that may have chang
 """
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -21,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.compiler import untraced
+from wallfacer_dt.integrations.handle import Handle, found_on, make_way
 from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
@@ -33,8 +33,6 @@ from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions
 from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
 
-_HANDLE = "_wallfacer_dt"
-_COPY = "this model is a copy of one that context_parallel was given: copy it before that, or after remove()"
 _UNTRACED = "what is known of a batch is another at every call; with fullgraph=True use a style"
 _numbers = count(1)
 # Of a call of the model: what would need all tokens, or gives something that ranks cannot put together.
@@ -46,7 +44,7 @@ _REFUSED = {
 }
 
 
-class ContextParallel:
+class ContextParallel(Handle[PreTrainedModel]):
     """A model that runs on a mesh, as :func:`context_parallel` has set it up; ``name`` is that of its attention.
 
     Args:
@@ -57,13 +55,12 @@ class ContextParallel:
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, options: AttentionKeywords, order: TokenOrder) -> None:
+        super().__init__(model)
         self.mesh, self.order, self.name = mesh, order, f"wallfacer_dt-{next(_numbers)}"
-        self._model = weakref.ref(model)
         self._forward: ForwardPass | None = None
         self._loss: Callable[..., Any] | None = None
         self._before = upstream.implementation(model.config) or "sdpa"
         self._signature = inspect.signature(model.forward)
-        self._hooks: list[Any] = []
         attend = AttentionOnMesh(mesh, options)
         AttentionInterface.register(self.name, attend)
         AttentionMaskInterface.register(self.name, self._mask)
@@ -74,13 +71,6 @@ class ContextParallel:
         """Whether the model's own loss predicts the next token."""
         model = self._model()
         return model is not None and shifts_labels(self._loss or upstream.own_loss(model))
-
-    def remove(self) -> None:
-        """Give the model the attention and the loss back that it had."""
-        model = self._model()
-        if model is not None and getattr(model, _HANDLE, None) is self:
-            self._turn_off(model, self._before)
-            delattr(model, _HANDLE)
 
     @contextmanager
     def whole(self, attn_implementation: str | None = None) -> Iterator[PreTrainedModel]:
@@ -95,25 +85,15 @@ class ContextParallel:
         Raises:
             ValueError: the model is gone, or is no longer set up by this.
         """
-        model = self._model()
-        if model is None or getattr(model, _HANDLE, None) is not self:
-            raise ValueError("the model is gone, or context_parallel has been undone on it")
+        self._set_up_model()
         if not self._hooks:
             raise ValueError("the model is within `whole()` already")
-        self._turn_off(model, attn_implementation or self._before)
-        try:
+        with self._turned_off(implementation=attn_implementation) as model:
             yield model
-        finally:
-            if getattr(model, _HANDLE, None) is self:  # or it has been removed, or set up otherwise, meanwhile
-                self._turn_on(model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
-        """Of the one model, of which a copy is not: it says so when it is called."""
-        return self
 
     def _turn_on(self, model: PreTrainedModel) -> None:
         model.set_attn_implementation(self.name)
-        setattr(model, _HANDLE, self)
+        self._leave_on(model)
         self._loss = upstream.swap_loss(model, None)
         upstream.swap_loss(model, SummedLoss(self._loss or upstream.own_loss(model), self._in_forward))
         self._hooks = [
@@ -121,13 +101,12 @@ class ContextParallel:
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         ]
 
-    def _turn_off(self, model: PreTrainedModel, implementation: str) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._forward = [], None
+    def _turn_off(self, model: PreTrainedModel, implementation: str | None = None) -> None:
+        self._remove_hooks()
+        self._forward = None
         upstream.swap_loss(model, None)
         upstream.swap_loss(model, self._loss)
-        model.set_attn_implementation(implementation)
+        model.set_attn_implementation(implementation or self._before)
 
     def _in_forward(self) -> ForwardPass:
         if self._forward is None:
@@ -188,8 +167,7 @@ class ContextParallel:
                 )
 
     def _check_still_set_up(self, model: PreTrainedModel) -> None:
-        if model is not self._model():
-            raise ValueError(_COPY)
+        self._check_is_of(model)
         for config in upstream.configs(model):
             if upstream.implementation(config) != self.name:
                 raise ValueError(
@@ -305,19 +283,14 @@ def context_parallel(
         check_model_is_known(model)
         told = {**options, "model": type(model).__name__, "layers": len(list(model.modules()))}
         agree("context_parallel", told.items(), name)
-    earlier = getattr(model, _HANDLE, None)
-    with refusing_together(name):
-        if earlier is not None and earlier._model() is not model:
-            raise ValueError(_COPY)
-    if earlier is not None:
-        earlier.remove()
+    make_way(model, name)
     with refusing_together(name):
         return ContextParallel(model, mesh, options, order)
 
 
 def handle_of(model: Any) -> ContextParallel:
     """What :func:`context_parallel` returned for a model, or a refusal (ValueError)."""
-    found = getattr(model, _HANDLE, None)
+    found = found_on(model)
     if not isinstance(found, ContextParallel):
         raise ValueError(f"{type(model).__name__} was not given to context_parallel: do so first")
     return found
