@@ -50,7 +50,8 @@ class Trainer:
         self.settings, self.ranks, self.model = settings, ranks, model
         self._gradients, self._loss = gradients, loss
         groups = [{"params": kind} for kind in gradients.kinds]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        # By default AdamW makes a whole step of a gradient that is rounding alone, which differs between meshes.
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01)
 
     def step(self, step: int, batch: Any) -> tuple[float, float]:
         """Make one step; returns the mean loss over all ranks and the norm before clipping."""
