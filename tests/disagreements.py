@@ -85,6 +85,12 @@ def refused_by_one_rank() -> None:
         attend(x(1, 2, 4, 8, dtype=torch.int64) if is_odd() else x())
 
 
+def another_version() -> None:
+    """Ranks whose packages differ find so at their first call together, which is not one of attention."""
+    with mock.patch("wallfacer_dt.agreement.agree._VERSIONS", "2.13.0, old" if dist.get_rank() == 2 else "2.13.0, new"):
+        w.context_mesh("cpu", 4)
+
+
 def another_version_of_a_kernel() -> None:
     kernel = select_kernel("reference", Need("cpu", torch.float32, 8, 8))
     w.register_kernel("theirs", kernel.forward, kernel.backward, kernel.supports, "2" if is_odd() else "1")
@@ -329,6 +335,7 @@ def backward_for_a_forward() -> None:
 DIFFERENCES: dict[str, Callable[[], Any]] = {
     "is_causal, on a device, each seen before": causal_on_one_rank,
     "a refusal on a device": refused_by_one_rank,
+    "another version of the package": another_version,
     "another version of a kernel": another_version_of_a_kernel,
     "a kernel that one rank does not know": kernel_that_one_rank_does_not_know,
     "a kernel that refuses a backward on one rank": kernel_that_refuses_a_backward,

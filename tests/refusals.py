@@ -186,7 +186,7 @@ def ring_of_a_team() -> Tensor:
 
 def of_another_version() -> Tensor:
     """Ranks whose packages differ would follow different schedules."""
-    with mock.patch("wallfacer_dt.attention.CODE", "old" if dist.get_rank() == 1 else "new"):
+    with mock.patch("wallfacer_dt.attention.SOURCES", "old" if dist.get_rank() == 1 else "new"):
         return attend()
 
 

@@ -40,6 +40,10 @@ MESSAGES = {
     "a refusal on a device": "q, k and v must be floating point, got torch.int64; cast them",
     "a kernel that one rank does not know": "kernel must be one of ('auto', 'flash', ",
     "a kernel that refuses a backward on one rank": "kernel='tired' does not support this call",
+    "another version of the package": (
+        f"the version of torch, and of wallfacer_dt's sources, {SAME}2.13.0, new, rank 1: 2.13.0, new, "
+        "rank 2: 2.13.0, old, rank 3: 2.13.0, new"
+    ),
     "another version of a kernel": f"the kernel that runs {SAME}theirs, 1, rank 1: theirs, 1, rank 2: theirs, 2",
     "a sampler's seed, each seen before": f"seed {SAME}0, rank 1: 0, rank 2: 1",
     "a sampler's state, each seen before": f"consumed samples {SAME}2, rank 1: 2, rank 2: 4",

@@ -103,6 +103,8 @@ feed_forward_volume
 metp_attention_volume
     ring, team, *, batch, length, model_dim, heads, kv_heads, head_dim, dtype, bias=False, fused=False,
     out_dim=None, schedule='2d', rotate='auto', rotate_forward='auto', hops=None, index=0
+note_progress
+    what
 plan
     model, sequence, cluster, *, only=None, profile=None, keep=None
 profile

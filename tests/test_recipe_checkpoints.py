@@ -225,7 +225,7 @@ def test_what_is_no_number_ends_the_run_before_it_is_kept(
     plain = MeanLoss.__call__
     monkeypatch.setattr(MeanLoss, "__call__", lambda self, batch: plain(self, batch) * float("nan"))
     assert recipe_here(keeping(copied, "--resume")) == 2
-    assert "step 5 has loss nan and gradient norm nan" in capfd.readouterr().err
+    assert "step 5: loss nan, gradient norm nan; " in capfd.readouterr().err
     assert names(copied) == ["step_4"]
 
 

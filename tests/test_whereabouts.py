@@ -9,8 +9,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
-from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention, register_kernel
+from wallfacer_dt import RingParallel, TokenOrder, context_mesh, note_progress, register_kernel
 from wallfacer_dt.agreement import whereabouts
 from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.agreement.worlds import World, this_world
@@ -29,11 +32,11 @@ def hasty() -> Iterator[RankPool]:
 
 
 def late_in(way: str) -> str:
-    """What is said on a rank while rank 2 takes its time over a block, in the second call or its backward."""
+    """What is said on a rank while rank 2 takes its time over a block, in the second layer or its backward."""
 
     def sleep(here: str) -> None:
-        if dist.get_rank() == 2 and calls == [2] and way == here:
-            calls[0] = 3
+        if dist.get_rank() == 2 and layer == [1] and way == here:
+            layer[0] = 2
             time.sleep(2 * SECONDS)
 
     def forward(q, k, v, how):
@@ -45,26 +48,35 @@ def late_in(way: str) -> str:
         return q.clone(), k.clone(), v.clone()
 
     register_kernel("sleepy", forward, backward, lambda need: True)
-    mesh, calls = context_mesh("cpu", 3), [0]
-    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    mesh, layer = context_mesh("cpu", 3), [0]
+    model = nn.ModuleDict({"layers": nn.ModuleList(Inner() for _ in range(2))})
+    style = RingParallel(order=TokenOrder("contiguous", mesh), kernel="sleepy", rotate="kv", layout="BNLH", check=False)
+    parallelize_module(model, mesh, {"layers.*": style})
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    note_progress("step 7")
     try:
-        for calls[0] in (1, 2):
-            order = TokenOrder("contiguous", mesh)
-            out = context_parallel_attention(q, k, v, mesh, order=order, kernel="sleepy", rotate="kv")
-            out.sum().backward()
+        for layer[0], attention in enumerate(model["layers"]):
+            x = attention(x, x, x)
+        x.sum().backward()
     except RuntimeError as error:
         return str(error)
     return ""
 
 
+class Inner(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "call"), [("forward", "call 4"), ("backward", "call 5")])
-def test_a_rank_that_is_late_is_told_of(hasty: RankPool, way: str, call: str) -> None:
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_rank_that_is_late_is_told_of(hasty: RankPool, way: str) -> None:
     said = hasty.run(late_in, way)
     what = {"forward": "attention", "backward": "the backward of attention"}[way]
-    place = rf"had come to {call} on the cpu mesh cp_ring 3 x cp_team 1 of ranks 0, 1, 2, {what}"
+    mesh = "the cpu mesh cp_ring 3 x cp_team 1 of ranks 0, 1, 2"
+    place = rf"at step 7, had come to call \d+ on {mesh}, {what}, in layers.1"
     # Rank 0 waits for what rank 2 has, rank 1 for what rank 0 has from it.
-    waits = rf"this rank {place} and waited for permute cp_ring \w+\[\d\].* from 2, rank 2 in vain: "
+    waits = rf"this rank \(0\) {place} and waited for permute cp_ring \w+\[\d\].* from 2, rank 2 in vain: "
     assert re.match(waits, said[0]), said[0]
     assert re.search(rf"; rank 2 {place}, told [0-4] s ago", said[0]), said[0]
 

@@ -1,5 +1,7 @@
 """Long-sequence Transformer training on a DeviceMesh: Ring Attention, WallFacer, Ulysses, METP, and all together."""
 
+from wallfacer_dt.agreement.progress import note_progress
+from wallfacer_dt.agreement.whereabouts import WaitError
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume, metp_attention_volume
 from wallfacer_dt.algorithms.volume import AttentionVolume, Volume, attention_volume
 from wallfacer_dt.attention import context_parallel_attention
@@ -38,6 +40,7 @@ __all__ = [
     "TokenOrder",
     "UlyssesParallel",
     "Volume",
+    "WaitError",
     "WallFacerParallel",
     "attention_volume",
     "check_equivalence",
@@ -47,6 +50,7 @@ __all__ = [
     "context_parallel_attention",
     "feed_forward_volume",
     "metp_attention_volume",
+    "note_progress",
     "plan",
     "profile",
     "register_kernel",

@@ -22,13 +22,12 @@ from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.autocast import as_computed, is_autocast_on_anywhere
 from wallfacer_dt.calls import groups_here
-from wallfacer_dt.compiler import is_exporting, untraced
+from wallfacer_dt.compiler import SOURCES, is_exporting, untraced
 from wallfacer_dt.dealing import warn_undealt
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
-from wallfacer_dt.ops import CODE
 from wallfacer_dt.ops import attention as operator
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, Options, Setting, Told, options_of, with_options
 from wallfacer_dt.order import check_order_fits, check_order_is_told
@@ -245,7 +244,7 @@ class ContextAttention(Setting):
             1 / math.sqrt(head_dim) if scale is None else float(scale),
             float(options.softcap or 0.0),
             setting,
-            CODE,
+            SOURCES,
             mask,
             inputs.need_gradients(),
             # The same objects at every call, of which it is known whether they have been written into.

@@ -4,7 +4,10 @@ import copy
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
+
+from wallfacer_dt.agreement.progress import Within
 
 
 class BoundForward:
@@ -14,16 +17,19 @@ class BoundForward:
     the style.
     """
 
-    def __init__(self, function: Callable[..., Tensor], module: nn.Module, style: str) -> None:
-        self.function, self.module, self.style = function, module, style
+    def __init__(self, function: Callable[..., Tensor], module: nn.Module, style: str, name: str = "") -> None:
+        self.function, self.module, self.style, self.name = function, module, style, name
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The style's forward of this module."""
-        return self.function(self.module, *args, **kwargs)
+        """The style's forward of this module, which messages call by its name in the model."""
+        if torch.compiler.is_compiling():
+            return self.function(self.module, *args, **kwargs)
+        with Within(self.name):
+            return self.function(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BoundForward":
         """That of the module's copy."""
-        return BoundForward(self.function, copy.deepcopy(self.module, memo), self.style)
+        return BoundForward(self.function, copy.deepcopy(self.module, memo), self.style, self.name)
 
     def __reduce__(self) -> NoReturn:
         """Refuse (TypeError) to be pickled."""

@@ -7,18 +7,38 @@ An operator takes its options as one text, and beside it what a compiler may tak
 a schema costs time at every call (torch fills in defaults in time that grows as the square of their number), and must
 be told again wherever the schema is. The same options are the same text, so that it can be part of a cache's key.
 
+Note [What a compiled graph bakes in]
+Generated code holds sizes and strides that this package states, and torch caches code by the graph's text, on a disk
+that ranks may share. So a digest of the package's sources is an argument of the operators, as is the rank's place.
+
 Private APIs of the compiler are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import index
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+
+
+def _digest_of_sources() -> str:
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    if not sources:
+        raise ImportError("wallfacer_dt must be installed with its sources, which are part of torch's cache keys")
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+SOURCES = _digest_of_sources()
+"""Digest of the package's sources; see Note [What a compiled graph bakes in]. Ranks compare it at every call."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,15 +3,9 @@
 Made with ``torch.library``: autograd, torch.compile, checkpointing policies and dispatch modes see one opaque op each
 way, which saves q, k, v, out and lse of this rank's size and nothing else. Groups travel by name. DTensors go through
 a rule for each (``sharding``), and Inductor keeps the order of all that communicate (``lowering``).
-
-Note [What a compiled graph bakes in]
-Generated code holds sizes and strides that this package states, and torch caches code by the graph's text, on a disk
-that ranks may share. So a digest of the package's sources is an argument of the operators, as is the rank's place.
 """
 
-import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,20 +21,6 @@ from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.options import MASK_SCHEMA, Options
 from wallfacer_dt.transforms import differentiable, not_differentiable, operator
-
-
-def _digest_of_sources() -> str:
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    if not sources:
-        raise ImportError("wallfacer_dt must be installed with its sources, which are part of torch's cache keys")
-    digest = hashlib.sha256()
-    for path in sources:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-CODE = _digest_of_sources()
-"""Digest of the package's sources; see Note [What a compiled graph bakes in]."""
 
 
 @outside_autocast

@@ -209,7 +209,7 @@ class Options(NamedTuple):
     # With nothing left to choose: which side moves, and how long a sequence is whose shards are not equal. Of a mask
     # there is the key in a compiled graph only, which asks it whether it still does the same.
     setting: Setting
-    code: str  # `wallfacer_dt.ops.CODE`
+    code: str  # `wallfacer_dt.compiler.SOURCES`
     mask: str = ""  # name of an arbitrary mask's recording, or empty
     gradients: bool = False  # whether some of the tensors need one, so that there will be a backward
     # The tensors that an arbitrary mask reads, in order, which an operator with masks takes after the text.

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.agreement.agree import agree, refusing_together, tell
+from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import is_exporting, sizes
 from wallfacer_dt.dealing import notice_applied, notice_missed
@@ -28,7 +29,7 @@ from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NA
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.mesh import Coordinate, mesh_ranks, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
-from wallfacer_dt.unmatched import Place, place_in_plan, tell_styles
+from wallfacer_dt.unmatched import Place, name_in_plan, place_in_plan, tell_styles
 from wallfacer_dt.validation import check_call, refuse_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
@@ -109,9 +110,12 @@ class _ContextParallel(ParallelStyle):
             agree(f"attention of {who}", [("order", options.order)], name)
         return attention
 
-    def forward_of(self, module: nn.Module, attention: ContextAttention) -> Callable[..., Tensor]:
-        """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are."""
-        return _Forward(attention, self, module, *self._read_module(module)).forward
+    def forward_of(self, module: nn.Module, attention: ContextAttention, name: str = "") -> Callable[..., Tensor]:
+        """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are.
+
+        The module's name in the model is for messages.
+        """
+        return _Forward(attention, self, module, *self._read_module(module), name).forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, who = name_of(device_mesh), type(self).__name__
@@ -122,7 +126,7 @@ class _ContextParallel(ParallelStyle):
             attention = self.attention_on(device_mesh, self.options)
             if self.check:
                 check_once(module, self, device_mesh, self._passed)
-            forward = self.forward_of(module, attention)
+            forward = self.forward_of(module, attention, name_in_plan(module))
             agree(f"{who} applied", [("module", type(module).__name__)], name)
         place = place_in_plan()
         if place is not None:
@@ -273,6 +277,7 @@ class _Forward:
     module: nn.Module  # whose attributes may change
     names: list[str]  # of its positional options after q, k, v
     defaults: dict[str, Any]  # of its options
+    name: str  # of the module in its model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         """That of the module's copy, which is on the same mesh."""
@@ -283,8 +288,11 @@ class _Forward:
         transposed = self.style.layout == "BLNH"
         if transposed:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
-        attend = self._traced if torch.compiler.is_compiling() else self._eager
-        out = attend(q, k, v, args, kwargs)
+        if torch.compiler.is_compiling():
+            out = self._traced(q, k, v, args, kwargs)
+        else:
+            with Within(self.name):
+                out = self._eager(q, k, v, args, kwargs)
         return out.transpose(1, 2) if transposed and out.ndim == 4 else out
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

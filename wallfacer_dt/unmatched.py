@@ -8,6 +8,7 @@ import sys
 import warnings
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.distributed.tensor.parallel import api
 
 
@@ -20,11 +21,25 @@ class Place(NamedTuple):
 
 def place_in_plan() -> Place | None:
     """Where in a plan ``parallelize_module`` is, which calls itself for parts of paths; None where it is elsewhere."""
-    frame, found = sys._getframe(1), None
+    told = _outermost()
+    return Place(told.get("parallelize_plan"), told["module_path"]) if "module_path" in told else None
+
+
+def name_in_plan(module: nn.Module) -> str:
+    """What a module is called in the model to which a plan is being applied; empty where none is."""
+    model = _outermost().get("module")
+    if not isinstance(model, nn.Module):
+        return ""
+    return next((name for name, each in model.named_modules() if each is module), "")
+
+
+def _outermost() -> dict[str, Any]:
+    """What the outermost call of ``parallelize_module`` knows, of those that this one is in."""
+    frame, found = sys._getframe(1), {}
     while frame is not None:
         told = frame.f_locals if frame.f_code is api.parallelize_module.__code__ else {}
         if "module_path" in told:
-            found = Place(told.get("parallelize_plan"), told["module_path"])  # the outermost of all
+            found = told
         frame = frame.f_back
     return found
 

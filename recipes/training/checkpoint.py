@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -36,7 +37,6 @@ from torch.distributed.checkpoint.state_dict import (
 from recipes.training import manifest
 from recipes.training.batches import Batches
 from recipes.training.manifest import BrokenError
-from recipes.training.ranks import TIMEOUT
 from recipes.training.settings import RecipeError, Saving
 from recipes.training.trainer import Trainer
 
@@ -78,7 +78,7 @@ class Checkpoints:
         self._group: Any = None
         if saving.checkpoint is not None and dist.is_initialized():
             # Of its own: a thread that writes talks to others' while training talks on the default group.
-            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=trainer.settings.comm_timeout))
         # It says so whenever there is one process, even if told.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -279,7 +279,10 @@ class Checkpoints:
         answers = [answer]
         if self._group is not None:
             answers = [answer] * self._launch.world
-            dist.all_gather_object(answers, answer, group=self._group)
+            try:
+                dist.all_gather_object(answers, answer, group=self._group)
+            except RuntimeError as error:
+                raise RecipeError(f"--checkpoint: other ranks were waited for in vain: {_first_line(error)}") from error
         for _, failure in answers:
             if failure is not None:
                 raise failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from inspect import Parameter, Signature
@@ -16,7 +17,17 @@ from typer.models import OptionInfo
 
 from recipes.training.metrics import check_tensorboard
 from recipes.training.record import make_folders
-from recipes.training.settings import DEMO_WITHOUT, Demo, Launch, Output, RecipeError, Saving, check_saving
+from recipes.training.settings import (
+    DEMO_WITHOUT,
+    PATHS,
+    Demo,
+    Launch,
+    LostError,
+    Output,
+    RecipeError,
+    Saving,
+    check_saving,
+)
 
 
 def as_command(
@@ -67,7 +78,7 @@ def spelled(settings: Any) -> Iterator[str]:
             yield from _flag(hints[field.name], value)
         elif value is not None:
             # What exists is a path, which the run need not see from the same folder.
-            is_path = field.name in ("text", "model", "tokenizer") and Path(value).exists()
+            is_path = field.name in PATHS and Path(value).exists()
             yield f"--{field.name.replace('_', '-')}={Path(value).resolve() if is_path else value}"
 
 
@@ -121,7 +132,7 @@ class Recipe:
         """Run the command line.
 
         Returns:
-            The exit status, 2 for anything the caller must change.
+            The exit status: 2 for anything the caller must change, 1 after any other error.
         """
         commandless = not arguments or (arguments[0].startswith("-") and arguments[0] != "--help")
         arguments = ["train", *arguments] if commandless else list(arguments)
@@ -133,6 +144,14 @@ class Recipe:
             return _refuse(self.name, error.format_message())
         except (typer.Abort, KeyboardInterrupt):
             return 130
+        except LostError as error:
+            # Each rank for itself: the one that speaks for its machine may be the one that is lost.
+            print(f"{self.name}: {error}", file=sys.stderr, flush=True)
+            return 1
+        except Exception:  # at once, or what ranks write would be mixed line by line
+            sys.stderr.write(traceback.format_exc())
+            sys.stderr.flush()
+            return 1
         return status if isinstance(status, int) else 0
 
     def _app(self) -> typer.Typer:
@@ -151,16 +170,23 @@ class Recipe:
         launch = Launch.from_environment()
         # Before the imports below, which take seconds: what is plainly wrong should be said at once.
         data = self.load(settings, launch)
+        check_restarts()
         check_saving(saving)
         check_tensorboard(output)
         make_folders(output.out, saving.checkpoint, launch)
-        from recipes.training.ranks import check_same, join_ranks, leave_ranks
+        from recipes.training.ranks import check_options, check_same, join_ranks, leave_ranks
         from recipes.training.report import leave_behind
+        from wallfacer_dt import WaitError
 
-        ranks = join_ranks(settings, launch)
-        check_same(data.fingerprint, launch, data.source)
-        train = importlib.import_module(f"recipes.{self.name}.train").train
-        run = train(settings, ranks, data, saving, output)
+        try:
+            ranks = join_ranks(settings, launch)
+            check_options(settings, launch)
+            check_same(data.fingerprint, launch, data.source)
+            train = importlib.import_module(f"recipes.{self.name}.train").train
+            run = train(settings, ranks, data, saving, output)
+        except WaitError as error:
+            where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+            raise LostError(f"{where}{error}") from error
         # Not in a `finally`: after an error on one rank, waiting for the others' groups could hang.
         leave_ranks()
         leave_behind(run, output.out, launch)

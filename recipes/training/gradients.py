@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipes.training.ranks import Ranks
+from wallfacer_dt.agreement.progress import waiting
 
 
 class Gradients(Protocol):
@@ -30,6 +31,11 @@ class Gradients(Protocol):
     @property
     def kinds(self) -> Sequence[list[nn.Parameter]]:
         """The weights that torch's foreach kernels take together."""
+        ...
+
+    @property
+    def are_finite(self) -> bool | None:
+        """Whether this rank's were before they were averaged; None where they are not seen before."""
         ...
 
     def average(self) -> Tensor:
@@ -47,6 +53,12 @@ class WholeGradients:
         self._whole: list[nn.Parameter] = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
         self._shared: list[nn.Parameter] = [parameter for parameter in trained if isinstance(parameter, DTensor)]
         self.kinds = [kind for kind in (self._whole, self._shared) if kind]
+        self._finite: Tensor | None = None
+
+    @property
+    def are_finite(self) -> bool | None:
+        """Whether this rank's were before they were averaged."""
+        return None if self._finite is None else bool(self._finite)
 
     @torch.no_grad()
     def average(self) -> Tensor:
@@ -55,6 +67,9 @@ class WholeGradients:
         if world > 1 and self._whole:
             self._agree_on_used()
         whole = [parameter.grad for parameter in self._whole if parameter.grad is not None]
+        if whole:
+            # Of the sum, not of each entry: in one pass without a copy.
+            self._finite = torch.stack([grad.sum().isfinite() for grad in whole]).all()
         if world > 1 and whole:
             _average_in_one(whole, world)
         norm = nn.utils.get_total_norm(whole)
@@ -64,14 +79,16 @@ class WholeGradients:
         # Over all ranks, so that all clip alike; every data-parallel group has the same parts.
         groups = 1 if self._ranks.data_parallel is None else self._ranks.data_parallel.size()
         square = nn.utils.get_total_norm(shared) ** 2 / groups
-        dist.all_reduce(square)
+        with waiting("all_reduce of the gradient norm"):
+            dist.all_reduce(square)
         return torch.hypot(norm, square.sqrt())
 
     def _agree_on_used(self) -> None:
         """Give a weight that other ranks have a gradient of one of zeros; what none uses an optimizer leaves alone."""
         used = torch.tensor([parameter.grad is not None for parameter in self._whole], dtype=torch.int32)
         used = used.to(self._ranks.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX)
+        with waiting("all_reduce of which weights have gradients"):
+            dist.all_reduce(used, dist.ReduceOp.MAX)
         for parameter, is_used in zip(self._whole, used.tolist(), strict=True):
             if is_used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -81,7 +98,8 @@ class WholeGradients:
         grads = [parameter.grad.to_local() for parameter in self._shared if isinstance(parameter.grad, DTensor)]
         for grad in grads:
             if self._ranks.data_parallel is not None:
-                dist.all_reduce(grad, group=self._ranks.data_parallel.get_group())
+                with waiting("all_reduce of METP's gradients along dp"):
+                    dist.all_reduce(grad, group=self._ranks.data_parallel.get_group())
             grad /= self._ranks.launch.world
         return grads
 
@@ -91,6 +109,7 @@ class ShardedGradients:
 
     def __init__(self, model: nn.Module) -> None:
         self.kinds = [list(model.parameters())]
+        self.are_finite: bool | None = None  # FSDP averages them first
 
     @torch.no_grad()
     def average(self) -> Tensor:
@@ -102,7 +121,8 @@ class ShardedGradients:
 def _average_in_one(grads: Sequence[Tensor], world: int) -> None:
     """In one collective; see Note [The same sums after a restart]."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
-    dist.all_reduce(flat)
+    with waiting("all_reduce of the gradients"):
+        dist.all_reduce(flat)
     flat /= world
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from recipes.training.metrics import Metrics
 from recipes.training.progress import Bar
 from recipes.training.ranks import device_name
 from recipes.training.record import Run, Traffic, run_name
-from recipes.training.settings import Output, RecipeError, Saving
+from recipes.training.settings import Output, Saving
 from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
 
@@ -57,13 +56,14 @@ def train_steps(
         for step in range(first, settings.steps):
             start = time.perf_counter()
             batch = next(batches)
-            if step == first and sizes is not None:
-                (loss, norm), traffic = counted(_one(trainer, step, batch), settings, sizes, ranks)
-            else:
-                loss, norm = trainer.step(step, batch)
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                # Weights are not numbers from here on, and no checkpoint is to have them.
-                raise RecipeError(f"step {step + 1} has loss {loss} and gradient norm {norm}: lower --lr, or see why")
+            try:
+                if step == first and sizes is not None:
+                    (loss, norm), traffic = counted(_one(trainer, step, batch), settings, sizes, ranks)
+                else:
+                    loss, norm = trainer.step(step, batch)
+            except Exception as error:
+                error.add_note(f"rank {ranks.launch.rank} of {ranks.launch.world}, step {step + 1} of {settings.steps}")
+                raise
             history.add(loss, norm, time.perf_counter() - start)
             speed = tokens / history.seconds[-1]
             bar.advance(loss, speed)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.training.record import cores
-from recipes.training.settings import Launch, RecipeError, RunSettings, context_sizes
+from recipes.training.settings import PATHS, Launch, RecipeError, RunSettings, context_sizes
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
+from wallfacer_dt.agreement.progress import waiting
 from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
 
-TIMEOUT = timedelta(seconds=120)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +65,13 @@ def join_ranks(settings: RunSettings, launch: Launch) -> Ranks:
     dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if launch.world == 1:
         return Ranks(launch=launch, device=device, ulysses=ulysses, ring=ring, team=team, dtype=dtype)
+    timeout = timedelta(seconds=settings.comm_timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Checkpoints are written by gloo, for which tensors are on the CPU by then.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group("gloo", timeout=timeout)
     context, data_parallel = make_meshes(settings, device.type, sizes)
     shared = math.prod(sizes) > 1
     return Ranks(
@@ -89,16 +92,38 @@ def check_same(fingerprint: tuple[int, ...], launch: Launch, source: str) -> Non
 
     Raises:
         RecipeError: names the first rank whose data are not rank 0's.
+        WaitError: not all ranks are here.
     """
-    if not dist.is_initialized():
-        return
-    fingerprints: list[tuple[int, ...]] = [()] * launch.world
-    dist.all_gather_object(fingerprints, fingerprint)
-    if len(set(fingerprints)) > 1:
-        odd = next(rank for rank, one in enumerate(fingerprints) if one != fingerprints[0])
+    heard = _heard(fingerprint, "what data are", launch)
+    odd = next((rank for rank, one in enumerate(heard) if one != heard[0]), None)
+    if odd is not None:
         raise RecipeError(
             f"of {source} rank {odd} found other data than rank 0: all ranks need the same files, or the same versions"
         )
+
+
+def check_options(settings: RunSettings, launch: Launch) -> None:
+    """Refuse to train ranks with different options; machines may have files in different places.
+
+    Raises:
+        RecipeError: names the first rank and its first option that is not rank 0's.
+        WaitError: not all ranks are here.
+    """
+    heard = _heard({k: v for k, v in asdict(settings).items() if k not in PATHS}, "options", launch)
+    for rank, options in enumerate(heard):
+        for name, value in options.items():
+            if value != heard[0][name]:
+                option = f"--{name.replace('_', '-')}"
+                raise RecipeError(f"{option} is {value} on rank {rank}, {heard[0][name]} on rank 0: start all alike")
+
+
+def _heard(mine: T, what: str, launch: Launch) -> list[T]:
+    """What every rank has, by rank."""
+    heard = [mine] * launch.world
+    if dist.is_initialized():
+        with waiting(f"all_gather of {what}"):
+            dist.all_gather_object(heard, mine)
+    return heard
 
 
 def leave_ranks() -> None:

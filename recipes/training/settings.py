@@ -20,8 +20,15 @@ Precision = Literal["float32", "bfloat16"]
 Weights = Literal["plain", "metp"]
 
 
+_LONGEST = 86_400.0  # a day: more milliseconds than fit some backend's int end in none
+
+
 class RecipeError(Exception):
     """Something the caller must change: shown as one line, exit status 2, never as a traceback."""
+
+
+class LostError(Exception):
+    """Other ranks were waited for in vain: each rank shows it as one line; exit status 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +60,15 @@ class RunSettings:
     dtype: Annotated[
         Precision | None, Option(help="Precision of the layers. [default: bfloat16 on GPUs, else float32]")
     ] = None
+    comm_timeout: Annotated[
+        float, Option(help="Seconds that a rank waits for others; longer than a checkpoint takes to write.")
+    ] = 120.0
 
     # What another part of a run may have otherwise: how ranks share the work, not what is computed. Data are told apart
     # by what they are.
     NO_MATTER: ClassVar[frozenset[str]] = frozenset({
         "ulysses", "ring", "team", "placement", "order", "schedule", "rotate", "rotate_forward", "ffn", "attention",
-        "text", "model", "tokenizer", "sample_steps",
+        "text", "model", "tokenizer", "sample_steps", "comm_timeout",
     })  # fmt: skip
 
     @property
@@ -71,6 +81,9 @@ class RunSettings:
         """The options that are "metp", of `ffn` and `attention`."""
         return tuple(option for option in ("ffn", "attention") if getattr(self, option, None) == "metp")
 
+
+# Of settings, those that may be a file's or a folder's name.
+PATHS = frozenset({"text", "model", "tokenizer"})
 
 # What the runs of a demo have of their own, or all alike.
 DEMO_WITHOUT = frozenset({"ulysses", "ring", "team", "data_parallel", "placement", "ffn", "attention", "dtype"})
@@ -129,6 +142,20 @@ class Launch:
         )
 
 
+def check_restarts() -> None:
+    """Refuse (RecipeError) a torchrun that could not start ranks again.
+
+    Its store lives through restarts, in which ranks find the addresses of those that are gone, and connect in vain
+    (pytorch/pytorch issue 167288; torch 2.13.0).
+    """
+    could = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if could != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RecipeError(
+            f"torchrun --max-restarts {could} needs the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: "
+            "without it ranks that are started again do not find each other"
+        )
+
+
 def context_sizes(settings: RunSettings, world: int) -> tuple[int, int, int]:
     """The sizes (ulysses, ring, team) of the context mesh on `world` ranks.
 
@@ -170,6 +197,8 @@ def check_run(settings: RunSettings, world: int, sizes: Mapping[str, int]) -> tu
     check_positive(own | dict(sizes))
     if not 0 < settings.lr < math.inf:
         raise RecipeError(f"--lr must be a number above 0, got {settings.lr}")
+    if not 0 < settings.comm_timeout <= _LONGEST:
+        raise RecipeError(f"--comm-timeout must be seconds above 0, at most {_LONGEST}, got {settings.comm_timeout}")
     if settings.seed < 0:
         raise RecipeError(f"--seed must be at least 0, got {settings.seed}")
     ulysses, ring, team = context_sizes(settings, world)

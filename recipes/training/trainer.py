@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recipes.training.finite import blame, first_not_finite, last_not_finite
 from recipes.training.gradients import Gradients
 from recipes.training.ranks import Ranks
-from recipes.training.settings import RunSettings
+from recipes.training.settings import RecipeError, RunSettings
+from wallfacer_dt import note_progress
+from wallfacer_dt.agreement.progress import waiting
 
 CLIP_NORM = 1.0
 
@@ -54,19 +57,37 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01)
 
     def step(self, step: int, batch: Any) -> tuple[float, float]:
-        """Make one step; returns the mean loss over all ranks and the norm before clipping."""
+        """Make one step; returns the mean loss over all ranks and the norm before clipping.
+
+        Raises:
+            RecipeError: one of the two is not finite; weights and optimizer are as they were.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.settings.steps, self.settings.lr)
         self.optimizer.zero_grad(set_to_none=True)
+        note_progress(f"step {step + 1}, forward")
         with self._precision():
             loss = self._loss(batch)
+        note_progress(f"step {step + 1}, backward")
         # Gradients are averaged over the ranks, which makes the parts' sum of this.
         (loss * self.ranks.launch.world).backward()
-        norm = self._gradients.average()
+        note_progress(f"step {step + 1}, gradients")
+        norm, mean = self._gradients.average(), _sum_over_ranks(loss.detach().clone())
+        if not (math.isfinite(mean) and norm.isfinite()):
+            # Before the weights are no numbers either.
+            raise RecipeError(f"step {step + 1}: loss {mean}, gradient norm {norm.item()}; {self._blame(batch, loss)}")
+        note_progress(f"step {step + 1}, optimizer")
         for kind in self._gradients.kinds:
             nn.utils.clip_grads_with_norm_(kind, CLIP_NORM, norm)
         self.optimizer.step()
-        return _sum_over_ranks(loss.detach()), norm.item()
+        return mean, norm.item()
+
+    def _blame(self, batch: Any, loss: Tensor) -> str:
+        """What is not finite first, where; all ranks call it."""
+        with self._precision():
+            module = first_not_finite(self.model, lambda: self._loss(batch))
+        weight = last_not_finite(self.model)
+        return blame(module, bool(loss.isfinite()), self._gradients.are_finite, weight, self.ranks.launch)
 
     def _precision(self) -> torch.autocast | nullcontext[None]:
         if self.ranks.dtype == torch.float32:
@@ -76,5 +97,6 @@ class Trainer:
 
 def _sum_over_ranks(loss: Tensor) -> float:
     if dist.is_initialized():
-        dist.all_reduce(loss)
+        with waiting("all_reduce of the loss"):
+            dist.all_reduce(loss)
     return loss.item()

@@ -27,14 +27,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.agreement.meeting import Meeting, Pending
+from wallfacer_dt.agreement.whereabouts import WaitError
 from wallfacer_dt.agreement.worlds import Named, is_lasting, this_world
-from wallfacer_dt.compiler import untraced
+from wallfacer_dt.compiler import SOURCES, untraced
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _E = TypeVar("_E", bound=Exception)
 
 _FORWARD = "the call that this is the backward of"
+_ALWAYS = "mesh", "the version of torch, and of wallfacer_dt's sources,"
+_VERSIONS = f"{torch.__version__.partition('+')[0]}, {SOURCES}"
 _HEARD = 256
 
 
@@ -53,9 +56,10 @@ class Came(NamedTuple):
     number: int
     mesh: str
     what: str
+    layer: str
 
     def __str__(self) -> str:
-        return f"call {self.number} on the {self.mesh}, {self.what}"
+        return f"call {self.number} on the {self.mesh}, {self.what}" + f", in {self.layer}" * bool(self.layer)
 
 
 class Open(NamedTuple):
@@ -84,7 +88,7 @@ def agree(
 
     Gives the call's number on the mesh's ranks, from 1; 0 where there is nobody to agree with. Raises, with the ranks
     that have it too as an attribute ``met``: a ValueError on every rank, naming what differs and where, of this call or
-    of the last one, or that the mesh is of a world that is gone; a RuntimeError where a rank did not come in time.
+    of the last one, or that the mesh is of a world that is gone; a WaitError where a rank did not come in time.
     """
     found = _meeting(mesh, what or error)
     if found is None:
@@ -92,14 +96,15 @@ def agree(
     text, meeting = found
     _settle(meeting)
     pairs = tuple(signature)
-    names, values = ("mesh", *(name for name, _ in pairs)), (text, *(str(value) for _, value in pairs))
+    names, values = (*_ALWAYS, *(name for name, _ in pairs)), (text, _VERSIONS, *(str(value) for _, value in pairs))
     record = likeness = _likeness((what, names, values))
     if forward:
         names, values = (*names, _FORWARD), (*values, str(forward))
     if forward or error:
         record = _digest((likeness, forward, error))
     meeting.number += 1
-    meeting.whereabouts.call = meeting.call = Came(meeting.number, text, what or error)
+    layer = meeting.layer_of(forward)
+    meeting.whereabouts.call = meeting.call = Came(meeting.number, text, what or error, layer)
     meeting.open = Open(_Said(error, what, names, values), likeness, meeting.post(record))
     if at_once or error or likeness not in meeting.seen:
         _settle(meeting)
@@ -135,7 +140,7 @@ def _naming_call(meeting: Meeting) -> Iterator[None]:
         yield
     except RuntimeError as error:
         others = meeting.whereabouts.of(meeting.ranks)
-        late = RuntimeError(f"{meeting.call}: {error}" + f"; {others}" * bool(others))
+        late = WaitError(f"{meeting.call}: {error}" + f"; {others}" * bool(others))
         raise _met(late, meeting.ranks) from error
 
 
@@ -251,9 +256,7 @@ def _meeting(mesh: str, came_to: str) -> tuple[str, Meeting] | None:
     try:
         meeting = world.meeting(ranks)
     except RuntimeError as error:
-        late = RuntimeError(
-            f"not all ranks came to the first call on the {text}: {error}; this rank came to: {came_to}"
-        )
+        late = WaitError(f"not all ranks came to the first call on the {text}: {error}; this rank came to: {came_to}")
         raise _met(late, ranks) from error
     return None if meeting is None else (text, meeting)
 

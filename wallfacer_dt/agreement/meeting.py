@@ -74,6 +74,7 @@ class Meeting:
         self.call: Any = None  # what that is, in words
         self.open: Any = None  # that call, as long as nobody has looked whether all ranks make the same
         self.seen: dict[int, None] = {}  # what all ranks have called, oldest first
+        self.layers: dict[int, str] = {}  # in which forwards were called, by number, oldest first
         self.heard: dict[Hashable, dict[int, Any]] = {}  # what ranks have said once, the latest last
         # Not through torch's collectives: what is compared is nobody's traffic, and costs no more than it must.
         self._group = _group(self.ranks, timeout)
@@ -95,6 +96,17 @@ class Meeting:
         self.seen[likeness] = None
         if len(self.seen) > _KEPT:  # every packing of documents is like no other
             del self.seen[next(iter(self.seen))]
+
+    def layer_of(self, forward: int) -> str:
+        """The layer that runs, or in the backward of a call the one in which that was made; empty if none is known."""
+        if forward:
+            return self.layers.get(forward, "")
+        layer = self.whereabouts.layer
+        if layer:
+            self.layers[self.number] = layer
+            if len(self.layers) > _KEPT:
+                del self.layers[next(iter(self.layers))]
+        return layer
 
     def wait(self, pending: Pending) -> list[int]:
         """All ranks' records, or a RuntimeError that says which of them did not come within the timeout."""

@@ -27,12 +27,18 @@ _PLACES = 8
 _PATIENCE = 5.0  # seconds
 
 
+class WaitError(RuntimeError):
+    """A rank has waited for others in vain: one did not come in time, or was lost. Their process group is spent."""
+
+
 class Whereabouts:
     """Where one rank is, and the store in which all tell it.
 
     Attributes:
         call: that it came to last; anything whose text says it.
         waits_for: what of other ranks', or nothing; likewise.
+        layer: that runs, by its name in the model; empty where none is known to.
+        progress: of the training loop, in its own words, or nothing.
     """
 
     call: Any
@@ -40,6 +46,7 @@ class Whereabouts:
 
     def __init__(self) -> None:
         self.call = self.waits_for = None
+        self.layer = self.progress = ""
         self._rank = -1
         self._process = 0
         self._store: Any = None
@@ -91,8 +98,14 @@ class Whereabouts:
         return place, max(0, round(time.time() - when))
 
     def __str__(self) -> str:
+        at = f"at {self.progress}, " if self.progress else ""
         waits = "" if self.waits_for is None else f" and waited for {self.waits_for}"
-        return f"had come to {'no call' if self.call is None else self.call}{waits}"
+        return f"{at}had come to {'no call' if self.call is None else self.call}{waits}"
+
+    def in_vain(self, error: RuntimeError, ranks: Iterable[int]) -> WaitError:
+        """The error of a wait for these ranks, which says where this one and the others were last."""
+        others = self.of(ranks)
+        return WaitError(f"this rank ({dist.get_rank()}) {self} in vain: {error}" + f"; {others}" * bool(others))
 
 
 _ending = threading.Event()

@@ -63,8 +63,8 @@ def exchange(buffer: Tensor, group: str) -> Tensor:
 def wait(pending: Tensor, what: object, group: str) -> Tensor:
     """Wait until a started operation has arrived.
 
-    ``what`` it brings, in words, is noted meanwhile: see Note [Whereabouts]. A RuntimeError, for a timeout or a rank
-    that is lost, says it, and where the other ranks of the group were last.
+    ``what`` it brings, in words, is noted meanwhile: see Note [Whereabouts]. Where it waits in vain, for a timeout
+    or a rank that is lost, a WaitError says it, and where the other ranks of the group were last.
     """
     world = this_world()
     if world is None:  # and so no other rank
@@ -76,8 +76,6 @@ def wait(pending: Tensor, what: object, group: str) -> Tensor:
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError | NotImplementedError):  # it has not waited
             raise
-        others = here.of(group_ranks(group))
-        kind = type(error) if isinstance(error, torch.distributed.DistError) else RuntimeError
-        raise kind(f"this rank {here} in vain: {error}" + f"; {others}" * bool(others)) from error
+        raise here.in_vain(error, group_ranks(group)) from error
     finally:
         here.waits_for = None

@@ -31,6 +31,7 @@ from wallfacer_dt.metp.modules import (
 from wallfacer_dt.metp.proof import CouldNotRunError, Inputs, Returned, compare, small_inputs
 from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
+from wallfacer_dt.unmatched import name_in_plan
 from wallfacer_dt.validation import check_call
 
 _TRIED = 1152  # tokens, so that a window of 1024 that stands in the module's code is seen
@@ -142,7 +143,7 @@ class METPAttentionParallel(ParallelStyle):
         boundary = Boundary(weights, *self.layouts, nested)
         # Bound, so that a copy of the module uses its own weights.
         forward = self._forward(boundary, block, attention, rotary, attributes_of(module), returned)
-        module.forward = BoundForward(forward, module, who).forward
+        module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
 
     def _heads(self, module: nn.Module, weights: WeightMesh, attention: ContextAttention, who: str) -> tuple[int, int]:

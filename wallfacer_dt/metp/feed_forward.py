@@ -17,8 +17,8 @@ from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS, FeedForward, FeedF
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Schedule
 from wallfacer_dt.autocast import outside_autocast
+from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.mesh import Coordinate
-from wallfacer_dt.ops import CODE
 
 
 class FeedForwardOptions(NamedTuple):
@@ -31,7 +31,7 @@ class FeedForwardOptions(NamedTuple):
         units: hidden units by rank of the group.
         activation: a name in :data:`ACTIVATIONS`.
         whole: name of the mesh on which ranks compare their calls, ``tp`` and all.
-        code: :data:`wallfacer_dt.ops.CODE`, see Note [What a compiled graph bakes in].
+        code: :data:`wallfacer_dt.compiler.SOURCES`, see Note [What a compiled graph bakes in].
         gradients: names of what needs a gradient, or empty; see :func:`wallfacer_dt.metp.modules.needing_gradients`.
     """
 
@@ -41,7 +41,7 @@ class FeedForwardOptions(NamedTuple):
     units: tuple[int, ...]
     activation: str
     whole: str
-    code: str = CODE
+    code: str = SOURCES
     gradients: str = ""
 
 

@@ -28,6 +28,7 @@ from wallfacer_dt.metp.modules import (
     parts_of,
 )
 from wallfacer_dt.metp.proof import Inputs, compare, small_inputs
+from wallfacer_dt.unmatched import name_in_plan
 
 
 class METPParallel(ParallelStyle):
@@ -98,7 +99,7 @@ class METPParallel(ParallelStyle):
         # Bound, so that a copy of the module uses its own weights.
         boundary = Boundary(weights, *self.layouts, nested)
         forward = self._forward(Parameters.of(module), attributes_of(module), boundary, options)
-        module.forward = BoundForward(forward, module, who).forward
+        module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
 
     @property

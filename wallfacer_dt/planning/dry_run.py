@@ -13,10 +13,11 @@ from torch import Tensor
 
 from wallfacer_dt.agreement.agree import fake_number
 from wallfacer_dt.collectives.groups import absent_group
+from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body
-from wallfacer_dt.ops import CODE, attention_backward_body, attention_body
+from wallfacer_dt.ops import attention_backward_body, attention_body
 from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.planning.candidates import Candidate
@@ -122,4 +123,4 @@ def _options(candidate: Candidate, sequence: SequenceShape, index: int) -> Optio
         context=absent_group(place.inner_index, inner) if is_whole else "",
         context_ranks=tuple(range(inner)) if is_whole else (),
     )
-    return Options(1.0, 0.0, setting, CODE)
+    return Options(1.0, 0.0, setting, SOURCES)
