@@ -26,6 +26,7 @@ from recipes.training.settings import (
     Output,
     RecipeError,
     Saving,
+    check_restarts,
     check_saving,
 )
 
