@@ -39,6 +39,7 @@ from recipes.benchmarks.cluster.record import Measured, Result, append, read
 from recipes.benchmarks.cluster.report import over, regret, write
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
 from recipes.benchmarks.cluster.watcher import environment
+from tests.machines import needs_network
 from wallfacer_dt import Cluster, Kernels, Link
 from wallfacer_dt.kernels import CAUSAL, FULL, Band, How, Need, select_kernel
 from wallfacer_dt.planning.attention import Costs, program_of_most
@@ -402,26 +403,6 @@ def test_host_where_ranks_may_not_run_first(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(network.ClusterError, match="SCHED_RR needs CAP_SYS_NICE"):
         network.check_host()
 
-
-def can_limit() -> bool:
-    """Whether links can be limited here as the cluster does it."""
-    try:
-        network.check_host()
-    except network.ClusterError:
-        return False
-    commands = (
-        "ip netns add wfcan",
-        "tc -n wfcan qdisc add dev lo handle 1: root htb",
-        "tc -n wfcan filter add dev lo parent 1: protocol ip u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
-    )
-    done = [subprocess.run(command.split(), capture_output=True, check=False).returncode for command in commands]
-    subprocess.run(["ip", "netns", "del", "wfcan"], capture_output=True, check=False)
-    return not any(done)
-
-
-needs_network = pytest.mark.skipif(
-    not can_limit(), reason="needs root, CAP_SYS_NICE, iproute2's ip and tc, and a kernel with veth, htb and u32"
-)
 
 RUNNING = """
     from dataclasses import asdict

@@ -88,6 +88,10 @@ class Network:
         """The name of a rank's network namespace."""
         return f"{self.prefix}{rank}"
 
+    def address(self, rank: int) -> str:
+        """The address of a rank."""
+        return f"{_SUBNET}.{rank // self.machines.per_node}.{rank + 1}"
+
     def received(self) -> tuple[int, ...]:
         """Bytes that have come into each node from others since it was made, headers included."""
         return tuple(
@@ -124,7 +128,7 @@ class Network:
         self._interface(rank, OUT, "o", switch, rate, latency)
         self._interface(rank, "in", "i", f"c{node}", machines.inside, 0.0)
         _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "-n", name, "addr", "add", f"{_SUBNET}.{node}.{rank + 1}/32", "dev", OUT)
+        _run("ip", "-n", name, "addr", "add", f"{self.address(rank)}/32", "dev", OUT)
         for subnet, inner in ((f"{_SUBNET}.0.0/16", OUT), (f"{_SUBNET}.{node}.0/24", "in")):
             _run("ip", "-n", name, "route", "add", subnet, "dev", inner, *_ROUTE)
 
@@ -159,11 +163,10 @@ class Network:
         ]
         for rank in range(machines.ranks):
             own, share = f"1:{rank + 16:x}", way.format(rate / machines.ranks)
-            address = f"{_SUBNET}.{rank // machines.per_node}.{rank + 1}/32"
             lines += [
                 f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",
                 f"qdisc add dev {device} parent {own} {leaf}",
-                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {address} flowid {own}",
+                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {self.address(rank)}/32 flowid {own}",
             ]
         try:
             _run("tc", *inside, "-batch", "-", given="\n".join(lines))

@@ -1,0 +1,124 @@
+"""Machines that are network namespaces, and torchrun on each of them, as on a cluster."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from recipes.benchmarks.cluster import network
+from recipes.benchmarks.cluster.cases import Machines
+from recipes.benchmarks.cluster.watcher import environment, watched
+
+PATIENCE = 240.0  # seconds that something may take on two busy cores
+PORT = 29500
+
+
+def can_limit() -> bool:
+    """Whether links can be limited here as the cluster does it."""
+    try:
+        network.check_host()
+    except network.ClusterError:
+        return False
+    name = f"wfcan{os.getpid()}"  # others may ask at the same time
+    commands = (
+        f"ip netns add {name}",
+        f"tc -n {name} qdisc add dev lo handle 1: root htb",
+        f"tc -n {name} filter add dev lo parent 1: protocol ip u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
+    )
+    done = [subprocess.run(command.split(), capture_output=True, check=False).returncode for command in commands]
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return not any(done)
+
+
+needs_network = pytest.mark.skipif(
+    not can_limit(), reason="needs root, CAP_SYS_NICE, iproute2's ip and tc, and a kernel with veth, htb and u32"
+)
+
+
+class Site:
+    """Machines of a network, and what runs on each.
+
+    Attributes:
+        folder: of what they say, one file a machine, and of what they share.
+    """
+
+    def __init__(self, machines: network.Network, folder: Path) -> None:
+        self.folder = folder
+        self._network = machines
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def torchrun(self, machine: int, options: Sequence[str], command: Sequence[str], **variables: str) -> None:
+        """Start torchrun on a machine.
+
+        All machines are called alike here, as they have but one host's name: so they say their addresses, and the first
+        that the store is its own.
+        """
+        rendezvous = [
+            *("--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-id", "job"),
+            *("--rdzv-endpoint", f"{self._network.address(0)}:{PORT}", "--rdzv-conf", f"is_host={int(machine == 0)}"),
+            *("--local-addr", self._network.address(machine)),
+        ]
+        with self._said(machine).open("ab") as said:
+            self._running[machine] = subprocess.Popen(
+                [
+                    *("ip", "netns", "exec", self._network.namespace(machine)),
+                    *(sys.executable, "-m", "torch.distributed.run", *rendezvous, *options, "-m", *command),
+                ],
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env=environment() | {"GLOO_SOCKET_IFNAME": network.OUT} | variables,
+                start_new_session=True,
+            )
+
+    def ended(self) -> dict[int, int]:
+        """The exit status of torchrun by machine, once it has ended on all where it was started and that are left."""
+        deadline = time.monotonic() + PATIENCE
+        try:
+            return {
+                machine: process.wait(max(0.1, deadline - time.monotonic()))
+                for machine, process in self._running.items()
+            }
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"torchrun has not ended:\n{self.said()}")
+        finally:
+            self._running.clear()
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        """Until something is so."""
+        deadline = time.monotonic() + PATIENCE
+        while not what():
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited in vain:\n{self.said()}")
+            time.sleep(0.1)
+
+    def lose(self, machine: int) -> None:
+        """Kill whatever runs on a machine: torchrun, and its ranks, which are in process groups of their own."""
+        while running := network.pids(self._network.namespace(machine)):
+            for pid in running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(KeyError):
+                self._running.pop(machine).wait()
+
+    def said(self) -> str:
+        """The ends of what the machines have said."""
+        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("machine*")))
+
+    def _said(self, machine: int) -> Path:
+        return self.folder / f"machine{machine}"
+
+
+@contextmanager
+def site(machines: Machines, prefix: str, folder: Path) -> Iterator[Site]:
+    """Machines, of one rank's namespace each, which are gone afterwards with whatever runs on them."""
+    with watched(prefix):
+        network.remove(prefix)
+        made = network.Network(machines, prefix)
+        made.make()
+        yield Site(made, folder)

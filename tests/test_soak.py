@@ -1,0 +1,132 @@
+"""A long run on ranks: nothing grows, whatever lengths, packings of documents and masks come along."""
+
+import gc
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed import distributed_c10d  # noqa: TID251  (nothing is sent here)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tests.cases import Inner, mesh_of
+from wallfacer_dt import TokenOrder, WallFacerParallel, context_parallel_attention, shard_sequence
+from wallfacer_dt.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+
+DIM, HEADS = 32, 4
+
+
+class Layer(nn.Module):
+    """Attention within packed documents, and what is added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.inner = Inner()
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, DIM // HEADS)).chunk(3, -2)
+        return x + self.out(self.inner(q, k, v, document_ids=documents).flatten(-2))
+
+
+class Seen(NamedTuple):
+    """What one rank's process has at a step."""
+
+    step: int
+    resident: int  # bytes
+    objects: int
+    groups: tuple[int, ...]  # in torch's maps of them
+    threads: tuple[int, int]  # Python's, and all
+    files: int
+    graphs: int
+
+
+def seen(step: int, graphs: int) -> Seen:
+    gc.collect()
+    world = distributed_c10d._world
+    return Seen(
+        step,
+        int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        len(gc.get_objects()),
+        (len(world.pg_map), len(world.pg_names), len(world.pg_group_ranks), len(world.pg_to_tag)),
+        (threading.active_count(), len(os.listdir("/proc/self/task"))),
+        len(os.listdir("/proc/self/fd")),
+        graphs,
+    )
+
+
+def packed(draw: random.Random, length: int) -> list[int]:
+    """Where documents begin in a sequence, and its length."""
+    return [0, *sorted(draw.sample(range(1, length), draw.randint(0, 6))), length]
+
+
+def train(mesh: DeviceMesh, backend: str) -> Callable[[int, random.Random], int]:
+    """A step of a styled model, compiled if a backend is named; and how many graphs there are."""
+    torch.manual_seed(0)
+    order = TokenOrder("head_tail", mesh)
+    plan = {"*.inner": WallFacerParallel(is_causal=True, order=order, check=False)}
+    model: Any = parallelize_module(nn.ModuleList(Layer() for _ in range(2)), mesh, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    counter = CompileCounterWithBackend(backend or "eager")
+
+    def forward(x: Tensor, documents: Tensor) -> Tensor:
+        for layer in model:
+            x = layer(x, documents)
+        return x.square().mean()
+
+    run = torch.compile(forward, backend=counter, fullgraph=True) if backend else forward
+
+    def step(length: int, draw: random.Random) -> int:
+        ends = packed(draw, length)
+        documents = torch.arange(len(ends) - 1).repeat_interleave(torch.tensor(ends).diff()).unsqueeze(0)
+        x = shard_sequence(torch.randn(1, length, DIM), order, dim=1)
+        run(x, documents).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return counter.frame_count
+
+    return step
+
+
+def attend(mesh: DeviceMesh) -> Callable[[int, random.Random], None]:
+    """Calls of the function: cumulative lengths, an order that goes by documents, and a mask that is made anew."""
+    by_document, contiguous = (TokenOrder(name, mesh) for name in ("document_head_tail", "contiguous"))
+
+    def call(length: int, order: TokenOrder, dealing: dict[str, Tensor], **options: Any) -> None:
+        q, k, v = (
+            shard_sequence(torch.randn(1, n, length, 8), order, dim=2, **dealing).requires_grad_() for n in (4, 2, 2)
+        )
+        context_parallel_attention(q, k, v, mesh, order=order, length=length, **dealing, **options).sum().backward()
+
+    def step(length: int, draw: random.Random) -> None:
+        documents = {"cu_seqlens": torch.tensor(packed(draw, length))}
+        call(length, by_document, documents, is_causal=True)
+        call(length, contiguous, documents, window_size=(draw.randint(1, 9), None))
+        tags = torch.randint(0, 3, (length,))
+        call(length, contiguous, {}, mask_mod=lambda b, h, q, kv: (tags[q] == tags[kv]) | (q == kv))
+
+    return step
+
+
+def soak(steps: int, every: int, backend: str) -> list[Seen]:
+    """What a rank has, from time to time, over steps of which each has its own length and documents."""
+    mesh, draw = mesh_of(2, 2), random.Random(0)
+    torch.manual_seed(1)
+    training, attending, found = train(mesh, backend), attend(mesh), []
+    for number in range(1, steps + 1):
+        length = 4 * draw.randint(8, 40)
+        graphs = training(length, draw)
+        if not backend:
+            attending(length + draw.randint(0, 3), draw)
+        if number % every == 0:
+            found.append(seen(number, graphs))
+    return found
