@@ -106,6 +106,24 @@ class Site:
             with suppress(KeyError):
                 self._running.pop(machine).wait()
 
+    def cut(self, machine: int) -> None:
+        """Unplug a machine."""
+        self._port(machine, "down")
+
+    def mend(self, machine: int) -> None:
+        """Plug it in again."""
+        self._port(machine, "up")
+
+    def _port(self, machine: int, state: str) -> None:
+        subprocess.run(["ip", "link", "set", self._network.port(machine), state], check=True)
+
+    def slow(self, machine: int, rate: float) -> None:
+        """Limit a machine's link, both ways, to so many Mbit/s from now on."""
+        inside = ["-n", self._network.namespace(machine)]
+        for where, device in (([], self._network.port(machine)), (inside, network.OUT)):
+            limit = ["root", "tbf", "rate", f"{rate}mbit", "burst", "32kb", "latency", "10s"]
+            subprocess.run(["tc", *where, "qdisc", "replace", "dev", device, *limit], check=True)
+
     def said(self) -> str:
         """The ends of what the machines have said."""
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("machine*")))

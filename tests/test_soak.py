@@ -4,7 +4,7 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.cases import Inner, mesh_of
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_parallel_attention, shard_sequence
-from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,17 @@ def nothing() -> None:
     pass
 
 
+def fill() -> None:
+    """The disk of checkpoints, as another program might."""
+    with suppress(OSError), _ballast().open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def _ballast() -> Path:
+    return Path(sys.argv[5], "kept", "ballast")
+
+
 FAULTS: dict[str, tuple[Callable[[Trainer, Act], None], Act]] = {
     "killed in the forward": (in_forward, kill),
     "killed in the backward": (in_backward, kill),
@@ -114,9 +126,14 @@ FAULTS: dict[str, tuple[Callable[[Trainer, Act], None], Act]] = {
     "leaves the loop": (at_once, leave),
     "NaN in activations": (in_activations, nothing),
     "NaN in gradients": (in_gradients, nothing),
+    "the disk fills up": (at_once, fill),
     # Others come from outside: the step is where they begin.
     "begins": (at_once, nothing),
 }
+
+
+# Options of a rank that is odd from the beginning.
+FROM_THE_START: dict[str, tuple[str, ...]] = {"another version": (), "other options": ("--lr=0.01",)}
 
 
 def _inject(fault: str, step: int, folder: Path) -> None:
@@ -139,13 +156,14 @@ def _inject(fault: str, step: int, folder: Path) -> None:
 
 def main(recipe: str, fault: str, rank: str, step: str, folder: str, *options: str) -> int:
     """The recipe's command line on this rank; returns its exit status."""
-    if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        if fault == "another version":
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        _ballast().unlink(missing_ok=True)
+    elif os.environ["RANK"] == rank:
+        if fault in FROM_THE_START:
             Path(folder, "struck").write_text(str(time.time()))
-            agree._VERSIONS = "2.13.0, another"
-        elif fault == "other options":
-            Path(folder, "struck").write_text(str(time.time()))
-            options = (*options, "--lr=0.01")
+            options = (*options, *FROM_THE_START[fault])
+            if fault == "another version":
+                agree._VERSIONS = "2.13.0, another"
         elif fault != "none":
             _inject(fault, int(step), Path(folder))
     return importlib.import_module(f"recipes.{recipe}.__main__").main(options)

@@ -8,19 +8,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from recipes.benchmarks.cluster.cases import Machines
+from tests.machines import site
 
 ROOT = Path(__file__).parents[2]
 RANKS, STRUCK_RANK, STRUCK_STEP, STEPS = 4, 2, 5, 8
 # Seconds that ranks wait for each other, and after which a run is taken for one that hangs.
-PATIENCE, HANGS = 10, 240
-MESH = ("--ring", "2", "--team", "2")
-SIZES = {
+PATIENCE, HANGS = 10, 300
+# Mbit/s of a machine's link, and of one that is slowed to a hundredth.
+FAST, SLOW = 100.0, 1.0
+RECIPES = {
     "train_bytes": (
         *("--sequence", "256", "--dim", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--batch", "1"),
-        *("--text", str(ROOT / "README.md")),
+        *("--text", str(ROOT / "LICENSE")),
     ),
     "train_dit": (
         *("--sheet", "1", "--patch", "2", "--dim", "16", "--heads", "2", "--layers", "2", "--batch", "2"),
@@ -28,9 +33,15 @@ SIZES = {
     ),
     "finetune_hf": (
         *("--sequence", "130", "--dim", "16", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--batch", "2"),
-        *("--text", str(ROOT / "README.md")),
+        *("--text", str(ROOT / "LICENSE")),
     ),
 }
+"""Options of recipes that are small."""
+_TELLS = re.compile(
+    r"rank \d of 4, step \d of 8|step \d: loss|must be the same on every rank|could not be written"
+    r"|on rank \d, .* on rank 0"
+)
+_RESUMED = re.compile(r"going on from step (\d+) ")
 
 
 @dataclass(frozen=True)
@@ -38,10 +49,10 @@ class Outcome:
     """What came of a run.
 
     Attributes:
-        status: of the launcher; None if it had to be stopped.
-        said: on standard error, by line.
-        seconds: from the fault to the first line that says it; None where none does.
-        message: that line.
+        status: of the last launcher; None if it had to be stopped.
+        said: by all, in lines.
+        seconds: from the fault to the first line that tells of it; None where none does.
+        message: that line, with the one before it if that says what went wrong.
         resumed: the steps from which later attempts went on.
         losses: of the whole run, if it came to its end.
     """
@@ -54,93 +65,141 @@ class Outcome:
     losses: tuple[float, ...]
 
 
-def options(recipe: str, folder: Path) -> list[str]:
-    """Of a run that keeps checkpoints of every second step in a folder."""
+def provoke(recipe: str, fault: str, folder: Path, *, restarts: int = 1) -> Outcome:
+    """Have one rank of a run have a fault, and torchrun start all of them again.
+
+    Args:
+        recipe: the name of its package.
+        fault: one of :data:`tests.faults.faulty.FAULTS`, or none.
+        folder: empty, for whatever the run leaves.
+        restarts: that torchrun may make.
+    """
+    launcher = ["--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *_command(recipe, fault, folder)],
+        cwd=ROOT, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    heard: list[tuple[float, str]] = []
+    reader = threading.Thread(target=_read, args=(process, heard), daemon=True)
+    reader.start()
+    try:
+        status: int | None = process.wait(HANGS)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        _end(process)
+    reader.join(10)
+    return _outcome(status, heard, folder)
+
+
+def fill_the_disk(recipe: str, folder: Path) -> Outcome:
+    """Have no room for a checkpoint, on a disk of its own, until the run is started again."""
+    (folder / "kept").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder / "kept")], check=True)
+    try:
+        return provoke(recipe, "the disk fills up", folder)
+    finally:
+        subprocess.run(["umount", str(folder / "kept")], check=True)
+
+
+def cut_a_link(recipe: str, folder: Path) -> Outcome:
+    """Unplug one of four machines; plugged in again, the run is started on all by hand."""
+    with site(Machines(RANKS, 1, (FAST,) * RANKS), "wffault", folder) as machines:
+        for machine in range(RANKS):
+            machines.torchrun(machine, [], _command(recipe, "begins", folder))
+        heard = _Heard(folder)
+        machines.wait_for((folder / "struck").exists)
+        machines.cut(STRUCK_RANK)
+        # All that are not cut off say so.
+        _wait(lambda: sum(bool(_TELLS.search(line)) for _, line in heard.so_far()) >= RANKS - 1)
+        for machine in range(RANKS):
+            machines.lose(machine)
+        machines.mend(STRUCK_RANK)
+        for machine in range(RANKS):
+            machines.torchrun(machine, [], _command(recipe, "none", folder))
+        status = max(machines.ended().values(), key=abs)
+        return _outcome(status, heard.so_far(), folder)
+
+
+def slow_a_link(recipe: str, folder: Path) -> Outcome:
+    """Slow one of four machines' links to a hundredth."""
+    with site(Machines(RANKS, 1, (FAST,) * RANKS), "wffault", folder) as machines:
+        for machine in range(RANKS):
+            machines.torchrun(machine, [], _command(recipe, "begins", folder))
+        heard = _Heard(folder)
+        machines.wait_for((folder / "struck").exists)
+        machines.slow(STRUCK_RANK, SLOW)
+        status = max(machines.ended().values(), key=abs)
+        return _outcome(status, heard.so_far(), folder)
+
+
+class _Heard:
+    """What machines say, and when it was heard."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lines: dict[Path, list[tuple[float, str]]] = {}
+
+    def so_far(self) -> list[tuple[float, str]]:
+        """All lines, by the time at which they were first seen here."""
+        now = time.time()
+        for path in self._folder.glob("machine*"):
+            known = self._lines.setdefault(path, [])
+            known += [(now, line) for line in path.read_text(errors="replace").splitlines()[len(known) :]]
+        return sorted(line for lines in self._lines.values() for line in lines)
+
+
+def _wait(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANGS
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _command(recipe: str, fault: str, folder: Path) -> list[str]:
     return [
-        *SIZES[recipe], *MESH, "--steps", str(STEPS), "--comm-timeout", str(PATIENCE), "--out", str(folder / "out"),
-        "--checkpoint", str(folder / "kept"), "--save-every", "2", "--keep", "9", "--resume",
+        "tests.faults.faulty", recipe, fault, str(STRUCK_RANK), str(STRUCK_STEP), str(folder),
+        *RECIPES[recipe], "--ring", "2", "--team", "2", "--steps", str(STEPS), "--comm-timeout", str(PATIENCE),
+        "--out", str(folder / "out"), "--checkpoint", str(folder / "kept"), "--save-every", "2", "--keep", "9",
+        "--resume",
     ]  # fmt: skip
 
 
-def launcher(restarts: int) -> list[str]:
-    """torchrun of this machine's ranks."""
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-        f"--max-restarts={restarts}",
-    ]  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    """Of ranks on the loopback."""
+def _environment() -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
 
 
-def provoke(recipe: str, fault: str, folder: Path, says: str, *, restarts: int = 1, step: int = STRUCK_STEP) -> Outcome:
-    """Have a rank of a run have a fault, and let torchrun start it again.
-
-    Args:
-        recipe: the name of its package.
-        fault: one of `faulty.FAULTS`, "another version", "other options", or "none".
-        folder: empty, for whatever the run leaves.
-        says: a pattern of the line that is to tell of it.
-        restarts: that torchrun may make.
-        step: at which it comes, counted from 1.
-    """
-    faulty = ["-m", "tests.faults.faulty", recipe, fault, str(STRUCK_RANK), str(step), str(folder)]
-    process = subprocess.Popen(
-        [*launcher(restarts), *faulty, *options(recipe, folder)], cwd=ROOT, env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    return watch([process], folder, says)
-
-
-def watch(processes: Sequence[subprocess.Popen[str]], folder: Path, says: str) -> Outcome:
-    """Wait for launchers to end, and read what they say; leaves nothing running."""
-    heard: list[tuple[float, str]] = []
-    readers = [threading.Thread(target=_read, args=(process, heard), daemon=True) for process in processes]
-    for reader in readers:
-        reader.start()
-    deadline, status = time.monotonic() + HANGS, None
-    try:
-        found = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
-        status = max(found, key=abs)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in processes:
-            _end(process)
-    for reader in readers:
-        reader.join(10)
-    return _outcome(status, heard, folder, says)
-
-
 def _read(process: subprocess.Popen[str], heard: list[tuple[float, str]]) -> None:
     assert process.stderr is not None
-    for line in process.stderr:
-        heard.append((time.time(), line.rstrip()))
+    with process.stderr as lines:
+        for line in lines:
+            heard.append((time.time(), line.rstrip()))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of a launcher's session, whose ranks have sessions of their own."""
-    ranks = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
-    ).stdout.split()
-    for pid in (*map(int, ranks), process.pid):
-        if process.poll() is None or pid != process.pid:
+    """Kill what is left of a launcher, whose ranks have sessions of their own."""
+    if process.poll() is not None:
+        return
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+    for pid in (*map(int, ranks.stdout.split()), process.pid):
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
-def _outcome(status: int | None, heard: Sequence[tuple[float, str]], folder: Path, says: str) -> Outcome:
-    struck = folder / "struck"
+def _outcome(status: int | None, heard: Iterable[tuple[float, str]], folder: Path) -> Outcome:
+    struck, record = folder / "struck", folder / "out" / "run.json"
     when = float(struck.read_text()) if struck.exists() else None
-    told = next(((at, line) for at, line in heard if re.search(says, line)), None)
-    seconds = None if when is None or told is None else told[0] - when
-    lines = tuple(line for _, line in heard)
-    resumed = tuple(int(found[1]) for line in lines if (found := re.match(r"going on from step (\d+) ", line)))
-    record = folder / "out" / "run.json"
+    times, lines = zip(*heard, strict=True) if heard else ((), ())
+    told = next((i for i, line in enumerate(lines) if _TELLS.search(line)), None)
+    message, seconds = "", None
+    if told is not None:
+        # A note stands below the error that it is about.
+        message = f"{lines[told - 1]} ({lines[told]})" if lines[told].startswith("rank ") else lines[told]
+        seconds = None if when is None else max(0.0, times[told] - when)
     losses = tuple(json.loads(record.read_text())["run"]["losses"]) if record.exists() else ()
-    return Outcome(status, lines, seconds, told[1] if told else "", resumed, losses)
+    resumed = tuple(int(found[1]) for line in lines if (found := _RESUMED.match(line)))
+    return Outcome(status, lines, seconds, message, resumed, losses)

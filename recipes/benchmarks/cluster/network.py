@@ -92,6 +92,10 @@ class Network:
         """The address of a rank."""
         return f"{_SUBNET}.{rank // self.machines.per_node}.{rank + 1}"
 
+    def port(self, rank: int) -> str:
+        """The switch's end of a rank's link to other nodes."""
+        return f"{self.prefix}o{rank}"
+
     def received(self) -> tuple[int, ...]:
         """Bytes that have come into each node from others since it was made, headers included."""
         return tuple(
@@ -163,10 +167,11 @@ class Network:
         ]
         for rank in range(machines.ranks):
             own, share = f"1:{rank + 16:x}", way.format(rate / machines.ranks)
+            address = f"{self.address(rank)}/32"
             lines += [
                 f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",
                 f"qdisc add dev {device} parent {own} {leaf}",
-                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {self.address(rank)}/32 flowid {own}",
+                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {address} flowid {own}",
             ]
         try:
             _run("tc", *inside, "-batch", "-", given="\n".join(lines))
@@ -182,7 +187,7 @@ class Network:
             return
         first = node * self.machines.per_node
         for rank in range(first, first + self.machines.per_node):
-            yield f"{self.prefix}o{rank}"
+            yield self.port(rank)
 
 
 def enter(namespace: str) -> None:

@@ -1,0 +1,149 @@
+"""Faults of recipes under torchrun: told in a line within the timeout, and gone on from the last whole checkpoint."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recipes.train_bytes.settings import Settings
+from recipes.training.finite import blame, first_not_finite, last_not_finite
+from recipes.training.ranks import check_options
+from recipes.training.settings import Launch, RecipeError, check_restarts
+from tests.faults.__main__ import FAULTS_BY_NAME, PAGE, judged
+from tests.faults.run import PATIENCE, RECIPES, Outcome, provoke
+from tests.machines import needs_network
+from wallfacer_dt.testing import RankPool
+
+Ranks = Callable[[int], RankPool]
+LAUNCH = Launch(rank=0, world=1, local_rank=0, local_world=1)
+OUTSIDE = ("the disk fills up", "a link is cut", "a link slows to a hundredth")
+
+
+def run(fault: str, folder: Path, recipe: str = "train_bytes", restarts: int = 1) -> Outcome:
+    """In a folder of its own."""
+    (folder / fault).mkdir()
+    return provoke(recipe, fault, folder / fault, restarts=restarts)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
+    found, whole = run("killed in the backward", tmp_path), run("none", tmp_path)
+    assert "step 5 of 8: call" in found.message, found.said
+    assert "the backward of attention, in layers.1.attention.inner: rank 2 did not come within" in found.message
+    assert found.resumed in ((2,), (4,))  # of an asynchronous save it is not known whether it was done
+    assert judged(found, whole.losses) == ("", "0")  # the mesh is the same, and so is every bit
+    assert found.seconds is not None
+    assert found.seconds < PATIENCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "recipe", "message"),
+    [
+        ("NaN in activations", "train_dit", r"step 5: loss nan.*; first not finite, when .*: layers.1 on rank 2"),
+        ("raises in the forward", "finetune_hf", r"a bug of this rank's alone \(rank 2 of 4, step 5 of 8\)"),
+    ],
+)
+def test_what_is_said(tmp_path: Path, fault: str, recipe: str, message: str) -> None:
+    found = run(fault, tmp_path, recipe, restarts=0)
+    assert re.search(message, found.message), found.said
+    assert found.status
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(x, marks=needs_network if x in OUTSIDE else ()) for x in FAULTS_BY_NAME]
+)
+def test_every_fault(tmp_path: Path, fault: str, recipe: str) -> None:
+    found = FAULTS_BY_NAME[fault](recipe, tmp_path)
+    whole = run("none", tmp_path, recipe)
+    assert judged(found, whole.losses)[0] == "", found.said
+    if fault != "a link slows to a hundredth":
+        assert found.message, found.said
+        assert found.seconds is not None
+        assert found.seconds < 3 * PATIENCE
+
+
+def test_the_table_has_every_fault_of_every_recipe() -> None:
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    told = {(fault.removeprefix("| "), recipe) for fault, recipe, *_ in rows[2:]}
+    assert told == {(fault, recipe) for fault in FAULTS_BY_NAME for recipe in RECIPES}
+    assert not [row for row in rows if "hangs" in row[2] or "wrong" in row[2]]
+
+
+def with_other_options() -> str:
+    """What is said on a rank where rank 2 learns at another rate."""
+    rank = dist.get_rank()
+    try:
+        check_options(Settings(lr=0.5 if rank == 2 else 0.25), replace(LAUNCH, rank=rank, world=4))
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_other_options_on_one_rank_are_refused_on_all(threads: Ranks) -> None:
+    assert threads(4).run(with_other_options) == ["--lr is 0.5 on rank 2, 0.25 on rank 0: start all alike"] * 4
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "refused"), [("3", "True", True), ("3", "False", False), ("0", "True", False)]
+)
+def test_restarts_that_could_not_work_are_refused(restarts: str, shared: str, refused: bool) -> None:
+    told = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
+    with mock.patch.dict(os.environ, told):
+        if refused:
+            with pytest.raises(RecipeError, match=r"--max-restarts 3 needs .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+                check_restarts()
+        else:
+            check_restarts()
+
+
+class Odd(nn.Module):
+    """What is not finite in its second layer, forward or backward."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.by = forward, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 1:
+                x.register_hook(lambda grad: grad * self.by[1]) if x.requires_grad else None
+                x = x * self.by[0]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "again", "said"),
+    [
+        (
+            "nan",
+            1.0,
+            "nan",
+            "first not finite, when the forward was run again: layers.2 on rank 0; lower --lr",
+        ),
+        ("nan", 1.0, 1.0, "the loss was not finite on rank 0, and was when the forward was run again: a device's"),
+        (1.0, "inf", 1.0, "the loss was finite, the gradients of rank 0 were not, back from layers.1.bias on; "),
+    ],
+)
+def test_what_is_not_finite_is_found(forward: float, backward: float, again: float, said: str) -> None:
+    model, x = Odd(float(forward), float(backward)), torch.ones(2, 3)
+    loss = model(x).sum()
+    loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    model.by = float(again), 1.0
+    first = first_not_finite(model, lambda: model(x).sum())
+    finite = bool(loss.isfinite())
+    found = blame(first, finite, all(bool(g.isfinite().all()) for g in grads), last_not_finite(model), LAUNCH)
+    assert found.startswith(said)
