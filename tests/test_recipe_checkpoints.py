@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
+from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.train import MeanLoss
 from recipes.training import manifest
 from tests.recipes import SMALL, losses, recipe_here, recipe_on_rank
@@ -110,6 +112,53 @@ def test_what_is_not_whole_is_not_loaded(
     assert "going on from step 8" in said
     assert losses(copied / "out") == uninterrupted
     assert names(copied) == ["step_12", "step_12.broken", "step_4", "step_8"]
+
+
+class WithUnused(ByteGPT):
+    """A weight that nothing is computed with."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def test_a_weight_that_is_never_used_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though an optimizer has no state of it."""
+    monkeypatch.setattr("recipes.train_bytes.train.ByteGPT", WithUnused)
+    assert recipe_here(keeping(tmp_path, every=4)) == 0
+    uninterrupted = losses(tmp_path / "out")
+    end_at(tmp_path, 4)
+    assert recipe_here(keeping(tmp_path, "--resume", every=4)) == 0
+    assert losses(tmp_path / "out") == uninterrupted
+
+
+def test_what_was_cut_off_while_it_was_written_is_removed(copied: Path) -> None:
+    end_at(copied, 4)
+    (copied / "kept" / ".step_6.partial").mkdir()
+    (copied / "kept" / ".step_6.partial" / "__0_0.distcp").write_bytes(b"half")
+    assert recipe_here(keeping(copied, "--resume", every=4)) == 0
+    assert names(copied) == ["step_12", "step_4", "step_8"]
+
+
+def test_what_cannot_be_loaded_ends_in_a_line(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise ValueError("missing key in checkpoint")
+
+    monkeypatch.setattr(dcp, "load", load)
+    assert recipe_here(keeping(copied, "--resume")) == 2
+    assert "step_12 cannot be loaded: missing key in checkpoint" in capfd.readouterr().err
+
+
+def test_metrics_of_a_damaged_file_go_on(copied: Path) -> None:
+    end_at(copied, 4)
+    metrics = copied / "out" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], '{"loss": 1}', "[]", '{"step": "2"}', lines[2], lines[3][:9]]))
+    assert recipe_here(keeping(copied, "--resume", every=4)) == 0
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == [1, 3, *range(5, STEPS + 1)]
 
 
 def test_where_none_is_whole_nothing_starts(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ class Checkpoints:
             return
         self.finish()
         partial = self._saving.checkpoint / f".step_{step}.partial"
-        self._on_first(lambda: _empty(partial))
+        self._on_first(partial.mkdir)
         state, fields = self._state(history), self._fields(step)
         storage = dcp.FileSystemWriter(partial)
         options: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
@@ -138,7 +138,7 @@ class Checkpoints:
         """
         if self._saving.checkpoint is None:
             return History()
-        names = self._on_first(lambda: _steps_in(self._saving.checkpoint))
+        names = self._on_first(lambda: _found(self._saving.checkpoint))
         if not self._saving.resume:
             if names:
                 raise RecipeError(
@@ -236,7 +236,13 @@ class Checkpoints:
         if same:
             shapes = fields["rng_shapes"]
             state["rng"] = {str(self._launch.rank): [torch.empty(shape, dtype=torch.uint8) for shape in shapes]}
-        dcp.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+        try:
+            # A weight that has never had a gradient has no state in an optimizer but a new one.
+            kept = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            state["optimizer"] = {name: x for name, x in state["optimizer"].items() if f"optimizer.{name}" in kept}
+            dcp.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+        except (Exception, dcp.api.CheckpointException) as error:
+            raise RecipeError(f"--resume: {folder} cannot be loaded: {_first_line(error)}") from error
         model, optimizer = self._trainer.model, self._trainer.optimizer
         set_model_state_dict(model, state["model"])
         # What is no tensor, as weight decay, is that of the settings.
@@ -303,11 +309,12 @@ def _first_line(error: BaseException) -> str:
     return str(cause).splitlines()[0] if str(cause) else type(cause).__name__
 
 
-def _empty(folder: Path) -> None:
-    """What a run that was cut off left there is in the way."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
+def _found(folder: Path | None) -> list[str]:
+    """Names of checkpoints, the newest first; what a run that was cut off has left of another is removed."""
+    assert folder is not None
+    for cut_off in folder.glob(".step_*.partial"):
+        shutil.rmtree(cut_off)
+    return _steps_in(folder)
 
 
 def _set_aside(folder: Path) -> None:

@@ -63,13 +63,17 @@ class Metrics:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """What an earlier part of this run wrote; its last line may have been cut short."""
+    """What an earlier part of this run wrote, but for lines that were cut short or damaged."""
     if not step or not path.exists():
         return []
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-    return [line for line in whole if _step_of(line) <= step]
+    lines = path.read_text(errors="replace").splitlines()
+    return [f"{line}\n" for line in lines if 0 < _step_of(line) <= step]
 
 
 def _step_of(line: str) -> int:
-    fields: dict[str, Any] = json.loads(line)
-    return fields["step"]
+    """0 of a line that is none of ours."""
+    try:
+        step: Any = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0
+    return step if type(step) is int else 0

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.agreement.agree import refusing_together
+from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers.masks import ShardedMask
@@ -77,9 +78,10 @@ class AttentionOnMesh:
             if mask.forward.sequence.is_uneven:
                 options["length"] = mask.forward.sequence.length
             documents = mask.documents()
-        out = context_parallel_attention(
-            query, key, value, self.mesh, document_ids=documents, sinks=s_aux, **options
-        )  # fmt: skip
+        with Within(_layer(module)):
+            out = context_parallel_attention(
+                query, key, value, self.mesh, document_ids=documents, sinks=s_aux, **options
+            )  # fmt: skip
         mask.forward.calls += 1
         return out.transpose(1, 2).contiguous(), None
 
@@ -97,6 +99,12 @@ class AttentionOnMesh:
                 "implemented"
             )
         return mask
+
+
+def _layer(module: nn.Module) -> str:
+    """For messages; transformers counts the layers of most of its models."""
+    number = getattr(module, "layer_idx", None)
+    return type(module).__name__ if number is None else f"{type(module).__name__} {number}"
 
 
 def _check_asked(dropout: float, kwargs: dict[str, Any]) -> None:
