@@ -432,17 +432,29 @@ def assert_trains_alike(titans, alone: Curve, size: str, compilation: str, check
     assert {curve.sent for curve in curves} == {SIZES[size].sends}
 
 
-def test_a_checkpoint_is_resumed(titans, alone: Curve, tmp_path: Path) -> None:
-    assert_resumes(titans, alone, tmp_path, SIZES["ring 2, FSDP 2"])
+@pytest.mark.parametrize("then", ["ring 2, FSDP 2", "2x2", "ulysses 2 x ring 2"])
+def test_a_checkpoint_is_resumed(titans, alone: Curve, tmp_path: Path, then: str) -> None:
+    assert_resumes(titans, alone, tmp_path, SIZES["ring 2, FSDP 2"], SIZES[then])
 
 
-def assert_resumes(titans, alone: Curve, tmp_path: Path, size: Size) -> None:
-    options = (
-        f"{size.options} --training.local_batch_size {size.sequences} --dump_folder {tmp_path} "
-        "--checkpoint.enable --checkpoint.interval 2"
-    )
-    titans(size.ranks).run(train, options)
-    for curve in titans(size.ranks).run(train, f"{options} --checkpoint.load_step 2"):
+def test_a_checkpoint_within_what_ranks_take_together_is_refused() -> None:
+    from recipes.torchtitan.text import TextLoader
+
+    loader = object.__new__(TextLoader)
+    loader._batch, loader.dp_world_size = 2, 2
+    with pytest.raises(ValueError, match="made after 6 sequences, of which 2 data-parallel ranks take 4 at a time"):
+        loader.load_state_dict({"sequences": 6})
+
+
+def assert_resumes(titans, alone: Curve, tmp_path: Path, size: Size, then: Size) -> None:
+    def options(size: Size) -> str:
+        return (
+            f"{size.options} --training.local_batch_size {size.sequences} --dump_folder {tmp_path} "
+            "--checkpoint.enable --checkpoint.interval 2"
+        )
+
+    titans(size.ranks).run(train, options(size))
+    for curve in titans(then.ranks).run(train, f"{options(then)} --checkpoint.load_step 2"):
         assert len(curve.losses) == 1
         assert worst_error([(curve.losses, alone.losses[2:])]) < 1e-5
         assert worst_error([(curve.norms, alone.norms[2:])], relative_to="each") < 1e-6
@@ -873,4 +885,4 @@ def test_training_on_eight_ranks_equals_one_process(
 
 @pytest.mark.whole
 def test_a_checkpoint_of_eight_ranks_is_resumed(titans, alone: Curve, tmp_path: Path) -> None:
-    assert_resumes(titans, alone, tmp_path, SIZES["2x2, FSDP 2"])
+    assert_resumes(titans, alone, tmp_path, SIZES["2x2, FSDP 2"], SIZES["2x2, FSDP 2"])

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -83,8 +82,10 @@ class TextLoader(ParallelAwareDataloader):
                 f"{dp_world_size} data-parallel ranks needs {needed}; give a longer text, or a smaller "
                 "--training.seq_len or --training.local_batch_size"
             )
+        self._sequences = _Sequences(tokens_T, starts_T, seq_len, dp_rank, dp_world_size)
+        self._batch, self._batches = local_batch_size, 0
         super().__init__(
-            _Sequences(tokens_T, starts_T, seq_len, dp_rank, dp_world_size),
+            self._sequences,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
             batch_size=local_batch_size,
@@ -94,6 +95,29 @@ class TextLoader(ParallelAwareDataloader):
             prefetch_factor=config.prefetch_factor,
             pin_memory=config.pin_memory,
         )
+
+    def __iter__(self) -> Iterator[Any]:
+        """This data-parallel rank's batches."""
+        for batch in super().__iter__():
+            self._batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many sequences all data-parallel ranks have taken together, which any number of them can go on from."""
+        return {"sequences": self._batches * self._batch * self.dp_world_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint was made; refused (ValueError) within what these ranks take together."""
+        if not state_dict:
+            return
+        taken, together = state_dict["sequences"], self._batch * self.dp_world_size
+        if taken % together:
+            raise ValueError(
+                f"the checkpoint was made after {taken} sequences, of which {self.dp_world_size} data-parallel ranks "
+                f"take {together} at a time: resume with another --training.local_batch_size"
+            )
+        self._batches = taken // together
+        self._sequences.given = taken // self.dp_world_size
 
 
 def _load(path: str | None) -> Text:
@@ -106,8 +130,8 @@ def _load(path: str | None) -> Text:
     return text
 
 
-class _Sequences(IterableDataset, Stateful):
-    """This data-parallel rank's sequences; its state is how many it has given."""
+class _Sequences(IterableDataset):
+    """This data-parallel rank's sequences, of which it has given some."""
 
     def __init__(self, tokens_T: torch.Tensor, starts_T: torch.Tensor, length: int, rank: int, world: int) -> None:
         self.tokens_T, self.starts_T, self.length, self.rank, self.world = tokens_T, starts_T, length, rank, world
@@ -126,9 +150,3 @@ class _Sequences(IterableDataset, Stateful):
         index_L = torch.arange(self.length)
         starts_L = torch.where(self.starts_T[start : start + self.length], index_L, 0)
         return index_L - starts_L.cummax(0).values
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.given = state_dict["given"]
