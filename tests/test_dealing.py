@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.metp_refusals import Attention, attention
 from wallfacer_dt import (
     TokenOrder,
     WallFacerParallel,
@@ -79,6 +80,11 @@ def plans() -> dict[str, str]:
     deep = {"layers.0.attention.inner": style, "layers.1.att.inner": style}
     said(lambda: parallelize_module(model(), mesh, deep))
     found["one of two, deep"] = deal()
+    metp = attention(check=False)
+    found["METP's attention"] = said(lambda: parallelize_module(model(), mesh, {"blocks.*.attention": metp}))
+    projected = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), nn.ModuleDict({"own": Attention()})])})
+    said(lambda: parallelize_module(projected, mesh, {"layers.*.own": metp}))
+    found["METP's attention, of which some match"] = deal()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         others = {"layers.*.self_attn.inner": nn.Identity()}
@@ -102,6 +108,8 @@ PLANS = {
     "made up for": "",
     "one of two": REFUSED.format("blocks.*.attention.inner"),
     "one of two, deep": REFUSED.format("att.inner"),
+    "METP's attention": REFUSED.format("blocks.*.attention").replace("WallFacerParallel", "METPAttentionParallel"),
+    "METP's attention, of which some match": "",
     "a style of others": f"{MISSING}; {MISSING}",
 }
 

@@ -16,24 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.agreement.agree import agree, refusing_together, tell
 from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import is_exporting, sizes
-from wallfacer_dt.dealing import notice_applied, notice_missed
 from wallfacer_dt.equivalence.check import check_once
 from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES
 from wallfacer_dt.inputs import AttentionInputs
-from wallfacer_dt.mesh import Coordinate, mesh_ranks, name_of
+from wallfacer_dt.matching import AttentionStyle
+from wallfacer_dt.mesh import Coordinate, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
-from wallfacer_dt.unmatched import Place, name_in_plan, place_in_plan, tell_styles
+from wallfacer_dt.unmatched import name_in_plan
 from wallfacer_dt.validation import check_call, refuse_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
-tell_styles()
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | BlockMask
 
@@ -68,7 +66,7 @@ class _Call(NamedTuple):
     length: int | None = None
 
 
-class _ContextParallel(ParallelStyle):
+class _ContextParallel(AttentionStyle):
     """What the styles share: they differ in the meshes that they take."""
 
     _any_axis: ClassVar[str] = ""
@@ -86,7 +84,6 @@ class _ContextParallel(ParallelStyle):
         told.check()
         self.options, self.layout, self.check = told, layout, check
         self._passed: set[Hashable] = set()
-        self._applied: list[Place] = []  # where this style matched, of the last plan
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = with_options(cls.__init__, cls._without)
@@ -128,30 +125,9 @@ class _ContextParallel(ParallelStyle):
                 check_once(module, self, device_mesh, self._passed)
             forward = self.forward_of(module, attention, name_in_plan(module))
             agree(f"{who} applied", [("module", type(module).__name__)], name)
-        place = place_in_plan()
-        if place is not None:
-            self._applied = [x for x in self._applied if x.plan is place.plan] + [place]
-        notice_applied(_ascending(device_mesh), place)
+        self._notice_applied(device_mesh)
         module.forward = forward
         return module
-
-    def matched_nothing(self, path: str, mesh: DeviceMesh, *, is_part: bool) -> None:
-        """Refuse (ValueError) a plan's path that matches no module where tokens are dealt out; see Note [Noticing].
-
-        At once if they have been, unless it ``is_part`` of a path that may match in other modules, or has.
-        """
-        place = place_in_plan()
-        if is_part and any(x.plan is place.plan and x.path == place.path for x in self._applied if place):
-            return
-        with refusing_together(name_of(mesh)):
-            notice_missed(
-                _ascending(mesh),
-                f"{type(self).__name__} was to be applied to {path!r}, which matches no module, so that every rank "
-                "would attend its own tokens alone: name the inner attention as model.named_modules() does, or leave "
-                "the path out of the plan of a model that has none",
-                place,
-                at_once=not is_part,
-            )
 
     def _read_module(self, module: nn.Module) -> tuple[list[str], dict[str, Any]]:
         """The names of a module's positional options after q, k, v, and its defaults, which a call may leave out.
@@ -207,7 +183,7 @@ class _ContextParallel(ParallelStyle):
 
     def __getstate__(self) -> dict[str, Any]:
         """What has passed, it has on meshes of this process."""
-        return vars(self) | {"_passed": set(), "_applied": []}
+        return super().__getstate__() | {"_passed": set()}
 
     def _read_options(self, options: dict[str, Any], where: str) -> _Call:
         """Take what attention implements, and refuse (ValueError) what this style was not told."""
@@ -390,10 +366,6 @@ class UlyssesParallel(_ContextParallel):
 
     _any_axis, _of_size_1, _remedy = "cp_ulysses", ("cp_ring", "cp_team"), "ulysses=..."
     _without = ("schedule", "rotate", "rotate_forward")
-
-
-def _ascending(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(sorted(mesh_ranks(mesh)))
 
 
 def _add(known: dict[str, Any], name: str, value: Any, where: str) -> None:

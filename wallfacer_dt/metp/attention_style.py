@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt.attention import ContextAttention
 from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.compiler import sizes
+from wallfacer_dt.matching import AttentionStyle
 from wallfacer_dt.metp.attention import BlockOptions, shaped
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
 from wallfacer_dt.metp.holding import WeightMesh, local, watched
@@ -39,7 +39,7 @@ _TRIED = 1152  # tokens, so that a window of 1024 that stands in the module's co
 _LARGEST = 2048  # model dim of a module that is tried as it is
 
 
-class METPAttentionParallel(ParallelStyle):
+class METPAttentionParallel(AttentionStyle):
     """Two-level METP for attention (Algorithms 5 and 6): projections that ranks share, in groups of heads.
 
     The module projects x (B, L, D) to queries, keys and values, may turn queries and keys by their positions, attends,
@@ -143,8 +143,15 @@ class METPAttentionParallel(ParallelStyle):
         boundary = Boundary(weights, *self.layouts, nested)
         # Bound, so that a copy of the module uses its own weights.
         forward = self._forward(boundary, block, attention, rotary, attributes_of(module), returned)
+        self._notice_applied(weights.context_mesh)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
+
+    _kind = "attention with its projections"
+
+    def _sharing(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The axes of a mesh that share sequences."""
+        return WeightMesh.of(mesh).context_mesh
 
     def _heads(self, module: nn.Module, weights: WeightMesh, attention: ContextAttention, who: str) -> tuple[int, int]:
         """Query heads and key heads, from the weights, or a refusal (ValueError) of the module or the mesh."""

@@ -1,0 +1,60 @@
+"""What a style of attention does where a plan's path matches modules, and where none; see Note [Noticing]."""
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from wallfacer_dt.agreement.agree import refusing_together
+from wallfacer_dt.dealing import notice_applied, notice_missed
+from wallfacer_dt.mesh import mesh_ranks, name_of
+from wallfacer_dt.unmatched import Place, place_in_plan, tell_styles
+
+tell_styles()
+
+
+class AttentionStyle(ParallelStyle):
+    """A style without which every rank would attend its own tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._applied: list[Place] = []  # where this style matched, of the last plan
+
+    def _notice_applied(self, mesh: DeviceMesh) -> None:
+        """Note that it has been applied, on a mesh that shares sequences."""
+        place = place_in_plan()
+        if place is not None:
+            self._applied = [x for x in self._applied if x.plan is place.plan] + [place]
+        notice_applied(_ascending(mesh), place)
+
+    def matched_nothing(self, path: str, mesh: DeviceMesh, *, is_part: bool) -> None:
+        """Refuse (ValueError) a plan's path that matches no module where tokens are dealt out.
+
+        At once if they have been, unless it ``is_part`` of a path that may match in other modules, or has.
+        """
+        place = place_in_plan()
+        if is_part and any(x.plan is place.plan and x.path == place.path for x in self._applied if place):
+            return
+        with refusing_together(name_of(mesh)):
+            notice_missed(
+                _ascending(self._sharing(mesh)),
+                f"{type(self).__name__} was to be applied to {path!r}, which matches no module, so that every rank "
+                f"would attend its own tokens alone: name the {self._kind} as model.named_modules() does, or leave "
+                "the path out of the plan of a model that has none",
+                place,
+                at_once=not is_part,
+            )
+
+    _kind = "inner attention"
+
+    def _sharing(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The axes of a mesh that share sequences."""
+        return mesh
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Plans are of this process."""
+        return vars(self) | {"_applied": []}
+
+
+def _ascending(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh_ranks(mesh)))
