@@ -1,0 +1,29 @@
+"""Roles of Sphinx in docstrings (``:func:`plan```) as links of this site where the name is public, else as code."""
+
+import re
+from typing import Any
+
+from griffe import Extension, Module, Object
+
+_ROLE = re.compile(r":(?:attr|class|func|meth|mod):`~?([\w.]+)`")
+
+
+class Roles(Extension):
+    """Goes over every docstring of a package when it has been read."""
+
+    def on_package(self, *, pkg: Module, **kwargs: Any) -> None:
+        """Rewrite the docstrings of a package and of all that is in it."""
+        public = {f"{pkg.name}.{name}" for name in pkg.exports or ()}
+        _rewrite(pkg, pkg.name, {str(name) for name in public})
+
+
+def _rewrite(thing: Object, package: str, public: set[str]) -> None:
+    def link(role: re.Match[str]) -> str:
+        name = role[1] if role[1].startswith(f"{package}.") else f"{package}.{role[1]}"
+        return f"[`{role[1]}`][{name}]" if name in public else f"`{role[1]}`"
+
+    if thing.docstring is not None:
+        thing.docstring.value = _ROLE.sub(link, thing.docstring.value)
+    for member in thing.members.values():
+        if not member.is_alias:
+            _rewrite(member, package, public)
