@@ -11,7 +11,7 @@ _ROLE = re.compile(r":(?:attr|class|func|meth|mod):`~?([\w.]+)`")
 class Roles(Extension):
     """Goes over every docstring of a package when it has been read."""
 
-    def on_package(self, *, pkg: Module, **kwargs: Any) -> None:
+    def on_package(self, *, pkg: Module, **kwargs: Any) -> None:  # noqa: ARG002  (griffe's signature)
         """Rewrite the docstrings of a package and of all that is in it."""
         public = {f"{pkg.name}.{name}" for name in pkg.exports or ()}
         _rewrite(pkg, pkg.name, {str(name) for name in public})
