@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from itertools import takewhile
 from pathlib import Path
 from unittest import mock
 
@@ -103,6 +104,36 @@ def test_every_public_name_is_on_a_page_of_the_api() -> None:
     public = {f"{it.__name__}.{name}" for it in (wallfacer_dt, wallfacer_dt.testing) for name in it.__all__}
     assert len(listed) == len(set(listed))
     assert set(listed) == public
+
+
+def rows(text: str, after: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without the line under its head."""
+    below = text.partition(f"{after}\n")[2].splitlines()
+    first = next(number for number, line in enumerate(below) if line.startswith("|"))
+    table = takewhile(lambda line: line.startswith("|"), below[first:])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    return [lines[0], *lines[2:]]
+
+
+def test_readme_compares_as_the_page_does() -> None:
+    head, *shown = rows(TEXTS["README.md"], "## Beside others")
+    names, *known = rows(TEXTS["comparison.md"], "# Beside others")
+    page = [dict(zip(names, row, strict=True)) for row in known]
+    assert shown
+    for row in shown:
+        assert dict(zip(head, row, strict=True)) in [{name: cells[name] for name in head} for cells in page]
+
+
+def test_figures_of_readme_stand_on_the_page_that_they_are_of() -> None:
+    _, *shown = rows(TEXTS["README.md"], "## What was measured")
+    assert shown
+    page = ""
+    for what, result, bound, _ in shown:
+        if link := re.search(r"\]\((docs/benchmarks/\S+\.md)\)", what):
+            page = (ROOT / link[1]).read_text()
+        figures = re.findall(r"\d+\.\d+", f"{result} {bound}")
+        assert figures
+        assert not [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", page)], what
 
 
 @pytest.mark.slow
