@@ -80,7 +80,7 @@ lint: .venv/stamp-dev  ## every check but the tests
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pydoclint wallfacer_dt
 	$(BIN)/codespell
-	$(MKDOCS) build --strict --quiet
+	$(MKDOCS) build --strict
 
 clean:  ## remove caches and build outputs; .venv, .venvs and runs/ stay
 	rm -rf build dist *.egg-info .*_cache .hypothesis
