@@ -14,16 +14,20 @@ class Roles(Extension):
     def on_package(self, *, pkg: Module, **kwargs: Any) -> None:  # noqa: ARG002  (griffe's signature)
         """Rewrite the docstrings of a package and of all that is in it."""
         public = {f"{pkg.name}.{name}" for name in pkg.exports or ()}
-        _rewrite(pkg, pkg.name, {str(name) for name in public})
+        _rewrite(pkg, public, f"{pkg.name}.")
 
 
-def _rewrite(thing: Object, package: str, public: set[str]) -> None:
+def _rewrite(thing: Object, public: set[str], scope: str) -> None:
+    """``scope`` is what a short name stands in: the package, whose names integrations have for others of their own."""
+    if thing.name == "integrations":
+        scope = f"{thing.path}."
+
     def link(role: re.Match[str]) -> str:
-        name = role[1] if role[1].startswith(f"{package}.") else f"{package}.{role[1]}"
+        name = role[1] if role[1] in public else f"{scope}{role[1]}"
         return f"[`{role[1]}`][{name}]" if name in public else f"`{role[1]}`"
 
     if thing.docstring is not None:
         thing.docstring.value = _ROLE.sub(link, thing.docstring.value)
     for member in thing.members.values():
         if not member.is_alias:
-            _rewrite(member, package, public)
+            _rewrite(member, public, scope)
