@@ -13,13 +13,15 @@ AT_A_TIME := -n $(JOBS) --dist loadfile
 TORCHES ?= 2.11.0 2.14.1 2.15.0
 TORCH_TESTS ?= public fake_cuda transforms trace kernels checkpoint recorded masks blocks plan_memory generated \
   metp_styles agreement sdpa schedule styles dtensor compile metp_attention equivalence
+# Material announces its successor at every build unless it is told not to.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
 # Both stamps fill the same .venv, and the checks of `test` should stop at the first failure.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo titan gpu test test-all test-random test-fast torches mutants format lint clean
+.PHONY: help demo docs titan gpu test test-all test-random test-fast torches mutants format lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +65,9 @@ gpu: .venv/stamp-recipes  ## what only a GPU can show, on one, in at most 20 min
 	@$(BIN)/python -m tests.gpu $(GPU_ARGS); checks=$$?; \
 	$(BIN)/python -m recipes.benchmarks.gpu $(GPU_ARGS) && exit $$checks
 
+docs: $(firstword $(wildcard .venv/stamp-dev) .venv/stamp-docs)  ## serve the documentation on http://127.0.0.1:8000
+	$(MKDOCS) serve
+
 format: .venv/stamp-dev  ## rewrite the sources: ruff format and its safe fixes
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
@@ -75,6 +80,7 @@ lint: .venv/stamp-dev  ## every check but the tests
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pydoclint wallfacer_dt
 	$(BIN)/codespell
+	$(MKDOCS) build --strict
 
 clean:  ## remove caches and build outputs; .venv, .venvs and runs/ stay
 	rm -rf build dist *.egg-info .*_cache .hypothesis

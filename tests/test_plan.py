@@ -448,6 +448,7 @@ def test_as_fast_is_what_is_ranked_by_bytes() -> None:
 
     first = ranked(9.990, 100)
     assert _because(ranked(9.9904, 200), first).why == "as fast, but more bytes cross nodes"
+    assert _because(ranked(9.9904, 100), first).why == "as fast, and receives as much"
     assert _because(ranked(9.993, 50), first).why == "+0%: waits 3 ms longer, less of it hidden"
 
 

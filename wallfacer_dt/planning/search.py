@@ -346,7 +346,7 @@ def _as_fast(p: Prediction, best: Prediction) -> str:
         return "as fast, but more bytes cross nodes"
     if p.rank_bytes > best.rank_bytes:
         return "as fast, but receives more"
-    return "as fast, but no simpler"
+    return "as fast, and receives as much"
 
 
 def _more_bytes(p: Prediction, best: Prediction) -> str:

@@ -23,12 +23,14 @@ def explain(
     team: Annotated[int, typer.Option(help="Ranks in a team.")] = 1,
     ulysses: Annotated[int, typer.Option(help="Ranks that split the heads.")] = 1,
     schedule: Annotated[
-        ScheduleName, typer.Option(help="2d, with a ring for the team too, or the paper's own.")
+        ScheduleName, typer.Option(help="2d; rings, where a team's rows go round, too; or the paper's own.")
     ] = "2d",
     rotate: Annotated[
         Literal["auto", "kv", "q"], typer.Option(help="What goes round the ring in the backward.")
     ] = "auto",
-    rotate_forward: Annotated[Literal["auto", "kv", "q"], typer.Option(help="The same in the forward.")] = "auto",
+    rotate_forward: Annotated[
+        Literal["auto", "kv", "q"], typer.Option(help="What goes round the ring in the forward.")
+    ] = "auto",
     order: Annotated[Literal["contiguous", "head_tail"], typer.Option(help="How tokens are dealt out.")] = "contiguous",
     causal: Annotated[bool, typer.Option("--causal", help="A query sees the keys up to its own position.")] = False,
     window: Annotated[
@@ -40,14 +42,16 @@ def explain(
     ] = "team_in_node",
     ranks_per_node: Annotated[int, typer.Option(help="Ranks in a node.")] = 4,
     seq: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Of the sequence: 32, 128k or 1M; k is 1024, M 1024^2.")
+        str, typer.Option(metavar="TOKENS", help="Tokens of the sequence: 32, 128k or 1M; k is 1024, M 1024^2.")
     ] = "32",
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads. [default: as many]")] = None,
     head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of queries, keys and values.")] = "bfloat16",
-    rank: Annotated[int, typer.Option(help="Whose steps are shown.")] = 0,
+    batch: Annotated[int, typer.Option(help="Number of sequences.")] = 1,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Dtype of queries, keys and values.")
+    ] = "bfloat16",
+    rank: Annotated[int, typer.Option(help="The rank whose steps are shown.")] = 0,
     backward: Annotated[bool, typer.Option("--backward", help="The backward instead of the forward.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw mesh, token order and the rank's steps.")

@@ -43,7 +43,7 @@ def plan(
         str,
         typer.Option(
             metavar="TOKENS",
-            help="Of the sequence: 131072, 128k or 1M (k is 1024, M 1024^2); or longest, as many as fit into memory.",
+            help="Tokens of the sequence: 131072, 128k or 1M (k is 1024, M 1024^2), or longest: as many as fit.",
         ),
     ],
     model: Model = None,
@@ -59,7 +59,7 @@ def plan(
         bool | None,
         typer.Option("--gated/--no-gated", help="The feed-forward has a gate. [default: yes, or as the model]"),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="How many. [default: 1, or the model's]")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers. [default: 1, or the model's]")] = None,
     vocab: Annotated[
         int | None, typer.Option(help="Entries of the vocabulary; 0 leaves it out. [default: 0, or the model's]")
     ] = None,
@@ -67,7 +67,7 @@ def plan(
     sequences: Annotated[
         int | None,
         typer.Option(
-            help="In a step over all ranks, which are then divided among data, tensor, pipeline and context "
+            help="Sequences in a step of all ranks, which are then divided among data, tensor, pipeline and context "
             "parallelism. [default: they all share --batch sequences]"
         ),
     ] = None,
@@ -84,11 +84,15 @@ def plan(
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="All of them; they share a sequence, unless --sequences divides them.")
+        int | None, typer.Option(help="Number of ranks; all share a sequence, unless --sequences divides them.")
     ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help=f"Neighbouring ranks in a node. [default: {NODE}]")] = None,
-    intra: Annotated[str | None, typer.Option(metavar=_RATE, help="Into a rank, from its node, like 300GB/s.")] = None,
-    inter: Annotated[str | None, typer.Option(metavar=_RATE, help="Into a node, like 12.5GB/s or 100Gbps.")] = None,
+    intra: Annotated[
+        str | None, typer.Option(metavar=_RATE, help="Rate into a rank within a node, like 300GB/s.")
+    ] = None,
+    inter: Annotated[
+        str | None, typer.Option(metavar=_RATE, help="Rate into a node, like 12.5GB/s or 100Gbps.")
+    ] = None,
     intra_latency: Annotated[
         str | None, typer.Option(metavar=_TIME, help=f"Of a message in a node. [default: {format_time(INTRA_LATENCY)}]")
     ] = None,
@@ -103,17 +107,21 @@ def plan(
     attention_speed: Annotated[
         str | None,
         typer.Option(
-            metavar=_SPEED, help="Of the forward; the backward's is 0.8 of it. [default: 500TFLOPS, or of --cluster]"
+            metavar=_SPEED,
+            help="Speed of attention's forward; the backward's is 0.8 of it. [default: 500TFLOPS, or of --cluster]",
         ),
     ] = None,
     linear_speed: Annotated[
-        str | None, typer.Option(metavar=_SPEED, help="Of other matrix products. [default: 600TFLOPS, or of --cluster]")
+        str | None,
+        typer.Option(metavar=_SPEED, help="Speed of other matrix products. [default: 600TFLOPS, or of --cluster]"),
     ] = None,
     peak_speed: Annotated[
-        str | None, typer.Option(metavar=_SPEED, help="Of a rank by its data sheet, for MFU. [default: of --cluster]")
+        str | None,
+        typer.Option(metavar=_SPEED, help="Peak of a rank by its data sheet, for MFU. [default: of --cluster]"),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar=_FILE, help="What wallfacer profile measured, instead of rates and speeds.")
+        Path | None,
+        typer.Option(metavar=_FILE, help="What `wallfacer profile` measured, in place of rates and speeds."),
     ] = None,
     top: Annotated[int, typer.Option(help="How many plans are shown.")] = 10,
     picture: Annotated[

@@ -44,19 +44,24 @@ def profile(
     full: Full = False,
     window: Window = None,
     dtype: DType = "bfloat16",
-    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="[default: cuda where there is one]")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Device of all ranks. [default: cuda where there is one]")
+    ] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option(help="Neighbouring ranks in a node. [default: as torchrun started them]")
     ] = None,
     memory: Memory = None,
     top: Annotated[int, typer.Option(help="How many plans are run.")] = 4,
-    iterations: Annotated[int, typer.Option(help="Of each, after one that is not counted.")] = 3,
+    iterations: Annotated[int, typer.Option(help="Runs of each plan, after one that is not counted.")] = 3,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads of a rank. [default: its share of the node's cores]")
     ] = None,
-    timeout: Annotated[str, typer.Option(metavar="TIME", help="After which ranks stop waiting for one.")] = "120s",
+    timeout: Annotated[
+        str, typer.Option(metavar="TIME", help="How long ranks wait for one that does not come.")
+    ] = "120s",
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Made, or added to if of these ranks; plan --profile reads it.")
+        Path,
+        typer.Option(metavar="FILE", help="Made, or added to if of these ranks; `wallfacer plan --profile` reads it."),
     ] = Path("profile.json"),
     as_document: Json = False,
 ) -> None:

@@ -13,7 +13,9 @@ from wallfacer_dt.command.units import parse_tokens
 from wallfacer_dt.planning import ModelShape, SequenceShape
 from wallfacer_dt.planning.known_models import MODELS
 
-Seq = Annotated[str, typer.Option(metavar="TOKENS", help="Of the sequence: 131072, 128k or 1M; k is 1024, M 1024^2.")]
+Seq = Annotated[
+    str, typer.Option(metavar="TOKENS", help="Tokens of the sequence: 131072, 128k or 1M; k is 1024, M 1024^2.")
+]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -33,9 +35,10 @@ Full = Annotated[bool, typer.Option("--full", help="Every query sees every key."
 Window = Annotated[
     int | None, typer.Option(help="How many tokens back (and ahead, if not causal) a query sees. [default: all]")
 ]
-DType = Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Of activations.")]
+DType = Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of activations.")]
 Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Of a rank, like 80GB; what needs more is dropped. [default: any]")
+    str | None,
+    typer.Option(metavar="SIZE", help="Memory of a rank, like 80GB; what needs more is dropped. [default: any]"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
