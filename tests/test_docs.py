@@ -130,7 +130,7 @@ def test_figures_of_readme_stand_on_the_page_that_they_are_of() -> None:
     for what, result, bound, _ in shown:
         if link := re.search(r"\]\((docs/benchmarks/\S+\.md)\)", what):
             page = (ROOT / link[1]).read_text()
-        figures = re.findall(r"\d+\.\d+", f"{result} {bound}")
+        figures = re.findall(r"\d+\.\d+|\d+%", f"{result} {bound}")
         assert figures
         assert not [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", page)], what
 
