@@ -15,7 +15,7 @@ from torch import nn
 from recipes.train_bytes.settings import Settings
 from recipes.training.finite import blame, first_not_finite, last_not_finite
 from recipes.training.ranks import check_options
-from recipes.training.settings import Launch, RecipeError, check_restarts
+from recipes.training.settings import Launch, RecipeError, Saving, check_restarts
 from tests.faults.__main__ import FAULTS_BY_NAME, PAGE, judged
 from tests.faults.run import PATIENCE, RECIPES, Outcome, provoke
 from tests.machines import needs_network
@@ -80,18 +80,24 @@ def test_the_table_has_every_fault_of_every_recipe() -> None:
     assert not [row for row in rows if "hangs" in row[2] or "wrong" in row[2]]
 
 
-def with_other_options() -> str:
-    """What is said on a rank where rank 2 learns at another rate."""
+def with_other_options(what: str) -> str:
+    """What is said on a rank where rank 2 has another option."""
     rank = dist.get_rank()
     try:
-        check_options(Settings(lr=0.5 if rank == 2 else 0.25), replace(LAUNCH, rank=rank, world=4))
+        check_options(
+            Settings(lr=0.5 if rank == 2 and what == "lr" else 0.25),
+            Saving(save_every=3 if rank == 2 and what == "save_every" else 2),
+            replace(LAUNCH, rank=rank, world=4),
+        )
     except RecipeError as error:
         return str(error)
     return ""
 
 
 def test_other_options_on_one_rank_are_refused_on_all(threads: Ranks) -> None:
-    assert threads(4).run(with_other_options) == ["--lr is 0.5 on rank 2, 0.25 on rank 0: start all alike"] * 4
+    assert threads(4).run(with_other_options, "lr") == ["--lr is 0.5 on rank 2, 0.25 on rank 0: start all alike"] * 4
+    said = threads(4).run(with_other_options, "save_every")
+    assert said == ["--save-every is 3 on rank 2, 2 on rank 0: start all alike"] * 4
 
 
 @pytest.mark.parametrize(
@@ -134,6 +140,7 @@ class Odd(nn.Module):
             "first not finite, when the forward was run again: layers.2 on rank 0; lower --lr",
         ),
         ("nan", 1.0, 1.0, "the loss was not finite on rank 0, and was when the forward was run again: a device's"),
+        (1.0, "1e30", 1.0, "every gradient is finite, their norm or the sum of losses is not"),
         (1.0, "inf", 1.0, "the loss was finite, the gradients of rank 0 were not, back from layers.1.bias on; "),
     ],
 )
@@ -147,3 +154,16 @@ def test_what_is_not_finite_is_found(forward: float, backward: float, again: flo
     finite = bool(loss.isfinite())
     found = blame(first, finite, all(bool(g.isfinite().all()) for g in grads), last_not_finite(model), LAUNCH)
     assert found.startswith(said)
+
+
+def carried() -> str:
+    """A number that is not finite from rank 2 on, which attention carries to all in the next layer."""
+    rank = dist.get_rank()
+    first = (1, "layers.1") if rank == 2 else (3, "layers.2.attention")
+    return blame(first, False, None, (0, "head"), replace(LAUNCH, rank=rank, world=4))
+
+
+def test_who_began_is_blamed(threads: Ranks) -> None:
+    assert {said.partition(";")[0] for said in threads(4).run(carried)} == {
+        "first not finite, when the forward was run again: layers.1 on rank 2"
+    }

@@ -140,6 +140,15 @@ def test_what_was_cut_off_while_it_was_written_is_removed(copied: Path) -> None:
     assert names(copied) == ["step_12", "step_4", "step_8"]
 
 
+def test_what_another_run_writes_is_left_alone(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It may be going on; without a whole one too."""
+    end_at(copied, 0)
+    (copied / "kept" / ".step_6.partial").mkdir()
+    assert recipe_here(keeping(copied)) == 2
+    assert "has checkpoints already, none whole: --resume goes on from them" in capfd.readouterr().err
+    assert names(copied) == [".step_6.partial"]
+
+
 def test_what_cannot_be_loaded_ends_in_a_line(
     copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

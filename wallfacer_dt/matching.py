@@ -1,6 +1,6 @@
 """What a style of attention does where a plan's path matches modules, and where none; see Note [Noticing]."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -15,6 +15,8 @@ tell_styles()
 
 class AttentionStyle(ParallelStyle):
     """A style without which every rank would attend its own tokens alone."""
+
+    _kind: ClassVar[str] = "inner attention"
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +46,6 @@ class AttentionStyle(ParallelStyle):
                 place,
                 at_once=not is_part,
             )
-
-    _kind = "inner attention"
 
     def _sharing(self, mesh: DeviceMesh) -> DeviceMesh:
         """The axes of a mesh that share sequences."""

@@ -37,8 +37,9 @@ from torch.distributed.checkpoint.state_dict import (
 from recipes.training import manifest
 from recipes.training.batches import Batches
 from recipes.training.manifest import BrokenError
-from recipes.training.settings import RecipeError, Saving
+from recipes.training.settings import LostError, RecipeError, Saving
 from recipes.training.trainer import Trainer
+from wallfacer_dt import note_progress
 
 T = TypeVar("T")
 
@@ -116,11 +117,14 @@ class Checkpoints:
         """
         if self._pending is None:
             return
+        note_progress(f"the checkpoint of step {self._pending[0]}")
         (step, commit), self._pending = self._pending, None
         try:
             commit.result()
-        except RecipeError:
+        except (RecipeError, LostError):
             raise
+        except RuntimeError as error:  # of its collectives; what ranks could not write is another
+            raise self._lost(error) from error
         # A CheckpointException is not an Exception.
         except (Exception, dcp.api.CheckpointException) as error:
             raise RecipeError(
@@ -138,12 +142,12 @@ class Checkpoints:
         """
         if self._saving.checkpoint is None:
             return History()
-        names = self._on_first(lambda: _found(self._saving.checkpoint))
+        names, has_partial = self._on_first(lambda: _found(self._saving.checkpoint, remove=self._saving.resume))
         if not self._saving.resume:
-            if names:
+            if names or has_partial:
                 raise RecipeError(
-                    f"--checkpoint: {self._saving.checkpoint} has checkpoints already: --resume goes on from them;"
-                    " or name another folder"
+                    f"--checkpoint: {self._saving.checkpoint} has checkpoints already{'' if names else ', none whole'}:"
+                    " --resume goes on from them; or name another folder"
                 )
             return History()
         broken: list[Path] = []
@@ -238,9 +242,11 @@ class Checkpoints:
             state["rng"] = {str(self._launch.rank): [torch.empty(shape, dtype=torch.uint8) for shape in shapes]}
         try:
             # A weight that has never had a gradient has no state in an optimizer but a new one.
-            kept = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            kept = self._on_first(lambda: set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata))
             state["optimizer"] = {name: x for name, x in state["optimizer"].items() if f"optimizer.{name}" in kept}
             dcp.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+        except (RecipeError, LostError):
+            raise
         except (Exception, dcp.api.CheckpointException) as error:
             raise RecipeError(f"--resume: {folder} cannot be loaded: {_first_line(error)}") from error
         model, optimizer = self._trainer.model, self._trainer.optimizer
@@ -263,6 +269,10 @@ class Checkpoints:
                     f"--resume: the checkpoint was made with --{name.replace('_', '-')} {saved.get(name)},"
                     f" this run has {mine.get(name)}"
                 )
+
+    def _lost(self, error: RuntimeError) -> LostError:
+        rank, world = self._launch.rank, self._launch.world
+        return LostError(f"rank {rank} of {world}: waited for other ranks' part in a checkpoint: {_first_line(error)}")
 
     def _say(self, text: str) -> None:
         if self._launch.rank == 0:
@@ -288,7 +298,7 @@ class Checkpoints:
             try:
                 dist.all_gather_object(answers, answer, group=self._group)
             except RuntimeError as error:
-                raise RecipeError(f"--checkpoint: other ranks were waited for in vain: {_first_line(error)}") from error
+                raise self._lost(error) from error
         for _, failure in answers:
             if failure is not None:
                 raise failure
@@ -309,12 +319,13 @@ def _first_line(error: BaseException) -> str:
     return str(cause).splitlines()[0] if str(cause) else type(cause).__name__
 
 
-def _found(folder: Path | None) -> list[str]:
-    """Names of checkpoints, the newest first; what a run that was cut off has left of another is removed."""
+def _found(folder: Path | None, *, remove: bool) -> tuple[list[str], bool]:
+    """Names of checkpoints, the newest first, and whether there is a part of another; which is removed if wanted."""
     assert folder is not None
-    for cut_off in folder.glob(".step_*.partial"):
+    partial = list(folder.glob(".step_*.partial"))
+    for cut_off in partial if remove else ():
         shutil.rmtree(cut_off)
-    return _steps_in(folder)
+    return _steps_in(folder), bool(partial)
 
 
 def _set_aside(folder: Path) -> None:

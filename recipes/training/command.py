@@ -175,13 +175,12 @@ class Recipe:
         check_saving(saving)
         check_tensorboard(output)
         make_folders(output.out, saving.checkpoint, launch)
-        from recipes.training.ranks import check_options, check_same, join_ranks, leave_ranks
+        from recipes.training.ranks import check_same, join_ranks, leave_ranks
         from recipes.training.report import leave_behind
         from wallfacer_dt import WaitError
 
         try:
-            ranks = join_ranks(settings, launch)
-            check_options(settings, launch)
+            ranks = join_ranks(settings, saving, launch)
             check_same(data.fingerprint, launch, data.source)
             train = importlib.import_module(f"recipes.{self.name}.train").train
             run = train(settings, ranks, data, saving, output)
@@ -198,11 +197,13 @@ class Recipe:
         return demo(replace(settings, dtype="float32"), options)
 
 
+_PATIENCE = 10.0  # seconds
+
+
 def _refuse(name: str, message: str) -> int:
     # One rank of a machine speaks for all. torchrun stops every rank once one has gone, so the
-    # others wait for the one that speaks.
-    if Launch.from_environment().local_rank == 0:
-        print(f"{name}: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(10)
+    # others wait for the one that speaks; if that goes on, it knows of nothing, or is lost.
+    if Launch.from_environment().local_rank > 0:
+        time.sleep(_PATIENCE)
+    print(f"{name}: {message}", file=sys.stderr, flush=True)
     return 2

@@ -67,9 +67,9 @@ class WholeGradients:
         if world > 1 and self._whole:
             self._agree_on_used()
         whole = [parameter.grad for parameter in self._whole if parameter.grad is not None]
-        if whole:
-            # Of the sum, not of each entry: in one pass without a copy.
-            self._finite = torch.stack([grad.sum().isfinite() for grad in whole]).all()
+        mine = [*whole, *(p.grad.to_local() for p in self._shared if isinstance(p.grad, DTensor))]
+        largest = [torch.linalg.vector_norm(grad, torch.inf) for grad in mine]
+        self._finite = torch.stack(largest).isfinite().all() if largest else None
         if world > 1 and whole:
             _average_in_one(whole, world)
         norm = nn.utils.get_total_norm(whole)

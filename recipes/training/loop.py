@@ -16,6 +16,7 @@ from recipes.training.record import Run, Traffic, run_name
 from recipes.training.settings import Output, Saving
 from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
+from wallfacer_dt import note_progress
 
 
 def train_steps(
@@ -55,6 +56,7 @@ def train_steps(
     with Bar(name, settings.steps, first, shown=shown) as bar, Metrics(output, first, shown=shown) as metrics:
         for step in range(first, settings.steps):
             start = time.perf_counter()
+            note_progress(f"step {step + 1}, its batch")
             batch = next(batches)
             try:
                 if step == first and sizes is not None:
@@ -71,6 +73,7 @@ def train_steps(
             metrics.write(step + 1, loss=loss, grad_norm=norm, learning_rate=rate, tokens_per_second=speed)
             checkpoints.keep(history)
     checkpoints.finish()
+    note_progress("the end")
     return _record(trainer, name, history, traffic, tokens=tokens, text=data, unit=unit)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.training.record import cores
-from recipes.training.settings import PATHS, Launch, RecipeError, RunSettings, context_sizes
+from recipes.training.settings import PATHS, Launch, RecipeError, RunSettings, Saving, context_sizes
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.agreement.progress import waiting
 from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
@@ -47,11 +47,12 @@ class Ranks:
     data_parallel: DeviceMesh | None = None
 
 
-def join_ranks(settings: RunSettings, launch: Launch) -> Ranks:
+def join_ranks(settings: RunSettings, saving: Saving, launch: Launch) -> Ranks:
     """Choose the device and, with more than one rank, start the process group and its meshes.
 
     Raises:
-        RecipeError: bfloat16 was asked for where there is no GPU for each rank.
+        RecipeError: bfloat16 was asked for where there is no GPU for each rank, or ranks have other options.
+        WaitError: not all ranks are here.
     """
     torch.set_num_threads(max(1, cores() // launch.local_world))
     device = _device(launch)
@@ -72,6 +73,7 @@ def join_ranks(settings: RunSettings, launch: Launch) -> Ranks:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=timeout)
+    check_options(settings, saving, launch)
     context, data_parallel = make_meshes(settings, device.type, sizes)
     shared = math.prod(sizes) > 1
     return Ranks(
@@ -102,14 +104,16 @@ def check_same(fingerprint: tuple[int, ...], launch: Launch, source: str) -> Non
         )
 
 
-def check_options(settings: RunSettings, launch: Launch) -> None:
+def check_options(settings: RunSettings, saving: Saving, launch: Launch) -> None:
     """Refuse to train ranks with different options; machines may have files in different places.
 
     Raises:
         RecipeError: names the first rank and its first option that is not rank 0's.
         WaitError: not all ranks are here.
     """
-    heard = _heard({k: v for k, v in asdict(settings).items() if k not in PATHS}, "options", launch)
+    mine = asdict(settings) | asdict(saving)
+    mine = {name: value is not None if name in PATHS else value for name, value in mine.items()}
+    heard = _heard(mine, "options", launch)
     for rank, options in enumerate(heard):
         for name, value in options.items():
             if value != heard[0][name]:

@@ -82,8 +82,8 @@ class RunSettings:
         return tuple(option for option in ("ffn", "attention") if getattr(self, option, None) == "metp")
 
 
-# Of settings, those that may be a file's or a folder's name.
-PATHS = frozenset({"text", "model", "tokenizer"})
+# Those options that may be a file's or a folder's name.
+PATHS = frozenset({"text", "model", "tokenizer", "checkpoint"})
 
 # What the runs of a demo have of their own, or all alike.
 DEMO_WITHOUT = frozenset({"ulysses", "ring", "team", "data_parallel", "placement", "ffn", "attention", "dtype"})

@@ -84,9 +84,9 @@ class Trainer:
 
     def _blame(self, batch: Any, loss: Tensor) -> str:
         """What is not finite first, where; all ranks call it."""
+        weight = last_not_finite(self.model)  # first: a forward under FSDP leaves weights whole, which have no gradient
         with self._precision():
             module = first_not_finite(self.model, lambda: self._loss(batch))
-        weight = last_not_finite(self.model)
         return blame(module, bool(loss.isfinite()), self._gradients.are_finite, weight, self.ranks.launch)
 
     def _precision(self) -> torch.autocast | nullcontext[None]:

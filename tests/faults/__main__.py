@@ -25,12 +25,19 @@ def _provoked(fault: str, recipe: str, folder: Path) -> Outcome:
     return provoke(recipe, fault, folder)
 
 
+def _of_the_first(fault: str, recipe: str, folder: Path) -> Outcome:
+    return provoke(recipe, fault, folder, rank=0)
+
+
 FAULTS_BY_NAME: dict[str, Callable[[str, Path], Outcome]] = {
     **{
         name: partial(_provoked, name)
         for name in (*FAULTS, *FROM_THE_START)
         if name not in ("begins", "the disk fills up")
     },
+    # Which speaks for its machine, and has the store that others tell where they are.
+    "rank 0 is killed in the backward": partial(_of_the_first, "killed in the backward"),
+    "rank 0 is stopped in a save": partial(_of_the_first, "stopped in a save"),
     "the disk fills up": fill_the_disk,
     "a link is cut": cut_a_link,
     "a link slows to a hundredth": slow_a_link,

@@ -120,6 +120,7 @@ FAULTS: dict[str, tuple[Callable[[Trainer, Act], None], Act]] = {
     "killed in the backward": (in_backward, kill),
     "killed in the optimizer": (in_optimizer, kill),
     "killed in a save": (in_save, kill),
+    "stopped in a save": (in_save, stop),
     "stopped in the forward": (in_forward, stop),
     "stopped in the backward": (in_backward, stop),
     "raises in the forward": (in_forward, fail),

@@ -65,7 +65,7 @@ class Outcome:
     losses: tuple[float, ...]
 
 
-def provoke(recipe: str, fault: str, folder: Path, *, restarts: int = 1) -> Outcome:
+def provoke(recipe: str, fault: str, folder: Path, *, restarts: int = 1, rank: int = STRUCK_RANK) -> Outcome:
     """Have one rank of a run have a fault, and torchrun start all of them again.
 
     Args:
@@ -73,10 +73,11 @@ def provoke(recipe: str, fault: str, folder: Path, *, restarts: int = 1) -> Outc
         fault: one of :data:`tests.faults.faulty.FAULTS`, or none.
         folder: empty, for whatever the run leaves.
         restarts: that torchrun may make.
+        rank: which one.
     """
     launcher = ["--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *_command(recipe, fault, folder)],
+        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *_command(recipe, fault, folder, rank)],
         cwd=ROOT, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
         start_new_session=True,
     )  # fmt: skip
@@ -156,9 +157,9 @@ def _wait(what: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _command(recipe: str, fault: str, folder: Path) -> list[str]:
+def _command(recipe: str, fault: str, folder: Path, rank: int = STRUCK_RANK) -> list[str]:
     return [
-        "tests.faults.faulty", recipe, fault, str(STRUCK_RANK), str(STRUCK_STEP), str(folder),
+        "tests.faults.faulty", recipe, fault, str(rank), str(STRUCK_STEP), str(folder),
         *RECIPES[recipe], "--ring", "2", "--team", "2", "--steps", str(STEPS), "--comm-timeout", str(PATIENCE),
         "--out", str(folder / "out"), "--checkpoint", str(folder / "kept"), "--save-every", "2", "--keep", "9",
         "--resume",

@@ -256,7 +256,8 @@ def _meeting(mesh: str, came_to: str) -> tuple[str, Meeting] | None:
     try:
         meeting = world.meeting(ranks)
     except RuntimeError as error:
-        late = WaitError(f"not all ranks came to the first call on the {text}: {error}; this rank came to: {came_to}")
+        kind = RuntimeError if world.parents is not None else WaitError
+        late = kind(f"not all ranks came to the first call on the {text}: {error}; this rank came to: {came_to}")
         raise _met(late, ranks) from error
     return None if meeting is None else (text, meeting)
 

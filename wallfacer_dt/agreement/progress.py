@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from wallfacer_dt.agreement.worlds import this_world
@@ -63,7 +62,7 @@ def waiting(what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError | NotImplementedError):  # it has not waited
+        if not here.is_wait(error):
             raise
         raise here.in_vain(error, range(dist.get_world_size()) if ranks is None else ranks) from error
     finally:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _OFTEN = 8
@@ -27,7 +28,7 @@ _PLACES = 8
 _PATIENCE = 5.0  # seconds
 
 
-class WaitError(RuntimeError):
+class WaitError(dist.DistError):
     """A rank has waited for others in vain: one did not come in time, or was lost. Their process group is spent."""
 
 
@@ -101,6 +102,12 @@ class Whereabouts:
         at = f"at {self.progress}, " if self.progress else ""
         waits = "" if self.waits_for is None else f" and waited for {self.waits_for}"
         return f"{at}had come to {'no call' if self.call is None else self.call}{waits}"
+
+    @staticmethod
+    def is_wait(error: RuntimeError) -> bool:
+        """Whether an error of a collective may be of a wait, and not the device's or its memory's, which come late."""
+        others = torch.OutOfMemoryError, NotImplementedError, getattr(torch, "AcceleratorError", NotImplementedError)
+        return not isinstance(error, others)
 
     def in_vain(self, error: RuntimeError, ranks: Iterable[int]) -> WaitError:
         """The error of a wait for these ranks, which says where this one and the others were last."""

@@ -74,7 +74,7 @@ def wait(pending: Tensor, what: object, group: str) -> Tensor:
     try:
         return _ops.wait_tensor(pending)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError | NotImplementedError):  # it has not waited
+        if not here.is_wait(error):
             raise
         raise here.in_vain(error, group_ranks(group)) from error
     finally:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class METPAttentionParallel(AttentionStyle):
     sharded over, and ``cp_ulysses`` of 1. With fewer key heads than ranks there are as many groups as key heads.
     """
 
+    _kind: ClassVar[str] = "attention with its projections"
+
     def __init__(
         self,
         *,
@@ -146,8 +148,6 @@ class METPAttentionParallel(AttentionStyle):
         self._notice_applied(weights.context_mesh)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
-
-    _kind = "attention with its projections"
 
     def _sharing(self, mesh: DeviceMesh) -> DeviceMesh:
         """The axes of a mesh that share sequences."""
