@@ -1,4 +1,4 @@
-"""Several machines, each a network namespace, and torchrun on every one: one run, and what becomes of it if one is lost."""
+"""Machines, each a network namespace, and torchrun on every one: one run, and what becomes of it if one is lost."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,7 +4,7 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ def train(mesh: DeviceMesh, backend: str) -> Callable[[int, random.Random], int]
     torch.manual_seed(0)
     order = TokenOrder("head_tail", mesh)
     plan = {"*.inner": WallFacerParallel(is_causal=True, order=order, check=False)}
-    model: Any = parallelize_module(nn.ModuleList(Layer() for _ in range(2)), mesh, plan)
+    model: Any = parallelize_module(nn.ModuleList([Layer()]), mesh, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     counter = CompileCounterWithBackend(backend or "eager")
 
@@ -98,7 +98,7 @@ def train(mesh: DeviceMesh, backend: str) -> Callable[[int, random.Random], int]
 
 
 def attend(mesh: DeviceMesh) -> Callable[[int, random.Random], None]:
-    """Calls of the function: cumulative lengths, an order that goes by documents, and a mask that is made anew."""
+    """A call of the function: an order that goes by documents, windows in documents, or a mask that is made anew."""
     by_document, contiguous = (TokenOrder(name, mesh) for name in ("document_head_tail", "contiguous"))
 
     def call(length: int, order: TokenOrder, dealing: dict[str, Tensor], **options: Any) -> None:
@@ -108,11 +108,14 @@ def attend(mesh: DeviceMesh) -> Callable[[int, random.Random], None]:
         context_parallel_attention(q, k, v, mesh, order=order, length=length, **dealing, **options).sum().backward()
 
     def step(length: int, draw: random.Random) -> None:
-        documents = {"cu_seqlens": torch.tensor(packed(draw, length))}
-        call(length, by_document, documents, is_causal=True)
-        call(length, contiguous, documents, window_size=(draw.randint(1, 9), None))
-        tags = torch.randint(0, 3, (length,))
-        call(length, contiguous, {}, mask_mod=lambda b, h, q, kv: (tags[q] == tags[kv]) | (q == kv))
+        documents, way = {"cu_seqlens": torch.tensor(packed(draw, length))}, draw.randrange(3)
+        if way == 0:
+            call(length, by_document, documents, is_causal=True)
+        elif way == 1:
+            call(length, contiguous, documents, window_size=(draw.randint(1, 9), None))
+        else:
+            tags = torch.randint(0, 3, (length,))
+            call(length, contiguous, {}, mask_mod=lambda b, h, q, kv: (tags[q] == tags[kv]) | (q == kv))
 
     return step
 

@@ -162,11 +162,11 @@ class Network:
             f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
         ]
         for rank in range(machines.ranks):
-            own, share = f"1:{rank + 16:x}", way.format(rate / machines.ranks)
+            own, share, match = f"1:{rank + 16:x}", way.format(rate / machines.ranks), f"ip dst {self.address(rank)}/32"
             lines += [
                 f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",
                 f"qdisc add dev {device} parent {own} {leaf}",
-                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {self.address(rank)}/32 flowid {own}",
+                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match {match} flowid {own}",
             ]
         try:
             _run("tc", *inside, "-batch", "-", given="\n".join(lines))
