@@ -15,7 +15,7 @@ from recipes.benchmarks.cluster import network
 from recipes.benchmarks.cluster.cases import Machines
 from recipes.benchmarks.cluster.watcher import environment, watched
 
-PATIENCE = 240.0  # seconds that something may take on two busy cores
+PATIENCE = 600.0  # seconds that something may take on busy cores
 PORT = 29500
 
 

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,29 +40,36 @@ class Layer(nn.Module):
 
 
 class Seen(NamedTuple):
-    """What one rank's process has at a step."""
+    """What one rank's process has at a step.
+
+    Attributes:
+        step: it.
+        resident: bytes.
+        objects: that the garbage collector knows.
+        held: what is never to grow, by name: torch's maps of process groups, threads, files, tensors and functions.
+        graphs: that were compiled.
+    """
 
     step: int
-    resident: int  # bytes
+    resident: int
     objects: int
-    groups: tuple[int, ...]  # in torch's maps of them
-    threads: tuple[int, int]  # Python's, and all
-    files: int
+    held: dict[str, int]
     graphs: int
 
 
 def seen(step: int, graphs: int) -> Seen:
     gc.collect()
-    world = distributed_c10d._world
-    return Seen(
-        step,
-        int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-        len(gc.get_objects()),
-        (len(world.pg_map), len(world.pg_names), len(world.pg_group_ranks), len(world.pg_to_tag)),
-        (threading.active_count(), len(os.listdir("/proc/self/task"))),
-        len(os.listdir("/proc/self/fd")),
-        graphs,
-    )
+    objects, world = gc.get_objects(), distributed_c10d._world
+    held = {name: len(getattr(world, name)) for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_to_tag")}
+    held |= {
+        "threads of Python": threading.active_count(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "tensors": sum(issubclass(type(x), Tensor) for x in objects),
+        "functions": sum(type(x) is FunctionType for x in objects),  # masks, too
+    }
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return Seen(step, resident, len(objects), held, graphs)
 
 
 def packed(draw: random.Random, length: int) -> list[int]:
@@ -128,8 +136,52 @@ def soak(steps: int, every: int, backend: str) -> list[Seen]:
     for number in range(1, steps + 1):
         length = 4 * draw.randint(8, 40)
         graphs = training(length, draw)
-        if not backend:
-            attending(length + draw.randint(0, 3), draw)
+        attending(length + draw.randint(0, 3), draw)
         if number % every == 0:
             found.append(seen(number, graphs))
     return found
+
+
+def grown(found: list[Seen], warm: int) -> dict[str, Any]:
+    """Of what is never to grow, what has after the step at which a rank is warm: how many there were, and are."""
+    (before,) = (one for one in found if one.step == warm)
+    after = [one.held for one in found if one.step > warm]
+    assert after
+    most = {name: max(held[name] for held in after) for name in before.held}
+    return {name: (before.held[name], n) for name, n in most.items() if n > before.held[name]}
+
+
+def test_what_grows_is_seen() -> None:
+    flat = [Seen(step, 100, 100, {"files": 3, "threads": 9 - step}, 0) for step in (1, 2, 3, 4)]
+    assert grown(flat, 2) == {}
+    assert grown([*flat, flat[0]._replace(step=5, held={"files": 4, "threads": 7})], 2) == {"files": (3, 4)}
+
+
+@pytest.mark.slow
+def test_nothing_grows_within_a_few_steps(ranks: Callable[[int], RankPool]) -> None:
+    for found in ranks(4).run(soak, 24, 8, ""):
+        assert grown(found, 16) == {}
+
+
+# Steps after which a rank has met every length, and most of its caches are full: of 64 to 1,024 entries, small ones.
+WARM, STEPS = 200, 1000
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("backend", ["", "inductor"])
+def test_nothing_grows_within_a_thousand_steps(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process groups, threads, files, tensors and masks; memory by no more than 2%; a graph and one of any length."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    pool = RankPool(4, timeout=3000)
+    try:
+        ranks = pool.run(soak, STEPS, 100, backend)
+    finally:
+        pool.close()
+    for rank, found in enumerate(ranks):
+        print(*(f"rank {rank}, {one}" for one in found), sep="\n")
+        assert grown(found, WARM) == {}
+        assert {one.graphs for one in found} == {2 if backend else 0}
+        warm, *after = (one for one in found if one.step >= WARM)
+        assert max(one.resident for one in after) <= 1.02 * warm.resident
+        # What caches that are not full yet take; each step's own plan, documents or mask would be dozens.
+        assert after[-1].objects - warm.objects <= 5 * (STEPS - WARM)
