@@ -106,9 +106,14 @@ class Site:
             with suppress(KeyError):
                 self._running.pop(machine).wait()
 
-    def said(self) -> str:
-        """The ends of what the machines have said."""
-        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("machine*")))
+    def cut(self, machine: int) -> None:
+        """Take a machine's link down: nobody hears of it."""
+        subprocess.run(["ip", "link", "set", self._network.link(machine), "down"], check=True)
+
+    def said(self, most: int | None = 3000) -> str:
+        """What the machines have said, or so much of its end."""
+        files = sorted(self.folder.glob("machine*"))
+        return "\n".join(f"{path.name}:\n{path.read_text()[-(most or 0) :]}" for path in files)
 
     def _said(self, machine: int) -> Path:
         return self.folder / f"machine{machine}"

@@ -92,6 +92,10 @@ class Network:
         """The address of a rank."""
         return f"{_SUBNET}.{rank // self.machines.per_node}.{rank + 1}"
 
+    def link(self, rank: int) -> str:
+        """The name of a rank's link to other nodes, where it comes out."""
+        return f"{self.prefix}o{rank}"
+
     def received(self) -> tuple[int, ...]:
         """Bytes that have come into each node from others since it was made, headers included."""
         return tuple(
@@ -182,7 +186,7 @@ class Network:
             return
         first = node * self.machines.per_node
         for rank in range(first, first + self.machines.per_node):
-            yield f"{self.prefix}o{rank}"
+            yield self.link(rank)
 
 
 def enter(namespace: str) -> None:
