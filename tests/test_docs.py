@@ -31,7 +31,7 @@ def test_commands_are_found() -> None:
         "a wallfacer plan --x\n  wallfacer plan --a \\\n   --b\nwallfacer explain\nand `wallfacer\nexplain --c` too\n"
     )
     assert commands(text) == ["wallfacer plan --a --b", "wallfacer explain --c"]
-    assert {"README.md", "planner.md", "plan", "explain"} == {name for name, text in TEXTS.items() if commands(text)}
+    assert {"README.md", "launch.md", "planner.md", "plan", "explain"} == {name for name, text in TEXTS.items() if commands(text)}
     for name, text in TEXTS.items():
         # However they are written, or started.
         shown = re.findall(r"(?:wallfacer|wallfacer_dt\.command)\s+(?:plan|explain)\s+-", text)
