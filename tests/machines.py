@@ -15,7 +15,7 @@ from recipes.benchmarks.cluster import network
 from recipes.benchmarks.cluster.cases import Machines
 from recipes.benchmarks.cluster.watcher import environment, watched
 
-PATIENCE = 240.0  # seconds that something may take on two busy cores
+PATIENCE = 600.0  # seconds that something may take on busy cores
 PORT = 29500
 
 
@@ -107,7 +107,7 @@ class Site:
                 self._running.pop(machine).wait()
 
     def cut(self, machine: int) -> None:
-        """Unplug a machine."""
+        """Unplug a machine: nobody hears of it."""
         self._port(machine, "down")
 
     def mend(self, machine: int) -> None:
@@ -124,9 +124,10 @@ class Site:
             limit = ["root", "tbf", "rate", f"{rate}mbit", "burst", "32kb", "latency", "10s"]
             subprocess.run(["tc", *where, "qdisc", "replace", "dev", device, *limit], check=True)
 
-    def said(self) -> str:
-        """The ends of what the machines have said."""
-        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("machine*")))
+    def said(self, most: int | None = 3000) -> str:
+        """What the machines have said, or so much of its end."""
+        files = sorted(self.folder.glob("machine*"))
+        return "\n".join(f"{path.name}:\n{path.read_text()[-(most or 0) :]}" for path in files)
 
     def _said(self, machine: int) -> Path:
         return self.folder / f"machine{machine}"

@@ -45,7 +45,7 @@ def test_commands_are_found() -> None:
         "a wallfacer plan --x\n  wallfacer plan --a \\\n   --b\nwallfacer explain\nand `wallfacer\nexplain --c` too\n"
     )
     assert commands(text) == ["wallfacer plan --a --b", "wallfacer explain --c"]
-    known = {"README.md", "planner.md", "tutorial.md", "plan", "explain"}
+    known = {"README.md", "launch.md", "planner.md", "tutorial.md", "plan", "explain"}
     assert known <= {name for name, text in TEXTS.items() if commands(text)}
     for name, text in TEXTS.items():
         # However they are written, or started.

@@ -1,11 +1,14 @@
 """Several machines, each a network namespace, with torchrun: one run, and what becomes of it if one is lost."""
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from recipes.benchmarks.cluster.cases import Machines
+from recipes.training.ranks import TIMEOUT
 from tests.machines import Site, needs_network, site
 from tests.recipes import losses, recipe_here
 from wallfacer_dt.testing import worst_error
@@ -77,6 +80,22 @@ def test_without_restarts_torchrun_ends_everywhere_and_is_started_again(four: Si
         four.torchrun(machine, [], command(tmp_path, FIXED))
     assert four.ended() == dict.fromkeys(range(4), 0), four.said()
     check_gone_on(tmp_path, four.said())
+
+
+@pytest.mark.whole
+def test_a_machine_without_a_network_is_waited_for_until_the_timeout(four: Site, tmp_path: Path) -> None:
+    """Nothing closes its connections; the others then say whom they missed, and where it was last."""
+    for machine in range(4):
+        four.torchrun(machine, [], command(tmp_path, FIXED))
+    four.wait_for(lambda: has(tmp_path, LOST_AT))
+    four.cut(3)
+    began = time.monotonic()
+    four.lose(3)
+    assert all(four.ended().values()), four.said()
+    assert time.monotonic() - began > TIMEOUT.total_seconds()
+    said = " ".join(re.sub(r"\[rank\d\]:", "", four.said(None)).split())
+    assert re.search(r"rank [\d, ]*3 did not come within 0:02:00, or was lost", said), said
+    assert re.search(r"rank 3 had come to call \d+ on the cpu mesh [^;]*, told [1-9]\d+ s ago", said), said
 
 
 @pytest.mark.whole

@@ -1,6 +1,9 @@
 """A wait in vain says what it was for, and where the other ranks were last."""
 
 import re
+import subprocess
+import sys
+import textwrap
 import time
 import weakref
 from collections.abc import Iterator
@@ -106,6 +109,27 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(here, "_store", Silent())
     monkeypatch.setattr(whereabouts, "_PATIENCE", 0.1)
     assert here.of([0, 1]) == ""
+
+
+ENDING = """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from wallfacer_dt.agreement import whereabouts
+
+    whereabouts._PATIENCE = 0.5
+    here = whereabouts.Whereabouts()
+    here.tell(dist.TCPStore("localhost", 0, is_master=True), 0, timedelta(seconds=300))
+    here.of(range(10_000_000))
+"""
+
+
+def test_a_process_that_ends_while_it_still_asks_is_not_crashed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ENDING)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_where_nobody_tells_nothing_is_said() -> None:

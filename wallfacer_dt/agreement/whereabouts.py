@@ -74,6 +74,7 @@ class Whereabouts:
         heard: dict[int, tuple[str, int]] = {}
         # A store whose host has stopped answers nothing, and torch waits for it without a timeout.
         asking = threading.Thread(target=self._ask, args=(tuple(ranks), heard), daemon=True)
+        _threads.add(asking)
         asking.start()
         asking.join(_PATIENCE)
         ago_by_place: dict[str, dict[int, int]] = {}
@@ -89,6 +90,8 @@ class Whereabouts:
         with suppress(RuntimeError):  # the store is gone with the rank that had it
             self.say()
             for rank in ranks:
+                if _ending.is_set():
+                    return
                 if rank != self._rank:
                     heard[rank] = self._heard(rank)
 
@@ -132,7 +135,11 @@ def _telling(who: "weakref.ref[Whereabouts]", often: float) -> None:
 
 @atexit.register
 def _end() -> None:
-    """End the threads: one that is in its store while the interpreter ends would crash the process."""
+    """End the threads: one that is in its store while the interpreter ends would crash the process.
+
+    Python ends a thread that comes back to it then, which torch's code is not made for: "terminate called without an
+    active exception" (Python 3.11, torch 2.13.0).
+    """
     _ending.set()
     for thread in list(_threads):
         thread.join(_PATIENCE)
