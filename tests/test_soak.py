@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.cases import Inner, mesh_of
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_parallel_attention, shard_sequence
+from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
 
