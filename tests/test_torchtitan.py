@@ -689,11 +689,6 @@ def refusals_of_calls() -> dict[str, str]:
     calls: dict[str, Callable[[], Any]] = {
         "no positions": lambda: model(tokens, attention_masks=documents),
         "None by place": lambda: model(tokens, None, documents),
-        "None on one rank": lambda: model(tokens, None if dist.get_rank() == 2 else here, documents),
-        "other positions": lambda: model(tokens, positions=whole, attention_masks=documents),
-        "documents of one row": lambda: model(tokens, positions=here, attention_masks=Documents.of(whole[:1])),
-        "documents of a shard": lambda: model(tokens, positions=here, attention_masks=Documents.of(here)),
-        "uneven": lambda: model(tokens, positions=here, attention_masks=Documents.of(whole[:, :-1])),
         "no documents": lambda: model(tokens, positions=here),
         "a mask": lambda: model(tokens, positions=here, attention_masks=masks),
         "a score_mod": lambda: inner(q, q, q, attention_masks=documents, score_mod=torch.add),
@@ -717,11 +712,6 @@ def test_calls_that_are_refused(titans) -> None:
     expected = {
         "no positions": "called without positions",
         "None by place": "called without positions",
-        "None on one rank": "called without positions",
-        "other positions": "positions are of 64 tokens, this rank has 16",
-        "documents of one row": "Documents are of 1 sequences, the batch has 2",
-        "documents of a shard": "Documents are of sequences of 16 tokens, of which ranks have (4, 4, 4, 4), this one",
-        "uneven": "sequences of 63 tokens are dealt out as (16, 16, 16, 15): give context_parallel length=63, or a",
         "no documents": "called with no attention_masks",
         "a mask": "attention_masks of type BlockMask, which has no meaning for shards: pass attention_masks=Documents",
         "a score_mod": "score_mod=",
@@ -736,32 +726,6 @@ def test_calls_that_are_refused(titans) -> None:
         assert said.keys() == expected.keys()
         for name, message in expected.items():
             assert message in said[name], name
-
-
-def uneven() -> float:
-    """How far Llama 3 is from one process on sequences that ranks do not divide."""
-    fit_to_torch()
-    fit_to_cpu()
-    fit_attention_to_cpu()
-    from torchtitan.distributed.utils import set_spmd_backend
-
-    from wallfacer_dt.integrations.torchtitan import Documents, context_parallel
-
-    set_spmd_backend("partial_dtensor")
-    model, positions = MODELS["Llama 3"].made(), positions_of(True)[:, :-3]
-    tokens = positions + 1
-    with torch.no_grad():
-        expected = model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions=positions))
-        mesh = context_mesh("cpu", 2, 2)
-        order = TokenOrder("head_tail", mesh)
-        context_parallel(model, mesh, order=order, length=tokens.shape[1])
-        mine, here = (shard_sequence(x, order, dim=1) for x in (tokens, positions))
-        found = model(mine, positions=here, attention_masks=Documents.of(positions))
-    return worst_error([(found, shard_sequence(expected, order, dim=1))])
-
-
-def test_sequences_that_ranks_do_not_divide(titans) -> None:
-    assert max(titans(4).run(uneven)) < 1e-5
 
 
 class StandIn:

@@ -1,17 +1,14 @@
 """A torchtitan model on a mesh, in one call, with a guard against calls that would be silently wrong."""
 
-from functools import partial
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from wallfacer_dt.agreement.agree import refusing_together, tell
+from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.integrations.torchtitan import upstream
-from wallfacer_dt.integrations.torchtitan.documents import Documents
 from wallfacer_dt.integrations.torchtitan.plan import PlanOptions, context_plan
-from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.order import TokenOrder
 
@@ -42,8 +39,7 @@ def context_parallel(
     parallelize_module(model, mesh, plan)
     if isinstance(model, upstream.Decoder):
         model.get_attention_masks = _no_masks  # pyrefly: ignore[missing-attribute]
-        check = partial(_check_call, order=order, length=options.get("length"), mesh=name_of(mesh))
-        model.register_forward_pre_hook(check, with_kwargs=True)
+        model.register_forward_pre_hook(_check_positions, with_kwargs=True)
     return model
 
 
@@ -51,49 +47,9 @@ def _no_masks(positions: Tensor) -> None:
     """Of a part of the sequence, or cut by torchtitan, its masks have no meaning for attention on a mesh."""
 
 
-def _check_call(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    order: TokenOrder,
-    length: int | None,
-    mesh: str,
-) -> None:
-    """Refuse (ValueError), on every rank, a call whose parts are not of the same tokens."""
-    try:
-        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
-        if positions is None:
-            raise ValueError(
-                f"{type(model).__name__} was called without positions, which it would count from each shard's "
-                "beginning: pass this rank's, of the whole sequence"
-            )
-        tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if tokens is None:
-            return
-        rows, here = tokens.shape[:2]
-        if positions.shape[-1] != here:
-            raise ValueError(f"positions are of {positions.shape[-1]} tokens, this rank has {here}: pass this rank's")
-        documents = next((x for x in (*args, *kwargs.values()) if isinstance(x, Documents)), None)
-        if documents is not None:
-            _check_documents(documents, rows, here, order, length)
-    except ValueError as error:
-        tell(error, mesh)
-        raise
-
-
-def _check_documents(documents: Documents, rows: int, here: int, order: TokenOrder, length: int | None) -> None:
-    of, tokens = documents.ids.shape
-    if of != rows:
-        raise ValueError(f"Documents are of {of} sequences, the batch has {rows}: make them of this batch's positions")
-    sizes = shard_sizes(tokens, order.axes, order.name)
-    if length is None and len({*sizes}) > 1:
+def _check_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("positions", args[1] if len(args) > 1 else None) is None:
         raise ValueError(
-            f"sequences of {tokens} tokens are dealt out as {sizes}: give context_parallel length={tokens}, or a "
-            f"length that {len(sizes)} ranks divide"
-        )
-    if here not in sizes:
-        raise ValueError(
-            f"Documents are of sequences of {tokens} tokens, of which ranks have {sizes}, this one has {here}: make "
-            "them of the whole sequences' positions"
+            f"{type(model).__name__} was called without positions, which it would count from each shard's beginning: "
+            "pass this rank's, of the whole sequence"
         )

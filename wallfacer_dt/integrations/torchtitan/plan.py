@@ -19,7 +19,6 @@ class PlanOptions(TypedDict, total=False):
     rotate: str
     rotate_forward: str
     kernel: str
-    length: int
     check: bool
 
 
@@ -34,7 +33,7 @@ def context_plan(model: nn.Module, *, order: TokenOrder, **options: Unpack[PlanO
         order: in which tokens are dealt out. Torchtitan's load balancer ``"headtail"`` deals them out in
             ``"head_tail"``, its ``None`` in ``"contiguous"``.
         **options: ``schedule``, ``rotate``, ``rotate_forward``, ``kernel`` and ``check``, as
-            :func:`wallfacer_dt.plans.llama3_plan` has them; ``length``, of sequences that ranks do not divide.
+            :func:`wallfacer_dt.plans.llama3_plan` has them.
 
     Returns:
         ``{fully qualified name: style}``, a name for every inner attention.
