@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from wallfacer_dt.agreement.agree import refusing_together
-from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.diffusers.plans import Text
@@ -76,7 +75,7 @@ class ProcessorOnMesh:
                     f"{self.path} called scaled_dot_product_attention {mode.calls} times, where once is expected: set "
                     'attention_backend "native", and leave processors as they are'
                 )
-        forward.attended.add(self.path)
+        forward.calls += 1
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessorOnMesh":
@@ -128,11 +127,10 @@ class _Attending(TorchFunctionMode):
         is_last = self.on.text == "after"
         if is_last:  # the text's rows are the first to attention on a mesh
             query, key, value = (self._rolled(x, x.shape[_TOKENS] - self.text) for x in (query, key, value))
-        with Within(self.on.path):
-            out = context_parallel_attention(
-                query, key, value, self.on.mesh, scale=scale, replicated=self.text, length=self.forward.length,
-                **self.on.options,
-            )  # fmt: skip
+        out = context_parallel_attention(
+            query, key, value, self.on.mesh, scale=scale, replicated=self.text, length=self.forward.length,
+            **self.on.options,
+        )  # fmt: skip
         return self._rolled(out, self.text) if is_last else out
 
     def _rolled(self, x: Tensor, rows: int) -> Tensor:

@@ -9,7 +9,7 @@ arguments of blocks: blocks that are computed again in a backward, after other f
 """
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -153,21 +153,12 @@ class ContextParallel(Handle[ModelMixin]):
         if forward is None or output is None:  # it has raised
             return
         with refusing_together(name_of(self.mesh)):
-            for path in self._attending(model):
-                if not any(each == path or each.startswith(f"{path}.") for each in forward.attended):
-                    raise ValueError(
-                        f"{path} of {type(model).__name__} computed no attention on the mesh, and may have attended "
-                        "one rank's tokens alone: leave blocks and processors as they are"
-                    )
-            if not forward.gathered:
+            blocks = len(blocks_of(model, self._plan))
+            if forward.calls < blocks or not forward.gathered:
                 raise ValueError(
-                    f"the output of {type(model).__name__} was not put together: {self._plan.output} was not called; "
-                    "leave the model's forward as it is"
+                    f"of {blocks} blocks of {type(model).__name__} {forward.calls} computed attention on the mesh, and "
+                    f"the output was {'' if forward.gathered else 'not '}put together"
                 )
-
-    def _attending(self, model: ModelMixin) -> Iterable[str]:
-        """What computes attention in every forward: all modules that do; or blocks, where some see text alone."""
-        return blocks_of(model, self._plan) if self._plan.text == "cross" else attention_modules(model)
 
     def _in_forward(self) -> ForwardPass:
         if self._forward is None:

@@ -1,7 +1,7 @@
 """What is known of one forward of a model, and how it reaches attention."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -23,14 +23,14 @@ class ForwardPass:
         order: in which tokens are dealt out.
         text: T, tokens of the text that attention sees beside them, all of them on every rank.
         length: N, of the sequence that is dealt out; 0 until it is.
-        attended: paths of the modules whose attention was computed on the mesh, as yet.
+        calls: of attention on the mesh, as yet.
         gathered: whether the output has been put together.
     """
 
     order: TokenOrder
     text: int = 0
     length: int = 0
-    attended: set[str] = field(default_factory=set)
+    calls: int = 0
     gathered: bool = False
 
     def shard(self, x: Tensor, dim: int, what: str) -> Tensor:
