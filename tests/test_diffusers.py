@@ -312,6 +312,34 @@ def test_attention_that_is_computed_elsewhere_is_refused(threads: Ranks) -> None
         assert "transformer_blocks.0.attn called scaled_dot_product_attention 0 times" in told
 
 
+def with_another_block() -> tuple[str, str, str]:
+    """Of SD3.5, whose first block has two attentions: what is said where one block is another, or one came twice."""
+    model, inputs = MODELS["SD3.5"].made().requires_grad_(False), MODELS["SD3.5"].called_with(even=True)
+    context_parallel(model, set_up())
+    first, second = model.transformer_blocks
+
+    def alone(hidden_states: Any, encoder_hidden_states: Any, **_: Any) -> Any:
+        """Attention of a rank's tokens to themselves, by no processor."""
+        q = hidden_states[:, None]
+        return encoder_hidden_states, hidden_states + F.scaled_dot_product_attention(q, q, q)[:, 0]
+
+    second.forward = alone
+    other = refusal(lambda: model(**inputs))
+    del second.forward
+    second_attention = first.attn2
+    first.attn2 = first.attn
+    twice = refusal(lambda: model(**inputs))
+    first.attn2 = second_attention
+    return other, twice, refusal(lambda: model(**inputs))
+
+
+def test_every_attention_is_computed_on_the_mesh_once(threads: Ranks) -> None:
+    for other, twice, right in threads(RANKS).run(with_another_block):
+        assert "transformer_blocks.1.attn of SD3Transformer2DModel computed attention on the mesh 0 times" in other
+        assert "transformer_blocks.0.attn of SD3Transformer2DModel computed attention on the mesh 2 times" in twice
+        assert right == "went through"
+
+
 def shared() -> tuple[bool, bool, bool, list[str]]:
     mesh, rank = context_mesh("cpu", ulysses=2, ring=2), dist.get_rank()
     given = {"noise": torch.randn(2, 3, generator=torch.Generator().manual_seed(rank)).bfloat16(),

@@ -202,6 +202,15 @@ def train(
     return curve._replace(sent=exchanges(profile)) if len(curve.losses) == STEPS else curve
 
 
+def refusal_of_training(options: str, patches: dict[str, Callable[..., Any]]) -> str:
+    """What this rank says in training."""
+    try:
+        train(options, patches)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def exchanges(profile: torch.profiler.profile) -> int:
     """How many have begun. Nothing but attention has such exchanges here."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:  # in a tenth of the time of `profile.events()`
@@ -314,6 +323,14 @@ def take_another_attention(config: Any) -> None:
 
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = OwnAttention.Config()
+
+
+def take_sdpa(config: Any) -> None:
+    """Attention that is told no documents, which torchtitan offers by no name."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
 
 
 def deal_contiguously(*arguments: Any) -> Any:
@@ -528,7 +545,10 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
         f"{size.options} --training.local_batch_size {SEQUENCES} "
         f"--parallelism.context_parallel_load_balancer {balancer} activation-checkpoint:none"
     )
-    curves = titans(size.ranks).run(train, options, patch)
+    for said in titans(size.ranks).run(refusal_of_training, options, patch):
+        assert "positions are not this rank's part" in said
+    unchecked = {"wallfacer_dt.integrations.torchtitan.model.check_positions": do_nothing}
+    curves = titans(size.ranks).run(train, options, patch | unchecked)
     losses, norms, _ = differences(curves, alone)
     assert losses > 1e-4
     assert norms > 1e-3
@@ -553,6 +573,20 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
         (
             context(4, 2, "--parallelism.spmd_backend spmd_types"),
             "spmd_backend must be partial_dtensor, got spmd_types",
+        ),
+        (
+            context(4, 2, "--training.seq_len 1020"),
+            "--training.seq_len must be a multiple of 8 (4 ranks of context parallelism, each of which headtail deals "
+            "two parts), got 1020",
+        ),
+        (
+            context(
+                2,
+                1,
+                "--training.seq_len 66 --parallelism.tensor_parallel_degree 2 "
+                "--parallelism.context_parallel_load_balancer None",
+            ),
+            "must be a multiple of 4 (2 ranks of context parallelism, 2 of tensor parallelism), got 66",
         ),
         (context(4, 2, "--validator.enable"), "--validator.enable has no loader of whole sequences"),
         (context(4, 2, "--training.no-disable_cuda_graphs"), "set --training.disable_cuda_graphs"),
@@ -686,7 +720,30 @@ def refusals_of_calls() -> dict[str, str]:
     with_mtp.layers["1"].moe.router._debug_force_load_balance = True
     own = MODELS["Llama 3"].made()
     own.layers["1"].attention = torch.nn.Linear(2, 2)
+    short = whole[:, :62]
+    unmasked = dataclasses.replace(MODELS["Llama 3"], change=take_sdpa).made()
+    context_parallel(unmasked, mesh, order=order, check=False)
+    is_second = dist.get_rank() == 1
+
+    def uneven() -> None:
+        cut = shard_sequence(short, order, dim=1)
+        model(cut, positions=cut, attention_masks=Documents.of(short))
+
     calls: dict[str, Callable[[], Any]] = {
+        "one row of documents": lambda: model(tokens, positions=here, attention_masks=Documents.of(whole[:1])),
+        "a shard's own positions": lambda: model(
+            tokens, positions=torch.arange(16).expand(2, -1), attention_masks=documents
+        ),
+        "other documents": lambda: model(tokens, positions=here, attention_masks=Documents.of(positions_of(False))),
+        "documents of a shard": lambda: model(tokens, positions=here, attention_masks=Documents.of(here)),
+        "other positions on a rank": lambda: model(tokens, positions=here + is_second, attention_masks=documents),
+        "no positions on a rank": lambda: model(
+            tokens, positions=None if is_second else here, attention_masks=documents
+        ),
+        "a length that does not divide": uneven,
+        "positions of fewer tokens": lambda: model(tokens, positions=here[:, 1:], attention_masks=documents),
+        "positions that are no numbers": lambda: model(tokens, positions=here.float(), attention_masks=documents),
+        "steps, without documents": lambda: unmasked(tokens, positions=2 * here),
         "no positions": lambda: model(tokens, attention_masks=documents),
         "None by place": lambda: model(tokens, None, documents),
         "no documents": lambda: model(tokens, positions=here),
@@ -703,13 +760,23 @@ def refusals_of_calls() -> dict[str, str]:
     for name, call in calls.items():
         try:
             call()
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             said[name] = str(error)
     return said
 
 
 def test_calls_that_are_refused(titans) -> None:
     expected = {
+        "one row of documents": "Documents of 1 rows were given for a batch of 2",
+        "a shard's own positions": "not this rank's part of those that the Documents were made of",
+        "other documents": "not this rank's part of those that the Documents were made of",
+        "documents of a shard": "not a rank's part of Documents of 16 tokens, which is 4: pass",
+        "other positions on a rank": "not this rank's part of those that the Documents were made of",
+        "no positions on a rank": "called without positions",
+        "a length that does not divide": "the 4 ranks of the mesh do not divide sequences of 62 tokens",
+        "positions of fewer tokens": "are not those of tokens (2, 16)",
+        "positions that are no numbers": "positions must be a tensor of int64 or int32, got torch.float32",
+        "steps, without documents": "positions neither count on nor restart",
         "no positions": "called without positions",
         "None by place": "called without positions",
         "no documents": "called with no attention_masks",
@@ -725,7 +792,7 @@ def test_calls_that_are_refused(titans) -> None:
     for said in titans(4).run(refusals_of_calls):
         assert said.keys() == expected.keys()
         for name, message in expected.items():
-            assert message in said[name], name
+            assert message in said[name], (name, said[name])
 
 
 class StandIn:

@@ -20,6 +20,7 @@ def check_config(config: Trainer.Config) -> None:
         raise ValueError(f"parallelism must be a ContextParallelism, got {type(parallelism).__qualname__}")
     context_sizes(parallelism)
     _check_parallelism(parallelism)
+    _check_length(config.training.seq_len, parallelism)
     ac = config.activation_checkpoint
     if not isinstance(ac, SelectiveACSavingAttention.Config | FullACSavingAttention.Config | None):
         raise ValueError(
@@ -44,4 +45,18 @@ def _check_parallelism(parallelism: ContextParallelism) -> None:
         raise ValueError(
             f"--parallelism.spmd_backend must be partial_dtensor, got {parallelism.spmd_backend}: the others declare "
             "that keys and values are gathered"
+        )
+
+
+def _check_length(length: int, parallelism: ContextParallelism) -> None:
+    """Of other lengths ranks would hold different numbers of tokens; torchtitan's load balancer only asserts."""
+    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    is_balanced = parallelism.context_parallel_load_balancer is not None
+    divisor = context * tensor * (2 if is_balanced else 1)
+    if context > 1 and length % divisor:
+        parts = ", each of which headtail deals two parts" if is_balanced else ""
+        others = f", {tensor} of tensor parallelism" if tensor > 1 else ""
+        raise ValueError(
+            f"--training.seq_len must be a multiple of {divisor} ({context} ranks of context parallelism{parts}"
+            f"{others}), got {length}"
         )

@@ -36,7 +36,7 @@ class ProcessorOnMesh:
         mesh: context mesh.
         options: of attention that are the same at every call.
         text: how attention sees text, as in a plan.
-        path: of the module, for messages.
+        path: of the module, by which its calls are counted.
     """
 
     processor: Any
@@ -75,7 +75,7 @@ class ProcessorOnMesh:
                     f"{self.path} called scaled_dot_product_attention {mode.calls} times, where once is expected: set "
                     'attention_backend "native", and leave processors as they are'
                 )
-        forward.calls += 1
+        forward.calls[self.path] += 1
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessorOnMesh":

@@ -9,6 +9,7 @@ arguments of blocks: blocks that are computed again in a backward, after other f
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,7 +26,7 @@ from wallfacer_dt.integrations.diffusers.inputs import compare_inputs
 from wallfacer_dt.integrations.diffusers.plans import Plan, plan_of
 from wallfacer_dt.integrations.diffusers.refusals import (
     attention_modules,
-    blocks_of,
+    attentions_of,
     check_model_is_known,
     check_model_may_run,
     why_refused,
@@ -58,6 +59,7 @@ class ContextParallel(Handle[ModelMixin]):
         self._forward: ForwardPass | None = None
         self._options = options
         self._hooked: dict[str, nn.Module] = {}
+        self._attends: Counter[str] = Counter()  # how often a forward calls each attention, by path
         self._turn_on(model)
 
     @contextmanager
@@ -79,6 +81,8 @@ class ContextParallel(Handle[ModelMixin]):
         self._leave_on(model)
         for path, module in attention_modules(model).items():
             module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan.text, path))
+        attending = [x for block in attentions_of(model, plan).values() for x in block]
+        self._attends = Counter(x.processor.path for x in attending)  # pyrefly: ignore[missing-attribute]
         at = {plan.tokens: self._deal, plan.rotary: self._deal_rotary, plan.output: self._put_together}
         self._hooked = {path: model.get_submodule(path) for path in at if path}
         self._hooks = [
@@ -153,12 +157,15 @@ class ContextParallel(Handle[ModelMixin]):
         if forward is None or output is None:  # it has raised
             return
         with refusing_together(name_of(self.mesh)):
-            blocks = len(blocks_of(model, self._plan))
-            if forward.calls < blocks or not forward.gathered:
+            name, calls, expected = type(model).__name__, forward.calls, self._attends
+            wrong = [path for path in expected | calls if calls[path] != expected[path]]
+            if wrong:
                 raise ValueError(
-                    f"of {blocks} blocks of {type(model).__name__} {forward.calls} computed attention on the mesh, and "
-                    f"the output was {'' if forward.gathered else 'not '}put together"
+                    f"{wrong[0]} of {name} computed attention on the mesh {calls[wrong[0]]} times, where "
+                    f"{expected[wrong[0]]} are expected: leave blocks as context_parallel has seen them"
                 )
+            if not forward.gathered:
+                raise ValueError(f"the output of {name} was not put together")
 
     def _in_forward(self) -> ForwardPass:
         if self._forward is None:

@@ -42,6 +42,7 @@ class Plan:
         kind: its class.
         takes: arguments of a call that are known; of others it is not known what they do with tokens.
         blocks: lists of blocks, in order.
+        attends: the attention of a block in which the image's tokens see each other; some blocks lack the second.
         tokens: the module that gives tokens (B, N, D), or a grid of them (B, D, ...).
         output: the module that gives every token's part of the image, (B, N, C).
         text: whether attention has none; sees it by cross attention; or together with the image, before it or after.
@@ -54,6 +55,7 @@ class Plan:
     kind: type[ModelMixin]
     takes: frozenset[str]
     blocks: tuple[str, ...]
+    attends: tuple[str, ...]
     tokens: str
     output: str
     text: Text
@@ -71,32 +73,33 @@ class Plan:
 PLANS = (
     Plan(
         DiTTransformer2DModel, frozenset({"hidden_states", "timestep", "class_labels"}), ("transformer_blocks",),
+        ("attn1",),
         tokens="pos_embed", output="proj_out_2", text="none", keywords="cross_attention_kwargs",
     ),
     Plan(
         PixArtTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "timestep", "added_cond_kwargs",
                    "encoder_attention_mask"}),
-        ("transformer_blocks",), tokens="pos_embed", output="proj_out", text="cross",
+        ("transformer_blocks",), ("attn1",), tokens="pos_embed", output="proj_out", text="cross",
         keywords="cross_attention_kwargs",
     ),
     Plan(
         SD3Transformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"}),
-        ("transformer_blocks",), tokens="pos_embed", output="proj_out", text="after",
+        ("transformer_blocks",), ("attn", "attn2"), tokens="pos_embed", output="proj_out", text="after",
         keywords="joint_attention_kwargs",
     ),
     Plan(
         FluxTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids",
                    "guidance"}),
-        ("transformer_blocks", "single_transformer_blocks"), tokens="x_embedder", output="proj_out", text="before",
-        rotary="pos_embed", rotary_dim=0,
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens="x_embedder", output="proj_out",
+        text="before", rotary="pos_embed", rotary_dim=0,
     ),
     Plan(
         WanTransformer3DModel,
         frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"}),
-        ("blocks",), tokens="patch_embedding", output="proj_out", text="cross", rotary="rope", rotary_dim=1,
+        ("blocks",), ("attn1",), tokens="patch_embedding", output="proj_out", text="cross", rotary="rope", rotary_dim=1,
         per_token=frozenset({"timestep"}),
     ),
 )  # fmt: skip

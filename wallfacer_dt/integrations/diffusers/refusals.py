@@ -20,7 +20,7 @@ _REFUSED = {
     "controlnet_block_samples": _RESIDUALS,
     "controlnet_single_block_samples": _RESIDUALS,
     "block_controlnet_hidden_states": _RESIDUALS,
-    "skip_layers": "blocks that are left out are not counted",
+    "skip_layers": "blocks that are left out would attend nowhere",
 }
 _MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.MultiheadAttention)
 
@@ -41,6 +41,17 @@ def blocks_of(model: ModelMixin, plan: Plan) -> dict[str, nn.Module]:
     return {f"{name}.{number}": block for name, blocks in lists.items() for number, block in blocks.named_children()}
 
 
+def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, list[nn.Module]]:
+    """By a block's path, its attention in which the image's tokens see each other; once for each time it is a block."""
+    found = {}
+    for name in plan.blocks:
+        for number, block in enumerate(model.get_submodule(name)):  # pyrefly: ignore[bad-argument-type]
+            found[f"{name}.{number}"] = [
+                x for x in (getattr(block, part, None) for part in plan.attends) if x is not None
+            ]
+    return found
+
+
 def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
     """Refuse (ValueError) a model in which more than attention looks at several tokens, or attention is not known."""
     why = next(_reasons(model, plan), None)
@@ -56,6 +67,9 @@ def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
         if processor not in PROCESSORS:
             known = ", ".join(sorted(one.__name__ for one in PROCESSORS))
             yield f"the processor {processor.__name__} of {path} is not known; known are {known}"
+    for path, attentions in attentions_of(model, plan).items():
+        if not attentions:
+            yield f"{path} has no {plan.attends[0]}, which is to attend on the mesh"
     for name, block in blocks_of(model, plan).items():
         for path, module in block.named_modules(prefix=name):
             if isinstance(module, _MIXING):

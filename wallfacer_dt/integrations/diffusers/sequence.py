@@ -1,7 +1,8 @@
 """What is known of one forward of a model, and how it reaches attention."""
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -23,14 +24,14 @@ class ForwardPass:
         order: in which tokens are dealt out.
         text: T, tokens of the text that attention sees beside them, all of them on every rank.
         length: N, of the sequence that is dealt out; 0 until it is.
-        calls: of attention on the mesh, as yet.
+        calls: of attention on the mesh, as yet, by the path of its module.
         gathered: whether the output has been put together.
     """
 
     order: TokenOrder
     text: int = 0
     length: int = 0
-    calls: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
     gathered: bool = False
 
     def shard(self, x: Tensor, dim: int, what: str) -> Tensor:

@@ -14,9 +14,11 @@ class Documents:
 
     Attributes:
         ids: (B, N), int, on the CPU: a new one wherever a document begins.
+        positions: (B, N), int, on the CPU: those of which the ids were made, with which a rank's are compared.
     """
 
     ids: Tensor
+    positions: Tensor
 
     @classmethod
     def of(cls, positions: Tensor) -> "Documents":
@@ -42,4 +44,5 @@ class Documents:
             raise TypeError(f"positions must be a tensor of int64 or int32, got {got}")
         if positions.ndim != 2:
             raise ValueError(f"positions must have shape (B, N), got {tuple(positions.shape)}")
-        return cls((positions.cpu() == 0).cumsum(1))
+        here = positions.to("cpu", copy=True)  # a loader may write into its own again
+        return cls((here == 0).cumsum(1), here)

@@ -1,5 +1,7 @@
 """A torchtitan model on a mesh, in one call, with a guard against calls that would be silently wrong."""
 
+import inspect
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -7,8 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from wallfacer_dt.agreement.agree import refusing_together
+from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.torchtitan import upstream
 from wallfacer_dt.integrations.torchtitan.plan import PlanOptions, context_plan
+from wallfacer_dt.integrations.torchtitan.positions import check_positions
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.order import TokenOrder
 
@@ -18,9 +22,9 @@ def context_parallel(
 ) -> nn.Module:
     """Replace a torchtitan model's attention by context-parallel attention, in place; all ranks call it together.
 
-    It applies :func:`context_plan`. A decoder then refuses to be called without ``positions``, which it would count
-    from each shard's beginning, and makes no masks of its own any more: hand it
-    ``attention_masks=Documents.of(positions)`` of the whole sequences.
+    It applies :func:`context_plan`. A decoder then refuses, on every rank, to be called without ``positions``, which it
+    would count from each shard's beginning, or with others than this rank's; it makes no masks of its own any more:
+    hand it ``attention_masks=Documents.of(positions)`` of the whole sequences.
 
     Args:
         model: of torchtitan, or a pipeline stage's part of one; before its own ``parallelize()``.
@@ -39,7 +43,8 @@ def context_parallel(
     parallelize_module(model, mesh, plan)
     if isinstance(model, upstream.Decoder):
         model.get_attention_masks = _no_masks  # pyrefly: ignore[missing-attribute]
-        model.register_forward_pre_hook(_check_positions, with_kwargs=True)
+        check = _BeforeForward(order, tuple(inspect.signature(model.forward).parameters))
+        model.register_forward_pre_hook(check, with_kwargs=True)
     return model
 
 
@@ -47,9 +52,18 @@ def _no_masks(positions: Tensor) -> None:
     """Of a part of the sequence, or cut by torchtitan, its masks have no meaning for attention on a mesh."""
 
 
-def _check_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("positions", args[1] if len(args) > 1 else None) is None:
-        raise ValueError(
-            f"{type(model).__name__} was called without positions, which it would count from each shard's beginning: "
-            "pass this rank's, of the whole sequence"
-        )
+@dataclass(frozen=True, slots=True)
+class _BeforeForward:
+    """A decoder's forward pre-hook: plain data, so that it is copied and pickled with the model."""
+
+    order: TokenOrder
+    names: tuple[str, ...]  # of the forward's positional arguments
+
+    @untraced("ranks compare what they were called with; compile layers, as torchtitan does")
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse on every rank what one of them was given and is not its part of the sequence."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        with refusing_together(self.order.mesh_name):
+            check_positions(
+                model, self.order, given.get(self.names[0]), given.get("positions"), given.get("attention_masks")
+            )
