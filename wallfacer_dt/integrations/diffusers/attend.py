@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from wallfacer_dt.agreement.agree import refusing_together
+from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.diffusers.plans import Text
@@ -36,7 +37,7 @@ class ProcessorOnMesh:
         mesh: context mesh.
         options: of attention that are the same at every call.
         text: how attention sees text, as in a plan.
-        path: of the module, by which its calls are counted.
+        path: of the module, by which its calls are counted and messages name it.
     """
 
     processor: Any
@@ -127,10 +128,11 @@ class _Attending(TorchFunctionMode):
         is_last = self.on.text == "after"
         if is_last:  # the text's rows are the first to attention on a mesh
             query, key, value = (self._rolled(x, x.shape[_TOKENS] - self.text) for x in (query, key, value))
-        out = context_parallel_attention(
-            query, key, value, self.on.mesh, scale=scale, replicated=self.text, length=self.forward.length,
-            **self.on.options,
-        )  # fmt: skip
+        with Within(self.on.path):
+            out = context_parallel_attention(
+                query, key, value, self.on.mesh, scale=scale, replicated=self.text, length=self.forward.length,
+                **self.on.options,
+            )  # fmt: skip
         return self._rolled(out, self.text) if is_last else out
 
     def _rolled(self, x: Tensor, rows: int) -> Tensor:
