@@ -96,7 +96,7 @@ class TextLoader(ParallelAwareDataloader):
             pin_memory=config.pin_memory,
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # pyrefly: ignore[bad-override]
         """This data-parallel rank's batches."""
         for batch in super().__iter__():
             self._batches += 1

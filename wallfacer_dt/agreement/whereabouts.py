@@ -44,6 +44,8 @@ class Whereabouts:
 
     call: Any
     waits_for: Any
+    layer: str
+    progress: str
 
     def __init__(self) -> None:
         self.call = self.waits_for = None
