@@ -16,7 +16,7 @@ from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, predict
+from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.words import said_bytes, said_seconds
@@ -232,7 +232,7 @@ class _Choice:
 
     least: tuple
     candidate: Candidate
-    cost: AttentionCost
+    cost: AttentionCost  # of attention, as if its projections were plain
     measured: float | None
     ranked: Ranked | None = None
 
@@ -269,10 +269,27 @@ class _Search:
         cost = attention_cost(attention, model, sequence, self.cluster)
         spent = [Spent.of(way.line) for way in cost.ways]
         for candidate in with_layers(attention, model):
+            least_of = self._with_projections(candidate, spent)
             measured = profile.seconds(candidate, model, sequence) if profile else None
             layer = Layer(Division(candidate, microbatch=sequence.batch), model, sequence, self.cluster)
-            least = (measured is None, measured or 0.0, _rounded(least_step(layer, *spent) * (1 - 1e-9)))
+            least = (measured is None, measured or 0.0, _rounded(least_step(layer, *least_of) * (1 - 1e-9)))
             yield _Choice((*least, _UNKNOWN), candidate, cost, measured)
+
+    def _with_projections(self, candidate: Candidate, attention: Sequence[Spent]) -> Sequence[Spent]:
+        """What attention takes at least; under METP what it would take of all heads at once, and its projections.
+
+        A group of heads takes no less than its part of all heads does: work goes by heads, and latencies do not.
+        """
+        if candidate.projections == "plain":
+            return attention
+        projections = least_projections(candidate, self.model, self.sequence, self.cluster)
+        return [one + other for one, other in zip(attention, projections, strict=True)]
+
+    def _predicted(self, choice: "_Choice") -> Prediction:
+        candidate, cost = choice.candidate, choice.cost
+        if candidate.projections == "metp":
+            cost = attention_cost(candidate, self.model, self.sequence, self.cluster)
+        return predict(candidate, self.model, self.sequence, self.cluster, cost)
 
     def run(self, keep: int | None) -> tuple[list[Ranked], list[Ranked]]:
         """Those that fit, best first, of every mesh one; and those of which no choice fits, as small as can be."""
@@ -286,8 +303,7 @@ class _Search:
             if is_done[mesh]:
                 continue
             if choice.ranked is None:
-                prediction = predict(choice.candidate, self.model, self.sequence, self.cluster, choice.cost)
-                one = Ranked(choice.candidate, prediction, "", choice.measured)
+                one = Ranked(choice.candidate, self._predicted(choice), "", choice.measured)
                 heapq.heappush(self.queue, (_order(one), mesh, turn, replace(choice, ranked=one)))
                 continue
             one = self._with_memory(choice.ranked)
