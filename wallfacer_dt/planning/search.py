@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt.mesh import context_mesh
-from wallfacer_dt.metp import METPParallel
+from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
@@ -123,6 +123,12 @@ class Plan:
         order: TokenOrder,
         *,
         attention: str = "layers.*.attention.inner_attention",
+        projections: str = "layers.*.attention",
+        query: str = "wq",
+        key: str = "wk",
+        value: str = "wv",
+        output: str = "wo",
+        rotary: str | None = "interleaved",
         feed_forward: str = "layers.*.feed_forward",
         up: str | None = None,
         down: str = "w2",
@@ -135,12 +141,21 @@ class Plan:
     ) -> dict[str, ParallelStyle]:
         """The chosen plan for ``parallelize_module``; names are by default those of torchtitan's Llama 3.
 
+        But for those of attention with its projections, which are Llama's own: METP takes no masks, as torchtitan's
+        attention is called with.
+
         A checkpoint (``plan.chosen.checkpoint``) is the model's to place.
 
         Args:
             order: in which sequences are dealt out: what :meth:`order` makes.
-            attention: the inner attention's fully qualified name.
-            feed_forward: the feed-forward's, used only where METP was chosen.
+            attention: the inner attention's fully qualified name, used where METP's attention was not chosen.
+            projections: that of attention with its projections, used where it was.
+            query: the projection to queries, likewise.
+            key: to keys.
+            value: to values.
+            output: the one back.
+            rotary: see :class:`wallfacer_dt.METPAttentionParallel`.
+            feed_forward: the feed-forward's, used only where METP was chosen for it.
             up: its projection to the hidden units; None: ``"w3"`` beside a gate, otherwise ``"w1"``.
             down: the one back.
             gate: the one that the activation is applied to; None: ``"w1"`` if the model is gated.
@@ -153,11 +168,16 @@ class Plan:
         Returns:
             ``{fully qualified name: style}``.
         """
-        styles: dict[str, ParallelStyle] = {
-            attention: WallFacerParallel(
-                **self.attention_options, order=order, scale=scale, kernel=kernel, layout=layout, check=check
-            )
-        }  # fmt: skip
+        inner = WallFacerParallel(
+            **self.attention_options, order=order, scale=scale, kernel=kernel, layout=layout, check=check
+        )
+        styles: dict[str, ParallelStyle] = {attention: inner}
+        if self.chosen.projections == "metp":
+            outer = METPAttentionParallel(
+                query=query, key=key, value=value, output=output, head_dim=self.model.dim, rotary=rotary,
+                attention=inner, check=check,
+            )  # fmt: skip
+            styles = {projections: outer}
         if self.chosen.feed_forward == "metp":
             gate = gate or ("w1" if self.model.gated else None)
             up = up or ("w3" if gate else "w1")
