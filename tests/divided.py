@@ -45,9 +45,7 @@ def divided(draw: st.DrawFn, **fixed: object) -> Layer:
     return Layer(replace(division, context=context), model, replace(sequence, batch=division.microbatch), where)
 
 
-def attentions_of(
-    division: Division, heads: ModelShape, sequence: SequenceShape, where: Cluster
-) -> list[Candidate]:
+def attentions_of(division: Division, heads: ModelShape, sequence: SequenceShape, where: Cluster) -> list[Candidate]:
     """Those that a division's layers can have: METP's attention goes without Ulysses."""
     some = attentions(heads, sequence, division.context_cluster(where))
     return [one for one in some if division.context.projections == "plain" or one.ulysses == 1]

@@ -42,7 +42,8 @@ class Bodies(TorchDispatchMode):
             self.in_flight.pop(args[0].untyped_storage()._cdata, None)
             return args[0]
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional":
+        # A broadcast copies what it sends first (torch's Functional.cpp), and holds only the copy, its result.
+        if func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.broadcast.default:
             self.in_flight[result.untyped_storage()._cdata] = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         return result
 

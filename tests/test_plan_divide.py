@@ -168,7 +168,7 @@ def test_the_chosen_is_the_fastest_that_fits(size: tuple[int, int], sequences: i
             if division_memory(one, MODEL, taken).peak <= where.memory:
                 layer = Layer(one, MODEL, taken, where)
                 seconds = predict_division(one, MODEL, taken, where, cost_of(layer)).seconds
-                best[context.size] = min(seconds, best.get(context.size, seconds))
+                best[one.context.size] = min(seconds, best.get(one.context.size, seconds))
     if not best:
         with pytest.raises(PlanningError, match="nothing fits"):
             divide(MODEL, sequence, where, sequences)

@@ -137,21 +137,9 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
     again = 2 if division.context.checkpoint == "full" else 1
     p = division.context.size
     assert sent[0]["projections'"] == whole * (p > 1)
-    parts = sum(-(-part // p) for part in parts_of(layer)) * itemsize
+    # Of MODEL's 64 rows of queries and outputs and 32 of keys and values a rank holds a p-th, of one group of heads.
+    parts = p * -(-64 * 2 * (64 // p + 32 // p) // p) * itemsize
     assert sent[1]["projections'"] == whole * (p > 1) * again + 2 * (p - 1) * parts * is_projected
-
-
-def parts_of(layer: Layer) -> list[int]:
-    """Elements of every owner's part of every group of heads, written out: heads of MODEL divide or are a part of one.
-
-    4 query heads and 2 key heads of 16 on up to 16 ranks: a rank has 64 / p rows of q and of the output, 32 / p of k, v.
-    """
-    p = layer.division.context.size
-    count = min(p, 2)
-    rows = {64: -(-64 // p), 32: -(-32 // p)}
-    owners = [{row // rows[n] for row in range(n * g // count, n * (g + 1) // count)} for g in range(count) for n in rows]
-    assert all(len(some) == p // count for some in owners)
-    return [64 * 2 * sum(rows.values())] * p
 
 
 @examples(40)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -64,8 +64,7 @@ class Candidate:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.projections == "metp" and self.ulysses > 1:
             raise ValueError(
-                f"projections='metp' goes by heads already: ulysses must be 1, got {self.ulysses}; or let projections be "
-                "'plain'"
+                f"projections='metp' goes by heads already: ulysses must be 1, got {self.ulysses}; or say 'plain'"
             )
         check_schedule(self.schedule, self.ring, self.team)
         rotate = "q" if self.schedule == "published" else self.rotate
@@ -82,7 +81,7 @@ class Candidate:
         return self.ulysses, self.ring, self.team
 
     @property
-    def layers(self) -> dict[str, str]:
+    def layers(self) -> dict[str, Any]:
         """What says of layers what they are, by name."""
         return {name: getattr(self, name) for name in ("feed_forward", "projections", "checkpoint")}
 

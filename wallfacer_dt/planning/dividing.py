@@ -301,9 +301,7 @@ class _Search:
 
 
 @lru_cache(maxsize=64)
-def _best_attentions(
-    model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int
-) -> list[Candidate]:
+def _best_attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int) -> list[Candidate]:
     """Of every mesh and schedule the fastest alone, these first that are fastest; not to be changed."""
     best: dict[tuple, tuple[float, Candidate]] = {}
     for one in attentions(model, sequence, cluster):
