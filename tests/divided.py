@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from wallfacer_dt import Cluster, Kernels, Link, ModelShape, SequenceShape
-from wallfacer_dt.planning.candidates import attentions
+from wallfacer_dt.planning.candidates import Candidate, attentions
 from wallfacer_dt.planning.dividing import divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
@@ -40,9 +40,15 @@ def divided(draw: st.DrawFn, **fixed: object) -> Layer:
     some = every or [one for one in divisions(model, sequence, where, 8) if one.pipeline == 1]
     division = draw(st.sampled_from(some))
     heads = division.heads_of(model)
-    attention = draw(st.sampled_from(list(attentions(heads, sequence, division.context_cluster(where)))))
-    context = replace(attention, feed_forward=division.context.feed_forward, checkpoint=division.context.checkpoint)
+    attention = draw(st.sampled_from(attentions_of(division, heads, sequence, where)))
+    context = replace(attention, **division.context.layers)
     return Layer(replace(division, context=context), model, replace(sequence, batch=division.microbatch), where)
+
+
+def attentions_of(division: Division, heads: ModelShape, sequence: SequenceShape, where: Cluster) -> list[Candidate]:
+    """Those that a division's layers can have: METP's attention goes without Ulysses."""
+    some = attentions(heads, sequence, division.context_cluster(where))
+    return [one for one in some if division.context.projections == "plain" or one.ulysses == 1]
 
 
 def cost_of(layer: Layer) -> object:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases import Inner
-from wallfacer_dt import METPParallel, ModelShape, SequenceShape, TokenOrder, WallFacerParallel
+from wallfacer_dt import METPAttentionParallel, METPParallel, ModelShape, SequenceShape, TokenOrder, WallFacerParallel
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
@@ -42,7 +42,8 @@ class Bodies(TorchDispatchMode):
             self.in_flight.pop(args[0].untyped_storage()._cdata, None)
             return args[0]
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional":
+        # A broadcast copies what it sends first (torch's Functional.cpp), and holds only the copy, its result.
+        if func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.broadcast.default:
             self.in_flight[result.untyped_storage()._cdata] = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         return result
 
@@ -107,28 +108,36 @@ class GELU(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Layer(nn.Module):
-    """x + attention(norm(x)), x + ffn(norm(x))."""
+class Attention(nn.Module):
+    """With its projections."""
 
     def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.dim = model.dim
-        self.norms = nn.ModuleList(nn.RMSNorm(model.hidden, dtype=dtype) for _ in range(2))
-        self.projections = nn.ModuleList(
+        self.query, self.key, self.value = (
             nn.Linear(model.hidden, n * model.dim, bias=False, dtype=dtype)
             for n in (model.heads, model.keys, model.keys)
         )
         self.output = nn.Linear(model.heads * model.dim, model.hidden, bias=False, dtype=dtype)
         self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.dim)) for project in (self.query, self.key, self.value))
+        return self.output(self.inner(q, k, v).flatten(2))
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), x + ffn(norm(x))."""
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(model.hidden, dtype=dtype) for _ in range(2))
+        self.attention = Attention(model, dtype)
         self.ffn = (SwiGLU if model.gated else GELU)(model.hidden, model.ffn, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self._attention(self.norms[0](x))
+        x = x + self.attention(self.norms[0](x))
         return x + self.ffn(self.norms[1](x))
-
-    def _attention(self, x: Tensor) -> Tensor:
-        q, k, v = (projection(x).unflatten(-1, (-1, self.dim)) for projection in self.projections)
-        return self.output(self.inner(q, k, v).flatten(2))
 
 
 class Stack(nn.Module):
@@ -152,15 +161,19 @@ class Stack(nn.Module):
 def stack_of(candidate: Candidate, model: ModelShape, sequence: SequenceShape, mesh: DeviceMesh) -> Stack:
     """The stack as one rank has it: with METP's shards, and weights in full otherwise; gradients are there already."""
     stack = Stack(model, sequence.dtype, candidate.checkpoint)
-    plan: dict[str, ParallelStyle] = {
-        "layers.*.inner": WallFacerParallel(
-            is_causal=sequence.is_causal,
-            order=TokenOrder(candidate.order, mesh),
-            rotate=candidate.rotate,
-            rotate_forward=candidate.rotate_forward,
-            check=False,
+    inner = WallFacerParallel(
+        is_causal=sequence.is_causal,
+        order=TokenOrder(candidate.order, mesh),
+        rotate=candidate.rotate,
+        rotate_forward=candidate.rotate_forward,
+        check=False,
+    )
+    plan: dict[str, ParallelStyle] = {"layers.*.attention.inner": inner}
+    if candidate.projections == "metp":
+        attention = METPAttentionParallel(
+            query="query", key="key", value="value", output="output", head_dim=model.dim, attention=inner, check=False
         )
-    }
+        plan = {"layers.*.attention": attention}
     if candidate.feed_forward == "metp":
         gate, activation = ("gate", "silu") if model.gated else (None, "gelu")
         plan["layers.*.ffn"] = METPParallel(up="up", down="down", gate=gate, activation=activation, check=False)

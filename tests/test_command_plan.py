@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape
 from wallfacer_dt import plan as make_plan
@@ -246,7 +247,14 @@ def test_the_issues_command_shows_a_table(capsys: pytest.CaptureFixture[str]) ->
     assert "context_mesh(" in text
 
 
-@pytest.mark.parametrize("one", SMALL.ranked, ids=lambda one: str(one.candidate))
+PROJECTED = ranked(
+    Candidate(2, 2, rotate="q", order="head_tail", feed_forward="metp", projections="metp", checkpoint="full"),
+    0.002,
+    "a",
+)
+
+
+@pytest.mark.parametrize("one", [*SMALL.ranked, PROJECTED], ids=lambda one: str(one.candidate))
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_code_makes_the_plans_mesh_and_styles(one: Ranked, gated: bool) -> None:
     where = replace(SMALL.cluster, device_type="cpu")  # as a profile says, of what it was measured on
@@ -262,11 +270,16 @@ def test_the_code_makes_the_plans_mesh_and_styles(one: Ranked, gated: bool) -> N
         order = plan.order(mesh)
     assert found["order"] == order
     styles = plan.styles(order) if gated else plan.styles(order, gate=None, up="w1")
-    options = {name: (type(style), vars(style)) for name, style in found["styles"].items()}
-    assert options == {name: (type(style), vars(style)) for name, style in styles.items()}
+    assert told(found["styles"]) == told(styles)
+    assert ("layers.*.attention" in styles) == (one.candidate.projections == "metp")
     assert applied[1] == "tokens = shard_sequence(tokens, order, dim=1)"
     assert order.name == one.candidate.order
     assert ("save_attention" in code) == (one.candidate.checkpoint == "attention")
+
+
+def told(styles: dict) -> dict:
+    """What styles were told, and the styles within them."""
+    return {name: (type(x), told(vars(x))) if isinstance(x, ParallelStyle) else x for name, x in styles.items()}
 
 
 def saved(path: Path, **changes: object) -> Profile:

@@ -10,11 +10,10 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.divided import MODEL, SEQUENCE, cluster, cost_of, divided
+from tests.divided import MODEL, SEQUENCE, attentions_of, cluster, cost_of, divided
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.dividing import DivisionPlan, divide, divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.gpus import GPUS
@@ -39,7 +38,7 @@ def test_divisions_are_all_that_can_be(size: tuple[int, int], sequences: int) ->
     assert sizes == set(possible(where, sequences))
     assert {it.context.checkpoint for it in found} <= {"none", "attention", "full"}
     for it in found:
-        if it.context.feed_forward == "metp":
+        if "metp" in it.context.layers.values():
             assert it.context.size == where.ranks > 1
 
 
@@ -81,8 +80,9 @@ def test_what_is_no_division_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Division(Candidate(2), **{name: 0})
     if not name.startswith("micro"):
-        with pytest.raises(ValueError, match="feed_forward must be 'plain' beside data, tensor or pipeline"):
-            Division(Candidate(2, feed_forward="metp"), **{name: 2})
+        for what in ("feed_forward", "projections"):
+            with pytest.raises(ValueError, match=f"{what} must be 'plain' beside data, tensor or pipeline"):
+                Division(Candidate(2, **{what: "metp"}), **{name: 2})
     with pytest.raises(ValueError, match="tensor must divide heads, got 8 and 4"):
         Division(Candidate(1), tensor=8).heads_of(MODEL)
     with pytest.raises(ValueError, match="tensor must divide kv_heads, got 4 and 2"):
@@ -163,15 +163,12 @@ def test_the_chosen_is_the_fastest_that_fits(size: tuple[int, int], sequences: i
     best: dict[int, float] = {}
     for division in divisions(MODEL, sequence, where, sequences):
         heads, taken = division.heads_of(MODEL), replace(sequence, batch=division.microbatch)
-        for attention in attentions(heads, sequence, division.context_cluster(where)):
-            context = replace(
-                attention, feed_forward=division.context.feed_forward, checkpoint=division.context.checkpoint
-            )
-            one = replace(division, context=context)
+        for attention in attentions_of(division, heads, sequence, where):
+            one = replace(division, context=replace(attention, **division.context.layers))
             if division_memory(one, MODEL, taken).peak <= where.memory:
                 layer = Layer(one, MODEL, taken, where)
                 seconds = predict_division(one, MODEL, taken, where, cost_of(layer)).seconds
-                best[context.size] = min(seconds, best.get(context.size, seconds))
+                best[one.context.size] = min(seconds, best.get(one.context.size, seconds))
     if not best:
         with pytest.raises(PlanningError, match="nothing fits"):
             divide(MODEL, sequence, where, sequences)

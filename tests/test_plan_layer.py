@@ -98,7 +98,10 @@ def test_a_pipeline_sends_to_the_next_stage(drawn: tuple[Group, int], nbytes: in
 @examples(60)
 @given(divided())
 def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
-    """FSDP: (n-1)/n of a layer's weights; tensor ranks: (t-1)/t of tokens, four times each way; METP: its volume."""
+    """FSDP: (n-1)/n of a layer's weights; tensor ranks: (t-1)/t of tokens, four times each way; METP: its volume.
+
+    Of METP's attention what a rank would receive that owns no weights: as much as all of it is.
+    """
     division, model = layer.division, layer.model
     ways = cost_of(layer).ways
     forward, backward = list(layer.forward(ways[0].events)), list(layer.backward(ways[1].events, ways[0].events))
@@ -111,7 +114,9 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
             sent[-1][one.name.split()[0]] += one.wire.nbytes
     itemsize, n, t, r = layer.sequence.dtype.itemsize, division.weight_ranks, division.tensor, division.replicas
     is_metp = division.context.feed_forward == "metp"
-    weights = (model.attention_weights + (0 if is_metp else model.ffn_weights)) // t
+    is_projected = division.context.projections == "metp"
+    fsdp = (0 if is_projected else model.attention_weights) + (0 if is_metp else model.ffn_weights)
+    weights = fsdp // t
     shard = -(-weights // n)
     assert sent[0]["weights"] == sent[1]["weights"] == (n - 1) * shard * itemsize
     # Gradients in float32.
@@ -128,6 +133,13 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
         )  # fmt: skip
         assert sent[0]["feed-forward"] == volumes[0].bytes
         assert sent[1]["feed-forward"] == volumes[1].bytes + (repeats - 1) * volumes[0].bytes
+    whole = model.attention_weights * itemsize * is_projected
+    again = 2 if division.context.checkpoint == "full" else 1
+    p = division.context.size
+    assert sent[0]["projections'"] == whole * (p > 1)
+    # Of MODEL's 64 rows of queries and outputs and 32 of keys and values a rank holds a p-th, of one group of heads.
+    parts = p * -(-64 * 2 * (64 // p + 32 // p) // p) * itemsize
+    assert sent[1]["projections'"] == whole * (p > 1) * again + 2 * (p - 1) * parts * is_projected
 
 
 @examples(40)
@@ -139,7 +151,9 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
     share = 2 * tokens / division.tensor / KERNELS.linear
     again = (2 / 3 if model.gated else 1 / 2) if division.context.feed_forward == "metp" else 0
     passes = 2 if division.context.checkpoint == "none" else 3
-    weights = model.attention_weights + model.ffn_weights
+    # METP's attention has its projections among its own events.
+    projections = model.attention_weights if division.context.projections == "plain" else 0
+    weights = projections + model.ffn_weights
     assert run(layer.forward(()), layer.cluster).compute == pytest.approx(share * weights)
     backward = run(layer.backward((), ()), layer.cluster).compute
     assert backward == pytest.approx(share * (passes * weights + again * model.ffn_weights))

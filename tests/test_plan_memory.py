@@ -17,7 +17,7 @@ from tests.plan_cases import Followed, Tracked, stack_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.planning import Candidate
-from wallfacer_dt.planning.candidates import CHECKPOINTS, FEED_FORWARDS, attentions
+from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.dry_run import Peaks
 from wallfacer_dt.planning.memory import attention_memory
 from wallfacer_dt.planning.meta import call
@@ -146,14 +146,13 @@ SMALL = (
 
 
 @pytest.mark.parametrize("case", SMALL, ids=["2 ranks", "4 ranks"])
-@pytest.mark.parametrize("feed_forward", FEED_FORWARDS)
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], feed_forward: str, how: str) -> None:
+@pytest.mark.parametrize("layers", list(with_layers(*SMALL[0][:2])), ids=lambda one: "-".join(one.layers.values()))
+def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candidate) -> None:
     """What is kept and the peak, without the states, which are as many as weights say.
 
     FSDP's whole weights are not compared: here weights are whole, and one's gradient is there before it is added.
     """
-    candidate, model, sequence = replace(case[0], feed_forward=feed_forward, checkpoint=how), *case[1:]
+    candidate, model, sequence = replace(case[0], **layers.layers), *case[1:]
     said = stack_memory(candidate, model, sequence)
     with fake_world(candidate.size):
         mesh = context_mesh("cpu", candidate.ring, candidate.team)

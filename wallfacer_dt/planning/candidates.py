@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
 FEED_FORWARDS = ("plain", "metp")
+PROJECTIONS = ("plain", "metp")
 CHECKPOINTS = ("none", "attention", "full")
 
 
@@ -31,6 +32,7 @@ class Candidate:
         rotate_forward: which side moves in the forward.
         order: token order.
         feed_forward: ``"plain"`` (weights sharded by FSDP over all ranks) or ``"metp"``.
+        projections: attention's, ``"plain"`` (FSDP's as well) or ``"metp"`` (by heads; without Ulysses).
         checkpoint: what of a layer is computed again: nothing (``"none"``), everything but attention
             (``"attention"``, :func:`wallfacer_dt.checkpoint.save_attention`), or all (``"full"``).
     """
@@ -44,13 +46,15 @@ class Candidate:
     rotate_forward: str = "kv"
     order: str = "contiguous"
     feed_forward: str = "plain"
+    projections: str = "plain"
     checkpoint: str = "none"
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what the package does not have."""
         known = {
             "placement": PLACEMENTS, "rotate": ("kv", "q"), "rotate_forward": ("kv", "q"),
-            "order": ("contiguous", "head_tail"), "feed_forward": FEED_FORWARDS, "checkpoint": CHECKPOINTS,
+            "order": ("contiguous", "head_tail"), "feed_forward": FEED_FORWARDS,
+            "projections": PROJECTIONS, "checkpoint": CHECKPOINTS,
         }  # fmt: skip
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -58,6 +62,10 @@ class Candidate:
         for name in ("ring", "team", "ulysses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.projections == "metp" and self.ulysses > 1:
+            raise ValueError(
+                f"projections='metp' goes by heads already: ulysses must be 1, got {self.ulysses}; or say 'plain'"
+            )
         check_schedule(self.schedule, self.ring, self.team)
         rotate = "q" if self.schedule == "published" else self.rotate
         check_rotate(rotate, self.rotate_forward, self.schedule)
@@ -71,6 +79,11 @@ class Candidate:
     def axes(self) -> tuple[int, int, int]:
         """Sizes of the axes, outermost first."""
         return self.ulysses, self.ring, self.team
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """What says of layers what they are, by name."""
+        return {name: getattr(self, name) for name in ("feed_forward", "projections", "checkpoint")}
 
     @property
     def hop(self) -> int:
@@ -98,6 +111,7 @@ class Candidate:
             parts += [self.schedule] * (self.team > 1) + [self.rotates]
         parts += [self.order.replace("_", "-")] * (self.order != "contiguous")
         parts += ["METP"] * (self.feed_forward == "metp")
+        parts += ["METP's attention"] * (self.projections == "metp")
         parts += [f"checkpoint {self.checkpoint}"] * (self.checkpoint != "none")
         return ", ".join(parts)
 
@@ -135,10 +149,12 @@ def node_of(candidate: Candidate, ranks_per_node: int) -> np.ndarray:
 
 
 def with_layers(candidate: Candidate, model: ModelShape) -> Iterator[Candidate]:
-    """The same attention in layers of every kind."""
+    """The same attention in layers of every kind; METP's attention only where the feed-forward is METP's, too."""
     for feed_forward in FEED_FORWARDS if model.ffn and candidate.size > 1 else FEED_FORWARDS[:1]:
-        for checkpoint in CHECKPOINTS:
-            yield replace(candidate, feed_forward=feed_forward, checkpoint=checkpoint)
+        has_both = feed_forward == "metp" and candidate.ulysses == 1
+        for projections in PROJECTIONS if has_both else PROJECTIONS[:1]:
+            for checkpoint in CHECKPOINTS:
+                yield replace(candidate, feed_forward=feed_forward, projections=projections, checkpoint=checkpoint)
 
 
 def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:

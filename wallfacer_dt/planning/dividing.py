@@ -18,7 +18,7 @@ from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, predict_division
+from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict_division
 from wallfacer_dt.planning.stack import division_memory, least_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.words import said_bytes, said_seconds
@@ -247,10 +247,7 @@ class _Search:
 
     def _expand(self, division: Division) -> None:
         for attention, cost in self._attentions(division):
-            context = replace(
-                attention, feed_forward=division.context.feed_forward, checkpoint=division.context.checkpoint
-            )
-            one = replace(division, context=context)
+            one = replace(division, context=replace(attention, **division.context.layers))
             spent = [Spent.of(way.line) for way in cost.ways]
             self._push(least_step(self._layer(one), *spent), _Choice(one, cost))
 
@@ -283,25 +280,29 @@ class _Search:
         return Layer(division, self.model, self._taken(division), self.cluster)
 
     def _ideal(self, division: Division) -> tuple[Spent, Spent]:
-        """Attention that has nothing to wait for, whose ranks have equally much to do."""
+        """Attention that has nothing to wait for, whose ranks have equally much to do; under METP its projections."""
         kernels, heads = self.cluster.kernels, division.heads_of(self.model)
         pairs = division.microbatch * self.sequence.pairs() * heads.heads * heads.dim / division.context.size
         forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
-        return Spent(forward, forward), Spent(backward, backward)
+        ideal = Spent(forward, forward), Spent(backward, backward)
+        if division.context.projections == "plain":
+            return ideal
+        projections = least_projections(division.context, heads, self._taken(division), self.cluster)
+        return ideal[0] + projections[0], ideal[1] + projections[1]
 
     def _attentions(self, division: Division) -> list[tuple[Candidate, AttentionCost]]:
         heads, where = division.heads_of(self.model), division.context_cluster(self.cluster)
         siblings = division.groups(self.cluster)["context"].siblings
         best = _best_attentions(heads, self.sequence, where, siblings)
+        if division.context.projections == "metp":
+            best = [replace(one, projections="metp") for one in best if one.ulysses == 1]
         taken = self._taken(division)
-        return [(one, _cost(one, heads, taken, where, siblings)) for one in best]
+        return [(one, _cost(one, heads, taken, where, siblings)) for one in best[:_TRIED]]
 
 
 @lru_cache(maxsize=64)
-def _best_attentions(
-    model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int
-) -> tuple[Candidate, ...]:
-    """The fastest alone of different meshes or schedules."""
+def _best_attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int) -> list[Candidate]:
+    """Of every mesh and schedule the fastest alone, these first that are fastest; not to be changed."""
     best: dict[tuple, tuple[float, Candidate]] = {}
     for one in attentions(model, sequence, cluster):
         cost = attention_cost(one, model, sequence, cluster, siblings=siblings)
@@ -309,7 +310,7 @@ def _best_attentions(
         kind = one.axes, one.schedule, one.order
         if kind not in best or seconds < best[kind][0]:
             best[kind] = seconds, one
-    return tuple(one for _, one in sorted(best.values(), key=lambda some: some[0])[:_TRIED])
+    return [one for _, one in sorted(best.values(), key=lambda some: some[0])]
 
 
 @lru_cache(maxsize=1024)

@@ -42,11 +42,12 @@ class Division:
         for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.context.feed_forward == "metp" and self.tensor * self.data * self.pipeline > 1:
-            raise ValueError(
-                "feed_forward must be 'plain' beside data, tensor or pipeline parallelism, got 'metp': METP is planned "
-                "where all ranks share a sequence"
-            )
+        for name in ("feed_forward", "projections"):
+            if getattr(self.context, name) == "metp" and self.tensor * self.data * self.pipeline > 1:
+                raise ValueError(
+                    f"{name} must be 'plain' beside data, tensor or pipeline parallelism, got 'metp': METP is planned "
+                    "where all ranks share a sequence"
+                )
 
     @property
     def data(self) -> int:

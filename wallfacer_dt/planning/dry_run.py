@@ -1,9 +1,10 @@
-"""Running what attention and METP's feed-forward do on one rank that does not exist, to see what is alive there.
+"""Running what attention and METP do on one rank that does not exist, to see what is alive there.
 
 The operators' own bodies run, on tensors of the meta device, which have a size and no contents, and in process groups
 that have a size and no members: nothing is sent. What torch's CPU kernels allocate and free within one op is not seen.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -15,7 +16,9 @@ from wallfacer_dt.agreement.agree import fake_number
 from wallfacer_dt.collectives.groups import absent_group
 from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.inputs import AttentionInputs
+from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.metp.attention import BlockOptions, metp_attention_backward_body
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body
 from wallfacer_dt.ops import attention_backward_body, attention_body
 from wallfacer_dt.options import AttentionOptions, Options, Setting
@@ -93,6 +96,47 @@ def feed_forward_peak(candidate: Candidate, model: ModelShape, sequence: Sequenc
         given = alive.now
         grads = feed_forward_backward_body(
             grad_out, x, up, gate if model.gated else None, down, None, None, fake_number(), *options
+        )
+        del grads
+        return alive.peak - given
+
+
+def projected_peak(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, index: int, axes: tuple[int, ...], holder: int
+) -> int:
+    """The most that the backward of METP's attention holds beyond x, y's gradient and this rank's own weights.
+
+    Args:
+        candidate: how ranks share the sequence.
+        model: whose heads.
+        sequence: what is attended.
+        index: sequence index of the rank.
+        axes: of the mesh that weights are sharded over, which may be a larger one.
+        holder: index of the rank there.
+
+    Returns:
+        The bytes; attention's output and its lse, and the gradients of x and of the own weights, are among them.
+    """
+    rows, size = shard_sizes(sequence.length, candidate.axes)[index], math.prod(axes)
+    block = BlockOptions(
+        model.heads, model.keys, model.dim, "", axes, tuple(range(size)), holder, absent_group(holder, size), ""
+    )
+
+    def tensor(*shape: int, dtype: torch.dtype = sequence.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    own_q, own_kv = (shard_sizes(heads * model.dim, axes)[holder] for heads in (model.heads, model.keys))
+    x, grad_y = (tensor(sequence.batch, rows, model.hidden) for _ in range(2))
+    q, k, v = (tensor(n, model.hidden) for n in (own_q, own_kv, own_kv))
+    out = tensor(model.hidden, own_q)
+    with _following(x, grad_y, q, k, v, out) as alive:
+        given = alive.now
+        attended = tensor(sequence.batch, model.heads, rows, model.dim)
+        lse = tensor(*attended.shape[:-1], dtype=accumulation_dtype(sequence.dtype))
+        absent = (None,) * 7  # biases, cos and sin, documents
+        options = _options(candidate, sequence, index).told()[:3]
+        grads = metp_attention_backward_body(
+            grad_y, x, q, k, v, out, *absent, attended, lse, fake_number(), block.told(), *options
         )
         del grads
         return alive.peak - given

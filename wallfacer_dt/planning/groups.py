@@ -1,7 +1,7 @@
 """What collectives of one axis of a mesh put on links: ranks that are a stride apart, on nodes of neighbouring ranks.
 
-Attention's transfers are read off its schedules (``traffic``); those here are a gather's, and what is made of gathers:
-a ring in which every rank hands on what its neighbour gave it, as NCCL's do.
+Attention's transfers are read off its schedules (``traffic``). Gathers here, what is made of them, and broadcasts go
+round a ring in which every rank hands on what its neighbour gave it, as NCCL's do.
 """
 
 from dataclasses import dataclass
@@ -59,6 +59,41 @@ class Group:
     def all_reduce(self, nbytes: int, *, is_striped: bool = True) -> Wire:
         """An all-reduce of ``nbytes`` on every rank: a reduce-scatter, then an all-gather (the same, section 4.5)."""
         return self._round(2 * (self.size - 1), -(-nbytes // self.size), is_striped)
+
+    def broadcast(self, nbytes: int, *, is_striped: bool = True) -> Wire:
+        """``nbytes`` from one rank to all others, which hand them on as they come, so that each is received once.
+
+        Args:
+            nbytes: of what is sent.
+            is_striped: over the interfaces of all members in a node, see :class:`Cluster`.
+
+        Returns:
+            The transfer; its latencies are those of the whole way round, to the last rank.
+        """
+        if self.size == 1:
+            return Wire()
+        nodes = self.size // self.members
+        near, crosses = self.members > 1, nodes > 1
+        entering = -(-nbytes // self.members) if is_striped else nbytes
+        return Wire(
+            nbytes, nodes * (self.members - 1), near * nbytes,
+            nodes - 1, crosses * entering, crosses * nbytes * self.siblings,
+        )  # fmt: skip
+
+    def exchange(self, part: int) -> Wire:
+        """An all-to-all in which every rank sends ``part`` bytes to every other."""
+        return self._at_once(part, self.members)
+
+    def collect(self, part: int) -> Wire:
+        """Every rank sends ``part`` bytes to one of them."""
+        return self._at_once(part, 1)
+
+    def _at_once(self, part: int, receivers: int) -> Wire:
+        """``part`` bytes from every rank, to so many of a node."""
+        within, others = (self.members - 1) * part, (self.size - self.members) * part
+        return Wire(
+            within + others, int(within > 0), within, int(others > 0), others, receivers * others * self.siblings
+        )
 
     def send(self, nbytes: int) -> Wire:
         """A message of ``nbytes`` from every rank to the next of its group, but for the last, as in a pipeline."""

@@ -85,9 +85,9 @@ class Layer:
             yield from attention
             return
         yield from self._exchanged()
-        yield self._compute("projections", self._inward)
+        yield from self._projected("projections", self._inward)
         yield from attention
-        yield self._compute("output projection", self._outward)
+        yield from self._projected("output projection", self._outward)
         yield from self._exchanged()
         yield from self._exchanged()
         yield from self._feed_forward(backward=False)
@@ -102,10 +102,15 @@ class Layer:
         yield from self._exchanged()
         yield from self._exchanged()
         # By inputs and by weights.
-        yield self._compute("output projection", 2 * self._outward)
+        yield from self._projected("output projection", 2 * self._outward)
         yield from attention
-        yield self._compute("projections", 2 * self._inward)
+        yield from self._projected("projections", 2 * self._inward)
         yield from self._exchanged()
+
+    def _projected(self, what: str, weights: int) -> Iterator[Event]:
+        """Attention's projections, which METP's attention has among its own events."""
+        if self.division.context.projections == "plain":
+            yield self._compute(what, weights)
 
     def _feed_forward(self, *, backward: bool) -> Iterator[Event]:
         if self.division.context.feed_forward == "metp":
@@ -144,8 +149,10 @@ class Layer:
         """Elements that FSDP gathers of a layer on a tensor rank; none where nobody shares."""
         if not self.model.ffn:
             return 0
-        ffn = 0 if self.division.context.feed_forward == "metp" else self.model.ffn_weights
-        return (self.model.attention_weights + ffn) // self.division.tensor
+        context = self.division.context
+        attention = 0 if context.projections == "metp" else self.model.attention_weights
+        ffn = 0 if context.feed_forward == "metp" else self.model.ffn_weights
+        return (attention + ffn) // self.division.tensor
 
     @property
     def weights(self) -> Wire:

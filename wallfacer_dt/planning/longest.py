@@ -76,5 +76,5 @@ def _unlike(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Ite
         yield from sorted(with_layers(attention, model), key=_is_large)
 
 
-def _is_large(candidate: Candidate) -> tuple[bool, bool]:
-    return candidate.checkpoint != "full", candidate.feed_forward != "metp"
+def _is_large(candidate: Candidate) -> tuple[bool, bool, bool]:
+    return candidate.checkpoint != "full", candidate.feed_forward != "metp", candidate.projections != "metp"

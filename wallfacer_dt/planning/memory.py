@@ -8,7 +8,7 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.attention import head_patterns
 from wallfacer_dt.planning.candidates import Candidate
-from wallfacer_dt.planning.dry_run import Peaks, attention_peaks
+from wallfacer_dt.planning.dry_run import Peaks, attention_peaks, projected_peak
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
 _ENOUGH = 4  # blocks, after which a ring holds no more
@@ -38,12 +38,37 @@ def attention_memory(
     """
     if index is not None:
         return _of_rank(candidate, model, sequence, by_tokens, index)
-    # Nothing here depends on the others, and a plan asks for all of them.
-    alike = replace(candidate, placement="team_in_node", feed_forward="plain", checkpoint="none")
-    short = _shortened(alike, sequence)
-    cut = sequence if short == alike else _cut(sequence, alike, short)
+    short, cut = _short(candidate, sequence)
     found = [_of_rank(short, model, cut, by_tokens, one) for one in _asked(short, model, cut)]
     return Peaks(*map(max, zip(*found, strict=True)))
+
+
+def projected_memory(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> int:
+    """The most that the backward of METP's attention holds beyond x, y's gradient and the rank's own weights.
+
+    Args:
+        candidate: how ranks share the sequence and the weights.
+        model: whose heads.
+        sequence: what is attended.
+
+    Returns:
+        The bytes, of some ranks as for :func:`attention_memory`; each with weights of a group in the middle, when
+        others' weights come and gradients leave.
+    """
+    short, cut = _short(candidate, sequence)
+    holder = candidate.size // 2
+    return max(
+        _projected_of_rank(short, model, cut, index, candidate.axes, holder) for index in _asked(short, model, cut)
+    )
+
+
+def _short(candidate: Candidate, sequence: SequenceShape) -> tuple[Candidate, SequenceShape]:
+    """A candidate and a sequence of which a rank holds as much."""
+    # Nothing here depends on the others, and a plan asks for all of them.
+    layers = {"feed_forward": "plain", "projections": "plain", "checkpoint": "none"}
+    alike = replace(candidate, placement="team_in_node", **layers)
+    short = _shortened(alike, sequence)
+    return short, sequence if short == alike else _cut(sequence, alike, short)
 
 
 def _asked(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> Iterator[int]:
@@ -63,6 +88,13 @@ def _ends(size: int) -> set[int]:
 @lru_cache(maxsize=1024)
 def _of_rank(candidate: Candidate, model: ModelShape, sequence: SequenceShape, by_tokens: bool, index: int) -> Peaks:
     return attention_peaks(candidate, model, sequence, index, by_tokens=by_tokens)
+
+
+@lru_cache(maxsize=1024)
+def _projected_of_rank(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, index: int, axes: tuple[int, ...], holder: int
+) -> int:
+    return projected_peak(candidate, model, sequence, index, axes, holder)
 
 
 def _shortened(candidate: Candidate, sequence: SequenceShape) -> Candidate:

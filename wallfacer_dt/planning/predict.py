@@ -1,5 +1,6 @@
 """What a candidate costs: bytes, time and memory, predicted on the host."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,7 +13,8 @@ from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.step import OneWay, simulated_step
+from wallfacer_dt.planning.projections import Heads, ProjectedAttention, heads_of
+from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 from wallfacer_dt.planning.timeline import Timeline, run
 from wallfacer_dt.planning.traffic import into_nodes, into_ranks, one_way, wires
 
@@ -26,8 +28,9 @@ class Prediction:
         compute: seconds of these in which a rank computes.
         exposed: seconds in which it waits for others, or copies what comes; a pipeline's bubble among them.
         overlapped: seconds of transfers hidden behind these two.
-        rank_bytes: received by attention on the rank that receives most, and by METP's feed-forward.
-        node_bytes: the same into the node that receives most from other nodes, attention's only.
+        rank_bytes: received by attention on the rank that receives most, weights and gradients under METP among it, and
+            by METP's feed-forward.
+        node_bytes: the same into the node that receives most from other nodes, of queries, keys and values only.
         hops: transfers that one rank's blocks take in one call of attention, forward and backward, of all head groups.
         memory: the most bytes a rank holds; 0 before anyone has asked, which takes longest.
     """
@@ -44,7 +47,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Attention of one layer: its two ways."""
+    """Attention of one layer, under METP with its projections: its two ways."""
 
     ways: tuple[OneWay, OneWay]
 
@@ -103,6 +106,8 @@ def attention_cost(
 def _one_way(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int, backward: bool
 ) -> OneWay:
+    if candidate.projections == "metp":
+        return _by_groups(candidate, model, sequence, cluster, siblings, backward)
     arrived = one_way(candidate, model, sequence, backward=backward)
     node = node_of(candidate, cluster.ranks_per_node)
     on_wires = wires(arrived, node, striped_gathers=cluster.striped_gathers)
@@ -126,6 +131,50 @@ def _one_way(
         siblings * int(into_nodes(arrived.values(), node).max()),
         hops,
     )
+
+
+def _by_groups(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int, backward: bool
+) -> OneWay:
+    """METP's attention, of whose groups of heads only some are unlike."""
+    alike, node = replace(candidate, projections="plain"), node_of(candidate, cluster.ranks_per_node)
+    projected = ProjectedAttention(candidate, model, sequence, cluster)
+    rank_bytes = projected.received(backward=backward)
+    node_bytes, hops = np.zeros(int(node.max()) + 1, np.int64), np.zeros(candidate.size, np.int64)
+    inner: dict[Heads, OneWay] = {}
+    for heads, times in Counter(map(heads_of, projected.groups)).items():
+        some = replace(model, heads=heads[0], kv_heads=heads[1])
+        inner[heads] = _one_way(alike, some, sequence, cluster, siblings, backward)
+        arrived = one_way(alike, some, sequence, backward=backward).values()
+        rank_bytes += times * into_ranks(arrived, candidate.size)
+        node_bytes += times * into_nodes(arrived, node)
+        hops += times * inner[heads].hops
+    hops.flags.writeable = False
+    events = tuple(projected.events(lambda heads: inner[heads].events, backward=backward))
+    most = int(rank_bytes.max()), siblings * int(node_bytes.max())
+    return OneWay(run(events, cluster), events, *most, hops)
+
+
+def least_projections(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster
+) -> tuple[Spent, Spent]:
+    """What METP's attention takes at least beside attention, forward and backward: computing, and work of the links."""
+    kept = replace(candidate, placement="team_in_node", schedule="2d", rotate="kv", rotate_forward="kv")
+    return _least_projections(replace(kept, feed_forward="plain", checkpoint="none"), model, sequence, cluster)
+
+
+@lru_cache(maxsize=64)
+def _least_projections(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster
+) -> tuple[Spent, Spent]:
+    projected = ProjectedAttention(candidate, model, sequence, cluster)
+    forward, backward = (run(projected.events(lambda _: (), backward=way), cluster) for way in (False, True))
+    return _at_least(forward), _at_least(backward)
+
+
+def _at_least(line: Timeline) -> Spent:
+    """Without what is waited for, which attention may hide."""
+    return Spent(line.compute, line.compute, 0.0, *line.busy)
 
 
 def predict(

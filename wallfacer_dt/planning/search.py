@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt.mesh import context_mesh
-from wallfacer_dt.metp import METPParallel
+from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, predict
+from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.words import said_bytes, said_seconds
@@ -123,6 +123,12 @@ class Plan:
         order: TokenOrder,
         *,
         attention: str = "layers.*.attention.inner_attention",
+        projections: str = "layers.*.attention",
+        query: str = "wq",
+        key: str = "wk",
+        value: str = "wv",
+        output: str = "wo",
+        rotary: str | None = "interleaved",
         feed_forward: str = "layers.*.feed_forward",
         up: str | None = None,
         down: str = "w2",
@@ -135,12 +141,21 @@ class Plan:
     ) -> dict[str, ParallelStyle]:
         """The chosen plan for ``parallelize_module``; names are by default those of torchtitan's Llama 3.
 
+        But for those of attention with its projections, which are Llama's own: METP takes no masks, as torchtitan's
+        attention is called with.
+
         A checkpoint (``plan.chosen.checkpoint``) is the model's to place.
 
         Args:
             order: in which sequences are dealt out: what :meth:`order` makes.
-            attention: the inner attention's fully qualified name.
-            feed_forward: the feed-forward's, used only where METP was chosen.
+            attention: the inner attention's fully qualified name, used where METP's attention was not chosen.
+            projections: that of attention with its projections, used where it was.
+            query: the projection to queries, likewise.
+            key: to keys.
+            value: to values.
+            output: the one back.
+            rotary: see :class:`wallfacer_dt.METPAttentionParallel`.
+            feed_forward: the feed-forward's, used only where METP was chosen for it.
             up: its projection to the hidden units; None: ``"w3"`` beside a gate, otherwise ``"w1"``.
             down: the one back.
             gate: the one that the activation is applied to; None: ``"w1"`` if the model is gated.
@@ -153,11 +168,16 @@ class Plan:
         Returns:
             ``{fully qualified name: style}``.
         """
-        styles: dict[str, ParallelStyle] = {
-            attention: WallFacerParallel(
-                **self.attention_options, order=order, scale=scale, kernel=kernel, layout=layout, check=check
-            )
-        }  # fmt: skip
+        inner = WallFacerParallel(
+            **self.attention_options, order=order, scale=scale, kernel=kernel, layout=layout, check=check
+        )
+        styles: dict[str, ParallelStyle] = {attention: inner}
+        if self.chosen.projections == "metp":
+            outer = METPAttentionParallel(
+                query=query, key=key, value=value, output=output, head_dim=self.model.dim, rotary=rotary,
+                attention=inner, check=check,
+            )  # fmt: skip
+            styles = {projections: outer}
         if self.chosen.feed_forward == "metp":
             gate = gate or ("w1" if self.model.gated else None)
             up = up or ("w3" if gate else "w1")
@@ -232,7 +252,7 @@ class _Choice:
 
     least: tuple
     candidate: Candidate
-    cost: AttentionCost
+    cost: AttentionCost  # of attention, as if its projections were plain
     measured: float | None
     ranked: Ranked | None = None
 
@@ -269,10 +289,27 @@ class _Search:
         cost = attention_cost(attention, model, sequence, self.cluster)
         spent = [Spent.of(way.line) for way in cost.ways]
         for candidate in with_layers(attention, model):
+            least_of = self._with_projections(candidate, spent)
             measured = profile.seconds(candidate, model, sequence) if profile else None
             layer = Layer(Division(candidate, microbatch=sequence.batch), model, sequence, self.cluster)
-            least = (measured is None, measured or 0.0, _rounded(least_step(layer, *spent) * (1 - 1e-9)))
+            least = (measured is None, measured or 0.0, _rounded(least_step(layer, *least_of) * (1 - 1e-9)))
             yield _Choice((*least, _UNKNOWN), candidate, cost, measured)
+
+    def _with_projections(self, candidate: Candidate, attention: Sequence[Spent]) -> Sequence[Spent]:
+        """What attention takes at least; under METP what it would take of all heads at once, and its projections.
+
+        A group of heads takes no less than its part of all heads does: work goes by heads, and latencies do not.
+        """
+        if candidate.projections == "plain":
+            return attention
+        projections = least_projections(candidate, self.model, self.sequence, self.cluster)
+        return [one + other for one, other in zip(attention, projections, strict=True)]
+
+    def _predicted(self, choice: "_Choice") -> Prediction:
+        candidate, cost = choice.candidate, choice.cost
+        if candidate.projections == "metp":
+            cost = attention_cost(candidate, self.model, self.sequence, self.cluster)
+        return predict(candidate, self.model, self.sequence, self.cluster, cost)
 
     def run(self, keep: int | None) -> tuple[list[Ranked], list[Ranked]]:
         """Those that fit, best first, of every mesh one; and those of which no choice fits, as small as can be."""
@@ -286,8 +323,7 @@ class _Search:
             if is_done[mesh]:
                 continue
             if choice.ranked is None:
-                prediction = predict(choice.candidate, self.model, self.sequence, self.cluster, choice.cost)
-                one = Ranked(choice.candidate, prediction, "", choice.measured)
+                one = Ranked(choice.candidate, self._predicted(choice), "", choice.measured)
                 heapq.heappush(self.queue, (_order(one), mesh, turn, replace(choice, ranked=one)))
                 continue
             one = self._with_memory(choice.ranked)

@@ -16,7 +16,7 @@ from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import Peaks, feed_forward_peak
-from wallfacer_dt.planning.memory import attention_memory
+from wallfacer_dt.planning.memory import attention_memory, projected_memory
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
 _MOMENTS, _MASTER = 2 * 4, 4  # Adam's two in float32; of weights in 16 bits, what it updates
@@ -56,7 +56,7 @@ class StackMemory:
 def stack_memory(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> StackMemory:
     """What a stack of ``model.layers`` layers holds in a step of training, all ranks sharing each sequence.
 
-    Weights are FSDP's, sharded over all ranks, but for those of feed-forwards under METP. Without a vocabulary there is
+    Weights are FSDP's, sharded over all ranks, but for those that are METP's. Without a vocabulary there is
     no loss, and the output is the caller's and not counted.
 
     Args:
@@ -142,13 +142,21 @@ def _elements(division: Division, model: ModelShape, stage: int) -> int:
     """Of all weights of a stage, that a rank has."""
     context, tensor = division.context, division.tensor
     layers = model.layers // division.pipeline
-    split = layers * model.attention_weights + _ends(division, stage) * model.vocab * model.hidden
-    units = shard_sizes(model.ffn, context.axes)[0]
+    split = layers * _shared(context, model) + _ends(division, stage) * model.vocab * model.hidden
+    mine = 0
     if context.feed_forward == "metp":
-        mine = layers * units * (model.ffn_weights // max(1, model.ffn))
-    else:
-        split, mine = split + layers * model.ffn_weights, 0
+        units = shard_sizes(model.ffn, context.axes)[0]
+        mine += layers * units * (model.ffn_weights // max(1, model.ffn))
+    if context.projections == "metp":
+        rows = sum(shard_sizes(heads * model.dim, context.axes)[0] for heads in (model.heads, model.keys))
+        mine += layers * 2 * rows * model.hidden
     return -(-(-(-split // tensor) + layers * _norms(model)) // division.weight_ranks) + mine
+
+
+def _shared(context: Candidate, model: ModelShape) -> int:
+    """Elements of a layer's weights that FSDP has, but for norms."""
+    attention = 0 if context.projections == "metp" else model.attention_weights
+    return attention + (0 if context.feed_forward == "metp" else model.ffn_weights)
 
 
 def _gathered(division: Division, model: ModelShape, stage: int) -> int:
@@ -156,8 +164,7 @@ def _gathered(division: Division, model: ModelShape, stage: int) -> int:
     if division.weight_ranks == 1:
         return 0
     tensor = division.tensor
-    layer = model.attention_weights + (0 if division.context.feed_forward == "metp" else model.ffn_weights)
-    layer = -(-layer // tensor) + _norms(model)
+    layer = -(-_shared(division.context, model) // tensor) + _norms(model)
     if division.pipeline > 1:
         # Gathered until the step ends, and so are gradients until the last microbatch's: torchtitan's default.
         ends = -(-_ends(division, stage) * model.vocab * model.hidden // tensor)
@@ -192,7 +199,11 @@ class _Layer:
         self.scale = own * wide  # of every token, in a norm
         self.is_least = is_least
         own_heads = division.heads_of(model)
-        if is_least:
+        if candidate.projections == "metp":
+            # x is the norm's, and y's gradient what comes to the layer.
+            backward = self.result if is_least else projected_memory(candidate, model, sequence)
+            self.attention = Peaks(self.result, self.result, backward)
+        elif is_least:
             # Inputs, output and lse are kept, whatever the schedule.
             token = 2 * (own_heads.heads + own_heads.keys) * own_heads.dim * itemsize + own_heads.heads * wide
             self.attention = Peaks(*[self.rows * token] * 3)
@@ -224,7 +235,9 @@ class _Layer:
     @property
     def kept(self) -> int:
         """What is kept of a layer after the forward."""
-        return {"none": self.whole, "attention": self.x + self.result, "full": self.x}[self.candidate.checkpoint]
+        # Of METP's attention its result is kept as well.
+        saved = self.result + self.x * (self.candidate.projections == "metp")
+        return {"none": self.whole, "attention": self.x + saved, "full": self.x}[self.candidate.checkpoint]
 
     @property
     def backward(self) -> int:

@@ -152,7 +152,7 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
     """A layer with all that its own transfers depend on: ranks' numbers, and how what does not divide is dealt out."""
     context = layer.division.context
     if layer.sequence.length % context.size == layer.model.ffn % context.size == 0:
-        ring = Candidate(context.size, feed_forward=context.feed_forward, checkpoint=context.checkpoint)
+        ring = Candidate(context.size, **context.layers)
     else:
         ring = replace(context, placement="team_in_node", rotate="kv", rotate_forward="kv")
     return replace(layer, division=replace(layer.division, context=replace(ring, **changes), microbatches=1))

@@ -31,7 +31,7 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
         considered  how many attentions there were to choose from
         ranked[]    why, measured (or null); what was measured first, fastest first, as many as --top
           candidate     ring, team, ulysses, placement, schedule, rotate, rotate_forward, order, feed_forward,
-                        checkpoint
+                        projections, checkpoint
           prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory
         dropped[]   likewise: what was found not to fit, smallest first
         code        of the first, as text

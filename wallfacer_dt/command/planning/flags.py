@@ -49,6 +49,8 @@ def _notes(plan: DivisionPlan) -> Iterator[str]:
     it, context = plan.chosen, plan.chosen.context
     if context.feed_forward == "metp":
         yield "METP's feed-forward is not the recipe's: apply wallfacer_dt.METPParallel"
+    if context.projections == "metp":
+        yield "METP's attention is not the recipe's: apply wallfacer_dt.METPAttentionParallel"
     if context.checkpoint == "full":
         yield "the recipe saves attention in every mode, which takes more memory than this plan"
     if plan.sequence.window_size is not None:

@@ -19,6 +19,8 @@ _KINDS = {
     "hop": ("hop round a ring", "#0072B2"),
     "carry": ("results carried along", "#56B4E9"),
     "exchange": ("all-to-all in a team", "#CC79A7"),
+    "projections": ("METP's projections", "#8c8c8c"),
+    "weights": ("their weights and gradients", "#F0E442"),
 }
 _DARK = ("local", "heads", "gather", "hop")
 _HEIGHT = 0.72  # of a row's bars
@@ -80,19 +82,22 @@ def draw_kinds(figure: Figure, bars: Sequence[Bar]) -> None:
 
 
 def kind_of(bar: Bar) -> str:
-    """Which of the kinds a bar is, by how ``planning.attention`` calls it."""
+    """Which of the kinds a bar is, by how ``planning.attention`` and ``planning.projections`` call it."""
     first, *rest = bar.what.split()
     if bar.lane == "compute":
         return first
     if first == "permute":
         return "hop" if rest[2] == "to" else "carry"
-    return {"to_heads": "heads", "to_tokens": "heads", "all_gather": "gather", "all_to_all": "exchange"}[first]
+    kinds = {"to_heads": "heads", "to_tokens": "heads", "all_gather": "gather", "all_to_all": "exchange"}
+    return (kinds | {"projections'": "weights"})[first]
 
 
 def _labels(bar: Bar, kind: str) -> Iterator[str]:
     """What a bar may be called, the longest first."""
     words = bar.what.split()
-    if bar.lane == "compute":
+    if kind in ("projections", "weights"):
+        yield bar.what
+    elif bar.lane == "compute":
         yield from (f"{'own' if kind == 'own' else 'team'} x {words[-1]}", words[-1])
     elif kind == "heads":
         yield from (f"{words[0].replace('_', ' ')}, group {words[-1]}", words[0].replace("_", " "))

@@ -100,5 +100,6 @@ def _name(it: Candidate) -> str:
     if it.ring * it.team > 1:
         parts += [it.schedule] * (it.team > 1) + [it.rotates]
     parts += ["METP"] * (it.feed_forward == "metp")
+    parts += ["METP's attention"] * (it.projections == "metp")
     parts += [f"checkpoint {it.checkpoint}"] * (it.checkpoint != "none")
     return ", ".join(parts)

@@ -170,6 +170,10 @@ def _reasons(plan: Plan, best: Sequence[Ranked]) -> Table:
     columns = {
         "order": (len({one.candidate.order for one in plan.ranked}) > 1, lambda one: one.candidate.order),
         "feed-forward": (bool(plan.model.ffn), lambda one: one.candidate.feed_forward.replace("metp", "METP")),
+        "projections": (
+            any(one.candidate.projections == "metp" for one in best),
+            lambda one: one.candidate.projections.replace("metp", "METP"),
+        ),
         "checkpoint": (
             bool(plan.model.ffn) or any(one.candidate.checkpoint != "none" for one in best),
             lambda one: one.candidate.checkpoint,

@@ -5,6 +5,7 @@ import textwrap
 from wallfacer_dt.planning import Plan
 
 _ATTENTION = "layers.*.attention.inner_attention"
+_PROJECTIONS = "layers.*.attention"
 _FEED_FORWARD = "layers.*.feed_forward"
 _WIDTH = 100
 _CHECKPOINTS = {
@@ -14,7 +15,7 @@ _CHECKPOINTS = {
 
 
 def code_of(plan: Plan, activation: str = "silu") -> str:
-    """Code that uses the chosen plan, with the names of torchtitan's Llama 3.
+    """Code that uses the chosen plan, with the names of torchtitan's Llama 3, and of Llama's own for METP's attention.
 
     Args:
         plan: the plan.
@@ -25,15 +26,25 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
     """
     it = plan.chosen
     has_metp = it.feed_forward == "metp"
-    names = ["METPParallel"] * has_metp + ["TokenOrder", "WallFacerParallel", "context_mesh", "shard_sequence"]
+    has_projections = it.projections == "metp"
+    names = ["METPAttentionParallel"] * has_projections + ["METPParallel"] * has_metp
+    names += ["TokenOrder", "WallFacerParallel", "context_mesh", "shard_sequence"]
     lines = [
         f"from wallfacer_dt import {', '.join(names)}",
         f'mesh = context_mesh("{plan.cluster.device_type}", ring={it.ring}, team={it.team}, ulysses={it.ulysses}, '
         f'placement="{it.placement}")',
         f'order = TokenOrder("{it.order}", mesh)',
         _attention_line(plan),
-        f'styles = {{"{_ATTENTION}": attention}}',
     ]
+    if has_projections:
+        lines += [
+            f"projected = METPAttentionParallel(\n"
+            f'    query="wq", key="wk", value="wv", output="wo", head_dim={plan.model.dim}, rotary="interleaved",\n'
+            "    attention=attention\n)",
+            f'styles = {{"{_PROJECTIONS}": projected}}  # called with cos and sin, and without a mask',
+        ]
+    else:
+        lines.append(f'styles = {{"{_ATTENTION}": attention}}')
     if has_metp:
         weights = 'up="w3", down="w2", gate="w1"' if plan.model.gated else 'up="w1", down="w2"'
         lines.append(f'styles["{_FEED_FORWARD}"] = METPParallel({weights}, activation="{activation}")')
