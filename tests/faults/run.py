@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from recipes.benchmarks.cluster.cases import Machines
@@ -148,7 +149,8 @@ class _Heard:
         for path in self._folder.glob("machine*"):
             known = self._lines.setdefault(path, [])
             known += [(now, line) for line in path.read_text(errors="replace").splitlines()[len(known) :]]
-        return sorted(line for lines in self._lines.values() for line in lines)
+        # In the order of each machine where they were seen together.
+        return sorted((line for lines in self._lines.values() for line in lines), key=itemgetter(0))
 
 
 def _wait(what: Callable[[], bool]) -> None:
