@@ -17,6 +17,7 @@ from wallfacer_dt import (
     Cluster,
     Kernels,
     Link,
+    METPAttentionParallel,
     METPParallel,
     ModelShape,
     Profile,
@@ -323,7 +324,7 @@ def test_what_does_not_fit_is_dropped_and_says_so() -> None:
 
 def test_layers_are_chosen_for_every_attention() -> None:
     layers = replace(MODEL, ffn=4096, layers=4)
-    assert len(list(with_layers(Candidate(16), layers))) == 6
+    assert len(list(with_layers(Candidate(16), layers))) == 9
     assert len(list(with_layers(Candidate(16), MODEL))) == 3
     made = plan(layers, SEQUENCE, cluster(inter=FAST))
     assert made.chosen.checkpoint == "none"
@@ -361,7 +362,10 @@ def test_a_plan_makes_its_mesh_and_styles() -> None:
         sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         it, order = made.chosen, made.order(mesh)
         assert (sizes["cp_ring"], sizes["cp_team"], sizes.get("cp_ulysses", 1)) == (it.ring, it.team, it.ulysses)
-    metp = replace(made, ranked=(replace(made.ranked[0], candidate=replace(it, feed_forward="metp")),))
+    metp, both = (
+        replace(made, ranked=(replace(made.ranked[0], candidate=replace(it, feed_forward="metp", projections=name)),))
+        for name in ("plain", "metp")
+    )
     styles = metp.styles(order)
     style = styles["layers.*.attention.inner_attention"]
     assert isinstance(style, WallFacerParallel)
@@ -371,7 +375,14 @@ def test_a_plan_makes_its_mesh_and_styles() -> None:
     assert (told.rotate, told.rotate_forward) == (it.rotate, it.rotate_forward)
     assert style.options.length is None
     assert isinstance(styles["layers.*.feed_forward"], METPParallel)
-    uneven = replace(made, sequence=replace(made.sequence, length=4099))
+    projected = both.styles(order, projections="layers.*.attn", query="q_proj")
+    assert list(projected) == ["layers.*.attn", "layers.*.feed_forward"]
+    outer = projected["layers.*.attn"]
+    assert isinstance(outer, METPAttentionParallel)
+    assert (outer.projections, outer.output) == (["q_proj", "wk", "wv"], "wo")
+    assert (outer.head_dim, outer.rotary.pairs) == (64, "interleaved")
+    assert outer.attention.options == style.options
+    uneven = replace(metp, sequence=replace(made.sequence, length=4099))
     assert next(iter(uneven.styles(order).values())).options.length == 4099
 
 
