@@ -21,6 +21,7 @@ pytest.importorskip("transformers", reason="the extra `transformers` is not inst
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate.big_modeling import _attach_context_parallel_hooks
+from accelerate.parallelism_config import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 
 from tests.models import MODELS
@@ -201,6 +202,12 @@ def refused() -> dict[str, str]:
         said["label smoothing"] = refusal(lambda: ContextParallelTrainer(model, smoothed))
         noisy = arguments(neftune_noise_alpha=5.0)
         said["noise"] = refusal(lambda: ContextParallelTrainer(model, noisy))
+        divided = arguments(parallelism_config=ParallelismConfig(cp_size=4))
+        said["accelerate's context parallelism in Trainer"] = refusal(lambda: ContextParallelTrainer(model, divided))
+        launched = ContextParallelTrainer(model, arguments())
+        launched.accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+        said["accelerate's tensor parallelism, by its launcher"] = refusal(launched._check_arguments)
+        launched.accelerator.state.parallelism_config = None
     # What accelerate does to a model under ParallelismConfig(cp_size=4): masks are dropped. Not to be had on the CPU.
     _attach_context_parallel_hooks(model)
     tokens = Rows().tokens[:2]
@@ -219,7 +226,9 @@ REFUSED = {
     "metrics of logits": "set prediction_loss_only=True",
     "noise": "does not go with neftune_noise_alpha",
     "label smoothing": "does not go with label_smoothing_factor",
-    "accelerate's context parallelism": "was called with no mask",
+    "accelerate's context parallelism": "cp_size=...) takes away: leave parallelism_config out, and train with Context",
+    "accelerate's context parallelism in Trainer": "not go with parallelism_config of cp_size=4: leave it out",
+    "accelerate's tensor parallelism, by its launcher": "does not go with parallelism_config of tp_size=2",
 }
 
 

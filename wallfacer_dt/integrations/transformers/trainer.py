@@ -50,8 +50,11 @@ class ContextParallelTrainer(Trainer):
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.context = handle_of(model)
-        super().__init__(model, *args, **kwargs)
         self._everyone = everyone = name_mesh("world", range(dist.get_world_size()), ())
+        with refusing_together(everyone):
+            told = args[0] if args else kwargs.get("args")
+            _check_parallelism(getattr(told, "parallelism_config", None))  # of which accelerate has errors of its own
+        super().__init__(model, *args, **kwargs)
         with refusing_together(everyone):
             self._check_arguments()
             groups = sorted(set(hear_all("Trainer's meshes", mesh_ranks(self.context.mesh), everyone).values()))
@@ -199,10 +202,11 @@ class ContextParallelTrainer(Trainer):
         return shard
 
     def _check_arguments(self) -> None:
-        args, config = self.args, getattr(self.accelerator, "parallelism_config", None)
-        sizes = {} if config is None else {name: getattr(config, f"{name}_size") for name in ("cp", "sp", "tp")}
+        args = self.args
+        _check_parallelism(
+            getattr(self.accelerator, "parallelism_config", None)
+        )  # also what accelerate's launcher says
         refused = {
-            "parallelism_config of cp, sp or tp (the mesh is context_parallel's)": max(sizes.values(), default=1) > 1,
             "compute_loss_func (the loss must be the model's own)": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
             "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": args.neftune_noise_alpha is not None,
@@ -235,6 +239,15 @@ class ContextParallelTrainer(Trainer):
         )  # fmt: skip
         prepared._is_accelerate_prepared = True
         return prepared
+
+
+def _check_parallelism(config: Any) -> None:
+    sizes = {f"{name}_size": getattr(config, f"{name}_size", None) or 1 for name in ("cp", "sp", "tp")}
+    if found := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+        raise ValueError(
+            f"ContextParallelTrainer does not go with parallelism_config of {', '.join(found)}: leave it out, since "
+            "ranks that share a sequence are those of the mesh that context_parallel was given"
+        )
 
 
 def _documents(positions: Tensor) -> Tensor | None:
