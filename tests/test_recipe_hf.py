@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipes.finetune_hf.documents import PackedDocuments
 from recipes.finetune_hf.settings import Settings
@@ -37,6 +41,36 @@ def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
         assert (tmp_path / name / "curve.png").stat().st_size > 10_000
     assert recipe_here([*SMALL, "--model", f"{first}/model", "--tokenizer", "bytes", "--out", then], "finetune_hf") == 0
     assert losses(tmp_path / "then")[0] < losses(tmp_path / "first")[-1]
+
+
+def masks_of_dropout(arguments: list[str]) -> list[torch.Tensor]:
+    """What this rank's modules of dropout kept, in the order of their calls."""
+    kept = []
+
+    def forward(self: torch.nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+        kept.append(F.dropout(torch.ones_like(x), self.p, self.training).bool())
+        return x * kept[-1] / (1 - self.p)
+
+    with mock.patch.object(torch.nn.Dropout, "forward", forward):
+        assert recipe_on_rank(arguments, "finetune_hf") == 0
+    return kept
+
+
+def test_ranks_drop_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a model with dropout, whose attention has none; the same again in another run."""
+    config = GPT2Config(
+        vocab_size=256, n_positions=128, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0, resid_pdrop=0.5, embd_pdrop=0.5
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    told = ["--model", str(tmp_path / "model"), "--tokenizer", "bytes", "--sequence", "128", "--batch", "1"]
+    arguments = [*told, "--steps", "1", "--ring", "2", "--out", str(tmp_path)]
+    first, second = ranks(2).run(masks_of_dropout, arguments)
+    assert len(first) == len(second) == 3  # of embeddings, of what attention and the feed-forward give
+    for mine, others in zip(first, second, strict=True):
+        assert mine.shape == others.shape
+        assert not mine.equal(others)
+    again, _ = ranks(2).run(masks_of_dropout, arguments)
+    assert all(map(torch.equal, first, again))
 
 
 @pytest.mark.whole

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from wallfacer_dt import TokenOrder, context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
@@ -21,6 +21,7 @@ pytest.importorskip("transformers", reason="the extra `transformers` is not inst
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate.big_modeling import _attach_context_parallel_hooks
+from accelerate.parallelism_config import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 
 from tests.models import MODELS
@@ -104,11 +105,11 @@ def one_process(rows: Rows, steps: list[list[int]]) -> tuple[Any, list[float]]:
     return model, losses
 
 
-def evaluated(model: Any, rows: Rows) -> float:
-    """As Trainer has it: by batch, each as much as it has rows."""
-    parts = [list(range(len(rows)))[first : first + 5] for first in range(0, len(rows), 5)]
+def evaluated(model: Any, rows: Rows, many: int, groups: int) -> float:
+    """As Trainer has it: by batch of all meshes, each as much as it has rows; of the first so many."""
+    parts = [list(range(many))[first : first + 5 * groups] for first in range(0, many, 5 * groups)]
     with torch.no_grad():
-        return sum(loss_of(model, rows, part).item() * len(part) for part in parts) / len(rows)
+        return sum(loss_of(model, rows, part).item() * len(part) for part in parts) / many
 
 
 def trained(groups: int) -> tuple[list[int], float, float]:
@@ -124,11 +125,13 @@ def trained(groups: int) -> tuple[list[int], float, float]:
         asked: list[Any] = [None] * world
         dist.all_gather_object(asked, rows.asked)
         logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        logged += [trainer.evaluate()["eval_loss"]] if groups == 1 else []
+        # On two meshes accelerate repeats rows, in the last batch of one mesh or of both.
+        sizes = (16, 13)[:groups]
+        logged += [trainer.evaluate(Subset(Rows(), range(many)))["eval_loss"] for many in sizes]
     by_group = asked[:: world // groups]
     steps = [[row for group in by_group for row in group[4 * step :][:4]] for step in range(3)]
     expected, losses = one_process(rows, steps)
-    losses += [evaluated(expected, rows)] if groups == 1 else []
+    losses += [evaluated(expected, Rows(), many, groups) for many in sizes]
     found = dict(trainer.model.named_parameters())
     pairs = {name: (found[name].detach(), p.detach()) for name, p in expected.named_parameters()}
     told = torch.tensor(logged), torch.tensor(losses)
@@ -199,6 +202,12 @@ def refused() -> dict[str, str]:
         said["label smoothing"] = refusal(lambda: ContextParallelTrainer(model, smoothed))
         noisy = arguments(neftune_noise_alpha=5.0)
         said["noise"] = refusal(lambda: ContextParallelTrainer(model, noisy))
+        divided = arguments(parallelism_config=ParallelismConfig(cp_size=4))
+        said["accelerate's context parallelism in Trainer"] = refusal(lambda: ContextParallelTrainer(model, divided))
+        launched = ContextParallelTrainer(model, arguments())
+        launched.accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+        said["accelerate's tensor parallelism, by its launcher"] = refusal(launched._check_arguments)
+        launched.accelerator.state.parallelism_config = None
     # What accelerate does to a model under ParallelismConfig(cp_size=4): masks are dropped. Not to be had on the CPU.
     _attach_context_parallel_hooks(model)
     tokens = Rows().tokens[:2]
@@ -217,7 +226,9 @@ REFUSED = {
     "metrics of logits": "set prediction_loss_only=True",
     "noise": "does not go with neftune_noise_alpha",
     "label smoothing": "does not go with label_smoothing_factor",
-    "accelerate's context parallelism": "was called with no mask",
+    "accelerate's context parallelism": "cp_size=...) takes away: leave parallelism_config out, and train with Context",
+    "accelerate's context parallelism in Trainer": "not go with parallelism_config of cp_size=4: leave it out",
+    "accelerate's tensor parallelism, by its launcher": "does not go with parallelism_config of tp_size=2",
 }
 
 
@@ -226,6 +237,46 @@ def test_trainers_that_are_refused(ranks: Ranks) -> None:
         assert told.keys() == REFUSED.keys()
         for name, what in REFUSED.items():
             assert what in told[name], (name, told[name])
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        rows = Rows()
+        return (rows[index] for index in range(13))
+
+
+def merged(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of one row, of a document for each."""
+    told = {name: torch.cat([row[name] for row in rows])[None] for name in ("input_ids", "labels")}
+    return told | {"position_ids": torch.arange(LENGTH).repeat(len(rows))[None]}
+
+
+def refused_on_two_meshes() -> dict[str, str]:
+    """What is said of evaluation in which it is not known which rows accelerate repeats."""
+    whole = init_device_mesh("cpu", (2, dist.get_world_size() // 2, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
+    mesh = whole["cp_ring", "cp_team"]
+    model = MODELS["Llama"].made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+
+    def evaluate(rows: Any, collate: Any = None, **options: Any) -> str:
+        told = arguments(remove_unused_columns=False, **options)
+        return refusal(ContextParallelTrainer(model, told, eval_dataset=rows, data_collator=collate).evaluate)
+
+    with of_torchrun():
+        return {
+            "no length": evaluate(Stream()),
+            "uneven": evaluate(Rows(), accelerator_config={"even_batches": False}),
+            "merged": evaluate(Subset(Rows(), range(13)), merged),
+            "merged, a multiple": evaluate(Subset(Rows(), range(10)), merged),
+        }
+
+
+def test_evaluation_that_is_refused_on_several_meshes(ranks: Ranks) -> None:
+    for told in ranks(RANKS).run(refused_on_two_meshes):
+        assert "a dataset without a length" in told["no length"]
+        assert "even_batches=False" in told["uneven"]
+        assert "a collator that makes 1 rows of 5" in told["merged"]
+        assert told["merged, a multiple"] == "went through"
 
 
 def asked_first(seed: int) -> list[int]:

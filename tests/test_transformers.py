@@ -178,6 +178,9 @@ def refused_calls() -> dict[str, str]:
     said["dropout"] = refusal(lambda: model(**batch))
     model.model.layers[1].self_attn.attention_dropout = 0.0
     said["afterwards"] = refusal(lambda: model(**batch))
+    skipping = llama()
+    skipping.config.layerdrop = 0.1
+    said["layers that are left out"] = refusal(lambda: context_parallel(skipping, mesh, order=order))
     handle.remove()
     said["removed"] = refusal(lambda: model(input_ids=tokens, labels=labels))
     said["a batch after that"] = refusal(lambda: model(**batch))
@@ -212,6 +215,7 @@ SAYS = {
     "another model of its config": "outside a forward",
     "dropout": "dropout=0.1",
     "afterwards": "went through",
+    "layers that are left out": "layerdrop leaves layers out at random",
     "removed": "went through",
     "a batch after that": "give the model to context_parallel",
 }

@@ -47,6 +47,7 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
     """
     model = _load(settings, documents)
     _make_parallel(model, settings, ranks)
+    _draw_by_rank(settings, ranks)
     gradients = WholeGradients(model, ranks) if ranks.launch.world == 1 else ShardedGradients(model)
     run = train_steps(
         Trainer(settings, ranks, model, gradients, PackedLoss(model, ranks)),
@@ -120,6 +121,11 @@ def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> 
         assert isinstance(module, FSDPModule)
         # gloo has no other reduction; the average is taken all the same.
         module.set_force_sum_reduction_for_comms(ranks.device.type == "cpu")
+
+
+def _draw_by_rank(settings: Settings, ranks: Ranks) -> None:
+    """Dropout of its own for each rank, whose tokens are others; weights have been drawn alike by then."""
+    torch.manual_seed(((settings.seed << 20) + 1 + ranks.launch.rank) % 2**63)
 
 
 class PackedLoss:

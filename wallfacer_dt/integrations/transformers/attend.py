@@ -11,6 +11,7 @@ from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers.masks import ShardedMask
+from wallfacer_dt.integrations.transformers.upstream import is_hooked_by_accelerate
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import AttentionKeywords
 
@@ -88,6 +89,12 @@ class AttentionOnMesh:
     def _read(self, module: nn.Module, mask: ShardedMask | Tensor | None, query: Tensor, key: Tensor) -> ShardedMask:
         name = type(module).__name__
         if not isinstance(mask, ShardedMask):
+            if mask is None and is_hooked_by_accelerate(module):
+                raise ValueError(
+                    f"{name} was called with no mask, which accelerate's ParallelismConfig(cp_size=...) takes away: "
+                    "leave parallelism_config out, and train with ContextParallelTrainer, or deal batches out by "
+                    "shard_inputs"
+                )
             what = "no mask" if mask is None else f"a {type(mask).__name__}"
             raise ValueError(
                 f"{name} was called with {what}, not with one that the model asked context_parallel for: who sees whom "

@@ -33,6 +33,8 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
     for config in upstream.configs(model):
         if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
             yield "cross attention, of an encoder-decoder, is not implemented"
+        if any(getattr(config, f"{part}layerdrop", 0) for part in ("", "encoder_", "decoder_")):
+            yield "layerdrop leaves layers out at random, other ones on every rank: set it to 0"
         for layers in ("layer_types", "layers_block_type"):
             others = sorted(set(getattr(config, layers, None) or ()) - _LAYERS - {"attention"})
             if others:

@@ -17,10 +17,11 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.agreement.worlds import name_mesh
-from wallfacer_dt.integrations.transformers.inputs import shard_inputs
+from wallfacer_dt.integrations.transformers.inputs import IGNORED, shard_inputs
 from wallfacer_dt.integrations.transformers.model import handle_of
 from wallfacer_dt.integrations.transformers.sequence import positions_within
 from wallfacer_dt.mesh import mesh_ranks
@@ -49,8 +50,11 @@ class ContextParallelTrainer(Trainer):
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.context = handle_of(model)
-        super().__init__(model, *args, **kwargs)
         self._everyone = everyone = name_mesh("world", range(dist.get_world_size()), ())
+        with refusing_together(everyone):
+            told = args[0] if args else kwargs.get("args")
+            _check_parallelism(getattr(told, "parallelism_config", None))  # of which accelerate has errors of its own
+        super().__init__(model, *args, **kwargs)
         with refusing_together(everyone):
             self._check_arguments()
             groups = sorted(set(hear_all("Trainer's meshes", mesh_ranks(self.context.mesh), everyone).values()))
@@ -84,18 +88,34 @@ class ContextParallelTrainer(Trainer):
             raise ValueError("no label of a step counts: all are -100, or there is nothing to predict")
         return batches, counted
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, with rows counted once that several ranks share.
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with rows counted once that several ranks share, or that accelerate repeats.
 
         Args:
+            dataloader: of whole rows.
             *args: as Trainer has them.
             **kwargs: likewise.
 
         Returns:
             As Trainer's.
+
+        Raises:
+            ValueError: on several meshes, where it is not known which rows accelerate repeats.
         """
+        if self._groups > 1:
+            with refusing_together(self._everyone):
+                if not has_length(dataloader.dataset):
+                    raise ValueError(
+                        "of a dataset without a length it is not known which rows accelerate repeats, so that all "
+                        f"{self._groups} meshes have as many: evaluate one that has a length"
+                    )
+                if not self.accelerator.even_batches:
+                    raise ValueError(
+                        f"accelerator_config with even_batches=False would give the {self._groups} meshes other "
+                        "numbers of batches to evaluate: leave it out"
+                    )
         self.gather_function = self._by_row
-        return super().evaluation_loop(*args, **kwargs)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -120,7 +140,11 @@ class ContextParallelTrainer(Trainer):
                 "and give it labels; for logits call the model within `with handle.whole():`"
             )
         with refusing_together(self._everyone):
-            shard = self._shard(inputs, must_count=True)
+            counting = self._counting(inputs["input_ids"].shape[0]) if "input_ids" in inputs else None
+            if counting is not None:
+                inputs = {**inputs, "labels": inputs["labels"].clone()}
+                inputs["labels"][counting:] = IGNORED
+            shard = self._shard(inputs, must_count=counting != 0)
             agree("a batch to evaluate", (), self._everyone)
         loss, _, _ = super().prediction_step(model, shard, prediction_loss_only, ignore_keys)
         return self.accelerator.reduce(loss, "mean"), None, None
@@ -137,12 +161,25 @@ class ContextParallelTrainer(Trainer):
         return super().get_total_train_batch_size(args) // self.context.mesh.size()
 
     def _by_row(self, losses: Tensor) -> Tensor:
-        """The loss of each row of all meshes' batches, from that of a mesh's rows.
-
-        Rows that accelerate repeats, so that all meshes have as many, are in the last batch's loss, but not counted.
-        """
+        """The loss of each row of all meshes' batches, from that of a mesh's rows; those that are repeated left out."""
         state, rows = self.accelerator.gradient_state, losses.repeat(self._groups)
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
+    def _counting(self, rows: int) -> int | None:
+        """How many of a mesh's rows count, the first; None for all. Others accelerate repeats in the last batch.
+
+        Meshes take their rows of it in turn, and what is repeated comes after them all.
+        """
+        state = self.accelerator.gradient_state
+        if self._groups == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return None
+        prepared = state.active_dataloader.total_batch_size // self._groups
+        if rows != prepared:
+            raise ValueError(
+                f"of a collator that makes {rows} rows of {prepared} it is not known which accelerate repeats, so that "
+                f"all {self._groups} meshes have as many: evaluate a multiple of {prepared * self._groups} rows"
+            )
+        return min(max(state.remainder - self._group * rows, 0), rows)
 
     def _shard(self, batch: dict[str, Any], *, must_count: bool) -> dict[str, Any]:
         """This rank's part of a batch, or a refusal (ValueError) on every rank."""
@@ -165,10 +202,11 @@ class ContextParallelTrainer(Trainer):
         return shard
 
     def _check_arguments(self) -> None:
-        args, config = self.args, getattr(self.accelerator, "parallelism_config", None)
-        sizes = {} if config is None else {name: getattr(config, f"{name}_size") for name in ("cp", "sp", "tp")}
+        args = self.args
+        _check_parallelism(
+            getattr(self.accelerator, "parallelism_config", None)
+        )  # also what accelerate's launcher says
         refused = {
-            "parallelism_config of cp, sp or tp (the mesh is context_parallel's)": max(sizes.values(), default=1) > 1,
             "compute_loss_func (the loss must be the model's own)": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
             "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": args.neftune_noise_alpha is not None,
@@ -201,6 +239,15 @@ class ContextParallelTrainer(Trainer):
         )  # fmt: skip
         prepared._is_accelerate_prepared = True
         return prepared
+
+
+def _check_parallelism(config: Any) -> None:
+    sizes = {f"{name}_size": getattr(config, f"{name}_size", None) or 1 for name in ("cp", "sp", "tp")}
+    if found := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+        raise ValueError(
+            f"ContextParallelTrainer does not go with parallelism_config of {', '.join(found)}: leave it out, since "
+            "ranks that share a sequence are those of the mesh that context_parallel was given"
+        )
 
 
 def _documents(positions: Tensor) -> Tensor | None:

@@ -64,6 +64,12 @@ def counts_from_padding(module: nn.Module) -> bool:
     return asks and (hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name))
 
 
+def is_hooked_by_accelerate(module: nn.Module) -> bool:
+    """Whether accelerate changes what a module is called with, as it does under its context parallelism."""
+    hooks = module._forward_pre_hooks.values()
+    return any(str(getattr(hook, "__module__", "")).startswith("accelerate.") for hook in hooks)
+
+
 def own_loss(model: PreTrainedModel) -> Callable[..., Any]:
     """The loss function that a model has by its kind; to ask its property would warn where it has no labels either."""
     return LOSS_MAPPING[model.loss_type if model.loss_type in LOSS_MAPPING else "ForCausalLM"]
