@@ -71,6 +71,34 @@ def test_a_gather_is_one_of_all_groups_rank_by_rank(drawn: tuple[Group, int], pa
     assert twice == Wire(*(2 * n for n in (once.nbytes, once.near, once.intra, once.far, once.inter, once.node)))
 
 
+@given(groups(), st.integers(1, 100))
+def test_what_goes_to_all_or_to_one_is_so_rank_by_rank(drawn: tuple[Group, int], part: int) -> None:
+    group, ranks = drawn
+    if not group.is_aligned or group.size == 1:
+        return
+    place, node = places(group, ranks)
+    pairs = np.array(
+        [(r, r + (k - place[r]) * group.stride) for r in range(ranks) for k in range(group.size) if k != place[r]]
+    )
+    key = Key(False, "exchange", "", 0)
+
+    def counted(some: np.ndarray, via: np.ndarray | None = None) -> Wire:
+        receiver, sender = some.T
+        via = sender if via is None else via
+        arrived = Arrivals(receiver, sender, via, np.full(len(some), part), np.ones(len(some), int))
+        return wires({key: arrived}, node, striped_gathers=False)[key]
+
+    assert group.exchange(part) == counted(pairs)
+    assert group.collect(part) == counted(pairs[place[pairs[:, 0]] == 0])
+    # From the first to all others, each of which has it from the one before.
+    sent = pairs[place[pairs[:, 1]] == 0]
+    once = counted(sent, sent[:, 0] - group.stride)
+    nodes = group.size // group.members
+    hops = replace(once, near=group.size - nodes, far=nodes - 1)
+    assert group.broadcast(part, is_striped=False) == hops
+    assert group.broadcast(part) == replace(hops, inter=-(-once.inter // group.members))
+
+
 @given(groups())
 def test_aligned_groups_are_alike_on_all_nodes(drawn: tuple[Group, int]) -> None:
     """And only these: of each group as many ranks on every node that has any."""

@@ -304,6 +304,14 @@ def test_the_printed_code_runs(threads: Callable[[int], RankPool], axes: tuple[i
     assert max(threads(4).run(run_code, code, model, SEQUENCE.length)) <= 1e-10
 
 
+def test_fsdp_has_norms_alone_where_all_is_metps() -> None:
+    both = Candidate(4, feed_forward="metp", projections="metp")
+    memory = stack_memory(both, MODEL, SEQUENCE)
+    assert memory.gathered == 3 * 2 * MODEL.hidden * 2  # this layer's, the next one's and gradients, of two norms
+    # 8 query heads and 4 key heads of 8: 16 and 8 rows, and as many columns and rows again; 48 units of three.
+    assert memory.weights == 2 * MODEL.layers * (MODEL.hidden * (2 * (16 + 8) + 3 * 48) + 2 * MODEL.hidden // 4)
+
+
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Candidate, ModelShape, SequenceShape, int]:
     ring, team = draw(st.sampled_from([mesh for n in (2, 3, 4, 6, 8) for mesh in meshes(n)]))
