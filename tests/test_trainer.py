@@ -72,9 +72,9 @@ def of_torchrun() -> Any:
 def arguments(**options: Any) -> TrainingArguments:
     return TrainingArguments(
         tempfile.mkdtemp(), use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        per_device_eval_batch_size=5, optim="sgd", learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=0.5,
+        optim="sgd", learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=0.5,
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
-        **{"prediction_loss_only": True} | options,
+        **{"prediction_loss_only": True, "per_device_eval_batch_size": 5} | options,
     )  # fmt: skip
 
 
@@ -105,9 +105,9 @@ def one_process(rows: Rows, steps: list[list[int]]) -> tuple[Any, list[float]]:
     return model, losses
 
 
-def evaluated(model: Any, rows: Rows, many: int, groups: int) -> float:
+def evaluated(model: Any, rows: Rows, many: int, batch: int) -> float:
     """As Trainer has it: by batch of all meshes, each as much as it has rows; of the first so many."""
-    parts = [list(range(many))[first : first + 5 * groups] for first in range(0, many, 5 * groups)]
+    parts = [list(range(many))[first : first + batch] for first in range(0, many, batch)]
     with torch.no_grad():
         return sum(loss_of(model, rows, part).item() * len(part) for part in parts) / many
 
@@ -128,10 +128,13 @@ def trained(groups: int) -> tuple[list[int], float, float]:
         # On two meshes accelerate repeats rows, in the last batch of one mesh or of both.
         sizes = (16, 13)[:groups]
         logged += [trainer.evaluate(Subset(Rows(), range(many)))["eval_loss"] for many in sizes]
+        divided = arguments(accelerator_config={"split_batches": True}, per_device_eval_batch_size=4)
+        trainer = ContextParallelTrainer(model, divided)
+        logged.append(trainer.evaluate(Subset(Rows(), range(13)))["eval_loss"])
     by_group = asked[:: world // groups]
     steps = [[row for group in by_group for row in group[4 * step :][:4]] for step in range(3)]
     expected, losses = one_process(rows, steps)
-    losses += [evaluated(expected, Rows(), many, groups) for many in sizes]
+    losses += [evaluated(expected, Rows(), many, 5 * groups) for many in sizes] + [evaluated(expected, Rows(), 13, 4)]
     found = dict(trainer.model.named_parameters())
     pairs = {name: (found[name].detach(), p.detach()) for name, p in expected.named_parameters()}
     told = torch.tensor(logged), torch.tensor(losses)

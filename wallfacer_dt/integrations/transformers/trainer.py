@@ -162,7 +162,9 @@ class ContextParallelTrainer(Trainer):
 
     def _by_row(self, losses: Tensor) -> Tensor:
         """The loss of each row of all meshes' batches, from that of a mesh's rows; those that are repeated left out."""
-        state, rows = self.accelerator.gradient_state, losses.repeat(self._groups)
+        state = self.accelerator.gradient_state
+        # All the same; Trainer repeats it for the rows of its loader, which accelerate may divide among meshes.
+        rows = losses[:1].repeat(state.active_dataloader.total_batch_size) if self._groups > 1 else losses
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
     def _counting(self, rows: int) -> int | None:
