@@ -38,6 +38,8 @@ def divided(draw: st.DrawFn, **fixed: object) -> Layer:
         if all(getattr(one, name) == value for name, value in fixed.items())
     ]  # fmt: skip
     some = every or [one for one in divisions(model, sequence, where, 8) if one.pipeline == 1]
+    if draw(st.integers(0, 3)) == 0:  # of which there are few
+        some = [one for one in some if one.context.projections == "metp"] or some
     division = draw(st.sampled_from(some))
     heads = division.heads_of(model)
     attention = draw(st.sampled_from(attentions_of(division, heads, sequence, where)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -363,6 +363,7 @@ def test_memory(call: tuple[Candidate, ModelShape, SequenceShape, int]) -> None:
 
 
 @examples(8)
+@example((Candidate(8, projections="metp"), ModelShape(256, 8, 8, 32, ffn=64), SequenceShape(64), 0))
 @given(calls())
 def test_some_ranks_stand_for_all(call: tuple[Candidate, ModelShape, SequenceShape, int]) -> None:
     """What is said of some of them, perhaps of a shorter ring, is within a tenth of the most of any."""
