@@ -286,7 +286,8 @@ class _Search:
 
     def _choices(self, attention: Candidate) -> Iterator["_Choice"]:
         model, sequence, profile = self.model, self.sequence, self.profile
-        cost = attention_cost(attention, model, sequence, self.cluster)
+        plain = replace(attention, projections="plain")  # which an attention that was given may not be
+        cost = attention_cost(plain, model, sequence, self.cluster)
         spent = [Spent.of(way.line) for way in cost.ways]
         for candidate in with_layers(attention, model):
             least_of = self._with_projections(candidate, spent)
