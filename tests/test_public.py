@@ -79,7 +79,7 @@ UlyssesParallel
 Volume
     payload, statistics, bytes
 WaitError
-    RuntimeError
+    DistError
 WallFacerParallel
     *, layout='BLNH', check=True, is_causal=False, window_size=None, prefix_length=0, mask_mod=None,
     scale=None, softcap=None, length=None, kv_length=None, replicated=0, order=None, schedule='2d',

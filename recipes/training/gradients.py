@@ -68,7 +68,8 @@ class WholeGradients:
             self._agree_on_used()
         whole = [parameter.grad for parameter in self._whole if parameter.grad is not None]
         mine = [*whole, *(p.grad.to_local() for p in self._shared if isinstance(p.grad, DTensor))]
-        largest = [torch.linalg.vector_norm(grad, torch.inf) for grad in mine]
+        # Of METP's weights a rank may have nothing, which has no largest element.
+        largest = [torch.linalg.vector_norm(grad, torch.inf) for grad in mine if grad.numel()]
         self._finite = torch.stack(largest).isfinite().all() if largest else None
         if world > 1 and whole:
             _average_in_one(whole, world)
