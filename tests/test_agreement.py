@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from tests.disagreements import (
 )
 from wallfacer_dt import context_mesh
 from wallfacer_dt.agreement.agree import _naming_call, agree, hear_all
-from wallfacer_dt.agreement.meeting import Meeting
+from wallfacer_dt.agreement.meeting import Meeting, Pending
 from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.testing import RankPool
@@ -135,6 +136,19 @@ def test_a_wait_in_vain_names_the_call_of_the_ranks_that_waited() -> None:
     meeting = SimpleNamespace(ranks=(0, 1), call="call 1", whereabouts=whereabouts)
     with pytest.raises(RuntimeError, match=r"^call 1: late$"), _naming_call(meeting):
         raise RuntimeError("late")
+
+
+@pytest.mark.parametrize(
+    ("heard", "who"),
+    [((1, 0, 1, 1), "rank 5"), ((1, 0, 0, 0), "rank 5, 6 or 7"), ((1, 1, 1, 1), "a rank")],
+)
+def test_one_of_those_who_were_not_heard_is_lost(heard: tuple[int, ...], who: str) -> None:
+    def wait() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    meeting = SimpleNamespace(ranks=(4, 5, 6, 7), timeout=timedelta(seconds=10))
+    with pytest.raises(RuntimeError, match=f"^{who} did not come within 0:00:10, or was lost$"):
+        Meeting.wait(meeting, Pending(SimpleNamespace(wait=wait), torch.tensor(heard), torch.tensor(0)))
 
 
 def test_what_was_made_in_another_world_is_refused(own_ranks: RankPool, tmp_path: Path) -> None:

@@ -36,7 +36,10 @@ def run(fault: str, folder: Path, recipe: str = "train_bytes", restarts: int = 1
 def test_a_killed_rank_is_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
     found, whole = run("killed in the backward", tmp_path), run("none", tmp_path)
     assert "step 5 of 8: call" in found.message, found.said
-    assert "the backward of attention, in layers.1.attention.inner: rank 2 did not come within" in found.message
+    late = (
+        r"the backward of attention, in layers\.1\.attention\.inner: rank ([\d, ]+ or )?2( or \d)? did not come within "
+    )
+    assert re.search(late, found.message), found.said
     assert found.resumed in ((2,), (4,))  # of an asynchronous save it is not known whether it was done
     assert judged(found, whole.losses) == ("", "0")  # the mesh is the same, and so is every bit
     assert found.seconds is not None

@@ -109,14 +109,18 @@ class Meeting:
         return layer
 
     def wait(self, pending: Pending) -> list[int]:
-        """All ranks' records, or a RuntimeError that says which of them did not come within the timeout."""
+        """All ranks' records, or a RuntimeError that says which of them, or one of which, did not come in time.
+
+        Where one is lost, records of others that were on their way do not arrive either.
+        """
         with outside_modes():
             try:
                 pending.work.wait()
             except RuntimeError as error:
                 here = pending.heard.tolist()
-                missing = [rank for rank, record in zip(self.ranks, here, strict=True) if record == _NOT_HERE]
-                who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+                missing = [str(rank) for rank, record in zip(self.ranks, here, strict=True) if record == _NOT_HERE]
+                who = " or ".join(filter(None, (", ".join(missing[:-1]), *missing[-1:])))
+                who = f"rank {who}" if missing else "a rank"
                 raise RuntimeError(f"{who} did not come within {self.timeout}, or was lost") from error
             return pending.heard.tolist()
 
