@@ -118,10 +118,10 @@ ENDING = """
 
     from wallfacer_dt.agreement import whereabouts
 
-    whereabouts._PATIENCE = 0.5
+    whereabouts._PATIENCE = 0.2
     here = whereabouts.Whereabouts()
     here.tell(dist.TCPStore("localhost", 0, is_master=True), 0, timedelta(seconds=300))
-    here.of(range(10_000_000))
+    here.of(range(100_000))
 """
 
 

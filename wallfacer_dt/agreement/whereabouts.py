@@ -91,17 +91,13 @@ class Whereabouts:
     def _ask(self, ranks: tuple[int, ...], heard: dict[int, tuple[str, int]]) -> None:
         with suppress(RuntimeError):  # the store is gone with the rank that had it
             self.say()
-            for rank in ranks:
-                if _ending.is_set():
-                    return
-                if rank != self._rank:
-                    heard[rank] = self._heard(rank)
-
-    def _heard(self, rank: int) -> tuple[str, int]:
-        if not self._store.check([str(rank)]):
-            return "had nothing to tell", 0
-        place, when = json.loads(self._store.get(str(rank)))
-        return place, max(0, round(time.time() - when))
+            others = [str(rank) for rank in ranks if rank != self._rank]
+            if not self._store.check(others):  # of a start in vain, where not all have begun to tell
+                others = [rank for rank in others if not _ending.is_set() and self._store.check([rank])]
+                heard.update((rank, ("had nothing to tell", 0)) for rank in ranks if rank != self._rank)
+            for rank, told in zip(others, self._store.multi_get(others), strict=True):
+                place, when = json.loads(told)
+                heard[int(rank)] = place, max(0, round(time.time() - when))
 
     def __str__(self) -> str:
         at = f"at {self.progress}, " if self.progress else ""
