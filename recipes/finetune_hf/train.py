@@ -32,7 +32,7 @@ from recipes.training.settings import Launch, Output, RecipeError, Saving
 from recipes.training.styles import attention_kernel
 from recipes.training.trainer import Trainer
 from wallfacer_dt import shard_sequence
-from wallfacer_dt.agreement.progress import waiting
+from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
 from wallfacer_dt.integrations.transformers.sequence import positions_within
 
@@ -140,7 +140,7 @@ class PackedLoss:
         labels_BN = next_tokens(batch.tokens_N, documents_BN).to(self.ranks.device)
         counted = (labels_BN != IGNORED).sum()
         if self.ranks.data_parallel is not None:
-            with waiting("all_reduce of how many tokens count"):
+            with Waiting("all_reduce of how many tokens count"):
                 dist.all_reduce(counted, group=self.ranks.data_parallel.get_group())
         if self.ranks.context is None or self.ranks.order is None:
             positions_BN = positions_within(documents_BN, tokens_BN.shape[1]).to(self.ranks.device)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from recipes.training.settings import Launch
-from wallfacer_dt.agreement.progress import waiting
+from wallfacer_dt.agreement.progress import Waiting
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def blame(
     heard: list[Any] = [mine]
     if dist.is_initialized():
         heard = [mine] * launch.world
-        with waiting("all_gather of what is not finite"):
+        with Waiting("all_gather of what is not finite"):
             dist.all_gather_object(heard, mine)
     # From the rank where it began attention has carried it to others.
     again = [(each, rank) for rank, (each, *_) in enumerate(heard) if each[1]]

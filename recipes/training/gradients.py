@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipes.training.ranks import Ranks
-from wallfacer_dt.agreement.progress import waiting
+from wallfacer_dt.agreement.progress import Waiting
 
 
 class Gradients(Protocol):
@@ -80,7 +80,7 @@ class WholeGradients:
         # Over all ranks, so that all clip alike; every data-parallel group has the same parts.
         groups = 1 if self._ranks.data_parallel is None else self._ranks.data_parallel.size()
         square = nn.utils.get_total_norm(shared) ** 2 / groups
-        with waiting("all_reduce of the gradient norm"):
+        with Waiting("all_reduce of the gradient norm"):
             dist.all_reduce(square)
         return torch.hypot(norm, square.sqrt())
 
@@ -88,7 +88,7 @@ class WholeGradients:
         """Give a weight that other ranks have a gradient of one of zeros; what none uses an optimizer leaves alone."""
         used = torch.tensor([parameter.grad is not None for parameter in self._whole], dtype=torch.int32)
         used = used.to(self._ranks.device)
-        with waiting("all_reduce of which weights have gradients"):
+        with Waiting("all_reduce of which weights have gradients"):
             dist.all_reduce(used, dist.ReduceOp.MAX)
         for parameter, is_used in zip(self._whole, used.tolist(), strict=True):
             if is_used and parameter.grad is None:
@@ -99,7 +99,7 @@ class WholeGradients:
         grads = [parameter.grad.to_local() for parameter in self._shared if isinstance(parameter.grad, DTensor)]
         for grad in grads:
             if self._ranks.data_parallel is not None:
-                with waiting("all_reduce of METP's gradients along dp"):
+                with Waiting("all_reduce of METP's gradients along dp"):
                     dist.all_reduce(grad, group=self._ranks.data_parallel.get_group())
             grad /= self._ranks.launch.world
         return grads
@@ -122,7 +122,7 @@ class ShardedGradients:
 def _average_in_one(grads: Sequence[Tensor], world: int) -> None:
     """In one collective; see Note [The same sums after a restart]."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
-    with waiting("all_reduce of the gradients"):
+    with Waiting("all_reduce of the gradients"):
         dist.all_reduce(flat)
     flat /= world
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes.training.record import cores
 from recipes.training.settings import PATHS, Launch, RecipeError, RunSettings, Saving, context_sizes
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
-from wallfacer_dt.agreement.progress import waiting
+from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def _heard(mine: T, what: str, launch: Launch) -> list[T]:
     """What every rank has, by rank."""
     heard = [mine] * launch.world
     if dist.is_initialized():
-        with waiting(f"all_gather of {what}"):
+        with Waiting(f"all_gather of {what}"):
             dist.all_gather_object(heard, mine)
     return heard
 

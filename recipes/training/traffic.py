@@ -14,7 +14,7 @@ from recipes.training.ranks import Ranks
 from recipes.training.record import Traffic
 from recipes.training.settings import RunSettings
 from wallfacer_dt import attention_volume, feed_forward_volume, metp_attention_volume
-from wallfacer_dt.agreement.progress import waiting
+from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.mesh import context_groups
 from wallfacer_dt.testing import Received, count_collectives
 
@@ -86,7 +86,7 @@ def _layer_bytes(settings: RunSettings, sizes: LayerSizes, ranks: Ranks, context
 
 def _gather(received: Received, formula: int, calls: int, layers: int) -> Traffic:
     counts: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
-    with waiting("all_gather of bytes that were counted"):
+    with Waiting("all_gather of bytes that were counted"):
         dist.all_gather_object(counts, (received.received_bytes, received.calls, formula))
     received_by_rank, calls_by_rank, formula_by_rank = zip(*counts, strict=True)
     return Traffic(

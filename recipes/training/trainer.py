@@ -16,7 +16,7 @@ from recipes.training.gradients import Gradients
 from recipes.training.ranks import Ranks
 from recipes.training.settings import RecipeError, RunSettings
 from wallfacer_dt import note_progress
-from wallfacer_dt.agreement.progress import waiting
+from wallfacer_dt.agreement.progress import Waiting
 
 CLIP_NORM = 1.0
 
@@ -97,6 +97,6 @@ class Trainer:
 
 def _sum_over_ranks(loss: Tensor) -> float:
     if dist.is_initialized():
-        with waiting("all_reduce of the loss"):
+        with Waiting("all_reduce of the loss"):
             dist.all_reduce(loss)
     return loss.item()

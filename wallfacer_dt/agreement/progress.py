@@ -1,7 +1,6 @@
 """Where a training loop and a model say that this rank is, for messages of waits in vain; see Note [Whereabouts]."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -42,28 +41,32 @@ class Within:
             self._here.layer = self._outer
 
 
-@contextmanager
-def waiting(what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
-    """Have a collective of one's own that waits in vain say what it is, and where the other ranks are.
+class Waiting:
+    """A wait for other ranks, which says what it is for while it lasts; see Note [Whereabouts].
 
-    Args:
-        what: the collective, and what it brings.
-        ranks: that take part; all of the world if not told.
-
-    Raises:
-        WaitError: in place of the collective's own.
+    Where it is in vain, for a timeout or a rank that is lost, a WaitError takes the place of the collective's error,
+    and says where the other ranks were last.
     """
-    world = this_world()
-    if world is None:
-        yield
-        return
-    here = world.whereabouts
-    here.waits_for = what
-    try:
-        yield
-    except RuntimeError as error:
-        if not here.is_wait(error):
-            raise
-        raise here.in_vain(error, range(dist.get_world_size()) if ranks is None else ranks) from error
-    finally:
-        here.waits_for = None
+
+    __slots__ = ("_here", "_ranks", "_what")
+
+    def __init__(self, what: object, ranks: Callable[[], Sequence[int]] | None = None) -> None:
+        """What it brings, in words, and what gives the ranks that take part; all of the world if not told."""
+        self._what, self._ranks = what, ranks
+
+    def __enter__(self) -> None:
+        world = this_world()
+        self._here = None if world is None else world.whereabouts
+        if self._here is not None:
+            self._here.waits_for = self._what
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        here = self._here
+        if here is None:
+            return
+        try:
+            if isinstance(error, RuntimeError) and here.is_wait(error):
+                ranks = range(dist.get_world_size()) if self._ranks is None else self._ranks()
+                raise here.in_vain(error, ranks) from error
+        finally:
+            here.waits_for = None

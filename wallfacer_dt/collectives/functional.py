@@ -14,7 +14,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from wallfacer_dt.agreement.worlds import this_world
+from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.collectives.groups import group_rank, group_ranks, group_size
 
 _ops = torch.ops._c10d_functional
@@ -61,21 +61,6 @@ def exchange(buffer: Tensor, group: str) -> Tensor:
 
 
 def wait(pending: Tensor, what: object, group: str) -> Tensor:
-    """Wait until a started operation has arrived.
-
-    ``what`` it brings, in words, is noted meanwhile: see Note [Whereabouts]. Where it waits in vain, for a timeout
-    or a rank that is lost, a WaitError says it, and where the other ranks of the group were last.
-    """
-    world = this_world()
-    if world is None:  # and so no other rank
+    """Wait until a started operation has arrived; ``what`` it brings is said as :class:`Waiting` does."""
+    with Waiting(what, lambda: group_ranks(group)):
         return _ops.wait_tensor(pending)
-    here = world.whereabouts
-    here.waits_for = what
-    try:
-        return _ops.wait_tensor(pending)
-    except RuntimeError as error:
-        if not here.is_wait(error):
-            raise
-        raise here.in_vain(error, group_ranks(group)) from error
-    finally:
-        here.waits_for = None
