@@ -234,6 +234,17 @@ def test_a_full_disk_ends_in_a_message_and_leaves_what_was_there(
     assert names(copied) == ["step_12", "step_8"]
 
 
+def test_one_process_waits_for_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory for a copy")
+
+    monkeypatch.setattr(dcp, "save", save)
+    assert recipe_here(keeping(tmp_path, "--save-sync")) == 2
+    assert "--checkpoint: that of step 2 could not be written: no memory for a copy" in capfd.readouterr().err
+
+
 def test_what_is_written_while_training_goes_on_is_of_the_step_that_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

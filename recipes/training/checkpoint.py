@@ -40,6 +40,7 @@ from recipes.training.manifest import BrokenError
 from recipes.training.settings import LostError, RecipeError, Saving
 from recipes.training.trainer import Trainer
 from wallfacer_dt import note_progress
+from wallfacer_dt.agreement.whereabouts import Whereabouts
 
 T = TypeVar("T")
 
@@ -123,10 +124,10 @@ class Checkpoints:
             commit.result()
         except (RecipeError, LostError):
             raise
-        except RuntimeError as error:  # of its collectives; what ranks could not write is another
-            raise self._lost(error) from error
-        # A CheckpointException is not an Exception.
+        # A CheckpointException, of what ranks could not write, is not an Exception.
         except (Exception, dcp.api.CheckpointException) as error:
+            if self._group is not None and isinstance(error, RuntimeError) and Whereabouts.is_wait(error):
+                raise self._lost(error) from error
             raise RecipeError(
                 f"--checkpoint: that of step {step} could not be written: {_first_line(error)}"
             ) from error
