@@ -1,7 +1,8 @@
 """Have a style told of a path that matches no module, of which torch's ``parallelize_module`` only warns.
 
 Private: that it warns by its module's ``warnings``, from a frame whose ``parallelize_style``, ``device_mesh`` and
-``module_path`` say of what; run on torch 2.13.0. A torch that does otherwise warns as it would without this.
+``module_path`` say of what, and that its outermost frame has the ``module`` and the ``parallelize_plan``; run on torch
+2.13.0. A torch that does otherwise warns as it would without this, and messages know no layer.
 """
 
 import sys

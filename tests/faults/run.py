@@ -8,14 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
 from recipes.benchmarks.cluster.cases import Machines
-from tests.machines import site
+from recipes.benchmarks.cluster.watcher import environment
+from tests.machines import Site, site
 
 ROOT = Path(__file__).parents[2]
 RANKS, STRUCK_RANK, STRUCK_STEP, STEPS = 4, 2, 5, 8
@@ -107,33 +108,41 @@ def fill_the_disk(recipe: str, folder: Path) -> Outcome:
 
 def cut_a_link(recipe: str, folder: Path) -> Outcome:
     """Unplug one of four machines; plugged in again, the run is started on all by hand."""
-    with site(Machines(RANKS, 1, (FAST,) * RANKS), "wffault", folder) as machines:
-        for machine in range(RANKS):
-            machines.torchrun(machine, [], _command(recipe, "begins", folder))
-        heard = _Heard(folder)
-        machines.wait_for((folder / "struck").exists)
+    with _on_machines(recipe, folder) as (machines, heard):
         machines.cut(STRUCK_RANK)
         # All that are not cut off say so.
-        _wait(lambda: sum(bool(_TELLS.search(line)) for _, line in heard.so_far()) >= RANKS - 1)
+        machines.wait_for(lambda: sum(bool(_TELLS.search(line)) for _, line in heard.so_far()) >= RANKS - 1)
         for machine in range(RANKS):
             machines.lose(machine)
         machines.mend(STRUCK_RANK)
-        for machine in range(RANKS):
-            machines.torchrun(machine, [], _command(recipe, "none", folder))
-        status = next(filter(None, machines.ended().values()), 0)
-        return _outcome(status, heard.so_far(), folder)
+        _start(machines, recipe, "none", folder)
+        return _ended(machines, heard, folder)
 
 
 def slow_a_link(recipe: str, folder: Path) -> Outcome:
     """Slow one of four machines' links to a hundredth."""
+    with _on_machines(recipe, folder) as (machines, heard):
+        machines.slow(STRUCK_RANK, SLOW)
+        return _ended(machines, heard, folder)
+
+
+@contextmanager
+def _on_machines(recipe: str, folder: Path) -> "Iterator[tuple[Site, _Heard]]":
+    """A run on four of them which has come to the step at which something is to happen."""
     with site(Machines(RANKS, 1, (FAST,) * RANKS), "wffault", folder) as machines:
-        for machine in range(RANKS):
-            machines.torchrun(machine, [], _command(recipe, "begins", folder))
+        _start(machines, recipe, "begins", folder)
         heard = _Heard(folder)
         machines.wait_for((folder / "struck").exists)
-        machines.slow(STRUCK_RANK, SLOW)
-        status = next(filter(None, machines.ended().values()), 0)
-        return _outcome(status, heard.so_far(), folder)
+        yield machines, heard
+
+
+def _start(machines: Site, recipe: str, fault: str, folder: Path) -> None:
+    for machine in range(RANKS):
+        machines.torchrun(machine, [], _command(recipe, fault, folder))
+
+
+def _ended(machines: Site, heard: "_Heard", folder: Path) -> Outcome:
+    return _outcome(next(filter(None, machines.ended().values()), 0), heard.so_far(), folder)
 
 
 class _Heard:
@@ -153,12 +162,6 @@ class _Heard:
         return sorted((line for lines in self._lines.values() for line in lines), key=itemgetter(0))
 
 
-def _wait(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANGS
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
 def _command(recipe: str, fault: str, folder: Path, rank: int = STRUCK_RANK) -> list[str]:
     return [
         "tests.faults.faulty", recipe, fault, str(rank), str(STRUCK_STEP), str(folder),
@@ -169,8 +172,8 @@ def _command(recipe: str, fault: str, folder: Path, rank: int = STRUCK_RANK) -> 
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+    return environment() | {
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
 
