@@ -369,6 +369,25 @@ def test_fsdp(ranks: Ranks) -> None:
     assert max(ranks(RANKS).run(fully_sharded)) < 1e-6
 
 
+def refused_under_fsdp() -> list[str]:
+    """What is said of forwards that one rank alone refuses, and of others in between."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, order, model = set_up()
+    context_parallel(model, mesh, order=order)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh._flatten("tokens"))
+    batch = shard_inputs(mesh, tokens_of(64)[0], order=order)
+    asked = {"output_attentions": True} if dist.get_rank() == 2 else {}
+    return [refusal(lambda more=more: model(**batch, **more)) for more in ({}, asked, {}, asked)]
+
+
+def test_all_ranks_hear_a_refusal_under_fsdp(ranks: Ranks) -> None:
+    for told in ranks(RANKS).run(refused_under_fsdp):
+        assert told[::2] == ["went through"] * 2
+        assert all("output_attentions: probabilities" in text for text in told[1::2])
+
+
 def called_with(length: int) -> tuple[tuple[()], dict[str, Any]]:
     """What a layer of Llama calls its attention with after the hidden states; positions may be any."""
     angle = torch.rand(1, length, 4, dtype=torch.float64).repeat(1, 1, 2)

@@ -144,6 +144,8 @@ class ContextParallel(Handle[PreTrainedModel]):
             sequence = self._checked(sequence, self._named(args, kwargs))
             if self._takes("use_cache", model):
                 kwargs.setdefault("use_cache", False)
+            # What one rank refuses must not find another in FSDP's next all-gather, where no refusal is heard.
+            agree(f"a forward of {type(model).__name__}", (), name_of(self.mesh))
             self._forward = ForwardPass(sequence)
         return args, kwargs
 
