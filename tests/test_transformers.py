@@ -2,10 +2,13 @@
 
 import copy
 import re
+import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from wallfacer_dt import (
     WallFacerParallel,
     check_model,
     context_mesh,
+    dealing,
     sequence_positions,
     shard_sequence,
 )
@@ -386,6 +390,27 @@ def test_all_ranks_hear_a_refusal_under_fsdp(ranks: Ranks) -> None:
     for told in ranks(RANKS).run(refused_under_fsdp):
         assert told[::2] == ["went through"] * 2
         assert all("output_attentions: probabilities" in text for text in told[1::2])
+
+
+def warnings_of_undealt() -> int:
+    """How often a model warns whose ranks have other tokens at positions that are this rank's, counted by hand."""
+    with mock.patch.object(dealing, "_by_world", weakref.WeakKeyDictionary()):
+        mesh = context_mesh("cpu", ring=RANKS)
+        model = llama()
+        context_parallel(model, mesh, order=TokenOrder("contiguous", mesh))
+        rank, part = dist.get_rank(), 64 // RANKS
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(
+                    input_ids=torch.full((2, part), rank),
+                    position_ids=torch.arange(rank * part, (rank + 1) * part)[None],
+                )
+    return sum("to which no sequence was dealt out" in str(one.message) for one in caught)
+
+
+def test_a_comparison_of_positions_does_not_count_as_dealing_out(ranks: Ranks) -> None:
+    assert ranks(RANKS).run(warnings_of_undealt) == [1] * RANKS
 
 
 def called_with(length: int) -> tuple[tuple[()], dict[str, Any]]:

@@ -39,9 +39,17 @@ def shard_sequence(
         ValueError: the sequence is empty, the documents are missing or none, or the plan that was applied on the
             order's mesh matched nothing.
     """
-    place = check_token_order(order).groups.coordinate
+    check_token_order(order)
     with refusing_together(order.mesh_name):
         notice_dealt(tuple(sorted(order.dealt)))
+    return local_shard(x, order, dim=dim, document_ids=document_ids, cu_seqlens=cu_seqlens)
+
+
+def local_shard(
+    x: Tensor, order: TokenOrder, *, dim: int, document_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """What :func:`shard_sequence` gives, to compare with: it is not noticed as dealing out (Note [Noticing])."""
+    place = check_token_order(order).groups.coordinate
     dim = _checked_dim(x, dim)
     check_length(x.shape[dim])
     by_row = [shards[place.index] for shards in _dealt(x, dim, x.shape[dim], order, document_ids, cu_seqlens)]

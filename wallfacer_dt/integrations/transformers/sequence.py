@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.order import TokenOrder
-from wallfacer_dt.sequence import sequence_positions
+from wallfacer_dt.sequence import local_shard
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class ShardedSequence:
     def of_equal_shards(cls, shard: int, order: TokenOrder) -> "ShardedSequence":
         """The sequence of which every rank holds as many tokens, without documents."""
         length = shard * order.groups.coordinate.size
-        return cls(length, order, sequence_positions(length, order).unsqueeze(0))
+        whole = torch.arange(length, device=order.device_type)
+        return cls(length, order, local_shard(whole, order, dim=0).unsqueeze(0))
 
     @property
     def is_uneven(self) -> bool:
