@@ -13,6 +13,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +31,7 @@ from recipes.torchtitan.shim import fit_attention_to_cpu, fit_to_cpu, fit_to_tor
 from tests.models import KEYS, verdict
 from tests.pairwise import tiers
 from tests.titan_models import MODELS, narrow, positions_of, section, try_all, try_model
-from wallfacer_dt import TokenOrder, context_mesh, shard_sequence
+from wallfacer_dt import TokenOrder, context_mesh, dealing, shard_sequence
 from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
@@ -723,6 +725,8 @@ def refusals_of_calls() -> dict[str, str]:
     short = whole[:, :62]
     unmasked = dataclasses.replace(MODELS["Llama 3"], change=take_sdpa).made()
     context_parallel(unmasked, mesh, order=order, check=False)
+    by_document = dataclasses.replace(MODELS["Llama 3"], change=take_sdpa).made()
+    context_parallel(by_document, mesh, order=TokenOrder("document_head_tail", mesh), check=False)
     is_second = dist.get_rank() == 1
 
     def uneven() -> None:
@@ -744,6 +748,7 @@ def refusals_of_calls() -> dict[str, str]:
         "positions of fewer tokens": lambda: model(tokens, positions=here[:, 1:], attention_masks=documents),
         "positions that are no numbers": lambda: model(tokens, positions=here.float(), attention_masks=documents),
         "steps, without documents": lambda: unmasked(tokens, positions=2 * here),
+        "by document, without documents": lambda: by_document(tokens, positions=here),
         "no positions": lambda: model(tokens, attention_masks=documents),
         "None by place": lambda: model(tokens, None, documents),
         "no documents": lambda: model(tokens, positions=here),
@@ -777,6 +782,7 @@ def test_calls_that_are_refused(titans) -> None:
         "positions of fewer tokens": "are not those of tokens (2, 16)",
         "positions that are no numbers": "positions must be a tensor of int64 or int32, got torch.float32",
         "steps, without documents": "positions neither count on nor restart",
+        "by document, without documents": "document_head_tail",
         "no positions": "called without positions",
         "None by place": "called without positions",
         "no documents": "called with no attention_masks",
@@ -793,6 +799,155 @@ def test_calls_that_are_refused(titans) -> None:
         assert said.keys() == expected.keys()
         for name, message in expected.items():
             assert message in said[name], (name, said[name])
+
+
+def unmasked_decoder(order: TokenOrder, mesh: Any) -> Any:
+    """A decoder on a mesh that is told no documents."""
+    fit_to_torch()
+    fit_to_cpu()
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    from wallfacer_dt.integrations.torchtitan import context_parallel
+
+    set_spmd_backend("partial_dtensor")
+    model = dataclasses.replace(MODELS["Llama 3"], change=take_sdpa).made()
+    return context_parallel(model, mesh, order=order, check=False)
+
+
+def counted(*documents: int, begin: int = 0) -> torch.Tensor:
+    """(64,), from 0 in every document but the first."""
+    first, *others = documents
+    return torch.cat([torch.arange(begin, begin + first), *map(torch.arange, others)])
+
+
+def said_without_documents(name: str) -> dict[str, str]:
+    """What is said of positions of which nothing else is known, dealt out by hand in an order."""
+    from wallfacer_dt.integrations.torchtitan import Documents
+
+    mesh = context_mesh("cpu", 4)
+    model = unmasked_decoder(TokenOrder(name, mesh), mesh)
+    rank, chunks = dist.get_rank(), torch.arange(64).view(8, 8)
+    dealt = {
+        "contiguous": chunks[2 * rank : 2 * rank + 2].flatten(),
+        "head_tail": chunks[[rank, 7 - rank]].flatten(),
+        "of the rank before": chunks.roll(2, 0)[2 * rank : 2 * rank + 2].flatten(),
+    }
+    mine = dealt[name]
+    packed = torch.stack([counted(24, 29, 11, begin=5), counted(7, 57)])
+    own_ends = torch.cat([torch.arange(5), torch.arange(11)])
+    sixteens, halves = counted(16, 16, 16, 16), counted(32, 32)
+    calls: dict[str, tuple[torch.Tensor, Any]] = {
+        "right": (mine.expand(2, -1), None),
+        "one row": (mine[None], None),
+        "packed": (packed[:, mine], None),
+        "packed, int32": (packed[:, mine].int(), None),
+        "cut where ranks are, among others": (torch.stack([sixteens, packed[1]])[:, mine], None),
+        "contiguous": (dealt["contiguous"].expand(2, -1), None),
+        "head_tail": (dealt["head_tail"].expand(2, -1), None),
+        "of the rank before": (dealt["of the rank before"].expand(2, -1), None),
+        "from 0 on every rank": (torch.arange(16).expand(2, -1), None),
+        "of documents on every rank": (own_ends.expand(2, -1), None),
+        "cut where ranks are": (sixteens[mine].expand(2, -1), None),
+        "cut where two are": (halves[mine].expand(2, -1), None),
+        "one rank's": (mine.expand(2, -1) + (rank == 2), None),
+        "a row on a rank": (mine.expand(1 + (rank > 0), -1), None),
+        "documents on a rank": (packed[:, mine], None if rank else Documents.of(packed)),
+    }
+    said = {}
+    for what, (positions, documents) in calls.items():
+        try:
+            with torch.no_grad():
+                model(torch.zeros(2, 16, dtype=torch.int64), positions, documents)
+            said[what] = ""
+        except ValueError as error:
+            said[what] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("name", ["contiguous", "head_tail"])
+def test_positions_without_documents_are_compared_over_ranks(titans, name: str) -> None:
+    broken, at_ranks = "neither count on nor restart at 0", "restart at 0 where ranks' parts of a sequence begin"
+    expected = {
+        **dict.fromkeys(["right", "one row", "packed", "packed, int32", "cut where ranks are, among others", name], ""),
+        "head_tail" if name == "contiguous" else "contiguous": broken,
+        "of the rank before": at_ranks if name == "contiguous" else broken,
+        "from 0 on every rank": at_ranks if name == "contiguous" else broken,
+        "of documents on every rank": at_ranks if name == "contiguous" else broken,
+        "cut where ranks are": at_ranks,
+        "cut where two are": at_ranks,
+        "one rank's": broken,
+        "a row on a rank": "must be the same on every rank of the mesh",
+        "documents on a rank": "must be the same on every rank of the mesh",
+    }
+    for said in titans(4).run(said_without_documents, name):
+        assert said.keys() == expected.keys()
+        for what, message in expected.items():
+            assert (message in said[what]) if message else not said[what], (what, said[what])
+
+
+def warnings_of_undealt() -> int:
+    """How often a decoder warns whose ranks have other tokens at positions that are this rank's, counted by hand."""
+    with mock.patch.object(dealing, "_by_world", weakref.WeakKeyDictionary()):
+        mesh = context_mesh("cpu", 4)
+        model = unmasked_decoder(TokenOrder("contiguous", mesh), mesh)
+        tokens = torch.full((2, 16), dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(tokens, torch.arange(64).view(4, 16)[dist.get_rank()].expand(2, -1))
+    return sum("to which no sequence was dealt out" in str(one.message) for one in caught)
+
+
+def test_a_comparison_of_positions_does_not_count_as_dealing_out(titans) -> None:
+    assert titans(4).run(warnings_of_undealt) == [1] * 4
+
+
+def refusals_under_fsdp(compiles: bool) -> list[str]:
+    """What is said of forwards that one rank alone refuses, and of others in between."""
+    fit_to_torch()
+    fit_to_cpu()
+    fit_attention_to_cpu()
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    from wallfacer_dt.integrations.torchtitan import Documents, context_parallel
+
+    set_spmd_backend("partial_dtensor")
+    torch._dynamo.reset()
+    mesh = context_mesh("cpu", 4)
+    order = TokenOrder("head_tail", mesh)
+    model = context_parallel(MODELS["Llama 3"].made(), mesh, order=order)
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh._flatten("tokens"))
+    call = torch.compile(model, backend="eager") if compiles else model
+    is_third = dist.get_rank() == 2
+    # Documents of which ids do not show it.
+    whole, other = (torch.stack([counted(24, 29, 11, begin=begin), counted(7, 57)]) for begin in (5, 6))
+    mine, theirs = (shard_sequence(x, order, dim=1) for x in (whole, other))
+    documents, others = Documents.of(whole), Documents.of(other)
+    said = []
+    for positions, told in (
+        (mine, documents), (mine + is_third, documents), (mine, documents), (mine, None if is_third else documents),
+        (None if is_third else mine, documents),
+        (theirs, others) if is_third else (mine, documents),
+    ):  # fmt: skip
+        try:
+            call(mine, positions, told)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_all_ranks_hear_a_refusal_under_fsdp(titans, compiles: bool) -> None:
+    expected = [
+        "", "not this rank's part", "", "it must be the same on every rank of the mesh", "without positions",
+        "the positions of Documents must be the same",
+    ]  # fmt: skip
+    for rank, said in enumerate(titans(4).run(refusals_under_fsdp, compiles)):
+        for message, text in zip(expected, said, strict=True):
+            assert (message in text) if message else not text, (rank, said)
 
 
 class StandIn:

@@ -61,7 +61,7 @@ class _BeforeForward:
 
     @untraced("ranks compare what they were called with; compile layers, as torchtitan does")
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse on every rank what one of them was given and is not its part of the sequence."""
+        """Refuse on every rank, before FSDP's next all-gather, what one was given and is not its part of a sequence."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         with refusing_together(self.order.mesh_name):
             check_positions(

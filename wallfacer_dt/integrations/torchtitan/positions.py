@@ -5,16 +5,22 @@ Rotary embeddings go by positions and masks by documents, and neither shows in a
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from wallfacer_dt.agreement.agree import agree, hear_all
+from wallfacer_dt.documents import digest
 from wallfacer_dt.integrations.torchtitan.documents import Documents
-from wallfacer_dt.layout import BY_DOCUMENT
+from wallfacer_dt.layout import BY_DOCUMENT, deal
 from wallfacer_dt.order import TokenOrder
-from wallfacer_dt.sequence import sequence_positions, shard_sequence
+from wallfacer_dt.sequence import local_shard
 
 
 def check_positions(model: nn.Module, order: TokenOrder, tokens: Any, positions: Any, documents: Any) -> None:
     """Refuse (TypeError, ValueError) a decoder's call whose positions are not those of this rank's tokens.
+
+    All ranks of the order's mesh meet here, once a forward: what one of them refuses must not find another in FSDP's
+    all-gather, where no refusal is heard.
 
     Args:
         model: a decoder, or a pipeline stage's part of one.
@@ -30,18 +36,23 @@ def check_positions(model: nn.Module, order: TokenOrder, tokens: Any, positions:
             "of the whole sequence"
         )
     _check_shape(positions, tokens)
+    what = f"a forward of {name} on positions {tuple(positions.shape)}"
     if isinstance(documents, Documents):
         _check_documents(positions, tokens, documents, order)
+        told = [("the positions of Documents", digest(documents.positions))]
+        agree(f"{what} and Documents", told, order.mesh_name)
+    elif order.name == BY_DOCUMENT:  # which attention refuses without documents
+        agree(f"{what}, without Documents", (), order.mesh_name)
     else:
-        _check_steps(positions, order)
+        _check_runs(f"{what}, without Documents", positions, order)
 
 
 def _check_shape(positions: Any, tokens: Any) -> None:
-    if not isinstance(positions, Tensor) or positions.is_floating_point():
+    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"positions must be a tensor of int64 or int32, got {got}")
     shape = tuple(positions.shape)
-    if positions.ndim != 2:
+    if positions.ndim != 2 or 0 in shape:
         raise ValueError(f"positions must have shape (B, L), got {shape}")
     if not isinstance(tokens, Tensor):  # which the model says itself
         return
@@ -68,7 +79,7 @@ def _check_documents(positions: Tensor, tokens: Any, documents: Documents, order
             f"{length // ranks}: pass Documents.of the positions before they are dealt out to {ranks} ranks"
         )
     # Of an order that asks for no documents they are not looked at.
-    expected = shard_sequence(documents.positions, order, dim=1, document_ids=documents.ids)
+    expected = local_shard(documents.positions, order, dim=1, document_ids=documents.ids)
     if not bool((positions == expected.to(positions.device)).all()):
         raise ValueError(
             f"positions are not this rank's part of those that the Documents were made of, dealt out in order "
@@ -76,15 +87,33 @@ def _check_documents(positions: Tensor, tokens: Any, documents: Documents, order
         )
 
 
-def _check_steps(positions: Tensor, order: TokenOrder) -> None:
-    """Where nothing is known of the whole sequence: tokens that follow each other have positions that do, too."""
-    if order.name == BY_DOCUMENT:  # which attention refuses without documents
-        return
-    known = sequence_positions(positions.shape[1] * order.groups.coordinate.size, order)
-    follows = (known.diff() == 1).to(positions.device)
-    steps = (positions.diff(dim=1) == 1) | (positions[:, 1:] == 0)
-    if not bool((steps | ~follows).all()):
+def _check_runs(what: str, positions: Tensor, order: TokenOrder) -> None:
+    """Where nothing is known of whole sequences: between tokens that follow each other positions do, on all ranks.
+
+    A rank holds one run of each sequence or two, and all ranks hear the first position and the last of every run.
+    """
+    place = order.groups.coordinate
+    spans = deal(positions.shape[1] * place.size, order.axes, order.name)[place.index].tolist()
+    runs = positions.split([stop - start for start, stop in spans], dim=1)
+    restarts = torch.cat([run[:, 1:] == 0 for run in runs], 1)
+    steps = torch.cat([run.diff(dim=1) == 1 for run in runs], 1) | restarts
+    ends = torch.stack([run[:, [0, -1]] for run in runs])  # (runs, B, 2)
+    # In one piece, since each waits for a device.
+    told = torch.cat([torch.stack([steps.all(), restarts.any()]).to(ends.dtype), ends.flatten()]).tolist()
+    heard = hear_all(what, ([start for start, _ in spans], *told[:2], told[2:]), order.mesh_name)
+    by_rank, follow, restart, edges = zip(*heard.values(), strict=True)
+    turns = torch.tensor(by_rank).flatten().argsort()
+    firsts, lasts = torch.tensor(edges).view(len(turns), -1, 2)[turns].unbind(-1)
+    begins = firsts == 0
+    if not all(follow) or not bool((begins[1:] | (firsts[1:] == lasts[:-1] + 1)).all()):
         raise ValueError(
             f"positions neither count on nor restart at 0 between tokens that follow each other in order "
             f"{order.name!r}: pass this rank's part of the whole sequence's"
+        )
+    nowhere_else = not any(restart) and bool(begins[1:].any(0).all())
+    if place.size > 1 and (nowhere_else or bool(begins.all())):
+        raise ValueError(
+            "positions restart at 0 where ranks' parts of a sequence begin, as they do if each rank counts for itself: "
+            "pass this rank's part of the whole sequence's; where documents do begin there, use FlexAttention or "
+            "VarlenAttention, which are told so by Documents"
         )
