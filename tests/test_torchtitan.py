@@ -6,6 +6,7 @@ Ranks live in pools, where torchtitan finds a process group that it need not mak
 import contextlib
 import dataclasses
 import io
+import itertools
 import math
 import os
 import re
@@ -463,6 +464,34 @@ def test_a_checkpoint_within_what_ranks_take_together_is_refused() -> None:
     loader._batch, loader.dp_world_size = 2, 2
     with pytest.raises(ValueError, match="made after 6 sequences, of which 2 data-parallel ranks take 4 at a time"):
         loader.load_state_dict({"sequences": 6})
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
+    from recipes.torchtitan.text import ByteTokenizer, TextLoader
+
+    (tmp_path / "text").write_text("".join(f"{number:8d}" for number in range(100)))
+    config = TextLoader.Config(dataset_path=str(tmp_path / "text"), num_workers=workers)
+
+    def made() -> TextLoader:
+        return TextLoader(config, dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), seq_len=8, local_batch_size=2)
+
+    def taken(loader: TextLoader) -> list[int]:
+        rows = [row for inputs, _ in itertools.islice(loader, 2) for row in inputs["input"].tolist()]
+        return [int(bytes(row)) for row in rows]
+
+    loader, resumed = made(), made()
+    assert taken(loader) == [0, 1, 2, 3]
+    assert taken(loader) == [4, 5, 6, 7]
+    resumed.load_state_dict(loader.state_dict())
+    assert taken(resumed) == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("options", ["--dataloader.num_workers 2", "--dataloader.persistent_workers"])
+def test_workers_that_count_for_themselves_are_refused(titans, options: str) -> None:
+    (said,) = titans(1).run(refusal_on_ranks, options, "")
+    assert "--dataloader.num_workers must be 0 or 1" in said
 
 
 def assert_resumes(titans, alone: Curve, tmp_path: Path, size: Size, then: Size) -> None:

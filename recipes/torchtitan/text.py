@@ -67,6 +67,11 @@ class TextLoader(ParallelAwareDataloader):
         snapshot_every_n_steps: int | None = 1,
         **_: Any,
     ) -> None:
+        if config.num_workers > 1 or config.persistent_workers:
+            raise ValueError(
+                "--dataloader.num_workers must be 0 or 1, without --dataloader.persistent_workers, got "
+                f"{config.num_workers}: workers count for themselves what they have given"
+            )
         text = _load(config.dataset_path)
         whole = text.bytes_S.tobytes().decode(errors="replace")
         parts = re.split(r"(?<=\n\n)", whole) if config.documents else [whole]
@@ -97,7 +102,8 @@ class TextLoader(ParallelAwareDataloader):
         )
 
     def __iter__(self) -> Iterator[Any]:  # pyrefly: ignore[bad-override]
-        """This data-parallel rank's batches."""
+        """This data-parallel rank's batches, from the first that has not been given."""
+        self._sequences.given = self._batches * self._batch
         for batch in super().__iter__():
             self._batches += 1
             yield batch
@@ -117,7 +123,6 @@ class TextLoader(ParallelAwareDataloader):
                 f"take {together} at a time: resume with another --training.local_batch_size"
             )
         self._batches = taken // together
-        self._sequences.given = taken // self.dp_world_size
 
 
 def _load(path: str | None) -> Text:
