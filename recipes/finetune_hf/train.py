@@ -34,6 +34,7 @@ from recipes.training.trainer import Trainer
 from wallfacer_dt import shard_sequence
 from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
+from wallfacer_dt.integrations.transformers.refusals import leaves_layers_out
 from wallfacer_dt.integrations.transformers.sequence import positions_within
 
 IGNORED = -100  # labels that do not count
@@ -99,6 +100,11 @@ def _architecture(model: PreTrainedModel) -> int:
 
 def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> None:
     """Attention on the mesh that shares sequences, weights on all ranks."""
+    if ranks.launch.world > 1 and leaves_layers_out(model):  # also where no sequence is shared: FSDP gathers by layer
+        raise RecipeError(
+            "--model: layerdrop leaves layers out at random, other ones on every rank, which would take each other's "
+            "weights for theirs: set it to 0 in its config.json"
+        )
     model.to(ranks.device).train()
     if ranks.context is not None:
         assert ranks.order is not None
