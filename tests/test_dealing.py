@@ -58,9 +58,9 @@ def plans() -> dict[str, str]:
     mesh = context_mesh("cpu", ring=2, team=2)
     order, tokens = TokenOrder("head_tail", mesh), torch.arange(16)
 
-    def apply(path: str, on: Any = mesh) -> str:
+    def apply(path: str, on: Any = mesh, to: nn.Module | None = None) -> str:
         style = WallFacerParallel(order=order, layout="BNLH", check=False)
-        return said(lambda: parallelize_module(model(), on, {path: style}))
+        return said(lambda: parallelize_module(to or model(), on, {path: style}))
 
     def deal() -> str:
         return said(lambda: shard_sequence(tokens, order, dim=0))
@@ -85,6 +85,23 @@ def plans() -> dict[str, str]:
     projected = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), nn.ModuleDict({"own": Attention()})])})
     said(lambda: parallelize_module(projected, mesh, {"layers.*.own": metp}))
     found["METP's attention, of which some match"] = deal()
+    encoder, decoder, other = model(), model(), model()
+    apply("layers.*.self_attn.inner", to=encoder)
+    apply("layers.*.attention.inner", to=decoder)
+    found["an encoder's, then a decoder's"] = deal()
+    for one in (decoder, encoder):
+        apply("layers.*.self_attn.inner", to=one)
+    apply("layers.0.attention.inner", to=other)
+    apply("layers.0.attention.inner", to=encoder)
+    found["one of two models made up for"] = deal()
+    apply("layers.*.self_attn.inner", to=(decoder := model()))
+    apply("attention.inner", to=decoder["layers"][0])  # pyrefly: ignore[bad-index, bad-argument-type]
+    found["made up for layer by layer"] = deal()
+    twice = {"layers.*.attention.inner": style}
+    said(lambda: parallelize_module(model(), mesh, twice))
+    empty = nn.ModuleDict({"layers": nn.ModuleList([Layer(attends=False)])})
+    said(lambda: parallelize_module(empty, mesh, twice))
+    found["one plan of two models, in one of which it matches"] = deal()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         others = {"layers.*.self_attn.inner": nn.Identity()}
@@ -110,6 +127,10 @@ PLANS = {
     "one of two, deep": REFUSED.format("att.inner"),
     "METP's attention": REFUSED.format("blocks.*.attention").replace("WallFacerParallel", "METPAttentionParallel"),
     "METP's attention, of which some match": "",
+    "an encoder's, then a decoder's": REFUSED.format("self_attn.inner"),
+    "one of two models made up for": REFUSED.format("self_attn.inner"),
+    "made up for layer by layer": "",
+    "one plan of two models, in one of which it matches": REFUSED.format("inner"),
     "a style of others": f"{MISSING}; {MISSING}",
 }
 

@@ -268,9 +268,13 @@ def refused_models() -> dict[str, str]:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
-    other = MODELS["DiT"].made()
+    other, without = MODELS["DiT"].made(), MODELS["DiT"].made()
     other.__class__ = Other
+    without.transformer_blocks[1].attn1 = torch.nn.Identity()
+    processor = without.transformer_blocks[0].attn1.processor
     return {
+        "attention without a processor": refusal(lambda: context_parallel(without, mesh)),
+        "which is as it was": str(without.transformer_blocks[0].attn1.processor is processor),
         "another processor": refusal(lambda: context_parallel(sd3, mesh)),
         "a norm over tokens": refusal(lambda: context_parallel(flux, mesh)),
         "gligen": refusal(lambda: context_parallel(gligen, mesh)),
@@ -285,6 +289,8 @@ def refused_models() -> dict[str, str]:
 
 def test_models_that_are_refused(threads: Ranks) -> None:
     says = {
+        "attention without a processor": "transformer_blocks.1.attn1 (Identity) has no attention processor",
+        "which is as it was": "True",
         "another processor": "the processor AttnProcessor of transformer_blocks.0.attn is not known",
         "a norm over tokens": "transformer_blocks.1.ff.net.3 (GroupNorm) looks at several tokens",
         "gligen": "attention_type='gated'",
@@ -310,6 +316,32 @@ def elsewhere() -> str:
 def test_attention_that_is_computed_elsewhere_is_refused(threads: Ranks) -> None:
     for told in threads(RANKS).run(elsewhere):
         assert "transformer_blocks.0.attn called scaled_dot_product_attention 0 times" in told
+
+
+class Passing(torch.nn.Module):
+    """In the place of attention."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+
+def replaced_meanwhile() -> tuple[str, str]:
+    """What is said where attention is replaced while the model is as it was, and once it is back."""
+    model, inputs = MODELS["DiT"].made().eval().requires_grad_(False), MODELS["DiT"].called_with(even=True)
+    handle, block = context_parallel(model, set_up()), model.transformer_blocks[1]
+    attention = block.attn1
+    with handle.whole():
+        block.attn1 = Passing()
+    without = refusal(lambda: model(**inputs))
+    with handle.whole():
+        block.attn1 = attention
+    return without, refusal(lambda: model(**inputs))
+
+
+def test_attention_that_is_replaced_meanwhile_is_refused(threads: Ranks) -> None:
+    for without, right in threads(RANKS).run(replaced_meanwhile):
+        assert "transformer_blocks.1.attn1 of DiTTransformer2DModel computed attention on the mesh 0 times" in without
+        assert right == "went through"
 
 
 def with_another_block() -> tuple[str, str, str]:

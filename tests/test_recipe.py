@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from recipes.train_bytes.settings import Settings, check_settings
 from recipes.training.compare import compare
 from recipes.training.gradients import WholeGradients
 from recipes.training.ranks import Ranks as TrainingRanks
-from recipes.training.ranks import make_meshes
+from recipes.training.ranks import make_meshes, sum_over_groups
 from recipes.training.record import Run, Traffic, run_name
 from recipes.training.settings import Launch, Placement, RecipeError
 from tests.recipes import SMALL, recipe_on_rank
-from wallfacer_dt import context_mesh
+from wallfacer_dt import WaitError, context_mesh
+from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
 
@@ -356,3 +358,32 @@ def test_gradients_of_weights_that_not_all_ranks_use(ranks: Ranks) -> None:
     for found, norm in ranks(2).run(averaged):
         assert found == {"all": 1.5, "one": 2.0, "none": None, "frozen": None}
         assert norm == pytest.approx(2.5)
+
+
+def summed_over_groups() -> tuple[float, str]:
+    """Over two groups of two ranks: the sum of ranks' numbers, and what a wait in vain says."""
+    rank = dist.get_rank()
+    launch = Launch(rank=rank, world=4, local_rank=rank, local_world=4)
+    settings, sizes = Settings(ring=2, data_parallel=2), (1, 2, 1)
+    context, groups = make_meshes(settings, "cpu", sizes)
+    where = TrainingRanks(
+        launch=launch, device=torch.device("cpu"), ulysses=1, ring=2, team=1, dtype=torch.float32,
+        context=context, data_parallel=groups,
+    )  # fmt: skip
+    number = torch.tensor(float(rank))
+    sum_over_groups(number, "numbers", where)
+    with (
+        mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("lost")),
+        mock.patch.object(Whereabouts, "of", lambda _, ranks: f"ranks {sorted(ranks)}"),
+        pytest.raises(WaitError) as said,
+    ):
+        sum_over_groups(number, "numbers", where)
+    return number.item(), str(said.value)
+
+
+def test_a_wait_for_groups_is_for_their_ranks(ranks: Ranks) -> None:
+    for rank, (number, said) in enumerate(ranks(4).run(summed_over_groups)):
+        others = [0, 2] if rank % 2 == 0 else [1, 3]
+        assert number == sum(others)
+        assert "waited for all_reduce of numbers along dp in vain: lost" in said
+        assert said.endswith(f"ranks {others}")

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from recipes.finetune_hf.documents import PackedDocuments
 from recipes.finetune_hf.settings import Settings
-from recipes.finetune_hf.train import IGNORED, next_tokens
+from recipes.finetune_hf.train import IGNORED, _make_parallel, next_tokens
+from recipes.training.ranks import Ranks as TrainingRanks
+from recipes.training.settings import Launch, RecipeError
 from tests.recipes import losses, recipe_here, recipe_on_rank
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -71,6 +73,16 @@ def test_ranks_drop_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
         assert not mine.equal(others)
     again, _ = ranks(2).run(masks_of_dropout, arguments)
     assert all(map(torch.equal, first, again))
+
+
+def test_layers_that_ranks_leave_out_at_random_are_refused() -> None:
+    """Before ranks meet, also where they share no sequence."""
+    small = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 16}
+    model = OPTForCausalLM(OPTConfig(**small, layerdrop=0.1))
+    launch = Launch(rank=0, world=2, local_rank=0, local_world=2)
+    here = TrainingRanks(launch=launch, device=torch.device("cpu"), ulysses=1, ring=1, team=1, dtype=torch.float32)
+    with pytest.raises(RecipeError, match=r"layerdrop leaves layers out.*: set it to 0 in its config\.json"):
+        _make_parallel(model, Settings(data_parallel=2), here)
 
 
 @pytest.mark.whole

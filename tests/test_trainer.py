@@ -185,6 +185,9 @@ def refused() -> dict[str, str]:
     said = {"a model that is not set up": refusal(lambda: ContextParallelTrainer(model, arguments()))}
     order = TokenOrder("head_tail", mesh)
     context_parallel(model, mesh, order=order)
+    one = MODELS["Llama"].made() if dist.get_rank() == 1 else model
+    with of_torchrun():
+        said["one that is not on a rank"] = refusal(lambda: ContextParallelTrainer(one, arguments()))
 
     def train(kind: type[Trainer] = ContextParallelTrainer, rows: Any = None, **options: Any) -> str:
         told = arguments(remove_unused_columns=False)
@@ -221,6 +224,7 @@ def refused() -> dict[str, str]:
 
 REFUSED = {
     "a model that is not set up": "was not given to context_parallel",
+    "one that is not on a rank": "was not given to context_parallel",
     "transformers' own Trainer": "instead of transformers' Trainer, whose ranks read other sequences, use Context",
     "transformers' own Trainer, without padding": "position_ids are missing",
     "other rows on a rank": "the tokens must be the same on every rank",
@@ -248,6 +252,24 @@ class Stream(IterableDataset):
         return (rows[index] for index in range(13))
 
 
+class Counted(Stream):
+    """Of a length, as some loaders' are."""
+
+    def __len__(self) -> int:
+        return 13
+
+
+class Unlabelled(Rows):
+    """Without labels in what one of two meshes evaluates first, or one rank of a mesh reads."""
+
+    def __init__(self, rows: range, ranks: range) -> None:
+        super().__init__()
+        self.bare = rows if dist.get_rank() in ranks else range(0)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: x for name, x in super().__getitem__(index).items() if name != "labels" or index not in self.bare}
+
+
 def merged(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """A batch of one row, of a document for each."""
     told = {name: torch.cat([row[name] for row in rows])[None] for name in ("input_ids", "labels")}
@@ -268,6 +290,9 @@ def refused_on_two_meshes() -> dict[str, str]:
     with of_torchrun():
         return {
             "no length": evaluate(Stream()),
+            "iterable": evaluate(Counted()),
+            "no labels on a mesh": evaluate(Unlabelled(range(5, 10), range(4))),
+            "no labels on a rank": evaluate(Unlabelled(range(16), range(1, 2))),
             "uneven": evaluate(Rows(), accelerator_config={"even_batches": False}),
             "merged": evaluate(Subset(Rows(), range(13)), merged),
             "merged, a multiple": evaluate(Subset(Rows(), range(10)), merged),
@@ -276,7 +301,10 @@ def refused_on_two_meshes() -> dict[str, str]:
 
 def test_evaluation_that_is_refused_on_several_meshes(ranks: Ranks) -> None:
     for told in ranks(RANKS).run(refused_on_two_meshes):
-        assert "a dataset without a length" in told["no length"]
+        assert "of an iterable dataset" in told["no length"]
+        assert "of an iterable dataset" in told["iterable"]
+        assert "and give it labels" in told["no labels on a mesh"]
+        assert "and give it labels" in told["no labels on a rank"]
         assert "even_batches=False" in told["uneven"]
         assert "a collator that makes 1 rows of 5" in told["merged"]
         assert told["merged, a multiple"] == "went through"

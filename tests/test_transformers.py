@@ -32,7 +32,7 @@ from wallfacer_dt.testing import RankPool, worst_error
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, OPTConfig, OPTForCausalLM, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.models import (
@@ -59,6 +59,7 @@ Ranks = Callable[[int], RankPool]
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "transformers.md"
 README = Path(__file__).parent.parent / "README.md"
+OPT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
 
 
 def page() -> str:
@@ -182,9 +183,13 @@ def refused_calls() -> dict[str, str]:
     said["dropout"] = refusal(lambda: model(**batch))
     model.model.layers[1].self_attn.attention_dropout = 0.0
     said["afterwards"] = refusal(lambda: model(**batch))
+    skipping = OPTForCausalLM(OPTConfig(**OPT, layerdrop=0.1))
+    said["layers that are left out"] = refusal(lambda: context_parallel(skipping, mesh, order=order))
+    skipping.config.layerdrop = 0  # of which its decoder has a copy
+    said["layers that are still left out"] = refusal(lambda: context_parallel(skipping, mesh, order=order))
     skipping = llama()
     skipping.config.layerdrop = 0.1
-    said["layers that are left out"] = refusal(lambda: context_parallel(skipping, mesh, order=order))
+    said["layers that a config leaves out"] = refusal(lambda: context_parallel(skipping, mesh, order=order))
     handle.remove()
     said["removed"] = refusal(lambda: model(input_ids=tokens, labels=labels))
     said["a batch after that"] = refusal(lambda: model(**batch))
@@ -219,7 +224,9 @@ SAYS = {
     "another model of its config": "outside a forward",
     "dropout": "dropout=0.1",
     "afterwards": "went through",
-    "layers that are left out": "layerdrop leaves layers out at random",
+    "layers that are left out": "set it to 0 in the config before the model is made",
+    "layers that are still left out": "layerdrop leaves layers out at random",
+    "layers that a config leaves out": "layerdrop leaves layers out at random",
     "removed": "went through",
     "a batch after that": "give the model to context_parallel",
 }

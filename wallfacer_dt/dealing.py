@@ -12,13 +12,32 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from wallfacer_dt.agreement.worlds import World, this_world
 from wallfacer_dt.unmatched import Place
 
 Ranks = tuple[int, ...]  # ascending
+
+
+class _Missed(NamedTuple):
+    """A path that matched nothing: in words, which, and where it stands."""
+
+    what: str
+    place: Place | None
+
+    def is_made_up_for(self, place: Place | None, module: nn.Module) -> bool:
+        """Whether a style that is applied to a module shows that this was a first try, or matches somewhere."""
+        if self.place is None:
+            return True
+        model, plan, path = self.place
+        if place is not None and place.plan is plan and place.path != path:
+            return False
+        whole = model()
+        return whole is None or any(part is module for part in whole.modules())
 
 
 @dataclass
@@ -28,13 +47,13 @@ class _Noticed:
     Attributes:
         dealt: to which tokens were dealt out.
         others: to which others deal tokens out, who are not seen.
-        missed: on which a path matched nothing, and in words, which; nothing has been applied since.
+        missed: on which paths matched nothing, that have not been made up for since.
         warned: who have been warned.
     """
 
     dealt: set[Ranks] = field(default_factory=set)
     others: set[Ranks] = field(default_factory=set)
-    missed: dict[Ranks, tuple[str, Place | None]] = field(default_factory=dict)
+    missed: dict[Ranks, list[_Missed]] = field(default_factory=dict)
     warned: set[Ranks] = field(default_factory=set)
 
 
@@ -47,11 +66,11 @@ def _noticed() -> _Noticed:
 
 
 def notice_dealt(ranks: Ranks) -> None:
-    """Tokens are dealt out; refused (ValueError), once, where the last plan on these ranks matched nothing."""
+    """Tokens are dealt out; refused (ValueError), once, where a plan on these ranks matched nothing in a model."""
     noticed = _noticed()
     noticed.dealt.add(ranks)
     if missed := noticed.missed.pop(ranks, None):
-        raise ValueError(missed[0])
+        raise ValueError(missed[-1].what)
 
 
 def notice_others_deal(ranks: Ranks) -> None:
@@ -64,15 +83,13 @@ def notice_missed(ranks: Ranks, what: str, place: Place | None, *, at_once: bool
     noticed = _noticed()
     if at_once and ranks in noticed.dealt | noticed.others:
         raise ValueError(what)
-    noticed.missed[ranks] = what, place
+    noticed.missed.setdefault(ranks, []).append(_Missed(what, place))
 
 
-def notice_applied(ranks: Ranks, place: Place | None) -> None:
-    """A style was applied: what another plan missed before it was a first try, and its own path matches somewhere."""
+def notice_applied(ranks: Ranks, place: Place | None, module: nn.Module) -> None:
+    """A style was applied to a module: what was missed in its model by another plan, or elsewhere, is made up for."""
     missed = _noticed().missed
-    _, before = missed.get(ranks, ("", None))
-    if before is None or place is None or before.plan is not place.plan or before.path == place.path:
-        missed.pop(ranks, None)
+    missed[ranks] = [x for x in missed.get(ranks, ()) if not x.is_made_up_for(place, module)]
 
 
 def warn_undealt(ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -20,14 +21,15 @@ class AttentionStyle(ParallelStyle):
 
     def __init__(self) -> None:
         super().__init__()
-        self._applied: list[Place] = []  # where this style matched, of the last plan
+        self._applied: list[Place] = []  # where this style matched, of the last plan and model
 
-    def _notice_applied(self, mesh: DeviceMesh) -> None:
-        """Note that it has been applied, on a mesh that shares sequences."""
+    def _notice_applied(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Note that it has been applied to a module, on a mesh that shares sequences."""
         place = place_in_plan()
         if place is not None:
-            self._applied = [x for x in self._applied if x.plan is place.plan] + [place]
-        notice_applied(_ascending(mesh), place)
+            beside = [x for x in self._applied if x._replace(path=place.path) == place]
+            self._applied = [*beside, place]
+        notice_applied(_ascending(mesh), place, module)
 
     def matched_nothing(self, path: str, mesh: DeviceMesh, *, is_part: bool) -> None:
         """Refuse (ValueError) a plan's path that matches no module where tokens are dealt out.
@@ -35,7 +37,7 @@ class AttentionStyle(ParallelStyle):
         At once if they have been, unless it ``is_part`` of a path that may match in other modules, or has.
         """
         place = place_in_plan()
-        if is_part and any(x.plan is place.plan and x.path == place.path for x in self._applied if place):
+        if is_part and place in self._applied:
             return
         with refusing_together(name_of(mesh)):
             notice_missed(

@@ -125,7 +125,7 @@ class _ContextParallel(AttentionStyle):
                 check_once(module, self, device_mesh, self._passed)
             forward = self.forward_of(module, attention, name_in_plan(module))
             agree(f"{who} applied", [("module", type(module).__name__)], name)
-        self._notice_applied(device_mesh)
+        self._notice_applied(module, device_mesh)
         module.forward = forward
         return module
 

@@ -7,6 +7,7 @@ Private: that it warns by its module's ``warnings``, from a frame whose ``parall
 
 import sys
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -14,8 +15,9 @@ from torch.distributed.tensor.parallel import api
 
 
 class Place(NamedTuple):
-    """Of what is being applied: the plan, and its path."""
+    """Of what is being applied: the model, which this does not keep alive, the plan, and its path."""
 
+    model: weakref.ref[nn.Module]
     plan: Any
     path: str
 
@@ -23,7 +25,9 @@ class Place(NamedTuple):
 def place_in_plan() -> Place | None:
     """Where in a plan ``parallelize_module`` is, which calls itself for parts of paths; None where it is elsewhere."""
     told = _outermost()
-    return Place(told.get("parallelize_plan"), told["module_path"]) if "module_path" in told else None
+    if not isinstance(told.get("module"), nn.Module):
+        return None
+    return Place(weakref.ref(told["module"]), told.get("parallelize_plan"), told["module_path"])
 
 
 def name_in_plan(module: nn.Module) -> str:

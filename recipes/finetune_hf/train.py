@@ -11,7 +11,6 @@ import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -26,14 +25,14 @@ from recipes.training.batches import Batches
 from recipes.training.gradients import ShardedGradients, WholeGradients
 from recipes.training.loop import train_steps
 from recipes.training.picture import draw_curve
-from recipes.training.ranks import Ranks
+from recipes.training.ranks import Ranks, sum_over_groups
 from recipes.training.record import Run
 from recipes.training.settings import Launch, Output, RecipeError, Saving
 from recipes.training.styles import attention_kernel
 from recipes.training.trainer import Trainer
 from wallfacer_dt import shard_sequence
-from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
+from wallfacer_dt.integrations.transformers.refusals import leaves_layers_out
 from wallfacer_dt.integrations.transformers.sequence import positions_within
 
 IGNORED = -100  # labels that do not count
@@ -99,6 +98,11 @@ def _architecture(model: PreTrainedModel) -> int:
 
 def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> None:
     """Attention on the mesh that shares sequences, weights on all ranks."""
+    if ranks.launch.world > 1 and leaves_layers_out(model):  # also where no sequence is shared: FSDP gathers by layer
+        raise RecipeError(
+            "--model: layerdrop leaves layers out at random, other ones on every rank, which would take each other's "
+            "weights for theirs: set it to 0 in its config.json"
+        )
     model.to(ranks.device).train()
     if ranks.context is not None:
         assert ranks.order is not None
@@ -139,9 +143,7 @@ class PackedLoss:
         tokens_BN, documents_BN = batch.tokens_N.to(self.ranks.device), batch.documents_N
         labels_BN = next_tokens(batch.tokens_N, documents_BN).to(self.ranks.device)
         counted = (labels_BN != IGNORED).sum()
-        if self.ranks.data_parallel is not None:
-            with Waiting("all_reduce of how many tokens count"):
-                dist.all_reduce(counted, group=self.ranks.data_parallel.get_group())
+        sum_over_groups(counted, "how many tokens count", self.ranks)
         if self.ranks.context is None or self.ranks.order is None:
             positions_BN = positions_within(documents_BN, tokens_BN.shape[1]).to(self.ranks.device)
             inputs = {"input_ids": tokens_BN, "position_ids": positions_BN, "use_cache": False}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipes.training.ranks import Ranks
+from recipes.training.ranks import Ranks, sum_over_groups
 from wallfacer_dt.agreement.progress import Waiting
 
 
@@ -98,9 +98,7 @@ class WholeGradients:
         """Average METP's gradients over all ranks; returns this rank's part of them."""
         grads = [parameter.grad.to_local() for parameter in self._shared if isinstance(parameter.grad, DTensor)]
         for grad in grads:
-            if self._ranks.data_parallel is not None:
-                with Waiting("all_reduce of METP's gradients along dp"):
-                    dist.all_reduce(grad, group=self._ranks.data_parallel.get_group())
+            sum_over_groups(grad, "METP's gradients", self._ranks)
             grad /= self._ranks.launch.world
         return grads
 

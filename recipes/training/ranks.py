@@ -130,6 +130,18 @@ def _heard(mine: T, what: str, launch: Launch) -> list[T]:
     return heard
 
 
+def sum_over_groups(x: Tensor, what: str, ranks: Ranks) -> None:
+    """Add a tensor up in place over the groups with different sequences, if there are several.
+
+    Raises:
+        WaitError: not all ranks of this rank's line of the axis are here; it says where these are.
+    """
+    if ranks.data_parallel is not None:
+        group = ranks.data_parallel.get_group()
+        with Waiting(f"all_reduce of {what} along dp", lambda: dist.get_process_group_ranks(group)):
+            dist.all_reduce(x, group=group)
+
+
 def leave_ranks() -> None:
     """End the process group, if there is one; all ranks call it."""
     if dist.is_initialized():

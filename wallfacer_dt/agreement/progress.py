@@ -46,12 +46,15 @@ class Waiting:
 
     Where it is in vain, for a timeout or a rank that is lost, a WaitError takes the place of the collective's error,
     and says where the other ranks were last.
+
+    Args:
+        what: it brings, in words.
+        ranks: gives those that take part; all of the world if not told.
     """
 
     __slots__ = ("_here", "_ranks", "_what")
 
     def __init__(self, what: object, ranks: Callable[[], Sequence[int]] | None = None) -> None:
-        """What it brings, in words, and what gives the ranks that take part; all of the world if not told."""
         self._what, self._ranks = what, ranks
 
     def __enter__(self) -> None:

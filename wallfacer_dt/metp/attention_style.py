@@ -145,7 +145,7 @@ class METPAttentionParallel(AttentionStyle):
         boundary = Boundary(weights, *self.layouts, nested)
         # Bound, so that a copy of the module uses its own weights.
         forward = self._forward(boundary, block, attention, rotary, attributes_of(module), returned)
-        self._notice_applied(weights.context_mesh)
+        self._notice_applied(module, weights.context_mesh)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
 

@@ -77,12 +77,13 @@ class ContextParallel(Handle[ModelMixin]):
             yield model
 
     def _turn_on(self, model: ModelMixin) -> None:
-        plan = self._plan
+        plan, modules = self._plan, attention_modules(model)
+        paths = {module: path for path, module in modules.items()}
+        blocks = attentions_of(model, plan).values()
+        self._attends = Counter(paths.get(x, path) for block in blocks for path, x in block.items())
         self._leave_on(model)
-        for path, module in attention_modules(model).items():
+        for path, module in modules.items():
             module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan.text, path))
-        attending = [x for block in attentions_of(model, plan).values() for x in block]
-        self._attends = Counter(x.processor.path for x in attending)  # pyrefly: ignore[missing-attribute]
         at = {plan.tokens: self._deal, plan.rotary: self._deal_rotary, plan.output: self._put_together}
         self._hooked = {path: model.get_submodule(path) for path in at if path}
         self._hooks = [

@@ -41,14 +41,15 @@ def blocks_of(model: ModelMixin, plan: Plan) -> dict[str, nn.Module]:
     return {f"{name}.{number}": block for name, blocks in lists.items() for number, block in blocks.named_children()}
 
 
-def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, list[nn.Module]]:
-    """By a block's path, its attention in which the image's tokens see each other; once for each time it is a block."""
+def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, dict[str, nn.Module]]:
+    """By a block's path, its attention in which the image's tokens see each other, by path; of a block that comes twice
+    by each of its paths.
+    """
     found = {}
     for name in plan.blocks:
         for number, block in enumerate(model.get_submodule(name)):  # pyrefly: ignore[bad-argument-type]
-            found[f"{name}.{number}"] = [
-                x for x in (getattr(block, part, None) for part in plan.attends) if x is not None
-            ]
+            parts = {f"{name}.{number}.{part}": getattr(block, part, None) for part in plan.attends}
+            found[f"{name}.{number}"] = {path: x for path, x in parts.items() if x is not None}
     return found
 
 
@@ -62,7 +63,8 @@ def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
 def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     if getattr(model.config, "attention_type", "default") != "default":
         yield f"attention_type={model.config.attention_type!r} (GLIGEN) is not implemented"
-    for path, module in attention_modules(model).items():
+    have_processors = attention_modules(model)
+    for path, module in have_processors.items():
         processor = type(module.processor)
         if processor not in PROCESSORS:
             known = ", ".join(sorted(one.__name__ for one in PROCESSORS))
@@ -70,6 +72,9 @@ def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     for path, attentions in attentions_of(model, plan).items():
         if not attentions:
             yield f"{path} has no {plan.attends[0]}, which is to attend on the mesh"
+        for part, module in attentions.items():
+            if module not in have_processors.values():
+                yield f"{part} ({type(module).__name__}) has no attention processor, which is to attend on the mesh"
     for name, block in blocks_of(model, plan).items():
         for path, module in block.named_modules(prefix=name):
             if isinstance(module, _MIXING):

@@ -26,6 +26,12 @@ def check_model_is_known(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} cannot be made context parallel: {why}")
 
 
+def leaves_layers_out(model: PreTrainedModel) -> bool:
+    """Whether it does at random in training (layerdrop). Modules read a copy that they took from the config, or it."""
+    told = (*upstream.configs(model), *model.modules())
+    return any(getattr(x, f"{part}layerdrop", 0) for x in told for part in ("", "encoder_", "decoder_"))
+
+
 def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
     fixed = upstream.fixed_attention(model)
     if fixed:
@@ -33,8 +39,6 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
     for config in upstream.configs(model):
         if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
             yield "cross attention, of an encoder-decoder, is not implemented"
-        if any(getattr(config, f"{part}layerdrop", 0) for part in ("", "encoder_", "decoder_")):
-            yield "layerdrop leaves layers out at random, other ones on every rank: set it to 0"
         for layers in ("layer_types", "layers_block_type"):
             others = sorted(set(getattr(config, layers, None) or ()) - _LAYERS - {"attention"})
             if others:
@@ -47,6 +51,11 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
             yield "the router's loss is no sum over tokens: set output_router_logits=False"
         if getattr(config, "output_attentions", False):
             yield "probabilities are never put together: set output_attentions=False"
+    if leaves_layers_out(model):
+        yield (
+            "layerdrop leaves layers out at random, other ones on every rank: set it to 0 in the config before the "
+            "model is made"
+        )
     for path, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         found = _ROPE & {*(kinds.values() if isinstance(kinds, dict) else [kinds])}

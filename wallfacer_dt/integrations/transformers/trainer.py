@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_utils import has_length
 
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.agreement.worlds import name_mesh
@@ -49,9 +48,9 @@ class ContextParallelTrainer(Trainer):
     """
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        self.context = handle_of(model)
         self._everyone = everyone = name_mesh("world", range(dist.get_world_size()), ())
         with refusing_together(everyone):
+            self.context = handle_of(model)
             told = args[0] if args else kwargs.get("args")
             _check_parallelism(getattr(told, "parallelism_config", None))  # of which accelerate has errors of its own
         super().__init__(model, *args, **kwargs)
@@ -104,10 +103,10 @@ class ContextParallelTrainer(Trainer):
         """
         if self._groups > 1:
             with refusing_together(self._everyone):
-                if not has_length(dataloader.dataset):
+                if isinstance(dataloader.dataset, IterableDataset):  # one with a length, too
                     raise ValueError(
-                        "of a dataset without a length it is not known which rows accelerate repeats, so that all "
-                        f"{self._groups} meshes have as many: evaluate one that has a length"
+                        "of an iterable dataset it is not known which rows accelerate repeats, so that all "
+                        f"{self._groups} meshes have as many: evaluate one whose rows are asked for by number"
                     )
                 if not self.accelerator.even_batches:
                     raise ValueError(
@@ -134,13 +133,15 @@ class ContextParallelTrainer(Trainer):
         Raises:
             ValueError: more than the loss is asked for, or nothing to compute it from.
         """
-        if not prediction_loss_only or "labels" not in inputs:
-            raise ValueError(
-                "of shards Trainer evaluates the loss alone: set prediction_loss_only=True, leave compute_metrics out, "
-                "and give it labels; for logits call the model within `with handle.whole():`"
-            )
         with refusing_together(self._everyone):
-            counting = self._counting(inputs["input_ids"].shape[0]) if "input_ids" in inputs else None
+            with refusing_together(self.context.order.mesh_name):  # whose other ranks deal the batch out
+                if not prediction_loss_only or "labels" not in inputs:
+                    raise ValueError(
+                        "of shards Trainer evaluates the loss alone: set prediction_loss_only=True, leave "
+                        "compute_metrics out, and give it labels; for logits call the model within `with "
+                        "handle.whole():`"
+                    )
+                counting = self._counting(inputs["input_ids"].shape[0]) if "input_ids" in inputs else None
             if counting is not None:
                 inputs = {**inputs, "labels": inputs["labels"].clone()}
                 inputs["labels"][counting:] = IGNORED
