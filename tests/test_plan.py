@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
-from wallfacer_dt.planning.search import _because
+from wallfacer_dt.planning.search import _because, _order, _Search
 from wallfacer_dt.planning.timeline import Begin, Compute, End, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
 from wallfacer_dt.testing.fake import fake_world
@@ -480,6 +481,29 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text: str) -> None:
     refused = r"profile\.json (is no profile: its version is|is empty|is JSON, but no object)"
     with pytest.raises(ValueError, match=refused):
         Profile.load(path)
+
+
+@examples(20)
+@given(
+    ranks=st.sampled_from([(8, 4), (8, 2), (6, 6)]),
+    heads=st.sampled_from([(4, 2), (3, 1)]),
+    length=st.sampled_from([96, 4096, 4099]),
+    window=st.sampled_from([None, 300]),
+    link=st.sampled_from([1e7, 1e9, 1e11]),
+    keep=st.integers(1, 9),
+)
+def test_what_is_looked_at_late_is_not_overlooked(
+    ranks: tuple[int, int], heads: tuple[int, int], length: int, window: int | None, link: float, keep: int
+) -> None:
+    """The first few are those of all, of which none is left out, and which are in order."""
+    model = ModelShape(hidden=256, heads=heads[0], kv_heads=heads[1], head_dim=64)
+    sequence = SequenceShape(length, is_causal=True, window_size=None if window is None else (window, 0))
+    where = cluster(*ranks, intra=Link(100 * link, 1e-6), inter=Link(link, 1e-5))
+    # What memory they need does not matter here, and takes longest.
+    with mock.patch.object(_Search, "_with_memory", lambda _, one: one):
+        every, few = plan(model, sequence, where), plan(model, sequence, where, keep=keep)
+    assert few.ranked == every.ranked[:keep]
+    assert [*every.ranked] == sorted(every.ranked, key=_order)
 
 
 def test_what_is_run_is_of_different_meshes_or_schedules() -> None:

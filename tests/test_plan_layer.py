@@ -13,6 +13,7 @@ from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
 from wallfacer_dt.planning import Candidate
+from wallfacer_dt.planning.attention import computing
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
@@ -213,6 +214,20 @@ def test_a_step_is_no_shorter_than_its_least(layer: Layer) -> None:
     ways = cost_of(free).ways
     alone = least_step(free, *(Spent.of(way.line) for way in ways))
     assert simulated_step(free, ways).seconds == pytest.approx(alone)
+
+
+@examples(60)
+@given(divided())
+def test_what_attention_computes_is_known_before_its_transfers(layer: Layer) -> None:
+    cost, division = cost_of(layer), layer.division
+    plain = replace(division.context, projections="plain")
+    model, where = division.heads_of(layer.model), division.context_cluster(layer.cluster)
+    if division.context.projections == "metp":
+        cost = attention_cost(plain, model, layer.sequence, where)
+    for backward, line in enumerate((cost.forward, cost.backward)):
+        seconds = computing(plain, model, layer.sequence, where.kernels, backward=bool(backward))
+        assert line.compute <= seconds * (1 + 1e-9)  # that of the rank with most to do
+        assert seconds <= line.seconds * (1 + 1e-9)
 
 
 def test_one_rank_only_computes() -> None:

@@ -1,5 +1,6 @@
 """One call of attention as a rank's events: its schedule's steps, with what they cost."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -62,7 +63,7 @@ def attention_events(
             if group + 1 < len(groups):
                 yield exchange("to_heads", group + 1)
         if heads[0]:
-            costs = Costs(kernels, sequence.batch, *heads, model.dim, sequence.dtype, backward=backward)
+            costs = Costs.of_heads(heads, kernels, model, sequence, backward=backward)
             for step in program:
                 match step:
                     case Sent(name):
@@ -76,6 +77,20 @@ def attention_events(
     if has_exchange:
         for group in range(len(groups)):
             yield End(f"to_tokens {group}")
+
+
+def computing(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
+) -> float:
+    """Seconds of computing in the :func:`attention_events` of a rank that computes most, in whatever placement."""
+    _, program = program_of_most(candidate, sequence, backward=backward)
+    times = Counter(step.sizes for step in program if isinstance(step, Attended))
+
+    def seconds(heads: tuple[int, int]) -> float:
+        costs = Costs.of_heads(heads, kernels, model, sequence, backward=backward)
+        return sum(n * costs.of(sizes) for sizes, n in times.items())
+
+    return max(sum(seconds(heads) for heads in groups if heads[0]) for groups in head_patterns(candidate, model))
 
 
 def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
@@ -131,6 +146,13 @@ class Costs:
         touched = 3 * token * accumulation_dtype(dtype).itemsize / kernels.merge
         self.query, self.key = heads * touched, 2 * kv_heads * touched * backward
         self.known: dict[Sizes, float] = {}
+
+    @classmethod
+    def of_heads(
+        cls, heads: tuple[int, int], kernels: Kernels, model: ModelShape, sequence: SequenceShape, *, backward: bool
+    ) -> "Costs":
+        """Of so many of a model's query and key heads."""
+        return cls(kernels, sequence.batch, *heads, model.dim, sequence.dtype, backward=backward)
 
     def of(self, tiles: Sizes) -> float:
         """Seconds of a step, of which most in a ring are alike."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
+from wallfacer_dt.planning.attention import computing
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
@@ -225,8 +226,7 @@ def plan(
         given = f"{others[0]} of {others[0].size}" if others else "none"
         raise ValueError(f"only must be attentions of the cluster's {cluster.ranks} ranks, got {given}")
     search = _Search(model, sequence, cluster, profile)
-    for alike in _by_mesh(some).values():
-        search.add(alike)
+    search.add(some)
     ranked, dropped = search.run(keep)
     if not ranked:
         least = min(dropped, key=lambda one: one.prediction.memory)
@@ -257,32 +257,64 @@ class _Choice:
     ranked: Ranked | None = None
 
 
+_KEPT: dict[str, Any] = {"rotate": "kv", "rotate_forward": "kv"}
+
+_Meshes = dict[int, list[Candidate]]
+"""Attentions that differ in their rotations, by the number of their mesh."""
+
+
 def _by_mesh(attentions: Sequence[Candidate]) -> dict[Candidate, list[Candidate]]:
     """Those that differ in nothing but what rotates."""
     groups: dict[Candidate, list[Candidate]] = {}
     for one in attentions:
-        groups.setdefault(replace(one, rotate="kv", rotate_forward="kv"), []).append(one)
+        groups.setdefault(replace(one, **_KEPT), []).append(one)
     return groups
 
 
 class _Search:
     """The choices of every mesh and schedule, fastest first.
 
-    What takes longer to say is asked only of those whose turn comes: at first of each the least that it can take, then
-    what it takes, then its memory.
+    What takes longer to say is asked only of those whose turn comes: at first, of attentions that differ in placement
+    and rotations, the least that they compute; then of each choice the least that it takes, what it takes, its memory.
     """
 
     def __init__(self, model: ModelShape, sequence: SequenceShape, cluster: Cluster, profile: "Profile | None") -> None:
         self.model, self.sequence, self.cluster, self.profile = model, sequence, cluster, profile
-        self.queue: list[tuple[tuple, int, int, _Choice]] = []
+        self.queue: list[tuple[tuple, int, int, _Choice | _Meshes]] = []
         self.left: list[int] = []
 
-    def add(self, alike: Sequence[Candidate]) -> None:
-        """Attentions that differ in their rotations, each with layers of every kind."""
-        mesh = len(self.left)
-        choices = [one for attention in alike for one in self._choices(attention)]
-        self.left.append(len(choices))
-        self.queue += ((one.least, mesh, turn, one) for turn, one in enumerate(choices))
+    def add(self, attentions: Sequence[Candidate]) -> None:
+        """All there are to choose from, each with layers of every kind."""
+        placements: dict[tuple, _Meshes] = {}
+        for mesh, alike in enumerate(_by_mesh(attentions).values()):
+            placements.setdefault((alike[0].axes, alike[0].schedule, alike[0].order), {})[mesh] = alike
+            self.left.append(0)
+        # What was measured goes first, however long it may take.
+        self.queue += (
+            ((self.profile is None, 0.0, self._least(meshes), _UNKNOWN), min(meshes), _UNKNOWN, meshes)
+            for meshes in placements.values()
+        )
+
+    def _least(self, meshes: "_Meshes") -> float:
+        """Seconds below which no choice of meshes that differ in their placement is: what it computes."""
+        model, sequence, kernels = self.model, self.sequence, self.cluster.kernels
+        some = [one for alike in meshes.values() for one in alike]
+        rotations = {one.rotate_forward for one in some}, {one.rotate for one in some}
+        spent = []
+        for backward, sides in enumerate(rotations):
+            side = "rotate" if backward else "rotate_forward"
+            kinds = (replace(some[0], projections="plain", **_KEPT | {side: one}) for one in sides)
+            seconds = min(computing(one, model, sequence, kernels, backward=bool(backward)) for one in kinds)
+            spent.append(Spent(seconds, seconds))
+        return min(self._least_step(one, spent) for one in with_layers(some[0], model))
+
+    def _open(self, meshes: "_Meshes") -> None:
+        """Have the choices of some meshes wait for their turn."""
+        for mesh, alike in meshes.items():
+            choices = [one for attention in alike for one in self._choices(attention)]
+            self.left[mesh] = len(choices)
+            for turn, one in enumerate(choices):
+                heapq.heappush(self.queue, (one.least, mesh, turn, one))
 
     def _choices(self, attention: Candidate) -> Iterator["_Choice"]:
         model, sequence, profile = self.model, self.sequence, self.profile
@@ -290,11 +322,14 @@ class _Search:
         cost = attention_cost(plain, model, sequence, self.cluster)
         spent = [Spent.of(way.line) for way in cost.ways]
         for candidate in with_layers(attention, model):
-            least_of = self._with_projections(candidate, spent)
             measured = profile.seconds(candidate, model, sequence) if profile else None
-            layer = Layer(Division(candidate, microbatch=sequence.batch), model, sequence, self.cluster)
-            least = (measured is None, measured or 0.0, _rounded(least_step(layer, *least_of) * (1 - 1e-9)))
-            yield _Choice((*least, _UNKNOWN), candidate, cost, measured)
+            least = (measured is None, measured or 0.0, self._least_step(candidate, spent), _UNKNOWN)
+            yield _Choice(least, candidate, cost, measured)
+
+    def _least_step(self, candidate: Candidate, attention: Sequence[Spent]) -> float:
+        """Seconds that no step of a candidate is below if attention takes this at least."""
+        layer = Layer(Division(candidate, microbatch=self.sequence.batch), self.model, self.sequence, self.cluster)
+        return _rounded(least_step(layer, *self._with_projections(candidate, attention)) * (1 - 1e-9))
 
     def _with_projections(self, candidate: Candidate, attention: Sequence[Spent]) -> Sequence[Spent]:
         """What attention takes at least; under METP what it would take of all heads at once, and its projections.
@@ -321,6 +356,9 @@ class _Search:
         heapq.heapify(self.queue)
         while self.queue and len(ranked) != keep:
             _, mesh, turn, choice = heapq.heappop(self.queue)
+            if isinstance(choice, dict):
+                self._open(choice)
+                continue
             if is_done[mesh]:
                 continue
             if choice.ranked is None:
