@@ -1,11 +1,13 @@
 """What is noticed where tokens are dealt out: plans that match nothing, and ranks to which nobody deals."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,8 +74,10 @@ def plans() -> dict[str, str]:
     found |= {"of one layer": apply("layers.*.attention.inner"), "then": deal()}
     found["of nothing"] = apply("blocks.*.attention.inner")
     found["on another mesh"] = apply("blocks.*.attention.inner", pair)
-    parts = [apply("layers.*.self_attn.inner"), apply("layers.*.attention.inner"), deal()]
-    found["made up for"] = parts[-1]
+    tried = model()
+    for path in ("layers.*.self_attn.inner", "layers.*.attention.inner"):
+        apply(path, to=tried)
+    found["made up for"] = deal()
     style = WallFacerParallel(order=order, layout="BNLH", check=False)
     both = {"blocks.*.attention.inner": style, "layers.0.attention.inner": style}
     found["one of two"] = said(lambda: parallelize_module(model(), mesh, both))
@@ -102,6 +106,17 @@ def plans() -> dict[str, str]:
     empty = nn.ModuleDict({"layers": nn.ModuleList([Layer(attends=False)])})
     said(lambda: parallelize_module(empty, mesh, twice))
     found["one plan of two models, in one of which it matches"] = deal()
+    tried = model()
+    mended: dict[str, Any] = {"layers.*.self_attn.inner": WallFacerParallel(order=order, layout="BNLH", check=False)}
+    said(lambda: parallelize_module(tried, mesh, mended))
+    mended["layers.*.attention.inner"] = mended.pop("layers.*.self_attn.inner")
+    said(lambda: parallelize_module(tried, mesh, mended))
+    found["a plan mended where it is"] = deal()
+    apply("layers.*.self_attn.inner")  # to a model that nobody keeps
+    if dist.get_rank() == 0:
+        gc.collect()
+    apply("layers.*.attention.inner")
+    found |= {"a model that was given up": deal(), "a model that was given up, again": deal()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         others = {"layers.*.self_attn.inner": nn.Identity()}
@@ -110,27 +125,32 @@ def plans() -> dict[str, str]:
 
 
 TORCHS = "Parallelize plan key '{}' could not be resolved: no submodule matching token '{}'"
-REFUSED = "WallFacerParallel was to be applied to '{}', which matches no module, so that every rank would attend"
+REFUSED = "WallFacerParallel was to be applied to '{}', which matches no module of {}, so that every rank would attend"
 MISSING = TORCHS.format("self_attn.inner", "self_attn")
 PLANS = {
     "first": TORCHS.format("blocks.*.attention.inner", "blocks"),
-    "dealt out": REFUSED.format("blocks.*.attention.inner"),
+    "dealt out": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
     "dealt out again": "",
     "of no layer, at once": f"{MISSING}; {MISSING}",
-    "of no layer": REFUSED.format("self_attn.inner"),
+    "of no layer": REFUSED.format("self_attn.inner", "ModuleDict"),
     "of one layer": TORCHS.format("inner", "inner"),
     "then": "",
-    "of nothing": REFUSED.format("blocks.*.attention.inner"),
+    "of nothing": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
     "on another mesh": TORCHS.format("blocks.*.attention.inner", "blocks"),
     "made up for": "",
-    "one of two": REFUSED.format("blocks.*.attention.inner"),
-    "one of two, deep": REFUSED.format("att.inner"),
-    "METP's attention": REFUSED.format("blocks.*.attention").replace("WallFacerParallel", "METPAttentionParallel"),
+    "one of two": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
+    "one of two, deep": REFUSED.format("att.inner", "ModuleDict"),
+    "METP's attention": REFUSED.format("blocks.*.attention", "ModuleDict").replace(
+        "WallFacerParallel", "METPAttentionParallel"
+    ),
     "METP's attention, of which some match": "",
-    "an encoder's, then a decoder's": REFUSED.format("self_attn.inner"),
-    "one of two models made up for": REFUSED.format("self_attn.inner"),
+    "an encoder's, then a decoder's": REFUSED.format("self_attn.inner", "ModuleDict"),
+    "one of two models made up for": REFUSED.format("self_attn.inner", "ModuleDict"),
     "made up for layer by layer": "",
-    "one plan of two models, in one of which it matches": REFUSED.format("inner"),
+    "one plan of two models, in one of which it matches": REFUSED.format("inner", "ModuleDict"),
+    "a plan mended where it is": "",
+    "a model that was given up": REFUSED.format("self_attn.inner", "ModuleDict"),
+    "a model that was given up, again": "",
     "a style of others": f"{MISSING}; {MISSING}",
 }
 
@@ -166,7 +186,7 @@ def by_others() -> list[str]:
 def test_attention_on_ranks_to_which_others_deal(threads: Callable[[int], RankPool]) -> None:
     for attended, matched_nothing in threads(4).run(by_others):
         assert attended == ""
-        assert matched_nothing.startswith(REFUSED.format("blocks.*.attention.inner"))
+        assert matched_nothing.startswith(REFUSED.format("blocks.*.attention.inner", "ModuleDict"))
 
 
 def test_what_is_noticed() -> None:

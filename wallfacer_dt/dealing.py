@@ -24,20 +24,19 @@ Ranks = tuple[int, ...]  # ascending
 
 
 class _Missed(NamedTuple):
-    """A path that matched nothing: in words, which, and where it stands."""
+    """A path that matched nothing: in words, which, and in which model, that is kept until this is made up for or told.
+
+    Were it not kept, whether it is still there would be up to each rank's garbage collector.
+    """
 
     what: str
-    place: Place | None
+    model: nn.Module
+    path: str
 
     def is_made_up_for(self, place: Place | None, module: nn.Module) -> bool:
-        """Whether a style that is applied to a module shows that this was a first try, or matches somewhere."""
-        if self.place is None:
-            return True
-        model, plan, path = self.place
-        if place is not None and place.plan is plan and place.path != path:
-            return False
-        whole = model()
-        return whole is None or any(part is module for part in whole.modules())
+        """Whether a style that is applied to a part of the model shows that this was a first try, or does match."""
+        is_asked_for = place is not None and place.path != self.path and self.path in place.plan
+        return not is_asked_for and any(part is module for part in self.model.modules())
 
 
 @dataclass
@@ -79,15 +78,19 @@ def notice_others_deal(ranks: Ranks) -> None:
 
 
 def notice_missed(ranks: Ranks, what: str, place: Place | None, *, at_once: bool) -> None:
-    """A path matched nothing: refused (ValueError) where tokens were dealt out, otherwise when they are."""
+    """A plan's path matched nothing: refused (ValueError) where tokens were dealt out, otherwise when they are."""
     noticed = _noticed()
     if at_once and ranks in noticed.dealt | noticed.others:
         raise ValueError(what)
-    noticed.missed.setdefault(ranks, []).append(_Missed(what, place))
+    model = None if place is None else place.model()
+    if place is not None and model is not None:
+        noticed.missed.setdefault(ranks, []).append(_Missed(what, model, place.path))
 
 
 def notice_applied(ranks: Ranks, place: Place | None, module: nn.Module) -> None:
-    """A style was applied to a module: what was missed in its model by another plan, or elsewhere, is made up for."""
+    """A style was applied to a module: a path that was missed in its model, and that is not asked for again, is made up
+    for, and so is one that matches here.
+    """
     missed = _noticed().missed
     missed[ranks] = [x for x in missed.get(ranks, ()) if not x.is_made_up_for(place, module)]
 

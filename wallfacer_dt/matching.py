@@ -42,9 +42,9 @@ class AttentionStyle(ParallelStyle):
         with refusing_together(name_of(mesh)):
             notice_missed(
                 _ascending(self._sharing(mesh)),
-                f"{type(self).__name__} was to be applied to {path!r}, which matches no module, so that every rank "
-                f"would attend its own tokens alone: name the {self._kind} as model.named_modules() does, or leave "
-                "the path out of the plan of a model that has none",
+                f"{type(self).__name__} was to be applied to {path!r}, which matches no module{_of(place)}, so that "
+                f"every rank would attend its own tokens alone: name the {self._kind} as model.named_modules() does, "
+                "or leave the path out of the plan of a model, or a layer, that has none",
                 place,
                 at_once=not is_part,
             )
@@ -56,6 +56,11 @@ class AttentionStyle(ParallelStyle):
     def __getstate__(self) -> dict[str, Any]:
         """Plans are of this process."""
         return vars(self) | {"_applied": []}
+
+
+def _of(place: Place | None) -> str:
+    model = None if place is None else place.model()
+    return "" if model is None else f" of {type(model).__name__}"
 
 
 def _ascending(mesh: DeviceMesh) -> tuple[int, ...]:
