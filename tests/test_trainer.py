@@ -259,6 +259,13 @@ class Counted(Stream):
         return 13
 
 
+class Endless(Dataset):
+    """Whose rows are asked for by number, of which it does not say how many there are."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return Rows()[index]
+
+
 class Unlabelled(Rows):
     """Without labels in what one of two meshes evaluates first, or one rank of a mesh reads."""
 
@@ -291,6 +298,7 @@ def refused_on_two_meshes() -> dict[str, str]:
         return {
             "no length": evaluate(Stream()),
             "iterable": evaluate(Counted()),
+            "endless": evaluate(Endless()),
             "no labels on a mesh": evaluate(Unlabelled(range(5, 10), range(4))),
             "no labels on a rank": evaluate(Unlabelled(range(16), range(1, 2))),
             "uneven": evaluate(Rows(), accelerator_config={"even_batches": False}),
@@ -303,6 +311,7 @@ def test_evaluation_that_is_refused_on_several_meshes(ranks: Ranks) -> None:
     for told in ranks(RANKS).run(refused_on_two_meshes):
         assert "of an iterable dataset" in told["no length"]
         assert "of an iterable dataset" in told["iterable"]
+        assert "or one without a length" in told["endless"]
         assert "and give it labels" in told["no labels on a mesh"]
         assert "and give it labels" in told["no labels on a rank"]
         assert "even_batches=False" in told["uneven"]

@@ -17,6 +17,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.agreement.worlds import name_mesh
@@ -103,10 +104,12 @@ class ContextParallelTrainer(Trainer):
         """
         if self._groups > 1:
             with refusing_together(self._everyone):
-                if isinstance(dataloader.dataset, IterableDataset):  # one with a length, too
+                # An iterable one, too, that has a length.
+                if isinstance(dataloader.dataset, IterableDataset) or not has_length(dataloader.dataset):
                     raise ValueError(
-                        "of an iterable dataset it is not known which rows accelerate repeats, so that all "
-                        f"{self._groups} meshes have as many: evaluate one whose rows are asked for by number"
+                        "of an iterable dataset, or one without a length, it is not known which rows accelerate "
+                        f"repeats, so that all {self._groups} meshes have as many: evaluate one that has a length, and "
+                        "whose rows are asked for by number"
                     )
                 if not self.accelerator.even_batches:
                     raise ValueError(
