@@ -1,6 +1,7 @@
 """A torchtitan model on a mesh, in one call, with a guard against calls that would be silently wrong."""
 
 import inspect
+import warnings
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -52,18 +53,29 @@ def _no_masks(positions: Tensor) -> None:
     """Of a part of the sequence, or cut by torchtitan, its masks have no meaning for attention on a mesh."""
 
 
-@dataclass(frozen=True, slots=True)
+_RESTARTED = (
+    "positions restart at 0 wherever a rank's part of a sequence begins, as they do if each rank counts for itself: "
+    "pass this rank's part of the whole sequence's; where documents do begin there, use FlexAttention or "
+    "VarlenAttention, which are told so by Documents"
+)
+
+
+@dataclass(slots=True)
 class _BeforeForward:
     """A decoder's forward pre-hook: plain data, so that it is copied and pickled with the model."""
 
     order: TokenOrder
     names: tuple[str, ...]  # of the forward's positional arguments
+    restarted: bool = False  # whether in the forward before positions began at 0 wherever a rank's part does
 
     @untraced("ranks compare what they were called with; compile layers, as torchtitan does")
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse on every rank, before FSDP's next all-gather, what one was given and is not its part of a sequence."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         with refusing_together(self.order.mesh_name):
-            check_positions(
-                model, self.order, given.get(self.names[0]), given.get("positions"), given.get("attention_masks")
-            )
+            told = given.get(self.names[0]), given.get("positions"), given.get("attention_masks")
+            before, self.restarted = self.restarted, check_positions(model, self.order, *told)
+            if self.restarted and before:
+                raise ValueError(_RESTARTED)
+            if self.restarted:
+                warnings.warn(f"{_RESTARTED}; if the next forward's do, too, they are refused", stacklevel=2)

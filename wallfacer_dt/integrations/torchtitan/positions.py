@@ -16,7 +16,7 @@ from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import local_shard
 
 
-def check_positions(model: nn.Module, order: TokenOrder, tokens: Any, positions: Any, documents: Any) -> None:
+def check_positions(model: nn.Module, order: TokenOrder, tokens: Any, positions: Any, documents: Any) -> bool:
     """Refuse (TypeError, ValueError) a decoder's call whose positions are not those of this rank's tokens.
 
     All ranks of the order's mesh meet here, once a forward: what one of them refuses must not find another in FSDP's
@@ -28,6 +28,10 @@ def check_positions(model: nn.Module, order: TokenOrder, tokens: Any, positions:
         tokens: (B, L), or what the stage before gave, which tensor parallelism may have cut.
         positions: of this rank.
         documents: given as ``attention_masks``; where they are none, it is the style that knows whether it needs them.
+
+    Returns:
+        Whether positions begin at 0 wherever a rank's part does, on all ranks the same: as they do if each rank counts
+        for itself, and seldom if documents happen to begin there.
     """
     name = type(model).__name__
     if positions is None:
@@ -44,7 +48,8 @@ def check_positions(model: nn.Module, order: TokenOrder, tokens: Any, positions:
     elif order.name == BY_DOCUMENT:  # which attention refuses without documents
         agree(f"{what}, without Documents", (), order.mesh_name)
     else:
-        _check_runs(f"{what}, without Documents", positions, order)
+        return _check_runs(f"{what}, without Documents", positions, order)
+    return False
 
 
 def _check_shape(positions: Any, tokens: Any) -> None:
@@ -87,21 +92,21 @@ def _check_documents(positions: Tensor, tokens: Any, documents: Documents, order
         )
 
 
-def _check_runs(what: str, positions: Tensor, order: TokenOrder) -> None:
+def _check_runs(what: str, positions: Tensor, order: TokenOrder) -> bool:
     """Where nothing is known of whole sequences: between tokens that follow each other positions do, on all ranks.
 
-    A rank holds one run of each sequence or two, and all ranks hear the first position and the last of every run.
+    A rank holds one run of each sequence or two, and all ranks hear the first position and the last of every run. Gives
+    whether all of these begin at 0, on several ranks.
     """
     place = order.groups.coordinate
     spans = deal(positions.shape[1] * place.size, order.axes, order.name)[place.index].tolist()
     runs = positions.split([stop - start for start, stop in spans], dim=1)
-    restarts = torch.cat([run[:, 1:] == 0 for run in runs], 1)
-    steps = torch.cat([run.diff(dim=1) == 1 for run in runs], 1) | restarts
+    follows = torch.cat([(run.diff(dim=1) == 1) | (run[:, 1:] == 0) for run in runs], 1).all()
     ends = torch.stack([run[:, [0, -1]] for run in runs])  # (runs, B, 2)
     # In one piece, since each waits for a device.
-    told = torch.cat([torch.stack([steps.all(), restarts.any()]).to(ends.dtype), ends.flatten()]).tolist()
-    heard = hear_all(what, ([start for start, _ in spans], *told[:2], told[2:]), order.mesh_name)
-    by_rank, follow, restart, edges = zip(*heard.values(), strict=True)
+    told = torch.cat([follows.view(1).to(ends.dtype), ends.flatten()]).tolist()
+    heard = hear_all(what, ([start for start, _ in spans], told[0], told[1:]), order.mesh_name)
+    by_rank, follow, edges = zip(*heard.values(), strict=True)
     turns = torch.tensor(by_rank).flatten().argsort()
     firsts, lasts = torch.tensor(edges).view(len(turns), -1, 2)[turns].unbind(-1)
     begins = firsts == 0
@@ -110,10 +115,9 @@ def _check_runs(what: str, positions: Tensor, order: TokenOrder) -> None:
             f"positions neither count on nor restart at 0 between tokens that follow each other in order "
             f"{order.name!r}: pass this rank's part of the whole sequence's"
         )
-    nowhere_else = not any(restart) and bool(begins[1:].any(0).all())
-    if place.size > 1 and (nowhere_else or bool(begins.all())):
+    if bool(((firsts[0] != 0) & (firsts[0] == lasts[-1] + 1)).all()):
         raise ValueError(
-            "positions restart at 0 where ranks' parts of a sequence begin, as they do if each rank counts for itself: "
-            "pass this rank's part of the whole sequence's; where documents do begin there, use FlexAttention or "
-            "VarlenAttention, which are told so by Documents"
+            f"positions are another rank's part of a sequence, as if ranks in order {order.name!r} began elsewhere: "
+            "pass this rank's"
         )
+    return place.size > 1 and bool(begins.all())
