@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from recipes.benchmarks import report
@@ -122,8 +120,7 @@ def _summed(what: str, values: list[float], form: str) -> list[str]:
 
 def draw(path: Path, results: Mapping[Case, Result]) -> None:
     """Draw how long every way takes, in times of the ring's; and what was predicted against what was measured."""
-    figure = Figure(figsize=(15, 0.24 * len(results) + 2.5), layout=ConstrainedLayoutEngine())
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(15, 0.24 * len(results) + 2.5), layout="constrained")
     times, errors = figure.subplots(1, 2, width_ratios=(3, 2))
     names = [result.case.name for result in results.values()]
     _scatter(times, results, lambda one, ring: one.seconds / ring.seconds)
