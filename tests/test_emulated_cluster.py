@@ -416,10 +416,10 @@ RUNNING = """
         check_network(cluster)
         check_numbers(cluster, case)
         way = asdict(contenders(case)[RING])
-        cluster.ask("turn", case=case.as_json(), way=way)
+        cluster.ask("turn", case=asdict(case), way=way)
         print("measuring", cluster.process.pid, flush=True)
         while True:
-            cluster.ask("turn", case=case.as_json(), way=way)
+            cluster.ask("turn", case=asdict(case), way=way)
 """
 
 

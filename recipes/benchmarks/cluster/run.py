@@ -47,7 +47,7 @@ def check_network(cluster: Cluster) -> None:
 
 def warm_up(cluster: Cluster, case: Case) -> None:
     """Have done what the first call of all does once."""
-    cluster.ask("turn", case=case.as_json(), way=asdict(next(iter(contenders(case).values()))))
+    cluster.ask("turn", case=asdict(case), way=asdict(next(iter(contenders(case).values()))))
 
 
 def check_numbers(cluster: Cluster, case: Case) -> dict[str, float]:
@@ -58,7 +58,7 @@ def check_numbers(cluster: Cluster, case: Case) -> dict[str, float]:
     """
     found = {}
     for name, way in contenders(case).items():
-        errors = cluster.ask("check", case=case.as_json(), way=asdict(way))["errors"]
+        errors = cluster.ask("check", case=asdict(case), way=asdict(way))["errors"]
         if not all(error <= TOLERANCE for error in errors):
             raise ClusterError(f"{case.name}: {name} is off by {errors}, at most {TOLERANCE:.0e} is allowed")
         found[name] = max(errors)
@@ -83,7 +83,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
     names, choosing = contenders(case), 0.0
     if case.figure not in (OVERLAP, METP):
         say(f"{case.name}: choosing")
-        chosen = cluster.ask("choose", case=case.as_json(), cluster=links.as_json(), top=_TOP)
+        chosen = cluster.ask("choose", case=asdict(case), cluster=links.as_json(), top=_TOP)
         names |= {name: Candidate(**chosen[name]) for name in (PREDICTED, PROFILED)}
         choosing = chosen["seconds"]
     ways = list(dict.fromkeys(names.values()))
@@ -94,7 +94,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
         start = turn % len(ways)
         for way in [*ways[start:], *ways[:start]]:
             turns[way].append(
-                _counted(cluster, lambda way=way: cluster.ask("turn", case=case.as_json(), way=asdict(way)))
+                _counted(cluster, lambda way=way: cluster.ask("turn", case=asdict(case), way=asdict(way)))
             )
     found = {way: _measured(way, case, links, turns[way]) for way in ways}
     by_name = {name: found[way] for name, way in names.items()}
