@@ -429,7 +429,7 @@ def left_over() -> list[str]:
     for arguments in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(FileNotFoundError, ProcessLookupError):
             processes.append(arguments.read_text().replace("\0", " "))
-    folder = network.folder_of(PREFIX)
+    folder = network.STATE / PREFIX
     return [
         *network.left_over(PREFIX),
         *(line for line in processes if PREFIX in line),

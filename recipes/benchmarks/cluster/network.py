@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 from recipes.benchmarks.cluster.cases import Machines
 
 PREFIX = "wfnet"
-# Where `ip netns` keeps its names, too: root's alone, and gone after a reboot.
+# Where `ip netns` keeps its names, too, and a network its files, by its prefix: root's alone, and gone after a reboot.
 STATE = Path("/run")
 OUT = "out"
 _SUBNET = "10.213"
@@ -180,14 +180,12 @@ class Network:
                 raise
             raise ClusterError(f"latency needs the qdisc netem, which this kernel may not have: {error}") from None
 
-    def _into(self, node: int) -> Iterator[str]:
+    def _into(self, node: int) -> list[str]:
         """The ports through which something comes into a node."""
         if not self.machines.has_adapters:
-            yield f"{self.prefix}d{node}"
-            return
+            return [f"{self.prefix}d{node}"]
         first = node * self.machines.per_node
-        for rank in range(first, first + self.machines.per_node):
-            yield self.port(rank)
+        return [self.port(rank) for rank in range(first, first + self.machines.per_node)]
 
 
 def enter(namespace: str) -> None:
@@ -204,11 +202,6 @@ def enter(namespace: str) -> None:
         Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(value)
 
 
-def folder_of(prefix: str) -> Path:
-    """Where a network of this prefix has its files."""
-    return STATE / prefix
-
-
 def remove(prefix: str) -> None:
     """Kill the processes in namespaces of this prefix, and delete these, links and files, as far as there are any."""
     names = [name for name in _namespaces() if _is_of(name, prefix)]
@@ -223,7 +216,7 @@ def remove(prefix: str) -> None:
             _try("ip", "link", "del", link)
     for name in names:
         _try("ip", "netns", "del", name)
-    shutil.rmtree(folder_of(prefix), ignore_errors=True)
+    shutil.rmtree(STATE / prefix, ignore_errors=True)
 
 
 def left_over(prefix: str) -> list[str]:

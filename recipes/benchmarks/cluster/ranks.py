@@ -238,24 +238,19 @@ def _serve(rank: int, machines: Machines, store: str, answers: TextIO) -> None:
 
 
 def _forked(rank: int, network: Network, store: str, answers: TextIO) -> int:
-    pid = os.fork()
-    if not pid:
-        os._exit(_status(rank, network, store, answers))
-    return pid
-
-
-def _status(rank: int, network: Network, store: str, answers: TextIO) -> int:
+    if pid := os.fork():
+        return pid
     try:
         enter(network.namespace(rank))
         _serve(rank, network.machines, store, answers)
+        os._exit(0)
     except BaseException:
         # Others fail because the first one did, or all because the folder and the network are being removed.
         with suppress(FileExistsError, FileNotFoundError):
             Path(f"{store}.failed").touch(exist_ok=False)
             print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)
         sys.stderr.flush()
-        return 1
-    return 0
+        os._exit(1)
 
 
 def main(settings: Mapping[str, Any]) -> int:
