@@ -228,7 +228,7 @@ def test_gains_are_over_the_papers_ring(tmp_path: Path) -> None:
     one = next(result for case, result in results.items() if case.figure not in (OVERLAP, METP))
     assert report_papers.gain(one, PROFILED) == pytest.approx(1.0 / (2 / 7) - 1)
     assert report_papers.gain(one, PROFILED, predicted=True) == 0
-    assert report_papers.better(one) == f"{PUBLISHED}, C = 2"
+    assert one.fastest(PUBLISHED) == f"{PUBLISHED}, C = 2"
     page = tmp_path / "papers.md"
     write(results, page)
     text = page.read_text()

@@ -81,6 +81,11 @@ class Result:
     bound: tuple[float, float]
     choosing: float = field(compare=False, default=0.0)
 
+    def fastest(self, beginning: str = "") -> str:
+        """The name of the fastest way, of those whose names begin so."""
+        some = (name for name in self.ways if name.startswith(beginning))
+        return min(some, key=lambda name: self.ways[name].seconds)
+
     def line(self) -> str:
         """As one line of JSON."""
         return json.dumps(asdict(self))

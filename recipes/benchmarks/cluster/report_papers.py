@@ -61,13 +61,8 @@ def gain(result: Result, name: str, *, predicted: bool = False) -> float:
     return sum(ring.predicted) / sum(way.predicted) - 1 if predicted else ring.seconds / way.seconds - 1
 
 
-def better(result: Result) -> str:
-    """The faster of the published ways."""
-    return min((name for name in result.ways if name.startswith(PUBLISHED)), key=lambda name: result.ways[name].seconds)
-
-
 def _row(result: Result) -> list[str]:
-    case, wall = result.case, better(result)
+    case, wall = result.case, result.fastest(PUBLISHED)
     both = (False, True)
     gains = [f"{100 * gain(result, name, predicted=it):+.0f}%" for name in (wall, RING, PROFILED) for it in both]
     is_printed = case.figure.startswith(f"{STRONG}, DiT") and case.machines.ranks == 32
@@ -95,7 +90,7 @@ def picture(path: Path, results: Results) -> str:
     for case, one in scaling(results).items():
         model = case.figure.rpartition(", ")[0] if "GPT" in case.figure else f"{case.figure[:14]}"
         panel = gains.setdefault(f"{model}, {case.machines.nodes} nodes" if "DiT" in model else model, {})
-        for name, way in ((WALL, better(one)), (OWN_RING, RING), (CHOICE, PROFILED)):
+        for name, way in ((WALL, one.fastest(PUBLISHED)), (OWN_RING, RING), (CHOICE, PROFILED)):
             for told in (False, True):
                 curve = panel.setdefault(name + ", predicted" * told, {})
                 curve[case.machines.ranks] = 100 * gain(one, way, predicted=told)
