@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from recipes.benchmarks.cluster.cases import METP, PLAIN, PUBLISHED, RING, Case
-from recipes.benchmarks.cluster.papers import OVERLAP, PRINTED_DIT, STRONG
+from recipes.benchmarks.cluster.papers import OVERLAP, STRONG
 from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.cluster.run import PROFILED
+from recipes.benchmarks.papers.clusters import PRINTED_DIT
 from recipes.benchmarks.pictures import BLUE, FAINT, GREEN, ORANGE, Panel, draw
 from recipes.benchmarks.report import Table
 

@@ -36,15 +36,12 @@ CHECKPOINT = "attention"
 
 def a100(nodes: int, per_node: int) -> Cluster:
     """Nodes of A100s with 40 GB, NVLink within them and 100 Gbit/s Ethernet between them."""
-    gpu = GPUS["a100"]
-    cluster = gpu.cluster(nodes * per_node, per_node)
-    return replace(cluster, inter=ETHERNET, nics=1, memory=40 * GIB, kernels=gpu.kernels(head_dim=128))
+    return replace(GPUS["a100"].cluster(nodes * per_node, per_node), inter=ETHERNET, nics=1, memory=40 * GIB)
 
 
 def h100(gpus: int, inter: Link = INFINIBAND, nics: int = 8) -> Cluster:
     """H100s with 80 GB, eight to a node, NVLink within them and InfiniBand between them."""
-    gpu = GPUS["h100"]
-    return replace(gpu.cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=gpu.kernels(head_dim=128))
+    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB)
 
 
 @dataclass(frozen=True, slots=True)
