@@ -126,10 +126,8 @@ class Network:
     def _rank(self, rank: int, node: int) -> None:
         machines, name = self.machines, self.namespace(rank)
         _run("ip", "netns", "add", name)
-        switch, rate, latency = ("b", machines.rates[node], machines.latency)
-        if not machines.has_adapters:
-            switch, rate, latency = f"b{node}", None, 0.0
-        self._interface(rank, OUT, "o", switch, rate, latency)
+        adapter = ("b", machines.rates[node], machines.latency)
+        self._interface(rank, OUT, "o", *(adapter if machines.has_adapters else (f"b{node}", None, 0.0)))
         self._interface(rank, "in", "i", f"c{node}", machines.inside, 0.0)
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", name, "addr", "add", f"{self.address(rank)}/32", "dev", OUT)
@@ -142,7 +140,7 @@ class Network:
         self._plug(port, switch)
         _run("ip", "-n", name, "link", "set", inner, "gso_max_size", str(_PACKET), "up")
         self._limit(port, rate, latency)
-        self._limit(inner, rate, latency, name)
+        self._limit(inner, rate, latency, "-n", name)
 
     def _switch(self, name: str) -> None:
         _run("ip", "link", "add", f"{self.prefix}{name}", "type", "bridge")
@@ -151,11 +149,10 @@ class Network:
     def _plug(self, port: str, switch: str) -> None:
         _run("ip", "link", "set", port, "gso_max_size", str(_PACKET), "master", f"{self.prefix}{switch}", "up")
 
-    def _limit(self, device: str, rate: float | None, latency: float = 0.0, namespace: str = "") -> None:
-        inside, machines = ("-n", namespace) if namespace else (), self.machines
-        leaf = f"netem delay {latency / 2}ms limit 100000" if latency else f"bfifo limit {_QUEUE}"
+    def _limit(self, device: str, rate: float | None, latency: float, *inside: str) -> None:
         if rate is None:
             return
+        leaf = f"netem delay {latency / 2}ms limit 100000" if latency else f"bfifo limit {_QUEUE}"
         way = f"htb rate {{}}mbit ceil {rate}mbit burst {_BURST} cburst {_BURST}"
         lines = [
             f"qdisc add dev {device} handle 1: root htb default 2",
@@ -165,8 +162,8 @@ class Network:
             # What is shorter than 256 bytes: acknowledgements, and that a rank is ready to receive.
             f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
         ]
-        for rank in range(machines.ranks):
-            own, share = f"1:{rank + 16:x}", way.format(rate / machines.ranks)
+        for rank in range(self.machines.ranks):
+            own, share = f"1:{rank + 16:x}", way.format(rate / self.machines.ranks)
             address = f"{self.address(rank)}/32"
             lines += [
                 f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",

@@ -119,9 +119,7 @@ class Rank:
             out = self._attention(way, case, mesh, kernel="auto")(*leaves)
             found = (out.detach(), *torch.autograd.grad(out, leaves, whole[3][:, :, own]))
         error = worst_error([(x, y[:, :, own]) for x, y in zip(found, truth, strict=True)], relative_to="largest")
-        errors: list[float] = [0.0] * self.machines.ranks
-        dist.all_gather_object(errors, error)
-        return {"errors": errors}
+        return {"errors": _everyones(error).flatten().tolist()}
 
     def talk(self, where: str, count: int) -> dict[str, Any]:
         """Exchange bytes with the ranks of one's own node, or (``where`` is "across") with those of all nodes."""

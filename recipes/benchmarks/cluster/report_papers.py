@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recipes.benchmarks.cluster.cases import METP, PLAIN, PUBLISHED, RING, Case
 from recipes.benchmarks.cluster.papers import OVERLAP, STRONG
-from recipes.benchmarks.cluster.record import Measured, Result
+from recipes.benchmarks.cluster.record import Result
 from recipes.benchmarks.cluster.run import PROFILED
 from recipes.benchmarks.papers.clusters import PRINTED_DIT
 from recipes.benchmarks.pictures import BLUE, FAINT, GREEN, ORANGE, Panel, draw
@@ -35,7 +35,7 @@ def tables(results: Results) -> Iterator[Table]:
     if some := hiding(results, OVERLAP):
         head = ["hop / block", *(f"{name}, {way}" for name in _LINES for way in ("forward", "backward"))]
         rows = [
-            [f"{case.ratio:g}", *(cell for name in _LINES for cell in _parts(one.ways.get(name)))]
+            [f"{case.ratio:g}", *(f"{x:.2f}" for name in _LINES for x in one.ways[name].over_busy)]
             for case, one in some.items()
         ]
         yield Table("Ring Attention, table 2: what hides a hop", head, rows, _HIDES)
@@ -72,10 +72,6 @@ def _row(result: Result) -> list[str]:
     return [name, wall[-1], *gains[:2], paper, *gains[2:], str(result.ways[PROFILED].way)]
 
 
-def _parts(one: Measured | None) -> list[str]:
-    return [f"{x:.2f}" for x in one.over_busy] if one else ["-", "-"]
-
-
 def _metp(case: Case, result: Result) -> list[str]:
     one = result.ways[METP]
     predicted = [seconds / busy for seconds, busy in zip(one.predicted, one.busy, strict=True)]
@@ -103,8 +99,7 @@ def picture(path: Path, results: Results) -> str:
     words = {"xlabel": "ranks", "ylabel": "over the papers' ring, %"}
     panels = [Panel(title, curves, words) for title, curves in gains.items()]
     hidden = Panel("What hides a hop, 8 ranks", hides, {"xlabel": "hop / block", "ylabel": "time / computing"})
-    rows = [panels[:3], [*panels[3:], hidden]]
-    return draw(path, rows, _STYLES, (15, 8))
+    return draw(path, [panels[:3], [*panels[3:], hidden]], _STYLES, (15, 8))
 
 
 _COLOURS = {**_LINES, METP: GREEN, WALL: "#E69F00", OWN_RING: FAINT, CHOICE: ORANGE}
