@@ -86,10 +86,6 @@ class Result:
         some = (name for name in self.ways if name.startswith(beginning))
         return min(some, key=lambda name: self.ways[name].seconds)
 
-    def line(self) -> str:
-        """As one line of JSON."""
-        return json.dumps(asdict(self))
-
 
 def read(path: Path) -> dict[Case, Result]:
     """By case its last result; none where there is no file.
@@ -103,7 +99,7 @@ def read(path: Path) -> dict[Case, Result]:
 def append(path: Path, result: Result) -> None:
     """Add a result."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [one.line() for one in (*_results(path), result)]
+    lines = [json.dumps(asdict(one)) for one in (*_results(path), result)]
     whole = path.with_name(f".{path.name}")
     whole.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
     whole.replace(path)
