@@ -228,7 +228,7 @@ def test_gains_are_over_the_papers_ring(tmp_path: Path) -> None:
     one = next(result for case, result in results.items() if case.figure not in (OVERLAP, METP))
     assert report_papers.gain(one, PROFILED) == pytest.approx(1.0 / (2 / 7) - 1)
     assert report_papers.gain(one, PROFILED, predicted=True) == 0
-    assert report_papers.better(one) == f"{PUBLISHED}, C = 2"
+    assert one.fastest(PUBLISHED) == f"{PUBLISHED}, C = 2"
     page = tmp_path / "papers.md"
     write(results, page)
     text = page.read_text()
@@ -416,10 +416,10 @@ RUNNING = """
         check_network(cluster)
         check_numbers(cluster, case)
         way = asdict(contenders(case)[RING])
-        cluster.ask("turn", case=case.as_json(), way=way)
+        cluster.ask("turn", case=asdict(case), way=way)
         print("measuring", cluster.process.pid, flush=True)
         while True:
-            cluster.ask("turn", case=case.as_json(), way=way)
+            cluster.ask("turn", case=asdict(case), way=way)
 """
 
 
@@ -429,7 +429,7 @@ def left_over() -> list[str]:
     for arguments in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(FileNotFoundError, ProcessLookupError):
             processes.append(arguments.read_text().replace("\0", " "))
-    folder = network.folder_of(PREFIX)
+    folder = network.STATE / PREFIX
     return [
         *network.left_over(PREFIX),
         *(line for line in processes if PREFIX in line),

@@ -5,6 +5,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -51,8 +52,8 @@ def results_of(path: Path) -> object:
     """And whatever is read can be shown, and written again."""
     path.write_bytes(gzip.compress(path.read_bytes().replace(b"\n", b"") + b"\n"))
     found = record.read(path)
-    return [(one.line().encode(), case.name, [way.spread + way.error + sum(way.over_busy) for way in one.ways.values()])
-            for case, one in found.items()]  # fmt: skip
+    shown = [[way.spread + way.error + sum(way.over_busy) for way in one.ways.values()] for one in found.values()]
+    return [case.name for case in found], shown, json.dumps([asdict(one) for one in found.values()]).encode()
 
 
 def packed_of(path: Path) -> object:
@@ -66,7 +67,7 @@ def valid(tmp_path: Path) -> Callable[[Callable[[Path], object]], dict[str, Any]
     """What each reader takes."""
     PROFILE.save(tmp_path / "valid.json")
     profile = json.loads((tmp_path / "valid.json").read_text())
-    known = {profile_of: profile, read_config: LLAMA, results_of: json.loads(RESULT.line())}
+    known = {profile_of: profile, read_config: LLAMA, results_of: json.loads(json.dumps(asdict(RESULT)))}
     return lambda reader: known.get(reader, known[results_of])
 
 

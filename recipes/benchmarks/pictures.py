@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
@@ -43,7 +42,6 @@ def draw(
         The picture in Markdown.
     """
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)
     entries: dict[str, Any] = {}
     for place, row in enumerate(rows):
         for column, panel in enumerate(row):

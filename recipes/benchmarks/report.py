@@ -4,7 +4,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -55,6 +55,17 @@ def write(page: Path, command: str, parts: Iterable[Table | str]) -> None:
     took = f"{time.perf_counter() - start:.0f} s"
     found = f"{date.today()}, commit {at}, {machine()}; made in {took} by `python -m {command}`."
     page.write_text("\n\n".join([text + mark, found, *made]) + "\n")
+
+
+def run(name: str, parts: Callable[[Path], Iterable[Table | str]]) -> None:
+    """The command line of one of this package's modules: its page, of parts that are given the page's folder."""
+    import typer
+
+    def main(page: Path = Path(f"docs/benchmarks/{name}.md")) -> None:
+        """Write what is found into the page, and pictures beside it."""
+        write(page, f"recipes.benchmarks.{name}", parts(page.parent))
+
+    typer.run(main)
 
 
 def commit() -> str:

@@ -32,15 +32,12 @@ def predicted_ways(
     model: ModelShape, sequence: SequenceShape, cluster: Cluster, only: Callable[[Candidate], bool] = lambda _: True
 ) -> list[Way]:
     """All ways, the fastest first."""
-    ways = [_way(it, model, sequence, cluster) for it in attentions(model, sequence, cluster) if only(it)]
+    ways = []
+    for it in filter(only, attentions(model, sequence, cluster)):
+        cost = attention_cost(it, model, sequence, cluster)
+        seconds, exposed = cost.forward.seconds + cost.backward.seconds, cost.forward.exposed + cost.backward.exposed
+        ways.append(Way(it, seconds, exposed, cost.rank_bytes, sum(cost.node_bytes)))
     return sorted(ways, key=lambda way: way.seconds)
-
-
-def _way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Way:
-    cost = attention_cost(candidate, model, sequence, cluster)
-    lines = (cost.forward, cost.backward)
-    seconds, exposed = sum(line.seconds for line in lines), sum(line.exposed for line in lines)
-    return Way(candidate, seconds, exposed, cost.rank_bytes, sum(cost.node_bytes))
 
 
 def names_of(candidate: Candidate) -> list[str]:

@@ -45,13 +45,12 @@ def main(
         for machines, group in groupby(wanted, key=lambda case: case.machines):
             _on(machines, list(group), rounds, record, numbers=numbers)
         results = {} if numbers else read(record)
+        if not numbers and not results:
+            raise ClusterError("the record is empty: measure something first")
     except (ClusterError, FileError) as error:
         print(f"recipes.benchmarks.cluster: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     if not numbers:
-        if not results:
-            print("recipes.benchmarks.cluster: the record is empty: measure something first", file=sys.stderr)
-            raise typer.Exit(2)
         write({case: results[case] for case in (*cases(), *paper_cases()) if case in results}, page)
         _CONSOLE.print(f"report: {page}")
 

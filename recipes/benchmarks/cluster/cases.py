@@ -1,8 +1,7 @@
 """What is measured: machines, one attention on them, and the ways to share it."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +9,6 @@ from wallfacer_dt import Kernels, ModelShape, SequenceShape
 from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.mesh import Placement
 from wallfacer_dt.planning.candidates import Candidate
-from wallfacer_dt.reading import make
 
 DTYPE = torch.bfloat16
 _MOST_RANKS = 2**16
@@ -46,11 +44,6 @@ class Machines:
             )
         if not min(self.rates) > 0 or not (self.inside is None or self.inside > 0) or self.latency < 0:
             raise ValueError("rates must be above 0, and a latency at least 0")
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "Machines":
-        """What ``asdict`` gave, from JSON."""
-        return make(cls, given)
 
     @property
     def ranks(self) -> int:
@@ -115,15 +108,6 @@ class Case:
         if self.figure == METP:
             return f"{named}{self.machines.name}; {self.model.hidden} x {self.model.ffn}, ratio {self.ratio:.3g}"
         return f"{named}{self.machines.name}; {self.heads}/{self.kv_heads} heads, {self.mask}, ratio {self.ratio:.3g}"
-
-    def as_json(self) -> dict[str, Any]:
-        """For a record."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "Case":
-        """The case that :meth:`as_json` wrote."""
-        return make(cls, given)
 
     @property
     def model(self) -> ModelShape:

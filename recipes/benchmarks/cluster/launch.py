@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from recipes.benchmarks.cluster.cases import Machines
-from recipes.benchmarks.cluster.network import PREFIX, ClusterError, Network, folder_of, remove
+from recipes.benchmarks.cluster.network import PREFIX, STATE, ClusterError, Network, remove
 from recipes.benchmarks.cluster.watcher import environment, watched
 
 _PATIENCE = 900.0  # seconds, longer than ranks wait for each other
@@ -63,7 +63,7 @@ def started(machines: Machines, prefix: str = PREFIX) -> Iterator[Cluster]:
     """
     with watched(prefix):
         remove(prefix)
-        folder = folder_of(prefix)
+        folder = STATE / prefix
         folder.mkdir(mode=0o700)
         network = Network(machines, prefix)
         network.make()
@@ -76,10 +76,7 @@ def started(machines: Machines, prefix: str = PREFIX) -> Iterator[Cluster]:
         try:
             cluster.answer("start")
             yield cluster
-            # Told to end, ranks do not complain of each other.
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(_PATIENCE)
+            process.communicate(timeout=_PATIENCE)  # told to end, ranks do not complain of each other
         finally:
             process.kill()
             process.wait()

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 from recipes.benchmarks.cluster.cases import Machines
 
 PREFIX = "wfnet"
-# Where `ip netns` keeps its names, too: root's alone, and gone after a reboot.
+# Where `ip netns` keeps its names, too, and a network its files, by its prefix: root's alone, and gone after a reboot.
 STATE = Path("/run")
 OUT = "out"
 _SUBNET = "10.213"
@@ -126,10 +126,8 @@ class Network:
     def _rank(self, rank: int, node: int) -> None:
         machines, name = self.machines, self.namespace(rank)
         _run("ip", "netns", "add", name)
-        switch, rate, latency = ("b", machines.rates[node], machines.latency)
-        if not machines.has_adapters:
-            switch, rate, latency = f"b{node}", None, 0.0
-        self._interface(rank, OUT, "o", switch, rate, latency)
+        adapter = ("b", machines.rates[node], machines.latency)
+        self._interface(rank, OUT, "o", *(adapter if machines.has_adapters else (f"b{node}", None, 0.0)))
         self._interface(rank, "in", "i", f"c{node}", machines.inside, 0.0)
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", name, "addr", "add", f"{self.address(rank)}/32", "dev", OUT)
@@ -142,7 +140,7 @@ class Network:
         self._plug(port, switch)
         _run("ip", "-n", name, "link", "set", inner, "gso_max_size", str(_PACKET), "up")
         self._limit(port, rate, latency)
-        self._limit(inner, rate, latency, name)
+        self._limit(inner, rate, latency, "-n", name)
 
     def _switch(self, name: str) -> None:
         _run("ip", "link", "add", f"{self.prefix}{name}", "type", "bridge")
@@ -151,11 +149,10 @@ class Network:
     def _plug(self, port: str, switch: str) -> None:
         _run("ip", "link", "set", port, "gso_max_size", str(_PACKET), "master", f"{self.prefix}{switch}", "up")
 
-    def _limit(self, device: str, rate: float | None, latency: float = 0.0, namespace: str = "") -> None:
-        inside, machines = ("-n", namespace) if namespace else (), self.machines
-        leaf = f"netem delay {latency / 2}ms limit 100000" if latency else f"bfifo limit {_QUEUE}"
+    def _limit(self, device: str, rate: float | None, latency: float, *inside: str) -> None:
         if rate is None:
             return
+        leaf = f"netem delay {latency / 2}ms limit 100000" if latency else f"bfifo limit {_QUEUE}"
         way = f"htb rate {{}}mbit ceil {rate}mbit burst {_BURST} cburst {_BURST}"
         lines = [
             f"qdisc add dev {device} handle 1: root htb default 2",
@@ -165,8 +162,8 @@ class Network:
             # What is shorter than 256 bytes: acknowledgements, and that a rank is ready to receive.
             f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
         ]
-        for rank in range(machines.ranks):
-            own, share = f"1:{rank + 16:x}", way.format(rate / machines.ranks)
+        for rank in range(self.machines.ranks):
+            own, share = f"1:{rank + 16:x}", way.format(rate / self.machines.ranks)
             address = f"{self.address(rank)}/32"
             lines += [
                 f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",
@@ -180,14 +177,12 @@ class Network:
                 raise
             raise ClusterError(f"latency needs the qdisc netem, which this kernel may not have: {error}") from None
 
-    def _into(self, node: int) -> Iterator[str]:
+    def _into(self, node: int) -> list[str]:
         """The ports through which something comes into a node."""
         if not self.machines.has_adapters:
-            yield f"{self.prefix}d{node}"
-            return
+            return [f"{self.prefix}d{node}"]
         first = node * self.machines.per_node
-        for rank in range(first, first + self.machines.per_node):
-            yield self.port(rank)
+        return [self.port(rank) for rank in range(first, first + self.machines.per_node)]
 
 
 def enter(namespace: str) -> None:
@@ -204,11 +199,6 @@ def enter(namespace: str) -> None:
         Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(value)
 
 
-def folder_of(prefix: str) -> Path:
-    """Where a network of this prefix has its files."""
-    return STATE / prefix
-
-
 def remove(prefix: str) -> None:
     """Kill the processes in namespaces of this prefix, and delete these, links and files, as far as there are any."""
     names = [name for name in _namespaces() if _is_of(name, prefix)]
@@ -223,7 +213,7 @@ def remove(prefix: str) -> None:
             _try("ip", "link", "del", link)
     for name in names:
         _try("ip", "netns", "del", name)
-    shutil.rmtree(folder_of(prefix), ignore_errors=True)
+    shutil.rmtree(STATE / prefix, ignore_errors=True)
 
 
 def left_over(prefix: str) -> list[str]:

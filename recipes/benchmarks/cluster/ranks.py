@@ -2,7 +2,8 @@
 
     python -m recipes.benchmarks.cluster.ranks '{"machines": {...}, "prefix": "wfnet", "store": "/run/..."}'
 
-Commands and answers are lines of JSON. torch is imported once; ranks are forked, each into its own namespace.
+Commands and answers are lines of JSON: one of ``Rank``'s methods with its arguments, and what it returns. torch is
+imported once; ranks are forked, each into its own namespace.
 """
 
 import faulthandler
@@ -13,11 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_type_hints
 from unittest.mock import patch
 
 import torch
@@ -45,6 +46,7 @@ from wallfacer_dt.collectives import functional
 from wallfacer_dt.mesh import context_groups, temporary_groups
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.probe import Probe
+from wallfacer_dt.reading import make
 from wallfacer_dt.testing import attention_oracle, worst_error
 
 _PATIENCE = timedelta(minutes=10)
@@ -66,64 +68,58 @@ class Rank:
         with _messages():
             return Probe.on("cpu", self.machines.per_node).links().as_json()
 
-    def choose(self, case: Mapping[str, Any], cluster: dict[str, Any], top: int) -> dict[str, Any]:
+    def choose(self, case: Case, cluster: Cluster, top: int) -> dict[str, Any]:
         """What is predicted to be the fastest, and what is when the best few are run."""
-        one = Case.from_json(case)
         began = time.perf_counter()
-        with self._clocked(one), _messages():
+        with _clocked(case), _messages():
             chosen, seen = profile(
-                one.model, one.sequence, "cpu", top=top, iterations=2, turns=1, cluster=Cluster.from_json(cluster),
-                kernel=device.KERNEL,
-            )  # fmt: skip
+                case.model, case.sequence, "cpu", top=top, iterations=2, turns=1, cluster=cluster, kernel=device.KERNEL
+            )
         return {
             "predicted": asdict(seen.measured[0].candidate), "profiled": asdict(chosen.chosen),
             "seconds": time.perf_counter() - began,
         }  # fmt: skip
 
-    def turn(self, case: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
+    def turn(self, case: Case, way: Candidate) -> dict[str, Any]:
         """Of forward and backward: seconds until the last rank is done, and by rank in which its device computed."""
-        one, candidate = Case.from_json(case), Candidate(**way)
-        if candidate.feed_forward == "metp":
-            return self._feed_forward(one, candidate)
-        shape = (one.heads, one.kv_heads, one.kv_heads)
-        leaves = [torch.randn(1, n, one.tokens, one.head_dim, dtype=DTYPE, requires_grad=True) for n in shape]
-        with self._clocked(one), self._mesh(candidate) as mesh:
-            attend = self._attention(candidate, one, mesh, kernel=device.KERNEL)
-            grad = torch.ones(1, one.heads, one.tokens, one.head_dim, dtype=DTYPE)
+        if way.feed_forward == "metp":
+            return self._feed_forward(case, way)
+        shape = (case.heads, case.kv_heads, case.kv_heads)
+        leaves = [torch.randn(1, n, case.tokens, case.head_dim, dtype=DTYPE, requires_grad=True) for n in shape]
+        with _clocked(case), self._mesh(way) as mesh:
+            attend = self._attention(way, case, mesh, kernel=device.KERNEL)
+            grad = torch.ones(1, case.heads, case.tokens, case.head_dim, dtype=DTYPE)
             out, forward = _timed(lambda: attend(*leaves))
             _, backward = _timed(lambda: torch.autograd.grad(out, leaves, grad))
         return {"forward": forward, "backward": backward}
 
-    def _feed_forward(self, case: Case, candidate: Candidate) -> dict[str, Any]:
+    def _feed_forward(self, case: Case, way: Candidate) -> dict[str, Any]:
         """The same of METP's feed-forward."""
         model = case.model
         x = torch.randn(case.tokens, model.hidden, dtype=DTYPE, requires_grad=True)
-        with self._clocked(case), self._mesh(candidate) as mesh, patch.object(torch, "mm", device.product):
+        with _clocked(case), self._mesh(way) as mesh, patch.object(torch, "mm", device.product):
             block = FeedForward(model.hidden, DTYPE)
             parallelize_module(block, mesh, METPParallel(up="up", down="down", activation="gelu", check=False))
             out, forward = _timed(lambda: block(x))
             _, backward = _timed(lambda: out.backward(torch.ones_like(out)))
         return {"forward": forward, "backward": backward}
 
-    def check(self, case: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, case: Case, way: Candidate) -> dict[str, Any]:
         """The largest error of output and gradients with real kernels in float32, relative to the largest element."""
-        one, candidate = Case.from_json(case), Candidate(**way)
-        generator = torch.Generator().manual_seed(0)
+        sequence, generator = case.sequence, torch.Generator().manual_seed(0)
         whole = [
-            torch.randn(1, heads, one.sequence.length, one.head_dim, generator=generator)
-            for heads in (one.heads, one.kv_heads, one.kv_heads, one.heads)
+            torch.randn(1, heads, sequence.length, case.head_dim, generator=generator)
+            for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
         ]
-        told = {"is_causal": one.sequence.is_causal, "window_size": one.sequence.window_size}
+        told = {"is_causal": sequence.is_causal, "window_size": sequence.window_size}
         truth = attention_oracle(*whole, dtype=None, **told)
-        with self._mesh(candidate) as mesh:
-            own = sequence_positions(one.sequence.length, TokenOrder(candidate.order, mesh))
+        with self._mesh(way) as mesh:
+            own = sequence_positions(sequence.length, TokenOrder(way.order, mesh))
             leaves = [x[:, :, own].requires_grad_() for x in whole[:3]]
-            out = self._attention(candidate, one, mesh, kernel="auto")(*leaves)
+            out = self._attention(way, case, mesh, kernel="auto")(*leaves)
             found = (out.detach(), *torch.autograd.grad(out, leaves, whole[3][:, :, own]))
         error = worst_error([(x, y[:, :, own]) for x, y in zip(found, truth, strict=True)], relative_to="largest")
-        errors: list[float] = [0.0] * self.machines.ranks
-        dist.all_gather_object(errors, error)
-        return {"errors": errors}
+        return {"errors": _everyones(error).flatten().tolist()}
 
     def talk(self, where: str, count: int) -> dict[str, Any]:
         """Exchange bytes with the ranks of one's own node, or (``where`` is "across") with those of all nodes."""
@@ -131,14 +127,6 @@ class Rank:
             group = mesh["cp_ring" if where == "across" else "cp_team"].get_group()
             dist.all_reduce(torch.ones(count // 4), group=group)
         return {}
-
-    @contextmanager
-    def _clocked(self, case: Case) -> Iterator[None]:
-        device.DEVICE.kernels = case.kernels
-        try:
-            yield
-        finally:
-            device.DEVICE.kernels = None
 
     @contextmanager
     def _mesh(self, it: Candidate) -> Iterator[DeviceMesh]:
@@ -159,6 +147,11 @@ class Rank:
             q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
             schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, kernel=kernel,
         )  # fmt: skip
+
+
+def _clocked(case: Case) -> AbstractContextManager[object]:
+    """This process' device has a case's rates."""
+    return patch.object(device.DEVICE, "kernels", case.kernels)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
@@ -237,33 +230,30 @@ def _serve(rank: int, machines: Machines, store: str, answers: TextIO) -> None:
         dist.broadcast_object_list(command, 0)
         if command[0] is None:
             return
-        answer = getattr(one, command[0].pop("do"))(**command[0])
+        do = getattr(one, command[0].pop("do"))
+        kinds = get_type_hints(do)
+        answer = do(**{name: make(kinds[name], given) for name, given in command[0].items()})
 
 
 def _forked(rank: int, network: Network, store: str, answers: TextIO) -> int:
-    pid = os.fork()
-    if not pid:
-        os._exit(_status(rank, network, store, answers))
-    return pid
-
-
-def _status(rank: int, network: Network, store: str, answers: TextIO) -> int:
+    if pid := os.fork():
+        return pid
     try:
         enter(network.namespace(rank))
         _serve(rank, network.machines, store, answers)
+        os._exit(0)
     except BaseException:
         # Others fail because the first one did, or all because the folder and the network are being removed.
         with suppress(FileExistsError, FileNotFoundError):
             Path(f"{store}.failed").touch(exist_ok=False)
             print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)
         sys.stderr.flush()
-        return 1
-    return 0
+        os._exit(1)
 
 
 def main(settings: Mapping[str, Any]) -> int:
     """Run the ranks until they are told to end, or one of them fails."""
-    machines = Machines.from_json(settings["machines"])
+    machines = make(Machines, settings["machines"])
     os.environ["GLOO_SOCKET_IFNAME"] = OUT
     # Answers have a descriptor of their own: what libraries print must not come between them.
     answers = os.fdopen(os.dup(1), "w")

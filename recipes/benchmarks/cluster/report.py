@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from recipes.benchmarks import report
@@ -54,16 +52,6 @@ def over(result: Result, name: str) -> float | None:
     return min(some) / result.ways[PROFILED].seconds if some else None
 
 
-def fastest(result: Result) -> str:
-    """The name of the fastest."""
-    return min(result.ways, key=lambda name: result.ways[name].seconds)
-
-
-def busy(one: Measured) -> float:
-    """The share of its time in which the busiest device computes."""
-    return sum(one.busy) / one.seconds
-
-
 def _tables(results: Mapping[Case, Result]) -> Iterator[Table]:
     every = [one for result in results.values() for one in set(result.ways.values())]
     rows = [
@@ -97,13 +85,13 @@ _NOTE = (
 
 
 def _row(result: Result) -> list[str]:
-    first, chosen = fastest(result), result.ways[PROFILED]
+    first, chosen = result.fastest(), result.ways[PROFILED]
     named = str(result.ways[first].way) if first in (PREDICTED, PROFILED) else first
     errors = [100 * one.error for one in result.ways.values()]
     others = [over(result, name) for name in (RING, ULYSSES, USP, PUBLISHED)]
     return [
-        result.case.name, named, f"{result.ways[first].seconds:.2f}", str(chosen.way),
-        f"{chosen.seconds:.2f}", f"{chosen.seconds / sum(result.bound):.2f}", f"{busy(chosen):.0%}",
+        result.case.name, named, f"{result.ways[first].seconds:.2f}", str(chosen.way), f"{chosen.seconds:.2f}",
+        f"{chosen.seconds / sum(result.bound):.2f}", f"{sum(chosen.busy) / chosen.seconds:.0%}",
         f"{regret(result, PROFILED):.0%}", f"{regret(result, PREDICTED):.0%}",
         f"{min(errors):+.0f} to {max(errors):+.0f}",
         *("-" if x is None else f"{x:.2f}" for x in others),
@@ -122,8 +110,7 @@ def _summed(what: str, values: list[float], form: str) -> list[str]:
 
 def draw(path: Path, results: Mapping[Case, Result]) -> None:
     """Draw how long every way takes, in times of the ring's; and what was predicted against what was measured."""
-    figure = Figure(figsize=(15, 0.24 * len(results) + 2.5), layout=ConstrainedLayoutEngine())
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(15, 0.24 * len(results) + 2.5), layout="constrained")
     times, errors = figure.subplots(1, 2, width_ratios=(3, 2))
     names = [result.case.name for result in results.values()]
     _scatter(times, results, lambda one, ring: one.seconds / ring.seconds)

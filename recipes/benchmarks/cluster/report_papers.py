@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from recipes.benchmarks.cluster.cases import METP, PLAIN, PUBLISHED, RING, Case
-from recipes.benchmarks.cluster.papers import OVERLAP, PRINTED_DIT, STRONG
-from recipes.benchmarks.cluster.record import Measured, Result
+from recipes.benchmarks.cluster.papers import OVERLAP, STRONG
+from recipes.benchmarks.cluster.record import Result
 from recipes.benchmarks.cluster.run import PROFILED
+from recipes.benchmarks.papers.clusters import PRINTED_DIT
 from recipes.benchmarks.pictures import BLUE, FAINT, GREEN, ORANGE, Panel, draw
 from recipes.benchmarks.report import Table
 
@@ -34,7 +35,7 @@ def tables(results: Results) -> Iterator[Table]:
     if some := hiding(results, OVERLAP):
         head = ["hop / block", *(f"{name}, {way}" for name in _LINES for way in ("forward", "backward"))]
         rows = [
-            [f"{case.ratio:g}", *(cell for name in _LINES for cell in _parts(one.ways.get(name)))]
+            [f"{case.ratio:g}", *(f"{x:.2f}" for name in _LINES for x in one.ways[name].over_busy)]
             for case, one in some.items()
         ]
         yield Table("Ring Attention, table 2: what hides a hop", head, rows, _HIDES)
@@ -61,23 +62,14 @@ def gain(result: Result, name: str, *, predicted: bool = False) -> float:
     return sum(ring.predicted) / sum(way.predicted) - 1 if predicted else ring.seconds / way.seconds - 1
 
 
-def better(result: Result) -> str:
-    """The faster of the published ways."""
-    return min((name for name in result.ways if name.startswith(PUBLISHED)), key=lambda name: result.ways[name].seconds)
-
-
 def _row(result: Result) -> list[str]:
-    case, wall = result.case, better(result)
+    case, wall = result.case, result.fastest(PUBLISHED)
     both = (False, True)
     gains = [f"{100 * gain(result, name, predicted=it):+.0f}%" for name in (wall, RING, PROFILED) for it in both]
     is_printed = case.figure.startswith(f"{STRONG}, DiT") and case.machines.ranks == 32
     name = f"{case.figure}: {case.machines.nodes} x {case.machines.per_node}"
     paper = f"+{PRINTED_DIT}%, of one of two" if is_printed else "not in the text"
     return [name, wall[-1], *gains[:2], paper, *gains[2:], str(result.ways[PROFILED].way)]
-
-
-def _parts(one: Measured | None) -> list[str]:
-    return [f"{x:.2f}" for x in one.over_busy] if one else ["-", "-"]
 
 
 def _metp(case: Case, result: Result) -> list[str]:
@@ -95,7 +87,7 @@ def picture(path: Path, results: Results) -> str:
     for case, one in scaling(results).items():
         model = case.figure.rpartition(", ")[0] if "GPT" in case.figure else f"{case.figure[:14]}"
         panel = gains.setdefault(f"{model}, {case.machines.nodes} nodes" if "DiT" in model else model, {})
-        for name, way in ((WALL, better(one)), (OWN_RING, RING), (CHOICE, PROFILED)):
+        for name, way in ((WALL, one.fastest(PUBLISHED)), (OWN_RING, RING), (CHOICE, PROFILED)):
             for told in (False, True):
                 curve = panel.setdefault(name + ", predicted" * told, {})
                 curve[case.machines.ranks] = 100 * gain(one, way, predicted=told)
@@ -107,8 +99,7 @@ def picture(path: Path, results: Results) -> str:
     words = {"xlabel": "ranks", "ylabel": "over the papers' ring, %"}
     panels = [Panel(title, curves, words) for title, curves in gains.items()]
     hidden = Panel("What hides a hop, 8 ranks", hides, {"xlabel": "hop / block", "ylabel": "time / computing"})
-    rows = [panels[:3], [*panels[3:], hidden]]
-    return draw(path, rows, _STYLES, (15, 8))
+    return draw(path, [panels[:3], [*panels[3:], hidden]], _STYLES, (15, 8))
 
 
 _COLOURS = {**_LINES, METP: GREEN, WALL: "#E69F00", OWN_RING: FAINT, CHOICE: ORANGE}

@@ -15,7 +15,7 @@ from wallfacer_dt import Cluster as Links
 from wallfacer_dt.mesh import placed_ranks
 from wallfacer_dt.planning.attention import program_of_most
 from wallfacer_dt.planning.candidates import Candidate, attentions
-from wallfacer_dt.planning.predict import AttentionCost, attention_cost
+from wallfacer_dt.planning.predict import attention_cost
 from wallfacer_dt.planning.timeline import Timeline, run
 from wallfacer_dt.planning.weights_ring import feed_forward_events
 
@@ -24,8 +24,6 @@ TOLERANCE = 1e-4
 BUSY = 0.01
 _TALK = 1 << 20
 _TOP = 4
-
-Say = Callable[[str], None]
 
 
 def check_network(cluster: Cluster) -> None:
@@ -38,7 +36,7 @@ def check_network(cluster: Cluster) -> None:
     for where in ("inside", "across"):
         # Connections are made when first used.
         cluster.ask("talk", where=where, count=4096)
-        seen.append(_counted(cluster, lambda where=where: cluster.ask("talk", where=where, count=_TALK))[1])
+        seen.append(_counted(cluster, "talk", where=where, count=_TALK)[1])
     if machines.per_node > 1 and seen[0] > _TALK // 2:
         raise ClusterError(f"ranks of one node sent {seen[0]} bytes over its link, which they should not")
     if machines.nodes > 1 and seen[1] < _TALK // 2:
@@ -47,7 +45,7 @@ def check_network(cluster: Cluster) -> None:
 
 def warm_up(cluster: Cluster, case: Case) -> None:
     """Have done what the first call of all does once."""
-    cluster.ask("turn", case=case.as_json(), way=asdict(next(iter(contenders(case).values()))))
+    cluster.ask("turn", case=asdict(case), way=asdict(next(iter(contenders(case).values()))))
 
 
 def check_numbers(cluster: Cluster, case: Case) -> dict[str, float]:
@@ -58,14 +56,14 @@ def check_numbers(cluster: Cluster, case: Case) -> dict[str, float]:
     """
     found = {}
     for name, way in contenders(case).items():
-        errors = cluster.ask("check", case=case.as_json(), way=asdict(way))["errors"]
+        errors = cluster.ask("check", case=asdict(case), way=asdict(way))["errors"]
         if not all(error <= TOLERANCE for error in errors):
             raise ClusterError(f"{case.name}: {name} is off by {errors}, at most {TOLERANCE:.0e} is allowed")
         found[name] = max(errors)
     return found
 
 
-def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str, say: Say) -> Result:
+def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str, say: Callable[[str], None]) -> Result:
     """Measure one case.
 
     Args:
@@ -83,7 +81,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
     names, choosing = contenders(case), 0.0
     if case.figure not in (OVERLAP, METP):
         say(f"{case.name}: choosing")
-        chosen = cluster.ask("choose", case=case.as_json(), cluster=links.as_json(), top=_TOP)
+        chosen = cluster.ask("choose", case=asdict(case), cluster=links.as_json(), top=_TOP)
         names |= {name: Candidate(**chosen[name]) for name in (PREDICTED, PROFILED)}
         choosing = chosen["seconds"]
     ways = list(dict.fromkeys(names.values()))
@@ -93,9 +91,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
         # Whom one comes after is not always the same.
         start = turn % len(ways)
         for way in [*ways[start:], *ways[:start]]:
-            turns[way].append(
-                _counted(cluster, lambda way=way: cluster.ask("turn", case=case.as_json(), way=asdict(way)))
-            )
+            turns[way].append(_counted(cluster, "turn", case=asdict(case), way=asdict(way)))
     found = {way: _measured(way, case, links, turns[way]) for way in ways}
     by_name = {name: found[way] for name, way in names.items()}
     return Result(case, commit, machine(), by_name, bound(case, links), choosing)
@@ -116,17 +112,15 @@ def bound(case: Case, links: Links) -> tuple[float, float]:
     The larger of what a device computes at least, and of how long a node's link is busy with the fewest bytes.
     """
     if case.figure == METP:
-        lines = _lines(contenders(case)[METP], case, links)
-        return max(lines[0].compute, *lines[0].busy), max(lines[1].compute, *lines[1].busy)
-    costs = [
-        attention_cost(way, case.model, case.sequence, links) for way in attentions(case.model, case.sequence, links)
-    ]
-    return _bound(costs, links, 0), _bound(costs, links, 1)
-
-
-def _bound(costs: list[AttentionCost], links: Links, which: int) -> float:
-    compute = min((cost.forward, cost.backward)[which].compute for cost in costs)
-    return max(compute, min(cost.node_bytes[which] for cost in costs) / links.inter.bandwidth)
+        forward, backward = (max(line.compute, *line.busy) for line in _lines(contenders(case)[METP], case, links))
+        return forward, backward
+    model, sequence = case.model, case.sequence
+    ways = [attention_cost(way, model, sequence, links).ways for way in attentions(model, sequence, links)]
+    forward, backward = (
+        max(min(one.line.compute for one in some), min(one.node_bytes for one in some) / links.inter.bandwidth)
+        for some in zip(*ways, strict=True)
+    )
+    return forward, backward
 
 
 def _measured(way: Candidate, case: Case, links: Links, turns: list[tuple[dict[str, Any], int]]) -> Measured:
@@ -150,8 +144,8 @@ def _measured(way: Candidate, case: Case, links: Links, turns: list[tuple[dict[s
     return Measured(way, tuple(planned), rounds, tuple(busy), node_bytes)
 
 
-def _counted(cluster: Cluster, call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
-    """What a call returns, and the bytes into the busiest node meanwhile."""
+def _counted(cluster: Cluster, do: str, **fields: Any) -> tuple[dict[str, Any], int]:
+    """What the ranks answer, and the bytes into the busiest node meanwhile."""
     before = cluster.network.received()
-    returned = call()
-    return returned, max(after - was for was, after in zip(before, cluster.network.received(), strict=True))
+    answer = cluster.ask(do, **fields)
+    return answer, max(after - was for was, after in zip(before, cluster.network.received(), strict=True))

@@ -45,9 +45,7 @@ def watched(prefix: str, *, patience: float = 15) -> Iterator[None]:
     try:
         yield
     finally:
-        assert watcher.stdin is not None
-        watcher.stdin.close()
-        watcher.wait()
+        watcher.communicate()  # closes its input
 
 
 def _locked(prefix: str, patience: float) -> int:

@@ -48,8 +48,7 @@ def _loop(place: Place, ring: int, team: int, rate: float | None) -> Record:
             found |= _launches_and_memory(both, ring, team, size * tokens)
             if team == 1:
                 theirs = _torch_ring(q.detach(), k.detach(), v.detach(), grad_out, mesh["cp_ring"])
-                names = ("torch's ring, forward ms", "torch's ring, ms")
-                found |= {name: place.milliseconds(run) for name, run in zip(names, theirs, strict=True)}
+                found |= {f"torch's ring, {what}": place.milliseconds(run) for what, run in theirs.items()}
     # As many pairs: head-tail's tokens see half of the sequence.
     key, value = (place.drawn(kv_heads, max(1, size * tokens // 2), dim) for _ in range(2))
     alone = partial(F.scaled_dot_product_attention, q, key, value, enable_gqa=True)
@@ -119,9 +118,7 @@ def _copying(rate: float) -> Iterator[None]:
         yield
 
 
-def _torch_ring(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mesh: DeviceMesh
-) -> tuple[Callable[[], object], Callable[[], object]]:
+def _torch_ring(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
     """Forward, and both, of torch's own causal ring attention, head and tail dealt out, hop by hop.
 
     Private; run on fake CUDA tensors only, with CUDA wheels of torch 2.11.0 and 2.14.1.
@@ -140,4 +137,4 @@ def _torch_ring(
             mesh, grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset
         )
 
-    return forward, both
+    return {"forward ms": forward, "ms": both}

@@ -94,8 +94,7 @@ def main(module: str, stages: Stages) -> int:
     for name, (_, seconds) in stages.items():
         command = [sys.executable, "-m", module, "--stage", name, "--out", str(given.out), "--device", given.device]
         try:
-            code = subprocess.run(command, timeout=seconds, check=False).returncode
-            if code:
+            if code := subprocess.run(command, timeout=seconds, check=False).returncode:
                 record(file, name, {"case": "the stage", "error": f"ended with {code}"})
         except subprocess.TimeoutExpired:
             record(file, name, {"case": "the stage", "error": f"cut off after {seconds:.0f} s"})

@@ -6,24 +6,17 @@ python -m recipes.benchmarks.memory
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import typer
-
 from recipes.benchmarks.memory.formulas import KINDS, Layer
 from recipes.benchmarks.memory.layers import CONTENDERS, NAMES, Contender
 from recipes.benchmarks.memory.measure import Case, on_fake_ranks
 from recipes.benchmarks.pictures import BLUE, GREEN, ORANGE, Panel, draw
-from recipes.benchmarks.report import MIB, Table, write
+from recipes.benchmarks.report import MIB, Table, run
 
 RANKS = (2, 4, 8, 16)
 LAYER = Layer(1, 2**15, 4096, 32, 1)
 LONG = LAYER._replace(tokens=2**20)
 STORED = Layer(1, 2**14, 1024, 16, 1)
 """The layer whose scores are stored."""
-
-
-def main(page: Path = Path("docs/benchmarks/memory.md")) -> None:
-    """Write what is found into the page, and a picture beside it."""
-    write(page, "recipes.benchmarks.memory", _parts(page.parent))
 
 
 def _parts(folder: Path) -> Iterator[Table | str]:
@@ -87,4 +80,4 @@ def _curves(cases: list[Case]) -> dict[str, dict[int, float]]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run("memory", _parts)

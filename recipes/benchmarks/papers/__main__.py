@@ -6,11 +6,9 @@ python -m recipes.benchmarks.papers
 from collections.abc import Iterator
 from pathlib import Path
 
-import typer
-
 from recipes.benchmarks.papers.clusters import Curves, Step, Steps, predicted, printed, scalings, throughputs
 from recipes.benchmarks.pictures import BLACK, BLUE, GREEN, ORANGE, Panel, draw
-from recipes.benchmarks.report import K, Table, write
+from recipes.benchmarks.report import K, Table, run
 
 
 def table(title: str, curves: Curves) -> Table:
@@ -64,11 +62,6 @@ def panels(curves: Curves) -> list[Panel]:
     return made
 
 
-def main(page: Path = Path("docs/benchmarks/papers.md")) -> None:
-    """Write what is found into the page, and pictures beside it."""
-    write(page, "recipes.benchmarks.papers", _parts(page.parent))
-
-
 def _parts(folder: Path) -> Iterator[Table | str]:
     figures = (
         ("7: throughput on 32 GPUs", throughputs()), ("9: strong scaling at 128K", scalings(weak=False)),
@@ -81,4 +74,4 @@ def _parts(folder: Path) -> Iterator[Table | str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run("papers", _parts)

@@ -4,12 +4,12 @@ The paper gives GPUs, nodes and Ethernet's rate. The rest is assumed, in round n
 nothing is fitted to the paper's results.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from recipes.benchmarks.report import GIB, K
-from recipes.benchmarks.ways import PUBLISHED, RING, Way, names_of, predicted_ways
+from recipes.benchmarks.ways import PUBLISHED, RING, names_of, predicted_ways
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning import Candidate, Prediction
 from wallfacer_dt.planning.gpus import GPUS
@@ -36,15 +36,12 @@ CHECKPOINT = "attention"
 
 def a100(nodes: int, per_node: int) -> Cluster:
     """Nodes of A100s with 40 GB, NVLink within them and 100 Gbit/s Ethernet between them."""
-    gpu = GPUS["a100"]
-    cluster = gpu.cluster(nodes * per_node, per_node)
-    return replace(cluster, inter=ETHERNET, nics=1, memory=40 * GIB, kernels=gpu.kernels(head_dim=128))
+    return replace(GPUS["a100"].cluster(nodes * per_node, per_node), inter=ETHERNET, nics=1, memory=40 * GIB)
 
 
 def h100(gpus: int, inter: Link = INFINIBAND, nics: int = 8) -> Cluster:
     """H100s with 80 GB, eight to a node, NVLink within them and InfiniBand between them."""
-    gpu = GPUS["h100"]
-    return replace(gpu.cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=gpu.kernels(head_dim=128))
+    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +137,11 @@ class Steps:
 def predicted(setting: Setting) -> Steps:
     """Predict a setting."""
     every = predicted_ways(setting.model, setting.sequence, setting.cluster)
-
-    def first(some: Iterable[Way]) -> Step | None:
-        return next((_step(setting, way.candidate) for way in some), None)
-
-    ring = first(way for way in every if RING in names_of(way.candidate))
-    published = [way for way in every if PUBLISHED in names_of(way.candidate)]
-    walls = {team: first(way for way in published if way.candidate.team == team) for team in (2, 4)}
+    ring = next(_step(setting, way.candidate) for way in every if RING in names_of(way.candidate))
+    published = [way.candidate for way in every if PUBLISHED in names_of(way.candidate)]
+    walls = {team: next((_step(setting, it) for it in published if it.team == team), None) for team in (2, 4)}
     steps = (_step(setting, way.candidate) for way in every)
     best = min((step for step in steps if step.fits), key=lambda step: step.prediction.seconds)
-    assert ring is not None
     return Steps(ring, walls, best, len(every))
 
 

@@ -6,10 +6,8 @@ python -m recipes.benchmarks.scaling
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import typer
-
 from recipes.benchmarks.pictures import BLACK, FAINT, GREEN, ORANGE, PINK, Panel, draw
-from recipes.benchmarks.report import GB, Table, write
+from recipes.benchmarks.report import GB, Table, run
 from recipes.benchmarks.scaling.cases import FAST, HEADS, LINKS, PER_NODE, STRONG_RANKS, WEAK_RANKS, Case, predicted
 from recipes.benchmarks.ways import BEST, NAMES, PUBLISHED, RING, ULYSSES, USP, Way, names_of
 from wallfacer_dt.planning.candidates import attentions
@@ -81,11 +79,6 @@ def picture(path: Path, *, weak: bool) -> str:
     return draw(path, rows, _STYLES, (21, 12))
 
 
-def main(page: Path = Path("docs/benchmarks/scaling.md")) -> None:
-    """Write what is found into the page, and pictures beside it."""
-    write(page, "recipes.benchmarks.scaling", _parts(page.parent))
-
-
 def _parts(folder: Path) -> Iterator[Table | str]:
     for weak, name in ((False, "strong"), (True, "weak")):
         yield picture(folder / f"scaling_{name}.png", weak=weak)
@@ -93,4 +86,4 @@ def _parts(folder: Path) -> Iterator[Table | str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run("scaling", _parts)
