@@ -49,6 +49,7 @@ MACHINES = Machines(2, 4, (50.0, 25.0), inside=100.0)
 CASE = Case(MACHINES, 16, 4, "causal", 1.0)
 LINKS = Cluster(8, 4, Link(12.5e6, 1e-3), Link(6e6, 1e-3))
 PREFIX = "wftest"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "cluster.md"
 
 
 def test_contenders_that_fit() -> None:
@@ -264,6 +265,18 @@ def test_what_was_chosen_is_judged() -> None:
     # What is the very same plan under another name is no regret.
     same = replace(one, ways=one.ways | {PROFILED: replace(one.ways["2d, C = 2"], way=one.ways["2d, C = 2"].way)})
     assert regret(same, PROFILED) == 0
+
+
+def test_the_record_is_the_pages(tmp_path: Path) -> None:
+    """What is in the repository makes it again, but for the line that says when."""
+    for suffix in (".md", ".jsonl.gz"):
+        shutil.copy(PAGE.with_suffix(suffix), tmp_path)
+    status, output = invoke("--report-only", tmp_path=tmp_path)
+    assert status == 0, output
+    lines = [(folder / PAGE.name).read_text().splitlines() for folder in (PAGE.parent, tmp_path)]
+    assert len(lines[0]) == len(lines[1])
+    differing = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
+    assert all("made in" in line for pair in differing for line in pair)
 
 
 def test_report_keeps_what_people_wrote(tmp_path: Path) -> None:
