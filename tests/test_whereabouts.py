@@ -16,8 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from wallfacer_dt import RingParallel, TokenOrder, context_mesh, note_progress, register_kernel
+from wallfacer_dt import (
+    RingParallel,
+    TokenOrder,
+    context_mesh,
+    context_parallel_attention,
+    note_progress,
+    register_kernel,
+)
 from wallfacer_dt.agreement import whereabouts
+from wallfacer_dt.agreement.progress import places
 from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.agreement.worlds import World, this_world
 from wallfacer_dt.testing import RankPool
@@ -82,6 +90,28 @@ def test_a_rank_that_is_late_is_told_of(hasty: RankPool, way: str) -> None:
     waits = rf"this rank \(0\) {place} and waited for permute cp_ring \w+\[\d\].* from 2, rank 2 in vain: "
     assert re.match(waits, said[0]), said[0]
     assert re.search(rf"; rank 2 {place}, told [0-4] s ago", said[0]), said[0]
+
+
+def where_ranks_are() -> str:
+    """What is said to an error of somebody else's, once all have told."""
+    mesh = context_mesh("cpu", 3)
+    note_progress(f"step {dist.get_rank()}")
+    x = torch.randn(1, 2, 4, 8)
+    context_parallel_attention(x, x, x, mesh)
+    this_world().whereabouts.say()
+    dist.barrier()
+    return places()
+
+
+def test_errors_of_others_are_told_where_ranks_are(hasty: RankPool) -> None:
+    call = r"had come to call \d+ on the cpu mesh cp_ring 3 x cp_team 1 of ranks 0, 1, 2, attention"
+    for rank, said in enumerate(hasty.run(where_ranks_are)):
+        told = [rf"rank {other} at step {other}, {call}, told 0 s ago" for other in range(3) if other != rank]
+        assert re.fullmatch("; ".join([f"at step {rank}, {call}", *told]), said), said
+
+
+def test_without_a_process_group_nothing_is_said_of_ranks() -> None:
+    assert places() == ""
 
 
 def test_who_is_gone_tells_nothing_more() -> None:

@@ -16,7 +16,8 @@ from recipes.training.record import Run, Traffic, run_name
 from recipes.training.settings import Output, Saving
 from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
-from wallfacer_dt import note_progress
+from wallfacer_dt import WaitError, note_progress
+from wallfacer_dt.agreement.progress import places
 
 
 def train_steps(
@@ -64,7 +65,10 @@ def train_steps(
                 else:
                     loss, norm = trainer.step(step, batch)
             except Exception as error:
-                error.add_note(f"rank {ranks.launch.rank} of {ranks.launch.world}, step {step + 1} of {settings.steps}")
+                at = f"rank {ranks.launch.rank} of {ranks.launch.world}, step {step + 1} of {settings.steps}"
+                # An error of FSDP's waits says nothing of where ranks are.
+                is_others = isinstance(error, RuntimeError) and not isinstance(error, WaitError)
+                error.add_note(f"{at}; {places()}" if is_others else at)
                 raise
             history.add(loss, norm, time.perf_counter() - start)
             speed = tokens / history.seconds[-1]

@@ -22,6 +22,18 @@ def note_progress(what: str) -> None:
         world.whereabouts.progress = what
 
 
+def places() -> str:
+    """Where this rank is and the others were last, for errors of waits that are not this package's, as of FSDP's.
+
+    Empty without a process group. Others are asked for some seconds at most.
+    """
+    world = this_world()
+    if world is None:
+        return ""
+    others = world.whereabouts.of(range(dist.get_world_size()))
+    return f"{world.whereabouts}" + f"; {others}" * bool(others)
+
+
 class Within:
     """While it lasts a layer runs, of which the calls that this rank comes to are told; nothing if it has no name."""
 
