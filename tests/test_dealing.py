@@ -84,6 +84,8 @@ def plans() -> dict[str, str]:
     deep = {"layers.0.attention.inner": style, "layers.1.att.inner": style}
     said(lambda: parallelize_module(model(), mesh, deep))
     found["one of two, deep"] = deal()
+    said(lambda: parallelize_module(model(), mesh, dict(reversed(deep.items()))))
+    found["one of two, deep, the first"] = deal()
     metp = attention(check=False)
     found["METP's attention"] = said(lambda: parallelize_module(model(), mesh, {"blocks.*.attention": metp}))
     projected = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), nn.ModuleDict({"own": Attention()})])})
@@ -140,6 +142,7 @@ PLANS = {
     "made up for": "",
     "one of two": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
     "one of two, deep": REFUSED.format("att.inner", "ModuleDict"),
+    "one of two, deep, the first": REFUSED.format("att.inner", "ModuleDict"),
     "METP's attention": REFUSED.format("blocks.*.attention", "ModuleDict").replace(
         "WallFacerParallel", "METPAttentionParallel"
     ),
