@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torchtitan.models.common.feed_forward import FeedForward as TitanFeedForward
-from torchtitan.models.common.linear import Linear as TitanLinear
 
 from tests.metp_refusals import Attention, attention, inner
 from wallfacer_dt import EquivalenceError, METPAttentionParallel, METPParallel, context_mesh
@@ -104,8 +102,8 @@ def test_what_is_no_number_on_both_sides_is_refused() -> None:
 
 
 def test_torchtitans_feed_forward() -> None:
-    linear = TitanLinear.Config
-    config = TitanFeedForward.Config(
+    linear = pytest.importorskip("torchtitan.models.common.linear").Linear.Config
+    config = pytest.importorskip("torchtitan.models.common.feed_forward").FeedForward.Config(
         w1=linear(in_features=6, out_features=9, bias=False), w2=linear(in_features=9, out_features=6, bias=False),
         w3=linear(in_features=6, out_features=9, bias=False),
     )  # fmt: skip

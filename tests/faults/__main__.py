@@ -67,7 +67,7 @@ def row(fault: str, recipe: str, outcome: Outcome, whole: tuple[float, ...]) -> 
 def short(message: str) -> str:
     """A message without what is the same in all."""
     message = re.sub(r" on the cpu mesh cp_ring \d x cp_team \d of ranks [\d, ]*\d", "", message)
-    message = re.sub(r"\[/__w/[^]]*\] |This is typically .*?(?=;| \(rank |$)", "", message)
+    message = re.sub(r"\[/__w/[^]]*\] | ?This is typically .*?(?=;| \(rank |$)", "", message)
     message = re.sub(r"^.* tokens/s [\d:]+", "", message)  # a bar that rank 0 has drawn before it
     # Without where all the others were.
     cut = re.split(r"; (?=rank [\d, ]+ (?:at|had) )", message.replace("|", "/"))[0]
