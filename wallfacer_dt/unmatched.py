@@ -2,7 +2,7 @@
 
 Private: that it warns by its module's ``warnings``, from a frame whose ``parallelize_style``, ``device_mesh`` and
 ``module_path`` say of what, and that its outermost frame has the ``module`` and the ``parallelize_plan``; run on torch
-2.13.0. A torch that does otherwise warns as it would without this, and messages know no layer.
+2.13.0 and 2.14.1. A torch that does otherwise warns as it would without this, and messages know no layer.
 """
 
 import sys
