@@ -24,6 +24,7 @@ from wallfacer_dt import (
     shard_sequence,
     split_context_axis,
 )
+from wallfacer_dt.dealing import notice_missed
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -119,6 +120,11 @@ def plans() -> dict[str, str]:
         gc.collect()
     apply("layers.*.attention.inner")
     found |= {"a model that was given up": deal(), "a model that was given up, again": deal()}
+    notice_missed((0, 1, 2, 3), "of a model that is not known", None, at_once=False)
+    found["of a model that is not known"] = deal()
+    notice_missed((0, 1, 2, 3), "of a model that is not known", None, at_once=False)
+    apply("layers.*.attention.inner")
+    found["of a model that is not known, made up for"] = deal()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         others = {"layers.*.self_attn.inner": nn.Identity()}
@@ -154,6 +160,8 @@ PLANS = {
     "a plan mended where it is": "",
     "a model that was given up": REFUSED.format("self_attn.inner", "ModuleDict"),
     "a model that was given up, again": "",
+    "of a model that is not known": "of a model that is not known",
+    "of a model that is not known, made up for": "",
     "a style of others": f"{MISSING}; {MISSING}",
 }
 

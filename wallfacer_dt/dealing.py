@@ -30,13 +30,14 @@ class _Missed(NamedTuple):
     """
 
     what: str
-    model: nn.Module
+    model: nn.Module | None  # None where it is not known: then whatever is applied makes up for it
     path: str
 
     def is_made_up_for(self, place: Place | None, module: nn.Module) -> bool:
         """Whether a style that is applied to a part of the model shows that this was a first try, or does match."""
         is_asked_for = place is not None and place.path != self.path and self.path in place.plan
-        return not is_asked_for and any(part is module for part in self.model.modules())
+        parts = (module,) if self.model is None else self.model.modules()
+        return not is_asked_for and any(part is module for part in parts)
 
 
 @dataclass
@@ -82,9 +83,8 @@ def notice_missed(ranks: Ranks, what: str, place: Place | None, *, at_once: bool
     noticed = _noticed()
     if at_once and ranks in noticed.dealt | noticed.others:
         raise ValueError(what)
-    model = None if place is None else place.model()
-    if place is not None and model is not None:
-        noticed.missed.setdefault(ranks, []).append(_Missed(what, model, place.path))
+    model, path = (None, "") if place is None else (place.model(), place.path)
+    noticed.missed.setdefault(ranks, []).append(_Missed(what, model, path))
 
 
 def notice_applied(ranks: Ranks, place: Place | None, module: nn.Module) -> None:
