@@ -79,7 +79,7 @@ def attention_events(
             yield End(f"to_tokens {group}")
 
 
-def computing(
+def compute_seconds(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
 ) -> float:
     """Seconds of computing in the :func:`attention_events` of a rank that computes most, in whatever placement."""

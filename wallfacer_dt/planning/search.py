@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
-from wallfacer_dt.planning.attention import computing
+from wallfacer_dt.planning.attention import compute_seconds
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
@@ -289,11 +289,10 @@ class _Search:
         for mesh, alike in enumerate(_by_mesh(attentions).values()):
             placements.setdefault((alike[0].axes, alike[0].schedule, alike[0].order), {})[mesh] = alike
             self.left.append(0)
-        # What was measured goes first, however long it may take.
-        self.queue += (
-            ((self.profile is None, 0.0, self._least(meshes), _UNKNOWN), min(meshes), _UNKNOWN, meshes)
-            for meshes in placements.values()
-        )
+        for meshes in placements.values():
+            # Of any some may have been measured, which go first, however long they take.
+            least = (True, 0.0, self._least(meshes)) if self.profile is None else (False, 0.0, 0.0)
+            self.queue.append(((*least, _UNKNOWN), min(meshes), _UNKNOWN, meshes))
 
     def _least(self, meshes: "_Meshes") -> float:
         """Seconds below which no choice of meshes that differ in their placement is: what it computes."""
@@ -304,7 +303,7 @@ class _Search:
         for backward, sides in enumerate(rotations):
             side = "rotate" if backward else "rotate_forward"
             kinds = (replace(some[0], projections="plain", **_KEPT | {side: one}) for one in sides)
-            seconds = min(computing(one, model, sequence, kernels, backward=bool(backward)) for one in kinds)
+            seconds = min(compute_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds)
             spent.append(Spent(seconds, seconds))
         return min(self._least_step(one, spent) for one in with_layers(some[0], model))
 
