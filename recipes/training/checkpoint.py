@@ -126,7 +126,7 @@ class Checkpoints:
             raise
         # A CheckpointException, of what ranks could not write, is not an Exception.
         except (Exception, dcp.api.CheckpointException) as error:
-            if self._group is not None and isinstance(error, RuntimeError) and Whereabouts.is_wait(error):
+            if self._group is not None and Whereabouts.is_wait(error):
                 raise self._lost(error) from error
             raise RecipeError(
                 f"--checkpoint: that of step {step} could not be written: {_first_line(error)}"

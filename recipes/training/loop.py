@@ -18,6 +18,7 @@ from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
 from wallfacer_dt import WaitError, note_progress
 from wallfacer_dt.agreement.progress import places
+from wallfacer_dt.agreement.whereabouts import Whereabouts
 
 
 def train_steps(
@@ -67,7 +68,7 @@ def train_steps(
             except Exception as error:
                 at = f"rank {ranks.launch.rank} of {ranks.launch.world}, step {step + 1} of {settings.steps}"
                 # An error of FSDP's waits says nothing of where ranks are.
-                is_others = isinstance(error, RuntimeError) and not isinstance(error, WaitError)
+                is_others = Whereabouts.is_wait(error) and not isinstance(error, WaitError)
                 error.add_note(f"{at}; {places()}" if is_others else at)
                 raise
             history.add(loss, norm, time.perf_counter() - start)

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -105,10 +105,10 @@ class Whereabouts:
         return f"{at}had come to {'no call' if self.call is None else self.call}{waits}"
 
     @staticmethod
-    def is_wait(error: RuntimeError) -> bool:
-        """Whether an error of a collective may be of a wait, and not the device's or its memory's, which come late."""
+    def is_wait(error: object) -> TypeGuard[RuntimeError]:
+        """Whether an error may be of a collective's wait, and not the device's or its memory's, which come late."""
         others = torch.OutOfMemoryError, NotImplementedError, getattr(torch, "AcceleratorError", NotImplementedError)
-        return not isinstance(error, others)
+        return isinstance(error, RuntimeError) and not isinstance(error, others)
 
     def in_vain(self, error: RuntimeError, ranks: Iterable[int]) -> WaitError:
         """The error of a wait for these ranks, which says where this one and the others were last."""
