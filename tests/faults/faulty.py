@@ -84,38 +84,38 @@ def at_once(_: Trainer, act: Act) -> None:
     act()
 
 
-def kill() -> None:
+def kill(_: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop() -> None:
+def stop(_: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def fail() -> None:
+def fail(_: Path) -> None:
     raise ValueError("a bug of this rank's alone")
 
 
-def leave() -> None:
+def leave(_: Path) -> None:
     sys.exit(0)
 
 
-def nothing() -> None:
+def nothing(_: Path) -> None:
     pass
 
 
-def fill() -> None:
+def fill(folder: Path) -> None:
     """The disk of checkpoints, as another program might."""
-    with suppress(OSError), _ballast().open("wb", buffering=0) as file:
+    with suppress(OSError), _ballast(folder).open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
 
-def _ballast() -> Path:
-    return Path(sys.argv[5], "kept", "ballast")
+def _ballast(folder: Path) -> Path:
+    return folder / "kept" / "ballast"
 
 
-FAULTS: dict[str, tuple[Callable[[Trainer, Act], None], Act]] = {
+FAULTS: dict[str, tuple[Callable[[Trainer, Act], None], Callable[[Path], None]]] = {
     "killed in the forward": (in_forward, kill),
     "killed in the backward": (in_backward, kill),
     "killed in the optimizer": (in_optimizer, kill),
@@ -145,7 +145,7 @@ def _inject(fault: str, step: int, folder: Path) -> None:
     def strike() -> None:
         if not struck.exists():
             struck.write_text(str(time.time()))
-        act()
+        act(folder)
 
     def stepping(self: Trainer, number: int, batch: Any) -> tuple[float, float]:
         if number + 1 == step:
@@ -158,7 +158,7 @@ def _inject(fault: str, step: int, folder: Path) -> None:
 def main(recipe: str, fault: str, rank: str, step: str, folder: str, *options: str) -> int:
     """The recipe's command line on this rank; returns its exit status."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-        _ballast().unlink(missing_ok=True)
+        _ballast(Path(folder)).unlink(missing_ok=True)
     elif os.environ["RANK"] == rank:
         if fault in FROM_THE_START:
             Path(folder, "struck").write_text(str(time.time()))

@@ -1,22 +1,27 @@
 """Provoking a fault of a recipe under torchrun, and what comes of it."""
 
+import importlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
+import traceback
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
 from recipes.benchmarks.cluster.cases import Machines
-from recipes.benchmarks.cluster.watcher import environment
+from tests.faults import faulty
 from tests.machines import Site, site
+from wallfacer_dt.testing.pool import fork_server
 
 ROOT = Path(__file__).parents[2]
 RANKS, STRUCK_RANK, STRUCK_STEP, STEPS = 4, 2, 5, 8
@@ -39,6 +44,8 @@ RECIPES = {
     ),
 }
 """Options of recipes that are small."""
+# What recipes import once they run.
+_IMPORTED_LATE = {"train_dit": ("sklearn.datasets",)}
 _TELLS = re.compile(
     r"rank \d of 4, step \d of 8|step \d: loss|must be the same on every rank|could not be written"
     r"|on rank \d, .* on rank 0"
@@ -77,23 +84,62 @@ def provoke(recipe: str, fault: str, folder: Path, *, restarts: int = 1, rank: i
         restarts: that torchrun may make.
         rank: which one.
     """
-    launcher = ["--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *_command(recipe, fault, folder, rank)],
-        cwd=ROOT, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-        start_new_session=True,
-    )  # fmt: skip
-    heard: list[tuple[float, str]] = []
-    reader = threading.Thread(target=_read, args=(process, heard), daemon=True)
-    reader.start()
+    arguments = _command(recipe, fault, folder, rank)[1:]
+    launcher = fork_server().Process(target=_launch, args=(arguments, restarts, folder / "machine"))
+    launcher.start()
+    heard, deadline = _Heard(folder), time.monotonic() + HANGS
     try:
-        status: int | None = process.wait(HANGS)
-    except subprocess.TimeoutExpired:
-        status = None
+        while launcher.is_alive() and time.monotonic() < deadline:
+            launcher.join(0.05)
+            heard.so_far()
+        status = launcher.exitcode
     finally:
-        _end(process)
-    reader.join(10)
-    return _outcome(status, heard, folder)
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.join()
+    return _outcome(status, heard.so_far(), folder)
+
+
+def _launch(arguments: list[str], restarts: int, said: Path) -> None:
+    """What torchrun does, but that its ranks are forks of this process: they need not import anything again."""
+    os.setsid()
+    os.chdir(ROOT)
+    with said.open("wb") as file, open(os.devnull, "wb") as nowhere:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    os.environ |= {
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # fmt: skip
+    recipe = arguments[0]
+    for name in (
+        f"recipes.{recipe}.__main__",
+        f"recipes.{recipe}.train",
+        "pydantic.type_adapter",
+        *_IMPORTED_LATE.get(recipe, ()),
+    ):
+        importlib.import_module(name)
+    config = LaunchConfig(
+        1, 1, RANKS, run_id=str(uuid.uuid4()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=restarts, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, _be_a_rank)(*arguments)
+
+
+def _be_a_rank(*arguments: str) -> None:
+    """As python -m would: what is raised is printed, and the exit status is what is returned."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # for which a launcher has its own
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        status = faulty.main(*arguments)
+    except SystemExit as left:  # who does so with 0 would else be waited for
+        sys.stderr.flush()
+        os._exit(int(left.code or 0))
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    if status:
+        sys.exit(status)
 
 
 def fill_the_disk(recipe: str, folder: Path) -> Outcome:
@@ -146,7 +192,7 @@ def _ended(machines: Site, heard: "_Heard", folder: Path) -> Outcome:
 
 
 class _Heard:
-    """What machines say, and when it was heard."""
+    """What machines say, or one does, and when it was heard."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -157,7 +203,8 @@ class _Heard:
         now = time.time()
         for path in self._folder.glob("machine*"):
             known = self._lines.setdefault(path, [])
-            known += [(now, line) for line in path.read_text(errors="replace").splitlines()[len(known) :]]
+            whole = path.read_text(errors="replace").rpartition("\n")[0]  # what is being written is not a line yet
+            known += [(now, line) for line in whole.splitlines()[len(known) :]]
         # In the order of each machine where they were seen together.
         return sorted((line for lines in self._lines.values() for line in lines), key=itemgetter(0))
 
@@ -169,31 +216,6 @@ def _command(recipe: str, fault: str, folder: Path, rank: int = STRUCK_RANK) -> 
         "--out", str(folder / "out"), "--checkpoint", str(folder / "kept"), "--save-every", "2", "--keep", "9",
         "--resume",
     ]  # fmt: skip
-
-
-def _environment() -> dict[str, str]:
-    return environment() | {
-        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }  # fmt: skip
-
-
-def _read(process: subprocess.Popen[str], heard: list[tuple[float, str]]) -> None:
-    assert process.stderr is not None
-    with process.stderr as lines:
-        for line in lines:
-            heard.append((time.time(), line.rstrip()))
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of a launcher, whose ranks have sessions of their own."""
-    if process.poll() is not None:
-        return
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
-    for pid in (*map(int, ranks.stdout.split()), process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def _outcome(status: int | None, heard: Iterable[tuple[float, str]], folder: Path) -> Outcome:

@@ -25,6 +25,16 @@ from wallfacer_dt.testing.cores import core_of
 from wallfacer_dt.testing.turns import STUCK, Answer
 
 
+def fork_server() -> mp.context.ForkServerContext:
+    """A context whose processes begin with torch and the package imported, and with what torch imports late."""
+    context = mp.get_context("forkserver")
+    # The compiler is imported by the first call of any operator, its rest by the first that is compiled.
+    context.set_forkserver_preload(
+        ["torch", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "wallfacer_dt.testing"]
+    )
+    return context
+
+
 class RankPool:
     """Ranks that form one world and run functions together: gloo processes, or threads of one process.
 
@@ -44,11 +54,7 @@ class RankPool:
     def __init__(self, size: int, *, timeout: float = 120, threads: bool = False) -> None:
         self.size, self.timeout = size, timeout
         self._ranks_each = size if threads else 1
-        context = mp.get_context("forkserver")
-        # The compiler is imported by the first call of any operator.
-        context.set_forkserver_preload(
-            ["torch", "torch._dynamo", "torch.distributed.tensor.parallel", "wallfacer_dt.testing"]
-        )
+        context = fork_server()
         self._where = Path.cwd()
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
