@@ -33,7 +33,7 @@ def every(setting: Setting) -> dict:
     return {it: predict(it, model, sequence, cluster, attention_cost(it, model, sequence, cluster)) for it in ways}
 
 
-@pytest.mark.parametrize("setting", [SMALL, Setting(GPT_7B, 32 * K, h100(16))])
+@pytest.mark.parametrize("setting", [SMALL, Setting(GPT_7B, 32 * K, h100(8))])
 def test_the_fastest_of_each_kind(setting: Setting) -> None:
     ways, found = predicted(setting), every(setting)
     ranks = setting.cluster.ranks
@@ -50,7 +50,7 @@ def test_the_fastest_of_each_kind(setting: Setting) -> None:
 
 def test_what_does_not_fit_is_not_best() -> None:
     narrow = replace(SMALL.model, ffn=1536)  # so that it is attention that needs the most
-    given = replace(SMALL, model=narrow, tokens=64 * K, cluster=a100(2, 8))
+    given = replace(SMALL, model=narrow, tokens=64 * K, cluster=a100(2, 4))
     fastest = predicted(given)
     memory = fastest.best.prediction.memory - 1
     tight = replace(given, cluster=replace(given.cluster, memory=memory))

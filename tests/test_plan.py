@@ -327,7 +327,7 @@ def test_layers_are_chosen_for_every_attention() -> None:
     layers = replace(MODEL, ffn=4096, layers=4)
     assert len(list(with_layers(Candidate(16), layers))) == 9
     assert len(list(with_layers(Candidate(16), MODEL))) == 3
-    made = plan(layers, SEQUENCE, cluster(inter=FAST))
+    made = plan(layers, SEQUENCE, cluster(inter=FAST), keep=1)
     assert made.chosen.checkpoint == "none"
     tight = plan(layers, SEQUENCE, cluster(inter=FAST, memory=made.prediction.memory - 1))
     assert tight.prediction.memory < made.prediction.memory
@@ -357,7 +357,7 @@ def test_one_rank_has_one_plan() -> None:
 
 def test_a_plan_makes_its_mesh_and_styles() -> None:
     layers = replace(MODEL, ffn=4096)
-    made = plan(layers, replace(SEQUENCE, is_causal=True), cluster(8, 4))
+    made = plan(layers, replace(SEQUENCE, is_causal=True), cluster(8, 4), keep=1)
     with fake_world(8):
         mesh = made.mesh("cpu")
         sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -443,13 +443,13 @@ def test_what_was_measured_goes_before_what_is_predicted(tmp_path) -> None:
     profile = Profile(cluster(), measured)
     profile.save(tmp_path / "folder" / "profile.json")
     assert Profile.load(tmp_path / "folder" / "profile.json") == profile
-    made = plan(MODEL, SEQUENCE, profile.cluster, profile=profile)
+    made = plan(MODEL, SEQUENCE, profile.cluster, profile=profile, keep=3)
     assert [one.candidate for one in made.ranked[:2]] == [last, first.chosen]
     assert [one.measured for one in made.ranked[:3]] == [1.0, 2.0, None]
     assert made.ranked[0].why.startswith("measured fastest")
     assert made.ranked[2].why == "not measured"
     # Of another sequence it says nothing.
-    assert plan(MODEL, replace(SEQUENCE, batch=2), profile.cluster, profile=profile).ranked[0].measured is None
+    assert plan(MODEL, replace(SEQUENCE, batch=2), profile.cluster, profile=profile, keep=1).ranked[0].measured is None
 
 
 def test_as_fast_is_what_is_ranked_by_bytes() -> None:
@@ -483,7 +483,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text: str) -> None:
         Profile.load(path)
 
 
-@examples(20)
+@examples(10)
 @given(
     ranks=st.sampled_from([(8, 4), (8, 2), (6, 6)]),
     heads=st.sampled_from([(4, 2), (3, 1)]),
