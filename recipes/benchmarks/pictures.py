@@ -30,16 +30,9 @@ class Panel:
 def draw(
     path: Path, rows: Sequence[Sequence[Panel]], styles: Mapping[str, Mapping[str, Any]], size: tuple[float, float]
 ) -> str:
-    """Draw rows of panels.
+    """Draw rows of panels into a PNG of a size in inches; gives it in Markdown.
 
-    Args:
-        path: of the PNG.
-        rows: of the picture.
-        styles: matplotlib's, by name of a curve; the legend has this order.
-        size: in inches.
-
-    Returns:
-        The picture in Markdown.
+    Styles are matplotlib's, by name of a curve; the legend has their order.
     """
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     entries: dict[str, Any] = {}

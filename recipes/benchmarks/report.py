@@ -35,15 +35,9 @@ class Table:
 
 
 def write(page: Path, command: str, parts: Iterable[Table | str]) -> None:
-    """Write what a program finds under a page's text, which stays as it is.
+    """Write what a program, a module's name, finds under a page's text, which stays as it is, once all is there.
 
-    Args:
-        page: the file, made where there is none.
-        command: the module that finds it, as ``python -m`` takes it.
-        parts: tables, and Markdown, written in this order once all are there.
-
-    Raises:
-        ValueError: the page cannot be read, or is no text; before anything is made.
+    A page that cannot be read, or is no text, is refused (ValueError) before anything is made.
     """
     mark = f"<!-- What follows is made by python -m {command} -->"
     text = read_text(page, _MOST_BYTES).partition(mark)[0] if page.exists() else f"# {page.stem}\n\n"

@@ -54,11 +54,7 @@ _LEAD = 0.03  # seconds in which all ranks hear when to begin
 
 
 class Rank:
-    """One rank.
-
-    Args:
-        machines: how ranks are spread over nodes.
-    """
+    """One rank of those that are spread over nodes."""
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines

@@ -64,19 +64,7 @@ def check_numbers(cluster: Cluster, case: Case) -> dict[str, float]:
 
 
 def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str, say: Callable[[str], None]) -> Result:
-    """Measure one case.
-
-    Args:
-        cluster: the ranks.
-        links: as probed.
-        case: what to compute.
-        rounds: how many.
-        commit: of this checkout.
-        say: told of what is done.
-
-    Raises:
-        ClusterError: a device computed longer or shorter than the planner says.
-    """
+    """Measure one case on links as they were probed; a device that computes longer or shorter than it should raises."""
     links = replace(links, kernels=replace(case.kernels, copy=links.kernels.copy))
     names, choosing = contenders(case), 0.0
     if case.figure not in (OVERLAP, METP):

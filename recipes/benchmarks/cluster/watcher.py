@@ -27,12 +27,8 @@ def environment() -> dict[str, str]:
 def watched(prefix: str, *, patience: float = 15) -> Iterator[None]:
     """Have the network of this prefix, and its processes, removed when this ends, or when this process does.
 
-    Args:
-        prefix: of the network.
-        patience: seconds to wait for another run that is ending.
-
-    Raises:
-        ClusterError: another run has a network of this prefix, or this machine cannot have one.
+    It waits for another run of the prefix that is ending, and raises a ClusterError if that is still there after
+    ``patience`` seconds, or this machine cannot have a network.
     """
     check_host()
     lock = _locked(prefix, patience)

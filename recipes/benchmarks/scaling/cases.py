@@ -29,11 +29,6 @@ class Case:
     weak: bool
 
     @property
-    def name(self) -> str:
-        """Of its heads."""
-        return f"{self.heads}/{self.kv_heads} heads"
-
-    @property
     def model(self) -> ModelShape:
         """Heads of 128."""
         return ModelShape(self.heads * 128, self.heads, self.kv_heads, 128)
