@@ -1,6 +1,6 @@
 """python -m tests.faults: provoke every fault of every recipe, and write the table below docs/faults.md's line.
 
-Needs root, for links and a disk that is full. Takes about half an hour.
+Needs root, for links and a disk that is full. Takes about twenty minutes.
 """
 
 import argparse
