@@ -37,7 +37,7 @@ titan: $(firstword $(wildcard .venv/stamp-dev) .venv/stamp-torchtitan)  ## train
 test: lint  ## every check, and the tests of every day, stopping at the first failure; see docs/testing.md
 	$(BIN)/python -m pytest $(AT_A_TIME) $(PYTEST)
 
-test-all: lint  ## all tests, matrices whole and eight times the examples; what runs on threads on processes as well
+test-all: lint  ## all tests, matrices whole and twelve times the examples; what runs on threads on processes as well
 	$(BIN)/python -m pytest $(AT_A_TIME) --whole $(PYTEST)
 	$(BIN)/python -m pytest $(AT_A_TIME) --processes $(PYTEST)
 

@@ -1,6 +1,6 @@
 """Pools of ranks, started when first needed and kept for a module; hypothesis profiles; options of the tiers.
 
-Profiles: `fast` tries the same examples every time, `whole` eight times as many, `random` others at every run. See
+Profiles: `fast` tries the same examples every time, `whole` twelve times as many, `random` others at every run. See
 docs/testing.md.
 """
 
@@ -26,7 +26,7 @@ if importlib.util.find_spec("accelerate") is None:
     collect_ignore_glob.append("wallfacer_dt/integrations/transformers/trainer.py")
 # A first example on a size starts its pool, which is no flaw of the property.
 _SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("fast", derandomize=True, max_examples=60, **_SLOW)
+settings.register_profile("fast", derandomize=True, max_examples=40, **_SLOW)
 settings.register_profile("whole", derandomize=True, max_examples=500, **_SLOW)
 # What breaks under a mutant need not be made small.
 settings.register_profile(
@@ -38,7 +38,7 @@ settings.register_profile("random", derandomize=False, print_blob=True, max_exam
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole", action="store_true", help="run what is marked `whole` too, with eight times the examples"
+        "--whole", action="store_true", help="run what is marked `whole` too, with twelve times the examples"
     )
     parser.addoption(
         "--processes", action="store_true", help="run what runs on threads, and only that, on gloo processes instead"

@@ -11,7 +11,7 @@ PLACEMENTS = ["team_in_node", "ring_in_node", "ulysses_in_node"]
 
 
 def examples(number: int) -> settings:
-    """Of a property as many examples as this, where others have 100: `make test` tries 60% of them."""
+    """Of a property as many examples as this, where others have 100: `make test` tries 40% of them."""
     return settings(max_examples=-(-number * settings.default.max_examples // 100))
 
 

@@ -472,7 +472,9 @@ def ranks_of(line: str) -> list[int]:
 
 @pytest.mark.ranks
 @needs_network
-@pytest.mark.parametrize("group", [False, True], ids=["alone", "with its group"])
+@pytest.mark.parametrize(
+    "group", [pytest.param(False, id="alone"), pytest.param(True, id="with its group", marks=pytest.mark.whole)]
+)
 def test_killed_run_leaves_nothing(group: bool) -> None:
     assert left_over() == []
     with started() as process:

@@ -1,5 +1,6 @@
 """Every kernel against attention in float64 and autograd, and the merging of partial results."""
 
+import gc
 import importlib
 import re
 import sys
@@ -10,6 +11,8 @@ from math import inf
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -46,9 +49,9 @@ from wallfacer_dt.kernels import (
     registry,
     select_kernel,
     sinks_gradient,
+    visible,
     with_sinks,
 )
-from wallfacer_dt.kernels.visible import visible_keys
 from wallfacer_dt.kernels.windows import flash_windows
 from wallfacer_dt.testing import worst_error
 
@@ -455,10 +458,29 @@ def test_what_takes_no_mask_says_so() -> None:
             kernel.backward(block.grad_out, *block[:3], block.grad_out, block.q[..., 0], how)
 
 
+@pytest.mark.parametrize(("heads", "times"), [(1, 1), (9, 2)])
+def test_what_a_small_mask_says_is_kept_with_it(heads: int, times: int) -> None:
+    """Of 96 x 96 pairs, in one head or nine; of other sizes, and after another mask, it is asked again."""
+    seen = torch.rand(1, heads, 96, 96) < 0.5
+    q, mask = torch.empty(1, heads, 96, 8), listed(seen)
+    how = How(FULL, SCALE, mask)
+    with mock.patch.object(visible, "create_mask", wraps=visible.create_mask) as create:
+        for _ in range(2):
+            assert visible.visible_keys(how, q, q).equal(seen)
+        assert create.call_count == times
+        assert visible.visible_keys(how, q[:, :, :7], q).equal(seen[:, :, :7])
+        assert visible.visible_keys(how._replace(mask=listed(~seen)), q, q).equal(~seen)
+        assert create.call_count == times + 2
+    kept = ref(visible._known[mask])
+    del how, mask
+    gc.collect()
+    assert kept() is None
+
+
 def stand_in(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
     """What flex_attention gives, with gradients on CPU."""
     assert scale == SCALE
-    seen = visible_keys(How(FULL, SCALE, mask), q, k)
+    seen = visible.visible_keys(How(FULL, SCALE, mask), q, k)
     out, lse = dense(q, k, v, torch.tensor(True) if seen is None else seen)
     return out.to(q.dtype), lse
 

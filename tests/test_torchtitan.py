@@ -435,7 +435,7 @@ def name_part(part: str) -> str:
 
 @pytest.mark.parametrize(
     ("size", "compilation", "checkpointing"),
-    [*tiers(CASES), pytest.param("2x2", INDUCTOR, "selective", marks=pytest.mark.whole)],
+    [*tiers(CASES, strength=1), pytest.param("2x2", INDUCTOR, "selective", marks=pytest.mark.whole)],
     ids=name_part,
 )
 def test_training_equals_one_process(titans, alone: Curve, size: str, compilation: str, checkpointing: str) -> None:
@@ -716,7 +716,10 @@ def test_the_page_of_models_is_what_comes_out(titans) -> None:
     assert section(dict(try_all(titans(4), MODELS))) in page
 
 
-@pytest.mark.parametrize("dropped", ["document_ids", "sinks", "scale", "window_size"])
+@pytest.mark.parametrize(
+    "dropped",
+    ["document_ids", *(pytest.param(what, marks=pytest.mark.whole) for what in ("sinks", "scale", "window_size"))],
+)
 def test_a_model_without_what_its_attention_has_is_another(titans, dropped: str) -> None:
     for outcomes in titans(4).run(try_model, "GPT-OSS", PACKED, dropped):
         assert verdict(outcomes[PACKED[0]]) == "WRONG", outcomes

@@ -1,6 +1,7 @@
 """Bands and masks as booleans, and the rows that see no key."""
 
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from wallfacer_dt.kernels.block import FULL, How
 
 _PAIRS = 1 << 24
 """As many pairs a mask is asked about at once, for each of which torch holds some integers."""
+_KEPT = 1 << 16
+"""Pairs of a block of which what a mask says is kept, as it takes torch 20 to 40 ms to ask about any."""
+# As long as the mask is, which is that of some positions and of tensors as they are; it is known by what it is.
+_known: WeakKeyDictionary[BlockMask, Tensor] = WeakKeyDictionary()
 
 
 def strips(rows: int, width: int, multiple: int = 1) -> Iterator[slice]:
@@ -36,6 +41,15 @@ def visible_keys(how: How, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _shown(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
+    shown = _known.get(mask)
+    if shown is None or shown.shape[-2:] != (q.shape[-2], k.shape[-2]) or shown.device != q.device:
+        shown = _asked(mask, q, k)
+        if shown.numel() <= _KEPT:
+            _known[mask] = shown
+    return shown
+
+
+def _asked(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
     batch, heads = mask.shape[:2]
     columns, mask_mod = k.shape[-2], mask.mask_mod
 
