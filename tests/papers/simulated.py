@@ -37,7 +37,7 @@ def check_table(checks: Sequence[Check] = CHECKS) -> Table:
         case, way, ranks, backward = check
         seen, said = counted(*check), planned(*check)
         who = f"{ranks.start}" if len(ranks) == 1 else f"{ranks.start} to {ranks.stop - 1} (a node)"
-        name = f"{case.ranks} ranks, {case.name}, N = {case.sequence.length:,}: {way}"
+        name = f"{case.ranks} ranks, {case.heads}/{case.kv_heads} heads, N = {case.sequence.length:,}: {way}"
         numbers = (f"{n:,}" for pair in zip(seen, said, strict=True) for n in pair)
         phases = "forward and backward" if backward else "forward"
         rows.append([name, who, phases, *numbers, "yes" if seen == said else "NO"])

@@ -33,7 +33,9 @@ def forward_table() -> Table:
         of_teams = least_of_teams(case.model, case.sequence, case.ranks)
         bound = least_received(case.model, case.sequence, case.ranks, backward=False)
         numbers = (ring.rank_bytes[0], teams, of_teams, least, bound)
-        rows.append([f"{case.name}, {case.ranks} ranks", *(f"{number / GB:.4g}" for number in numbers)])
+        rows.append(
+            [f"{case.heads}/{case.kv_heads} heads, {case.ranks} ranks", *(f"{number / GB:.4g}" for number in numbers)]
+        )
     head = [
         "strong scaling", "ring", "least of rings and teams", "4 sqrt(gP) U - (2 + 2g) U", "least of all",
         "bound of any schedule",
