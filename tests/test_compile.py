@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
 
-from recipes.train_bytes.model import Block, ByteGPT, ModelConfig, rotations
+from recipes.train_bytes.model import Attention, Block, ByteGPT, ModelConfig, rotations
 from tests.cases import Case, Inner, draw_extras, mesh_of, per_head, prepare, told
 from tests.pairwise import tiers
 from wallfacer_dt import RingParallel, TokenOrder, WallFacerParallel, sequence_positions, shard_sequence
@@ -38,26 +38,35 @@ class Step(NamedTuple):
     gradient: float
 
 
-class WholeBlock(nn.Module):
-    """One Transformer block with its rotary angles."""
+class Alone(nn.Module):
+    """A Transformer block, or its attention, with its rotary angles."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, part: nn.Module, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.block = config, Block(config)
+        self.config, self.part = config, part
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.block(x, rotations(positions, self.config.head_dim, self.config.rope_base))
+        return self.part(x, rotations(positions, self.config.head_dim, self.config.rope_base))
+
+
+# What is compiled, and where in it attention is.
+MODELS: dict[str, tuple[Callable[[ModelConfig], nn.Module], str]] = {
+    "attention": (lambda config: Alone(Attention(config), config), "part.inner"),
+    "block": (lambda config: Alone(Block(config), config), "part.attention.inner"),
+    "model": (ByteGPT, "layers.*.attention.inner"),
+}
 
 
 def steps(what: str, mesh: DeviceMesh, backend: str, lengths: list[int], config: ModelConfig = CONFIG) -> list[Step]:
-    """Forward and backward of a block or a model at each length, eager and compiled."""
+    """Forward and backward of one of ``MODELS`` at each length, eager and compiled."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     style = RingParallel if mesh.size() == mesh.size(0) else WallFacerParallel
-    model = ByteGPT(config) if what == "model" else WholeBlock(config)
+    make, path = MODELS[what]
+    model = make(config)
     order = TokenOrder("head_tail", mesh)
     plan = style(is_causal=True, order=order, check=False)
-    parallelize_module(model, mesh, {f"{'layers.*' if what == 'model' else 'block'}.attention.inner": plan})
+    parallelize_module(model, mesh, {path: plan})
     counting = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counting, fullgraph=True)
     found = []
@@ -99,7 +108,7 @@ class Cached(NamedTuple):
 
 
 def with_cache(rope_base: float, what: str, lengths: list[int]) -> Cached:
-    """A block or a model compiled by Inductor, whose caches the ranks share.
+    """A model compiled by Inductor, whose caches the ranks share.
 
     On one axis all ranks have one process group, so nothing but their place tells their graphs apart.
     """
@@ -112,7 +121,7 @@ def with_cache(rope_base: float, what: str, lengths: list[int]) -> Cached:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "lengths", "graphs"),
-    [("block", [32, 32], [1, 1]), pytest.param("model", [32, 32, 64, 96], [1, 1, 2, 2], marks=pytest.mark.whole)],
+    [("attention", [32, 32], [1, 1]), pytest.param("model", [32, 32, 64, 96], [1, 1, 2, 2], marks=pytest.mark.whole)],
 )
 def test_inductor_cold_and_warm_on_ranks_that_share_a_cache(what: str, lengths: list[int], graphs: list[int]) -> None:
     """Ranks bake different constants into their code; with a warm cache each must find its own."""

@@ -6,6 +6,7 @@ Ranks of this module cut masks in blocks of a few positions, so that short seque
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cases import Case, draw, prepare, rows_of, run_uncounted, told, whole
+from tests.pairwise import tiers
 from tests.strategies import any_case, examples
 from tests.test_equivalence import assert_close
 from wallfacer_dt import context_parallel_attention
@@ -123,17 +125,29 @@ def test_any_case_on_processes(ranks: Callable[[int], RankPool], data: st.DataOb
     check(ranks, data.draw(any_case(4)))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", NAMED)
-def test_named(threads: Callable[[int], RankPool], mesh: str, name: str) -> None:
+# In `make test` each on one mesh, which take turns.
+TURNS = [
+    pytest.param(name, mesh, marks=() if i % len(MESHES) == j else pytest.mark.whole)
+    for i, name in enumerate(NAMED)
+    for j, mesh in enumerate(MESHES)
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), TURNS)
+def test_named(threads: Callable[[int], RankPool], name: str, mesh: str) -> None:
     case = Case(**MESHES[mesh])
     case = replace(case, **({"shard": 32 // case.size} | NAMED[name]))
     check(threads, case)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "reference"])
-@pytest.mark.parametrize("schedule", ["2d", "published"])
-@pytest.mark.parametrize("name", [name for name in NAMED if "uneven" in name or "tokens" in name])
+@pytest.mark.parametrize(
+    ("name", "schedule", "kernel"),
+    tiers(
+        product(
+            [name for name in NAMED if "uneven" in name or "tokens" in name], ["2d", "published"], ["auto", "reference"]
+        )
+    ),
+)
 def test_both_schedules_and_kernels(threads: Callable[[int], RankPool], name: str, schedule: str, kernel: str) -> None:
     case = replace(Case(4, 2, shard=4, schedule=schedule, kernel=kernel), **NAMED[name])
     check(threads, case)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cases import Case, Nans, draw, run_uncounted, whole, with_nans
+from tests.pairwise import tiers
 from tests.strategies import any_case, examples
 from tests.test_kernels import FLASH, Block, Expected, blocks, oracle, run, visible_in
 from wallfacer_dt.kernels import CAUSAL, FULL, reference
@@ -122,8 +124,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
-@pytest.mark.parametrize("small", SMALL)
+@pytest.mark.parametrize(("small", "name"), tiers(product(SMALL, ["q", "k", "v", "grad_out"]), strength=1))
 def test_blocks_of_few_keys_lose_no_nan(threads: Ranks, small: str, name: str) -> None:
     for dtype in ("float32", "bfloat16"):
         for place in (0, 37, 229):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from tests.cases import shard_sizes
+from tests.pairwise import tiers
 from tests.plan_cases import Followed, Tracked, stack_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
@@ -145,8 +147,11 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("case", SMALL, ids=["2 ranks", "4 ranks"])
-@pytest.mark.parametrize("layers", list(with_layers(*SMALL[0][:2])), ids=lambda one: "-".join(one.layers.values()))
+@pytest.mark.parametrize(
+    ("layers", "case"),
+    tiers(product(with_layers(*SMALL[0][:2]), SMALL), strength=1),
+    ids=lambda one: "-".join(one.layers.values()) if isinstance(one, Candidate) else str(one[0]),
+)
 def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candidate) -> None:
     """What is kept and the peak, without the states, which are as many as weights say.
 

@@ -463,7 +463,7 @@ def test_hops_of_a_causal_window(ring: int, team: int, shard: int, left: int, ul
     masks = {"window_size": (left, 0), "is_causal": True}
     chosen = Drawn(Case(ring, team, ulysses=ulysses, shard=shard, **masks), "q", False)
     hops = min(ring - 1, ceil(left / (team * shard)))
-    assert distances(chosen.schedules(), team) == list(range(1, hops + 1))
+    assert sorted(distances(chosen.schedules(), team)) == list(range(1, hops + 1))
 
 
 EVENLY = {"shard": SHARD}
