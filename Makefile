@@ -108,7 +108,7 @@ clean:  ## remove caches and build outputs; .venv, .venvs and runs/ stay
 .venvs/torch-%/stamp: pyproject.toml constraints.txt
 	@echo "Installing torch $* into $(@D) (minutes) ..."
 	@for python in $(PYTHON); do $$python $(IS_NEW_ENOUGH) 2>/dev/null && exec $$python -m venv --clear $(@D); done; exit 1
-	@grep -Ev '^(torch|triton)==' constraints.txt >$(@D)/constraints.txt
+	@grep -Ev '^(torch|triton|setuptools)==' constraints.txt >$(@D)/constraints.txt
 	@$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c $(@D)/constraints.txt torch==$* triton numpy \
 	  expecttest hypothesis pytest pytest-xdist matplotlib rich typer
 	@touch $@

@@ -17,6 +17,9 @@ pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
 SEPARATE, FUSED = ["query", "key", "value", "output"], ["qkv", "output"]
 
+# On a mesh that is placed otherwise torch 2.11 refuses the full_tensor() of weights.
+PLACEMENTS = ["team_in_node"] + ["ring_in_node"] * (not torch.__version__.startswith("2.11."))
+
 
 @st.composite
 def blocks(draw: st.DrawFn, size: int, **fixed: Any) -> AttentionBlock:
@@ -50,7 +53,7 @@ def cases(draw: st.DrawFn, ring: int, team: int, *, paired: bool, ring_alone: bo
     options = {
         "ring": ring,
         "team": team,
-        "placement": draw(st.sampled_from(["team_in_node", "ring_in_node"])),
+        "placement": draw(st.sampled_from(PLACEMENTS)),
         "batch": batch,
         "heads": kv_heads * draw(st.sampled_from([1, 1, 2, 3])),
         "kv_heads": kv_heads,

@@ -178,10 +178,6 @@ class ContextAttention(Setting):
             return self
         return replace(self, options=replace(self.options, length=index(length)))
 
-    def __call__(self, inputs: AttentionInputs, scale: float | None = None) -> Tensor:
-        """Attention on tensors that have been checked; ``scale``, checked as well, goes before one's own."""
-        return self.run(inputs, self.resolve(inputs, scale).told())
-
     def checked(self, inputs: AttentionInputs, scale: float | None = None) -> Told:
         """What the operator is told, of tensors that are checked; of a kind that has been checked, they are not again.
 
@@ -205,7 +201,10 @@ class ContextAttention(Setting):
             warn_undealt(named(self.mesh).ranks)
 
     def resolve(self, inputs: AttentionInputs, scale: float | None = None) -> Options:
-        """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything."""
+        """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything.
+
+        A ``scale``, checked as well, goes before one's own.
+        """
         q, k, v, k_shared = inputs[:4]
         options, place = self.options, self.place
         if is_exporting():

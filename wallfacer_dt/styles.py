@@ -298,7 +298,7 @@ class _Forward:
             if in_graph:
                 return refuse_in_graph(q, q.shape[-1], str(error), attention.mesh)
             raise
-        return attention(inputs, scale)
+        return attention.run(inputs, attention.resolve(inputs, scale).told())
 
     def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
         told = self.style._translated(self.module, self._named(args, kwargs)) if args or kwargs else {}
