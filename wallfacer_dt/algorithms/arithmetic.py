@@ -72,17 +72,8 @@ class Scores:
             else:
                 yield from segments.bands if self.kernel.takes_bands else segments.tiles
 
-    def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse of a tile."""
-        return self.kernel.forward(q, k, v, self._how(tile, q, k))
-
-    def backward(
-        self, tile: Tile, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv of a tile."""
-        return self.kernel.backward(grad_out, q, k, v, out, lse, self._how(tile, q, k))
-
-    def _how(self, tile: Tile, q: Tensor, k: Tensor) -> How:
+    def how(self, tile: Tile, q: Tensor, k: Tensor) -> How:
+        """What the kernel is told of a tile."""
         if tile.ragged:
             return How(cumulative(tile.ragged, q, k), self.scale, softcap=self.softcap)
         if tile.asked is None:
@@ -152,7 +143,9 @@ class Forward(Arithmetic):
         (q,) = query.data
         for tile in self.scores.calls(work):
             (queries,) = _parts((q,), tile, tile.q)
-            self.add(query, self.scores.forward(tile, queries, *_keys(keys, tile)), tile, tile.q)
+            k, v = _keys(keys, tile)
+            part = self.scores.kernel.forward(queries, k, v, self.scores.how(tile, queries, k))
+            self.add(query, part, tile, tile.q)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """Of queries that have seen no key."""
@@ -199,7 +192,9 @@ class Backward(Sums):
             query.out = output_from(grad_out, *factor)
         for tile in self.scores.calls(work):
             grad, queries, out, sums = _parts((grad_out, q, query.out, lse), tile, tile.q)
-            dq, dk, dv = self.scores.backward(tile, grad, queries, *_keys(keys, tile), out, sums)
+            k, v = _keys(keys, tile)
+            how = self.scores.how(tile, queries, k)
+            dq, dk, dv = self.scores.kernel.backward(grad, queries, k, v, out, sums, how)
             self.add(query, (dq,), tile, tile.q)
             self.add(keys, _key_grads(keys, dk, dv), tile, tile.k)
 
