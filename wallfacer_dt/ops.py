@@ -5,7 +5,6 @@ way, which saves q, k, v, out and lse of this rank's size and nothing else. Grou
 a rule for each (``sharding``), and Inductor keeps the order of all that communicate (``lowering``).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -161,12 +160,5 @@ not_differentiable(attention_backward, "context-parallel attention has no second
 for _op in BODIES:
     lowering.keep_order(_op)
 
-
-def _axes(options: Sequence[Any]) -> sharding.Axes:
-    return Options.of(*options).setting.groups
-
-
-sharding.register(attention, _axes, INPUTS, _OUTPUTS)
-sharding.register(
-    attention_backward, _axes, ("grad_out", *INPUTS, *_OUTPUTS), tuple(f"grad_{name}" for name in _GRADIENTS)
-)
+sharding.register(attention, INPUTS, _OUTPUTS)
+sharding.register(attention_backward, ("grad_out", *INPUTS, *_OUTPUTS), tuple(f"grad_{name}" for name in _GRADIENTS))

@@ -8,7 +8,7 @@ Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0, 2.14.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.tensor._ops.utils import generate_redistribute_costs, reg
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.mesh import CONTEXT_AXES
+from wallfacer_dt.options import Options
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -101,15 +102,13 @@ def sharded_dims(x: DTensor) -> set[int]:
     return {p.dim for p in x.placements if isinstance(p, Shard)}
 
 
-def register(
-    op: OpOverload, axes_of: Callable[[Sequence[Any]], Axes], inputs: Sequence[str], outputs: Sequence[str]
-) -> None:
-    """Register the rule of an operator whose tensors come first, and last a list of others, which all ranks have alike.
+def register(op: OpOverload, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Register the rule of an operator whose tensors come first, then what :class:`Options` told.
 
-    ``axes_of`` gives the context mesh's groups from the arguments between. Of the inputs, which are named as in
-    :class:`AttentionInputs`, ``k_shared`` is sharded as q, k and v are but has one head for all, ``sinks`` are by
-    heads, documents are about the whole sequence, ids with a row for each of the batch or one for all; ``said`` is what
-    ranks compare. What is not named in the rule, and other outputs, are sharded as q is.
+    Of the inputs, which are named as in :class:`AttentionInputs`, ``k_shared`` is sharded as q, k and v are but has one
+    head for all, ``sinks`` are by heads, documents are about the whole sequence, ids with a row for each of the batch
+    or one for all; ``said`` is what ranks compare. All ranks have alike what a mask captures. What is not named in the
+    rule, and other outputs, are sharded as q is.
     """
 
     def strategy(schema: OpSchema) -> OpStrategy:
@@ -118,11 +117,10 @@ def register(
         plain = [name for name, x in by_input.items() if x is not None and name not in tensors]
         if plain:
             raise ValueError(f"{op}: all tensors must be DTensors, but {', '.join(plain)} is not")
-        *told, captured = schema.args_schema[len(inputs) :]
-        axes = axes_of(told)
+        told: Any = schema.args_schema[len(inputs) : -1]
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
         q = specs["q"]
-        placements = placements_for(specs, axes)
+        placements = placements_for(specs, Options.of(*told).setting.groups)
         alike = (Replicate(),) * len(placements)
         by_heads = tuple(Shard(0) if _is_shard(p, HEADS) else Replicate() for p in placements)
         by_name = {
@@ -143,7 +141,7 @@ def register(
             DTensorSpec(q.mesh, by_name.get(name, placements), tensor_meta=spec.tensor_meta)
             for name, spec in specs.items()
         ]
-        read = list(getattr(captured, "children", ()))
+        read = list(getattr(schema.args_schema[-1], "children", ()))
         metas = [x.strategies[0].output_spec.tensor_meta for x in read]
         wanted += [DTensorSpec(q.mesh, alike, tensor_meta=meta) for meta in metas]
         sources = [*tensors.values(), *read]
