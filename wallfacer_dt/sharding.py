@@ -83,13 +83,11 @@ def replicate(x: Tensor, like: Tensor) -> Tensor:
     return _replicated(x, like)
 
 
-def placed_like(grad: Tensor, tensor: Tensor, *, sums: bool = False) -> Tensor:
-    """A gradient in the placements of its tensor; plain tensors as they are.
+def placed_like(grad: DTensor, tensor: DTensor, *, sums: bool) -> DTensor:
+    """A gradient in the placements of its tensor.
 
     With ``sums`` sums that are still to be made are left so, as those of a parameter's gradient are.
     """
-    if not (isinstance(tensor, DTensor) and isinstance(grad, DTensor)):
-        return grad
     wanted = tuple(
         mine if sums and isinstance(mine, Partial) else its
         for mine, its in zip(grad.placements, tensor.placements, strict=True)
