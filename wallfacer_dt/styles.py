@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.agreement.agree import agree, refusing_together, tell
 from wallfacer_dt.agreement.progress import Within
+from wallfacer_dt.algorithms.recorded import MaskMod
 from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import is_exporting, sizes
 from wallfacer_dt.equivalence.check import check_once
@@ -32,8 +33,6 @@ from wallfacer_dt.unmatched import name_in_plan
 from wallfacer_dt.validation import check_call, refuse_in_graph
 
 LAYOUTS = ("BLNH", "BNLH")
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | BlockMask
 
 _MASKS = ("attention_masks", "block_mask", "mask_mod")
 # Names of a call's tensors, and what attention calls them.
@@ -62,7 +61,7 @@ class _Call(NamedTuple):
 
     scale: float | None
     tensors: dict[str, Tensor]
-    mask: MaskMod | None
+    mask: MaskMod | BlockMask | None
     length: int | None = None
 
 
@@ -231,12 +230,12 @@ class _ContextParallel(AttentionStyle):
         """What a call says beside q, k and v, in this package's words: for a style that knows a library's."""
         return told
 
-    def _is_own_mask(self, mask: MaskMod, where: str) -> bool:
+    def _is_own_mask(self, mask: MaskMod | BlockMask, where: str) -> bool:
         """Whether a call's mask is the style's; refuse (ValueError) another one, and any that a compiler would see."""
         own = self.options.mask_mod
         if own is not None:
-            # A BlockMask may hide more than its mask_mod says.
-            if mask is own or (not isinstance(own, BlockMask) and _mask_mod_of(mask) is own):
+            # The mask_mod of an own BlockMask is another mask, since that may hide more.
+            if mask is own or (isinstance(mask, BlockMask) and mask.mask_mod is own):
                 return True
             raise ValueError(f"{where}={_short(mask)}, the style was given another mask_mod")
         if torch.compiler.is_compiling():
@@ -382,10 +381,6 @@ def _asked_window(name: str, value: Any, is_causal: bool) -> tuple[int, int] | N
         left, right = (-1 if side is None else side for side in value)
         return left, 0 if is_causal and right == -1 else right
     return None
-
-
-def _mask_mod_of(mask: MaskMod) -> Any:
-    return mask.mask_mod if isinstance(mask, BlockMask) else mask
 
 
 def _does_nothing(thing: Any) -> bool:
