@@ -15,13 +15,12 @@ of a batch whose documents differ are dealt out differently.
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
-Order = Literal["contiguous", "head_tail", "document_head_tail"]
 BY_DOCUMENT = "document_head_tail"
-ORDERS: tuple[str, ...] = get_args(Order)
+ORDERS = ("contiguous", "head_tail", BY_DOCUMENT)
 
 
 Spans = np.ndarray
