@@ -7,7 +7,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple, TypedDict
@@ -218,8 +218,8 @@ class Options(NamedTuple):
     def told(self) -> Told:
         """As operators take them after their tensors: :data:`SCHEMA`, and with masks :data:`MASK_SCHEMA`."""
         setting = self.setting
-        values = [_values(x, names) for x, names in ((setting.options, _IN_TEXT), (setting.place, _PLACE))]
-        text = as_text((*values, _values(setting, _SETTING), *self[3:-1]))
+        values = _values(setting.options, _IN_TEXT), _values(setting.place, _PLACE), _values(setting, _SETTING)
+        text = as_text((*values, *self[3:-1]))
         return self.scale, self.softcap, text, list(self.captured)
 
     @classmethod
@@ -229,14 +229,10 @@ class Options(NamedTuple):
         return found._replace(captured=Captured(captured)) if captured else found
 
     @property
-    def options(self) -> AttentionOptions:
-        """What was chosen, but for the two options that are objects."""
-        return replace(self.setting.options, scale=self.scale, softcap=self.softcap or None)
-
-    @property
     def compared(self) -> dict[str, Hashable]:
         """By name all options, which ranks must have alike; of order and mask_mod the names."""
-        values = dict(zip(OPTIONS, _values(self.options, OPTIONS), strict=True))
+        values = dict(zip(OPTIONS, _values(self.setting.options, OPTIONS), strict=True))
+        values |= {"scale": self.scale, "softcap": self.softcap or None}
         return values | {"order": self.setting.order, "mask_mod": self.mask}
 
 
