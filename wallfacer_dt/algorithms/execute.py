@@ -198,8 +198,9 @@ class _Run:
         if sent is None:
             places = _layout(partial, [accumulation_dtype(x.dtype) for x in partial])
             sent = Sent(pack(partial, places), places)
-        memory = {x.untyped_storage()._cdata for x in (sent.buffer, *partial)}
-        assert operand.sent_partial is None or len(memory) == 1, "what has been added is in what is sent on"
+        else:
+            memory = {x.untyped_storage()._cdata for x in (sent.buffer, *partial)}
+            assert len(memory) == 1, "what has been added is in what is sent on"
         operand.partial, operand.sent_partial = (), None
         return sent
 
