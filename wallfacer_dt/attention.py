@@ -207,7 +207,8 @@ class ContextAttention(Setting):
         """
         q, k, v, k_shared = inputs[:4]
         options, place = self.options, self.place
-        if is_exporting():
+        exporting = is_exporting()
+        if exporting:
             self._check_lasts("an exported program")
             if self.mask_key:
                 raise ValueError(
@@ -216,17 +217,15 @@ class ContextAttention(Setting):
         scale = options.scale if scale is None else scale
         # A compiler may take any size for a symbol, which int() leaves it; heads and their size are the model's.
         heads, kv_heads, head_dim, value_dim = map(index, (q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]))
-        lengths = self.lengths
-        if isinstance(q, DTensor) and (q.shape[2] % place.size or k.shape[2] % place.size):
-            lengths = (index(q.shape[2]), index(k.shape[2]))
         forward, backward = resolve_rotations(
             options.rotate, options.rotate_forward, options.schedule, index(place.ring), index(place.team),
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype, ulysses=index(place.ulysses),
             value_dim=value_dim, shared_dim=0 if k_shared is None else int(k_shared.shape[-1]),
-            lengths=self._ratio(q, k, lengths),
+            lengths=self._ratio(q, k),
         )  # fmt: skip
-        compiling, exporting = torch.compiler.is_compiling(), is_exporting()
-        length, kv_length = lengths or (None, None)
+        length, kv_length = self.lengths or (None, None)
+        if isinstance(q, DTensor) and (q.shape[2] % place.size or k.shape[2] % place.size):
+            length, kv_length = index(q.shape[2]), index(k.shape[2])
         told = replace(
             options, window_size=options.window, mask_mod=None, length=length, kv_length=kv_length, order=None,
             rotate=backward, rotate_forward=forward,
@@ -235,7 +234,7 @@ class ContextAttention(Setting):
             self,
             options=told,
             order=self.order or "contiguous",
-            mask_key=self.mask_key if compiling else 0,  # eager code has just asked
+            mask_key=self.mask_key if torch.compiler.is_compiling() else 0,  # eager code has just asked
             mesh=lasting(self.mesh) if exporting else self.mesh,
         )
         mask, captured = self._mask(q, k)
@@ -260,9 +259,9 @@ class ContextAttention(Setting):
             inputs = inputs._replace(cu_seqlens=sharding.replicate(ends, inputs.q))
         return operator(*inputs, *told)[0]
 
-    def _ratio(self, q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> tuple[int, int]:
+    def _ratio(self, q: Tensor, k: Tensor) -> tuple[int, int]:
         """Queries and keys, as far as they matter for which of them to move: not at all where they are as many."""
-        if self.has_mask or (not lengths and q.shape[2] == k.shape[2]):
+        if self.has_mask or (not self.lengths and q.shape[2] == k.shape[2]):
             return 1, 1
         return self.whole(q.shape, k.shape, shards=not isinstance(q, DTensor))
 
