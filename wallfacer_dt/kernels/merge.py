@@ -24,7 +24,7 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
 
     Either lse, or both, may be -inf where no key was visible; ``out`` is 0 there.
     """
-    if _is_fused(out):
+    if out.is_cuda and not isinstance(out, FakeTensor) and _has_triton():
         from wallfacer_dt.kernels.merge_triton import merge_ as fused
 
         fused(out, lse, more_out, more_lse)
@@ -33,10 +33,6 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     weight = (more_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
     out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, more_lse, out=lse)
-
-
-def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and not isinstance(x, FakeTensor) and _has_triton()
 
 
 @cache
