@@ -24,7 +24,7 @@ from wallfacer_dt.algorithms.steps import (
     Transfer,
     Wait,
 )
-from wallfacer_dt.collectives.functional import all_gather, exchange, permute, wait
+from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute, wait
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels import accumulation_dtype
@@ -116,12 +116,13 @@ class _Run:
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, and remember what is pending with the layout of what it will bring."""
-        sent = self._outgoing(transfer)
+        sent, place = self._outgoing(transfer), self.groups.place
         match transfer:
             case Gather():
                 pending = all_gather(sent.buffer, self.groups.team)
             case Exchange():
-                pending = exchange(sent.buffer, self.groups.team)
+                splits = [0 if rank == place.team_rank else sent.layout.size for rank in range(place.team)]
+                pending = all_to_all(sent.buffer, splits, splits, self.groups.team)
             case _:
                 pending = self.groups.permute(sent.buffer, transfer)
         self.pending[transfer] = Sent(pending, sent.layout)

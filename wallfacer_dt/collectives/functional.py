@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from wallfacer_dt.agreement.progress import Waiting
-from wallfacer_dt.collectives.groups import group_rank, group_ranks, group_size
+from wallfacer_dt.collectives.groups import group_ranks, group_size
 
 _ops = torch.ops._c10d_functional
 
@@ -47,17 +47,6 @@ def broadcast(buffer: Tensor, source: int, group: str) -> Tensor:
     Others give something of that shape, which is copied first and may therefore be one element expanded.
     """
     return _ops.broadcast(buffer, source, group)
-
-
-def exchange(buffer: Tensor, group: str) -> Tensor:
-    """Start sending row j of ``buffer`` ((size-1) * n,) to the j-th other rank, receiving one from each.
-
-    The others are counted in ascending rank, leaving oneself out; nothing is sent to oneself.
-    """
-    size, me = group_size(group), group_rank(group)
-    share = buffer.numel() // (size - 1)
-    splits = [0 if rank == me else share for rank in range(size)]
-    return all_to_all(buffer, splits, splits, group)
 
 
 def wait(pending: Tensor, what: object, group: str) -> Tensor:
