@@ -6,7 +6,6 @@ needs of a weight is a range, which one rank holds where heads divide evenly, an
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -50,22 +49,6 @@ class HeadGroup:
 OUT = 3  # the part that is the output; before it come q, k and v
 
 
-class Stored(NamedTuple):
-    """Where a part is stored: in a weight of how many rows, from which row on."""
-
-    rows: int
-    first: int
-
-
-def stored_parts(heads: int, kv_heads: int, head_dim: int, *, fused: bool) -> tuple[Stored, Stored, Stored, Stored]:
-    """Where q, k, v and the output are stored: each in a weight of its own, or the first three fused in one."""
-    q, kv = heads * head_dim, kv_heads * head_dim
-    if fused:
-        rows = q + 2 * kv
-        return Stored(rows, 0), Stored(rows, q), Stored(rows, q + kv), Stored(q, 0)
-    return Stored(q, 0), Stored(kv, 0), Stored(kv, 0), Stored(q, 0)
-
-
 @lru_cache(maxsize=64)
 def head_groups(
     heads: int, kv_heads: int, head_dim: int, axes: tuple[int, ...], *, fused: bool
@@ -79,7 +62,11 @@ def head_groups(
     ``axes`` are those of the mesh that weights are sharded over; ``fused``: one weight holds q, k and v.
     """
     share = heads // kv_heads
-    parts = stored_parts(heads, kv_heads, head_dim, fused=fused)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    # By part, how many rows the weight has in which it is stored, and from which row on.
+    rows, firsts = (q, kv, kv, q), (0, 0, 0, 0)
+    if fused:
+        rows, firsts = (q + 2 * kv,) * 3 + (q,), (0, q, q + kv, 0)
     count = min(math.prod(axes), kv_heads)
     bounds = [kv_heads * i // count for i in range(count + 1)]
     groups = []
@@ -87,19 +74,17 @@ def head_groups(
         ranges = [(start * share, stop * share), (start, stop), (start, stop), (start * share, stop * share)]
         pieces = [
             piece
-            for part, (stored, (first, last)) in enumerate(zip(parts, ranges, strict=True))
-            for piece in _pieces(part, stored, first * head_dim, last * head_dim, axes)
+            for part, (first, (begin, end)) in enumerate(zip(firsts, ranges, strict=True))
+            for piece in _pieces(part, rows[part], first + begin * head_dim, first + end * head_dim, axes)
         ]
         groups.append(HeadGroup(Heads(ranges[0], ranges[1]), tuple(pieces)))
     return tuple(groups)
 
 
-def _pieces(part: int, stored: Stored, start: int, stop: int, axes: Sequence[int]) -> list[Piece]:
-    """Who holds rows ``start`` to ``stop`` of a part."""
-    sizes = shard_sizes(stored.rows, tuple(axes))
-    start, stop = stored.first + start, stored.first + stop
+def _pieces(part: int, rows: int, start: int, stop: int, axes: tuple[int, ...]) -> list[Piece]:
+    """Who holds rows ``start`` to ``stop`` of a weight of so many, for a part."""
     pieces = []
-    for owner, (first, last) in enumerate(pairwise(accumulate(sizes, initial=0))):
+    for owner, (first, last) in enumerate(pairwise(accumulate(shard_sizes(rows, axes), initial=0))):
         low, high = max(start, first), min(stop, last)
         if low < high:
             pieces.append(Piece(part, owner, low - first, high - first))
