@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wallfacer_dt.agreement.agree import agree_on, hear_once, named, tell
 from wallfacer_dt.agreement.worlds import is_lasting
-from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores, with_factor
+from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import Answers, check_mask
 from wallfacer_dt.algorithms.execute import Groups, execute
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
@@ -22,7 +22,7 @@ from wallfacer_dt.algorithms.steps import Schedule, Side
 from wallfacer_dt.collectives.groups import group_rank
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.inputs import AttentionInputs
-from wallfacer_dt.kernels import BlockKernel, Need, row_delta, select_kernel, sinks_gradient, with_sinks
+from wallfacer_dt.kernels import BlockKernel, Need, output_factor, row_delta, select_kernel, sinks_gradient, with_sinks
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.options import Options
 
@@ -254,7 +254,7 @@ class Call(NamedTuple):
         queries, own_out, delta = (own_q, grad_out, lse), out, None
         if self.plan.groups.place.ulysses > 1:  # queries come from elsewhere
             delta = row_delta(grad_out, out, lse.dtype)
-            queries, own_out = with_factor(*queries, delta), None
+            queries, own_out = (*queries, output_factor(grad_out, delta)), None
 
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             n = len(tensors) - len(own_keys)

@@ -207,17 +207,12 @@ class Backward(Sums):
         """Of queries with a factor for each row in place of an output, which is as large as they are."""
         if operand.out is None or _has_factor(operand):
             return operand.data
-        q, grad_out, lse = operand.data
-        return with_factor(q, grad_out, lse, row_delta(grad_out, operand.out, lse.dtype))
+        _, grad_out, lse = operand.data
+        return *operand.data, output_factor(grad_out, row_delta(grad_out, operand.out, lse.dtype))
 
 
 def _has_factor(operand: Operand) -> bool:
     return len(operand.data) == 4  # keys are three at most
-
-
-def with_factor(q: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a backward sends of queries: (q, grad_out, lse, factor), see :func:`output_factor`."""
-    return q, grad_out, lse, output_factor(grad_out, delta)
 
 
 def _keys(keys: Operand, tile: Tile) -> tuple[Tensor, Tensor]:
