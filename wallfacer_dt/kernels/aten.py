@@ -196,9 +196,7 @@ def _cudnn_forward(
     aten: Any, q: Tensor, k: Tensor, v: Tensor, _visible: None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     operands = [x.contiguous() for x in loadable([q, k, v])]
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        *operands, None, True, 0.0, is_causal, False, scale=scale
-    )  # fmt: skip
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*operands, None, True, 0.0, is_causal, False, scale=scale)
     return cropped(out, v), lse.reshape(q.shape[:-1])  # of some versions (B, N, Lq, 1)
 
 

@@ -46,14 +46,11 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     assert out.stride(-1) == 1, "partial results are this package's own"
     more_out = more_out if more_out.stride(-1) == 1 else more_out.contiguous()
     strides = (*out.stride()[:-1], *lse.stride(), *more_out.stride()[:-1], *more_lse.stride())
-    _launch(merge_rows, out, lse, more_out, more_lse, strides=strides)
-
-
-def _launch(kernel: Any, *tensors: Tensor, strides: tuple[int, ...]) -> None:
-    batch, heads, length, width = tensors[0].shape
+    batch, heads, length, width = out.shape
     rows, padded = batch * heads * length, triton.next_power_of_2(width)
     per_program = max(1, _ELEMENTS // padded)
-    with torch.accelerator.device_index(tensors[0].device.index):  # Triton runs on the current device
+    kernel: Any = merge_rows
+    with torch.accelerator.device_index(out.device.index):  # Triton runs on the current device
         kernel[(triton.cdiv(rows, per_program),)](
-            *tensors, heads, length, width, rows, *strides, WIDTH=padded, ROWS=per_program
+            out, lse, more_out, more_lse, heads, length, width, rows, *strides, WIDTH=padded, ROWS=per_program
         )
