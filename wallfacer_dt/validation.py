@@ -116,7 +116,7 @@ def _check_together(inputs: AttentionInputs, setting: Setting) -> None:
         raise ValueError(f"q, k and v must be on the mesh's device type {setting.device_type!r}, got {q.device}")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in all but the head dim (B, N, L, H), got {shapes()}")
-    if k_shared is not None and (k_shared.shape[0], *k_shared.shape[1:3]) != (k.shape[0], 1, k.shape[2]):
+    if k_shared is not None and tuple(k_shared.shape[:3]) != (k.shape[0], 1, k.shape[2]):
         raise ValueError(f"k_shared must have shape (B, 1, L, Hs), one head for all, got {sizes(k_shared)}")
     head_dim = k.shape[3] + (0 if k_shared is None else k_shared.shape[3])
     if q.shape[0] != k.shape[0] or q.shape[3] != head_dim:
@@ -127,14 +127,15 @@ def _check_together(inputs: AttentionInputs, setting: Setting) -> None:
         raise ValueError(f"under a mask q, k and v must agree in length, got {shapes()}; cross attention has no mask")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of key and value heads, got {shapes()}")
-    if q.shape[1] < setting.place.ulysses:
-        ulysses = setting.place.ulysses
+    ulysses = setting.place.ulysses
+    if q.shape[1] < ulysses:
         raise ValueError(f"cp_ulysses of {ulysses} splits query heads, of which there are only {sizes(q)[1]}")
 
 
 def _check_lengths(q: Tensor, k: Tensor, setting: Setting) -> None:
+    replicated = setting.options.replicated
     if isinstance(q, DTensor):
-        if setting.options.replicated:
+        if replicated:
             raise ValueError("replicated tokens and a shard are no DTensor: pass local tensors, q.to_local()")
         if setting.lengths and setting.lengths != (q.shape[2], k.shape[2]):
             raise ValueError(
@@ -144,10 +145,9 @@ def _check_lengths(q: Tensor, k: Tensor, setting: Setting) -> None:
         return
     lengths = setting.lengths or (None, None)
     for name, x, length in (("q", q, lengths[0]), ("k", k, lengths[1])):
-        own = x.shape[2] - setting.options.replicated
+        own = x.shape[2] - replicated
         if length is None:
             if own < 1:
-                replicated = setting.options.replicated
                 after = f" after {replicated} replicated ones" if replicated else ""
                 raise ValueError(
                     f"{name} must have tokens of this rank{after}, got {sizes(x)} (B, N, L, H); of a "
@@ -158,7 +158,7 @@ def _check_lengths(q: Tensor, k: Tensor, setting: Setting) -> None:
         if own != holds:
             raise ValueError(
                 f"of {length} tokens this rank holds {holds} in {setting.order or 'contiguous'} order, got {name} "
-                f"{sizes(x)} (B, N, L, H) with {setting.options.replicated} replicated; deal them out by shard_sequence"
+                f"{sizes(x)} (B, N, L, H) with {replicated} replicated; deal them out by shard_sequence"
             )
 
 
