@@ -122,11 +122,13 @@ class _Plan:
 def _plan(
     options: Options, q: torch.Size, k: torch.Size, hidden: bool, packed: str = "", documents: Tensor | None = None
 ) -> _Plan:
-    setting, place = options.setting, options.setting.place
+    setting, place, told = options.setting, options.setting.place, options.setting.options
     q_length, k_length = setting.whole(q, k)
-    mask = _mask(options, packed, documents, q_length)
+    left, right = (None if n < 0 else n for n in told.window)
+    bounds = () if documents is None else boundaries(documents, packed, q_length)
+    mask = Mask(left, right, told.prefix_length, bounds, bool(options.mask))
     heads = split_heads(q[1], k[1], place.ulysses, hidden=place.ulysses > 1 and hidden)
-    sequences = Sequences(q_length, k_length, setting.order, mask, setting.options.replicated)
+    sequences = Sequences(q_length, k_length, setting.order, mask, told.replicated)
     groups = Groups(place, *setting.groups, setting.context, setting.context_ranks)
     return _Plan(options, groups, sequences, heads, is_lasting(setting.mesh))
 
@@ -147,18 +149,6 @@ def groups_here(mesh: str, place: Coordinate, groups: tuple[str, str, str]) -> t
             "not; every rank loads its own"
         )
     return ulysses, ring, team
-
-
-def _mask(options: Options, packed: str, documents: Tensor | None, length: int) -> Mask:
-    told = options.setting.options
-    left, right = (None if n < 0 else n for n in told.window)
-    return Mask(
-        left,
-        right,
-        told.prefix_length,
-        boundaries(documents, packed, length) if documents is not None else (),
-        bool(options.mask),
-    )
 
 
 def _signature(options: Options, inputs: AttentionInputs) -> dict[str, Hashable]:
