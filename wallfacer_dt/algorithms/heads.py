@@ -43,6 +43,11 @@ class Heads(NamedTuple):
         return {"q": self.q, "kv": self.kv, "shared": (0, 0 if self.is_empty else 1)}[kind]
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """How many query heads and how many key heads."""
+        return self.q[1] - self.q[0], self.kv[1] - self.kv[0]
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         return self.q[0] == self.q[1]
@@ -77,7 +82,7 @@ def _groups(start: int, stop: int, share: int) -> list[Heads]:
         Heads((max(start, kv * share), min(stop, (kv + 1) * share)), (kv, kv + 1))
         for kv in range(start // share, -(-stop // share))
     ]
-    runs = [list(run) for _, run in groupby(pieces, key=lambda piece: piece.q[1] - piece.q[0])]
+    runs = [list(run) for _, run in groupby(pieces, key=lambda piece: piece.counts[0])]
     return [Heads((run[0].q[0], run[-1].q[1]), (run[0].kv[0], run[-1].kv[1])) for run in runs]
 
 
@@ -85,7 +90,7 @@ def _divided(groups: list[Heads]) -> list[Heads]:
     """Up to ``_GROUPS`` groups, by halving the one with most key heads."""
     groups = list(groups)
     while len(groups) < _GROUPS:
-        widest = max(range(len(groups)), key=lambda i: groups[i].kv[1] - groups[i].kv[0])
+        widest = max(range(len(groups)), key=lambda i: groups[i].counts[1])
         (q, q_stop), (kv, kv_stop) = groups[widest]
         if kv_stop - kv == 1:
             break

@@ -105,10 +105,10 @@ def metp_attention_volume(
     """
     p = ring * team
     groups = head_groups(heads, kv_heads, head_dim, (ring, team), fused=fused)
-    first = groups[0].heads
+    n, m = groups[0].heads.counts
     chosen = attention_volume(
-        ring, team, batch=batch, length=length, heads=first.q[1] - first.q[0], kv_heads=first.kv[1] - first.kv[0],
-        head_dim=head_dim, dtype=dtype, schedule=schedule, rotate=rotate, rotate_forward=rotate_forward,
+        ring, team, batch=batch, length=length, heads=n, kv_heads=m, head_dim=head_dim, dtype=dtype,
+        schedule=schedule, rotate=rotate, rotate_forward=rotate_forward,
     )  # fmt: skip
     inward, outward = model_dim + bias, model_dim if out_dim is None else out_dim
     forward = backward = Volume(0, 0, 0)
@@ -119,7 +119,7 @@ def metp_attention_volume(
             reduced = (p - 1) * -(-n // p) * (2 if owner == index else 1)
             forward += Volume(sent, 0, sent * dtype.itemsize)
             backward += Volume(sent + reduced, 0, (sent + reduced) * dtype.itemsize)
-        n, m = (stop - start for start, stop in (group.heads.q, group.heads.kv))
+        n, m = group.heads.counts
         inner = attention_volume(
             ring, team, batch=batch, length=length, heads=n, kv_heads=m, head_dim=head_dim, dtype=dtype,
             schedule=schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward, hops=hops, index=index,

@@ -237,7 +237,7 @@ def metp_attention_backward_body(grad_y: Tensor, *args: Any) -> tuple[Tensor, ..
 def shaped(x: Tensor | None, block: BlockOptions, heads: Heads | None = None) -> AttentionInputs:
     """What has the shapes of q, k and v of x (B, L, D), all heads or some, and no memory."""
     assert x is not None
-    counts = (block.heads, block.kv_heads) if heads is None else (stop - start for start, stop in (heads.q, heads.kv))
+    counts = (block.heads, block.kv_heads) if heads is None else heads.counts
     q, k = (x.new_empty(1).expand(x.shape[0], n, x.shape[1], block.head_dim) for n in counts)
     return AttentionInputs(q, k, k)
 

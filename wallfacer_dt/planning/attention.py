@@ -98,7 +98,7 @@ def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
     if candidate.ulysses == 1:
         return {((model.heads, model.keys),): 0}
     ranks = split_heads(model.heads, model.keys, candidate.ulysses, hidden=True)
-    patterns = [tuple((g.q[1] - g.q[0], g.kv[1] - g.kv[0]) for g in groups) for groups in ranks]
+    patterns = [tuple(some.counts for some in groups) for groups in ranks]
     return {pattern: patterns.index(pattern) for pattern in patterns}
 
 
