@@ -190,7 +190,7 @@ class _Run:
         if operand.sent is not None:
             return operand.sent
         data = self.arithmetic.sent(operand)
-        places = _layout(data, [x.dtype for x in data], self._padded_length(transfer))
+        places = _layout(data, [x.dtype for x in data], self.schedule.rows(transfer))
         return Sent(pack(data, places), places)
 
     def _sent_partial(self, operand: Operand) -> Sent:
@@ -212,7 +212,7 @@ class _Run:
             self.peers = Operand(())
         else:
             partial, members = self.home.partial, self.schedule.everyone
-        length, place = self._padded_length(transfer), self.groups.place
+        length, place = self.schedule.rows(transfer), self.groups.place
         places = self._home_layout(partial, transfer)
         shares = Shares([places] * place.team, place.team_rank)
         is_padded = any(n and rows.length < length for n, rows in zip(shares.splits, members.rows, strict=True))
@@ -221,7 +221,7 @@ class _Run:
     def _home_layout(self, partial: Sequence[Tensor], transfer: Exchange | Return) -> Layout:
         """Of a share of a partial result that its owner is sent."""
         dtypes = self.arithmetic.home_dtypes(len(partial), self.local.data[0].dtype)
-        return _layout(partial, dtypes, self._padded_length(transfer))
+        return _layout(partial, dtypes, self.schedule.rows(transfer))
 
     def _mine(self, transfer: Exchange) -> Operand:
         """One's own rows, to which an exchange adds what the others computed for them."""
@@ -241,9 +241,6 @@ class _Run:
         for view, parts in zip(views, zip(*members, strict=True), strict=True):
             everyone.together(parts, SEQUENCE_DIM, out=cut(view, SEQUENCE_DIM, 0, everyone.length))
         return Operand(views, sent=Sent(buffer, places))
-
-    def _padded_length(self, transfer: Transfer) -> int:
-        return self.schedule.padded_lengths[0 if transfer.side == "q" else 1]
 
     def _partial(self, operand: Operand) -> tuple[Tensor, ...]:
         return operand.partial or self.arithmetic.nothing(operand)
