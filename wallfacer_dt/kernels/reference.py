@@ -22,17 +22,14 @@ def _scores(q: Tensor, k: Tensor, how: How) -> Tensor:
     return how.softcap * torch.tanh(scores_BGRLS / how.softcap) if how.softcap else scores_BGRLS
 
 
-def _hidden(how: How, q: Tensor, k: Tensor) -> Tensor | None:
-    """What a block's rows do not see, to be broadcast to its scores; None: nothing."""
+def _masked(scores_BGRLS: Tensor, how: How, q: Tensor, k: Tensor) -> Tensor:
+    """The scores with -inf for what rows do not see."""
     visible = visible_keys(how, q, k)
     if visible is None:
-        return None
+        return scores_BGRLS
     # One row of heads for each kv head, where heads differ.
-    return visible.logical_not().unflatten(1, (k.shape[1], -1) if visible.shape[1] > 1 else (1, 1))
-
-
-def _masked(scores_BGRLS: Tensor, hidden: Tensor | None) -> Tensor:
-    return scores_BGRLS if hidden is None else scores_BGRLS.masked_fill(hidden, -torch.inf)
+    hidden = visible.logical_not().unflatten(1, (k.shape[1], -1) if visible.shape[1] > 1 else (1, 1))
+    return scores_BGRLS.masked_fill(hidden, -torch.inf)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -41,8 +38,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """See :class:`wallfacer_dt.kernels.block.Forward`."""
-    hidden = _hidden(how, q, k)
-    scores_BGRLS = _masked(_scores(q, k, how), hidden)
+    scores_BGRLS = _masked(_scores(q, k, how), how, q, k)
     lse_BGRL = scores_BGRLS.logsumexp(-1)
     p_BGRLS = (scores_BGRLS - finite(lse_BGRL).unsqueeze(-1)).exp()
     out_BGRLH = torch.einsum("bgrls,bgsh->bgrlh", p_BGRLS, _wide(v))
@@ -54,7 +50,7 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     kv_heads = k.shape[1]
     go_BGRLH, q_BGRLH = _grouped(grad_out, kv_heads), _grouped(q, kv_heads)
     scores_BGRLS = _scores(q, k, how)
-    masked_BGRLS = _masked(scores_BGRLS, _hidden(how, q, k))
+    masked_BGRLS = _masked(scores_BGRLS, how, q, k)
     p_BGRLS = (masked_BGRLS - _grouped(finite(lse).unsqueeze(-1), kv_heads)).exp()
     delta_BGRL1 = (go_BGRLH * _grouped(out, kv_heads)).sum(-1, keepdim=True)
     dp_BGRLS = torch.einsum("bgrlh,bgsh->bgrls", go_BGRLH, _wide(v))
