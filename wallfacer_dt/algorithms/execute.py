@@ -173,7 +173,12 @@ class _Run:
             case Return():
                 self.arithmetic.combine(self.local, _cut(places.views(buffer), self.local))
             case Exchange():
-                operand = self._mine(transfer)
+                operand = self.local
+                if transfer.side != self.schedule.resident:
+                    rows = self.schedule.everyone.rows[self.groups.place.team_rank]
+                    operand = self.home
+                    operand.partial = tuple(rows.of(x, SEQUENCE_DIM) for x in operand.partial)
+                # One's own rows, to which is added what the others computed for them.
                 for share in _each(buffer, places):
                     self.arithmetic.combine(operand, _cut(share, operand))
 
@@ -222,14 +227,6 @@ class _Run:
         """Of a share of a partial result that its owner is sent."""
         dtypes = self.arithmetic.home_dtypes(len(partial), self.local.data[0].dtype)
         return _layout(partial, dtypes, self.schedule.rows(transfer))
-
-    def _mine(self, transfer: Exchange) -> Operand:
-        """One's own rows, to which an exchange adds what the others computed for them."""
-        if transfer.side == self.schedule.resident:
-            return self.local
-        rows = self.schedule.everyone.rows[self.groups.place.team_rank]
-        self.home.partial = tuple(rows.of(x, SEQUENCE_DIM) for x in self.home.partial)
-        return self.home
 
     def _everyone(self, members: Sequence[tuple[Tensor, ...]]) -> Operand:
         """The rotating side of a whole team, put together where it is sent from."""
