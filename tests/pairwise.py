@@ -1,5 +1,6 @@
 """Tiers of a matrix of test parameters: `make test` runs a cover of it, `make test-all` (``--whole``) all of it."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
@@ -12,7 +13,8 @@ Row = Sequence[Any]
 def cover(rows: Sequence[Row], strength: int = 2) -> list[int]:
     """Few of the rows, so that whatever values stand together in a row stand together in one of these.
 
-    Greedy: next is the row with most combinations not yet seen, the first of equals.
+    Greedy: next is the row with most combinations not yet seen; of equals the one whose values were chosen least often,
+    so that a short column takes turns beside a long one, and of these the first.
 
     Args:
         rows: of one length; values are told apart by their repr.
@@ -21,12 +23,14 @@ def cover(rows: Sequence[Row], strength: int = 2) -> list[int]:
     Returns:
         Numbers of rows, in the order in which they were chosen.
     """
-    parts = [{*combinations(enumerate(map(repr, row)), min(strength, len(row)))} for row in rows]
-    missing, chosen = set().union(*parts), list[int]()
+    values = [[*enumerate(map(repr, row))] for row in rows]
+    parts = [{*combinations(row, min(strength, len(row)))} for row in values]
+    missing, chosen, times = set().union(*parts), list[int](), Counter[tuple[int, str]]()
     while missing:
-        best = max(range(len(rows)), key=lambda i: len(parts[i] & missing))
+        best = max(range(len(rows)), key=lambda i: (len(parts[i] & missing), -sum(times[x] for x in values[i])))
         chosen.append(best)
         missing -= parts[best]
+        times.update(values[best])
     return chosen
 
 

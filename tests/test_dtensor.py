@@ -210,10 +210,7 @@ def test_every_feature_equals_one_process(ranks: Callable[[int], RankPool], name
         assert outcome.collectives == 0
 
 
-COMPILED = (
-    pytest.param("hybrid, data parallel, documents by row", marks=pytest.mark.whole),
-    "mask", "shared keys over tp", "shorter than ranks",
-)  # fmt: skip
+COMPILED = ("hybrid, data parallel, documents by row", "mask", "shared keys over tp", "shorter than ranks")
 
 
 @pytest.mark.ranks

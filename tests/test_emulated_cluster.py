@@ -473,7 +473,7 @@ def ranks_of(line: str) -> list[int]:
 @pytest.mark.ranks
 @needs_network
 @pytest.mark.parametrize(
-    "group", [pytest.param(False, id="alone"), pytest.param(True, id="with its group", marks=pytest.mark.whole)]
+    "group", [pytest.param(False, id="alone", marks=pytest.mark.whole), pytest.param(True, id="with its group")]
 )
 def test_killed_run_leaves_nothing(group: bool) -> None:
     assert left_over() == []

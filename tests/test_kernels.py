@@ -465,8 +465,12 @@ def test_what_a_small_mask_says_is_kept_with_it(heads: int, times: int) -> None:
     q, mask = torch.empty(1, heads, 96, 8), listed(seen)
     how = How(FULL, SCALE, mask)
     with mock.patch.object(visible, "create_mask", wraps=visible.create_mask) as create:
-        for _ in range(2):
-            assert visible.visible_keys(how, q, q).equal(seen)
+        for inference in (True, False):
+            with torch.inference_mode(inference):
+                shown = visible.visible_keys(how, q, q)
+                assert shown.equal(seen)
+                shown.logical_not_()  # as a kernel of one's own may
+            assert not any(kept.is_inference() for kept in visible._known.values())
         assert create.call_count == times
         assert visible.visible_keys(how, q[:, :, :7], q).equal(seen[:, :, :7])
         assert visible.visible_keys(how._replace(mask=listed(~seen)), q, q).equal(~seen)

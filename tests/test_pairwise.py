@@ -1,5 +1,6 @@
 """A cover of a matrix has every pair of it, in few rows; what it leaves out is marked."""
 
+from collections import Counter
 from itertools import combinations, product
 
 import pytest
@@ -32,6 +33,13 @@ def test_a_cover_is_small() -> None:
     """The two largest of five factors have 20 pairs, and a few rows more have those of all."""
     many = MATRICES["many factors"]
     assert 5 * 4 <= len(cover(many)) <= 5 * 4 + 3 < len(many) // 10
+
+
+def test_a_short_column_takes_turns_beside_a_long_one() -> None:
+    rows = [(n, letter) for n in range(9) for letter in "abc"]
+    chosen = [rows[i] for i in cover(rows, 1)]
+    assert len(chosen) == 9
+    assert Counter(letter for _, letter in chosen) == dict.fromkeys("abc", 3)
 
 
 def test_the_rest_is_marked() -> None:

@@ -34,6 +34,17 @@ def _end_one(how: int) -> None:
     dist.all_reduce(torch.ones(1))  # as the others do: they wait for it
 
 
+def _is_forked_from_cuda() -> bool:
+    return torch.cuda._is_in_bad_fork()
+
+
+def test_ranks_may_use_cuda() -> None:
+    """Which processes may not that are forked from one that has asked for devices, as some imports do."""
+    started = RankPool(1)
+    assert started.run(_is_forked_from_cuda) == [False]
+    started.close()
+
+
 @pytest.fixture(params=[False, True], ids=["processes", "threads"])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     started = RankPool(3, timeout=300, threads=request.param)

@@ -124,7 +124,7 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("check", [*CHECKS[:2], pytest.param(CHECKS[2], marks=pytest.mark.whole)])
+@pytest.mark.parametrize("check", [*CHECKS[:2], pytest.param(CHECKS[2], marks=pytest.mark.whole), *CHECKS[3:]])
 def test_counted_is_predicted(check: tuple) -> None:
     seen = simulated.counted(*check)
     assert seen == simulated.planned(*check)

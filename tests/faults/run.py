@@ -1,12 +1,15 @@
-"""Provoking a fault of a recipe under torchrun, and what comes of it."""
+"""Provoking a fault of a recipe under torchrun, or its agent, and what comes of it."""
 
+import atexit
 import importlib
 import json
+import multiprocessing as mp
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -19,6 +22,7 @@ from pathlib import Path
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from recipes.benchmarks.cluster.cases import Machines
+from recipes.benchmarks.cluster.watcher import environment
 from tests.faults import faulty
 from tests.machines import Site, site
 from wallfacer_dt.testing.pool import fork_server
@@ -74,18 +78,22 @@ class Outcome:
     losses: tuple[float, ...]
 
 
-def provoke(recipe: str, fault: str, folder: Path, *, restarts: int = 1, rank: int = STRUCK_RANK) -> Outcome:
-    """Have one rank of a run have a fault, and torchrun start all of them again.
+def provoke(
+    recipe: str, fault: str, folder: Path, *, restarts: int = 1, rank: int = STRUCK_RANK, forks: bool = True
+) -> Outcome:
+    """Have one rank of a run have a fault, and torchrun's agent start all of them again.
 
     Args:
         recipe: the name of its package.
         fault: one of :data:`tests.faults.faulty.FAULTS`, or none.
         folder: empty, for whatever the run leaves.
-        restarts: that torchrun may make.
+        restarts: that the agent may make.
         rank: which one.
+        forks: ranks are forks of the agent, which has imported the recipe; otherwise processes that torchrun starts.
     """
-    arguments = _command(recipe, fault, folder, rank)[1:]
-    launcher = fork_server().Process(target=_launch, args=(arguments, restarts, folder / "machine"))
+    command = _command(recipe, fault, folder, rank)
+    given = (command, restarts, folder / "machine", environment(), forks)
+    launcher = fork_server().Process(target=_launch, args=given)
     launcher.start()
     heard, deadline = _Heard(folder), time.monotonic() + HANGS
     try:
@@ -94,47 +102,60 @@ def provoke(recipe: str, fault: str, folder: Path, *, restarts: int = 1, rank: i
             heard.so_far()
         status = launcher.exitcode
     finally:
+        if launcher.is_alive():  # which ends its ranks, of which those that torchrun has started are in no group of it
+            launcher.terminate()
+            launcher.join(40)
         with suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.join()
-    return _outcome(status, heard.so_far(), folder)
+        launcher.kill()
+        launcher.join(10)
+    return _outcome(status, heard.so_far(ended=True), folder)
 
 
-def _launch(arguments: list[str], restarts: int, said: Path) -> None:
-    """What torchrun does, but that its ranks are forks of this process: they need not import anything again."""
+def _launch(command: list[str], restarts: int, said: Path, variables: dict[str, str], forks: bool) -> None:
+    """What torchrun does, or it itself. Forks of this process need not import anything again."""
     os.setsid()
     os.chdir(ROOT)
     with said.open("wb") as file, open(os.devnull, "wb") as nowhere:
         os.dup2(file.fileno(), sys.stderr.fileno())
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    os.environ |= {
-        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    os.environ.clear()
+    os.environ |= variables | {
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
-    recipe = arguments[0]
-    for name in (
-        f"recipes.{recipe}.__main__",
-        f"recipes.{recipe}.train",
-        "pydantic.type_adapter",
-        *_IMPORTED_LATE.get(recipe, ()),
-    ):
+    if not forks:
+        launcher = ["--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *command])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    recipe = command[1]
+    late = "pydantic.type_adapter", *_IMPORTED_LATE.get(recipe, ())
+    for name in (f"recipes.{recipe}.__main__", f"recipes.{recipe}.train", *late):
         importlib.import_module(name)
     config = LaunchConfig(
         1, 1, RANKS, run_id=str(uuid.uuid4()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         max_restarts=restarts, start_method="fork",
     )  # fmt: skip
-    elastic_launch(config, _be_a_rank)(*arguments)
+    elastic_launch(config, _be_a_rank)(*command[1:])
+
+
+def _end_with_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _be_a_rank(*arguments: str) -> None:
     """As python -m would: what is raised is printed, and the exit status is what is returned."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # for which a launcher has its own
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # for which an agent has its own
         signal.signal(number, signal.SIG_DFL)
     try:
         status = faulty.main(*arguments)
-    except SystemExit as left:  # who does so with 0 would else be waited for
+    except SystemExit as left:  # the agent would take 0 for what is returned
+        threading._shutdown()  # pyrefly: ignore[missing-attribute]  (an interpreter waits for threads, as one that saves)
+        atexit._run_exitfuncs()
         sys.stderr.flush()
-        os._exit(int(left.code or 0))
+        os._exit(left.code if isinstance(left.code, int) else int(left.code is not None))
     except Exception:
         traceback.print_exc()
         status = 1
@@ -188,7 +209,7 @@ def _start(machines: Site, recipe: str, fault: str, folder: Path) -> None:
 
 
 def _ended(machines: Site, heard: "_Heard", folder: Path) -> Outcome:
-    return _outcome(next(filter(None, machines.ended().values()), 0), heard.so_far(), folder)
+    return _outcome(next(filter(None, machines.ended().values()), 0), heard.so_far(ended=True), folder)
 
 
 class _Heard:
@@ -198,13 +219,14 @@ class _Heard:
         self._folder = folder
         self._lines: dict[Path, list[tuple[float, str]]] = {}
 
-    def so_far(self) -> list[tuple[float, str]]:
-        """All lines, by the time at which they were first seen here."""
+    def so_far(self, *, ended: bool = False) -> list[tuple[float, str]]:
+        """All lines, by the time at which they were first seen here; the last may still be written."""
         now = time.time()
         for path in self._folder.glob("machine*"):
             known = self._lines.setdefault(path, [])
-            whole = path.read_text(errors="replace").rpartition("\n")[0]  # what is being written is not a line yet
-            known += [(now, line) for line in whole.splitlines()[len(known) :]]
+            text = path.read_text(errors="replace")
+            lines = (text if ended else text.rpartition("\n")[0]).splitlines()
+            known += [(now, line) for line in lines[len(known) :]]
         # In the order of each machine where they were seen together.
         return sorted((line for lines in self._lines.values() for line in lines), key=itemgetter(0))
 

@@ -27,7 +27,7 @@ def strips(rows: int, width: int, multiple: int = 1) -> Iterator[slice]:
 def visible_keys(how: How, q: Tensor, k: Tensor) -> Tensor | None:
     """Which of the keys (B, Nkv, Lk, H) each query (B, N, Lq, H) sees, by band and mask together.
 
-    A boolean mask (B or 1, N or 1, Lq, Lk), or None where all is visible.
+    A boolean mask (B or 1, N or 1, Lq, Lk), or None where all is visible. ``how.mask`` must be of these rows and columns.
     """
     shown, band = None if how.mask is None else _shown(how.mask, q, k), how.band
     if band == FULL:
@@ -44,9 +44,10 @@ def _shown(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
     shown = _known.get(mask)
     if shown is None or shown.shape[-2:] != (q.shape[-2], k.shape[-2]) or shown.device != q.device:
         shown = _asked(mask, q, k)
-        if shown.numel() <= _KEPT:
-            _known[mask] = shown
-    return shown
+        if shown.numel() > _KEPT:
+            return shown
+        _known[mask] = shown
+    return shown.clone()  # a kernel may write into what it is given
 
 
 def _asked(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
@@ -59,7 +60,8 @@ def _asked(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
 
         return create_mask(shifted, batch, heads, rows.stop - rows.start, columns, device=q.device)
 
-    with outside_dispatch(), torch.no_grad():
+    # What is kept in an evaluation is for training, too.
+    with outside_dispatch(), torch.inference_mode(False), torch.no_grad():
         return torch.cat([asked(rows) for rows in strips(q.shape[-2], columns * batch * heads)], 2)
 
 

@@ -26,11 +26,12 @@ from wallfacer_dt.testing.turns import STUCK, Answer
 
 
 def fork_server() -> mp.context.ForkServerContext:
-    """A context whose processes begin with torch and the package imported, and with what torch imports late."""
+    """A context whose processes begin with torch and the package imported."""
     context = mp.get_context("forkserver")
-    # The compiler is imported by the first call of any operator, its rest by the first that is compiled.
+    # The compiler is imported by the first call of any operator. Not Inductor: that of torch 2.11 asks for CUDA devices
+    # where it is imported, which forks cannot use then.
     context.set_forkserver_preload(
-        ["torch", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "wallfacer_dt.testing"]
+        ["torch", "torch._dynamo", "torch.distributed.tensor.parallel", "wallfacer_dt.testing"]
     )
     return context
 
