@@ -27,7 +27,7 @@ def strips(rows: int, width: int, multiple: int = 1) -> Iterator[slice]:
 def visible_keys(how: How, q: Tensor, k: Tensor) -> Tensor | None:
     """Which of the keys (B, Nkv, Lk, H) each query (B, N, Lq, H) sees, by band and mask together.
 
-    A boolean mask (B or 1, N or 1, Lq, Lk), or None where all is visible. ``how.mask`` must be of these rows and columns.
+    A boolean mask (B or 1, N or 1, Lq, Lk), or None where all is visible. ``how.mask`` is of these rows and columns.
     """
     shown, band = None if how.mask is None else _shown(how.mask, q, k), how.band
     if band == FULL:
