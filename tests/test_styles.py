@@ -524,12 +524,31 @@ def test_sinks_of_a_module_are_no_parameter(ranks: Ranks) -> None:
     assert ranks(2).run(own_sinks) == [0.0, 0.0]
 
 
-def compiled_mask(with_style: bool) -> tuple[str, float]:
+def of_fewer_blocks() -> float:
+    """How far a call with a BlockMask that hides more than the style's mask_mod is from the function's."""
+    mesh, (q, k, v), whole = mesh_of(2, 1), tensors(), block_mask()
+    fewer = BlockMask.from_kv_blocks(
+        whole.kv_num_blocks.clamp(max=1), whole.kv_indices, BLOCK_SIZE=4, mask_mod=blocky, seq_lengths=(LENGTH, LENGTH)
+    )
+    module = unchecked(RingParallel(**told(mesh, layout="BNLH", check=False, mask_mod=blocky)), mesh)
+    out, own = module(q, k, v, block_mask=fewer), module(q, k, v, block_mask=whole)
+    assert worst_error([(out, own)]) > 0.1
+    return worst_error(
+        (got, context_parallel_attention(q, k, v, mesh, **told(mesh, mask_mod=mask)))
+        for got, mask in ((out, fewer), (own, whole), (module(q, k, v), blocky))
+    )
+
+
+def test_a_mask_of_fewer_blocks_is_not_the_styles(ranks: Ranks) -> None:
+    assert ranks(2).run(of_fewer_blocks) == [0.0, 0.0]
+
+
+def compiled_mask(styles: str) -> tuple[str, float]:
     """What a compiled call with a mask raises, or how far it is from the function's."""
     torch._dynamo.reset()
     mesh = mesh_of(2, 1)
     mask = block_mask()
-    own = mask if with_style else None
+    own = {"the same": mask, "its mask_mod": blocky, "none": None}[styles]
     module = unchecked(RingParallel(**told(mesh, layout="BNLH", check=False, mask_mod=own)), mesh)
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -545,9 +564,10 @@ def compiled_mask(with_style: bool) -> tuple[str, float]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_masks_of_compiled_calls_are_the_styles(ranks: Ranks) -> None:
-    assert ranks(2).run(compiled_mask, True) == [("", 0.0)] * 2
-    for said, _ in ranks(2).run(compiled_mask, False):
-        assert "attention_masks under torch.compile, where masks are constants: give it to the style, mask_mod=" in said
+    assert ranks(2).run(compiled_mask, "the same") == [("", 0.0)] * 2
+    for styles in ("its mask_mod", "none"):
+        for said, _ in ranks(2).run(compiled_mask, styles):
+            assert "attention_masks under torch.compile, where masks are constants: give it to the style" in said
 
 
 def compiled_extras() -> tuple[int, float]:

@@ -231,12 +231,14 @@ class _ContextParallel(AttentionStyle):
         return told
 
     def _is_own_mask(self, mask: MaskMod | BlockMask, where: str) -> bool:
-        """Whether a call's mask is the style's; refuse (ValueError) another one, and any that a compiler would see."""
+        """Whether a call's mask is the style's; refuse (ValueError) another one, and any that a compiler would see.
+
+        A BlockMask of the style's mask_mod is not the style's, since it may hide more, but goes before it.
+        """
         own = self.options.mask_mod
-        if own is not None:
-            # The mask_mod of an own BlockMask is another mask, since that may hide more.
-            if mask is own or (isinstance(mask, BlockMask) and mask.mask_mod is own):
-                return True
+        if own is not None and mask is own:
+            return True
+        if own is not None and not (isinstance(mask, BlockMask) and mask.mask_mod is own):
             raise ValueError(f"{where}={_short(mask)}, the style was given another mask_mod")
         if torch.compiler.is_compiling():
             raise ValueError(f"{where} under torch.compile, where masks are constants: give it to the style, mask_mod=")
