@@ -268,5 +268,7 @@ def test_calls_on_cuda(mesh: str, mask: str, variant: str, monkeypatch: pytest.M
                 with Watch() as watch:
                     call()
                 assert not watch.faults
-                assert {name.endswith("_backward") for name in watch.fused} == {False, True}
+                ways = {name.endswith("_backward") for name in watch.fused}
+                # The published schedule may give a rank all its work in one of them.
+                assert ways == {False, True} or (mesh == "published" and len(ways) == 1)
                 assert not (has_been_called and watch.sent)

@@ -48,6 +48,9 @@ RECIPES = {
     ),
 }
 """Options of recipes that are small."""
+# Seconds after which an agent looks at its ranks; after a tenth, which is its own, it ends those that wait for one that
+# is gone before they have said so, if the machine is busy.
+_MONITORED = 0.5
 # What recipes import once they run.
 _IMPORTED_LATE = {"train_dit": ("sklearn.datasets",)}
 _TELLS = re.compile(
@@ -124,7 +127,8 @@ def _launch(command: list[str], restarts: int, said: Path, variables: dict[str, 
         "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
     if not forks:
-        launcher = ["--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
+        given = f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", f"--monitor-interval={_MONITORED}"
+        launcher = ["--standalone", *given]
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *command])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     recipe = command[1]
@@ -133,7 +137,7 @@ def _launch(command: list[str], restarts: int, said: Path, variables: dict[str, 
         importlib.import_module(name)
     config = LaunchConfig(
         1, 1, RANKS, run_id=str(uuid.uuid4()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=restarts, start_method="fork",
+        max_restarts=restarts, start_method="fork", monitor_interval=_MONITORED,
     )  # fmt: skip
     elastic_launch(config, _be_a_rank)(*command[1:])
 

@@ -105,7 +105,7 @@ def _segments(
 ) -> tuple[Tensor, ...]:
     scores, query, keys = Scores(kernel, 0.1), Operand((q,)), Operand((k, v))
     Forward(scores, v.shape[-1]).attend(query, Operand((k, v)), work)
-    behind = Operand((q, grad_out, lse, (grad_out * out).sum(-1)), out=out)
+    behind = Operand((q, grad_out, lse), out=out)
     Backward(scores).attend(behind, keys, work)
     return *query.partial, *behind.partial, *keys.partial
 
