@@ -106,7 +106,7 @@ def test_what_other_recipes_say(tmp_path: Path, fault: str, recipe: str, message
 @pytest.mark.parametrize(
     "fault", [pytest.param(x, marks=needs_network if x in OUTSIDE else ()) for x in FAULTS_BY_NAME]
 )
-def test_every_fault(tmp_path: Path, whole: Callable[[str], tuple[float, ...]], fault: str, recipe: str) -> None:
+def test_every_fault(tmp_path: Path, undisturbed: Callable[[str], tuple[float, ...]], fault: str, recipe: str) -> None:
     found = FAULTS_BY_NAME[fault](recipe, tmp_path)
     assert judged(found, undisturbed(recipe))[0] == "", found.said
     if fault != "a link slows to a hundredth":

@@ -236,7 +236,7 @@ class _ContextParallel(AttentionStyle):
         A BlockMask of the style's mask_mod is not the style's, since it may hide more, but goes before it.
         """
         own = self.options.mask_mod
-        if own is not None and mask is own:
+        if mask is own:
             return True
         if own is not None and not (isinstance(mask, BlockMask) and mask.mask_mod is own):
             raise ValueError(f"{where}={_short(mask)}, the style was given another mask_mod")
