@@ -228,19 +228,17 @@ class Call(NamedTuple):
             return arithmetic.outgoing(partial, q.dtype)
 
         replicated = self.plan.replicated
-        own = [replicated.own(x) for x in (q, *keys)]
-        out, lse = self._by_heads(own, ["q", *_KEY_KINDS[: len(keys)]], compute, ["q", "q"])
-        return replicated.everyone(out), replicated.placed(lse)
+        out, lse = self._by_heads(replicated.own(q, *keys), ["q", *_KEY_KINDS[: len(keys)]], compute, ["q", "q"])
+        return replicated.everyone(out), *replicated.placed(lse)
 
     def backward(
         self, grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, keys: Sequence[Tensor], sinks: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor | None]:
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
         """The gradients of q and of the keys' tensors, and that of the sinks which is due to one's own rows."""
         schedule = self._schedule(backward=True)
         replicated = self.plan.replicated
-        out, lse = replicated.own(out), replicated.own(lse)
         grad_out = replicated.summed(_dense(grad_out))
-        own_q, *own_keys = [replicated.own(x) for x in (q, *keys)]
+        out, lse, own_q, *own_keys = replicated.own(out, lse, q, *keys)
         queries, own_out, delta = (own_q, grad_out, lse), out, None
         if self.plan.groups.place.ulysses > 1:  # queries come from elsewhere
             delta = row_delta(grad_out, out, lse.dtype)
@@ -262,7 +260,7 @@ class Call(NamedTuple):
         dsinks = None
         if sinks is not None:
             dsinks = sinks_gradient(lse, row_delta(grad_out, out, lse.dtype) if delta is None else delta, sinks)
-        return [replicated.placed(grad) for grad in grads], dsinks
+        return replicated.placed(*grads), dsinks
 
     def _schedule(self, *, backward: bool) -> Schedule:
         plan = self.plan

@@ -24,6 +24,7 @@ is_transformed: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tenso
 
 _library = torch.library.Library("wallfacer_dt", "FRAGMENT")
 _bodies: dict[OpOverload, Callable[..., Any]] = {}
+_to_body: dict[int, bool] = {}  # by the bits of a set of keys
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
@@ -40,6 +41,14 @@ def operator(name: str, body: Callable[..., Any], schema: str, fake: Callable[..
     return op
 
 
+def _comes_to_body(keys: Any) -> bool:
+    """Whether the dispatcher would: no mode, no subclass, no view that conjugates or negates."""
+    bits = keys.raw_repr()
+    if bits not in _to_body:
+        _to_body[bits] = (keys & torch._C._after_autograd_keyset).highestPriorityTypeId() in _DEVICES
+    return _to_body[bits]
+
+
 def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Register an operator's derivative, once differentiable, in reverse mode: as ``torch.library.register_autograd``
     takes it.
@@ -50,11 +59,10 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
     def below(keys: Any, *args: Any) -> Any:
         if keys is None:  # under a transform
             return op(*args)
-        keys &= torch._C._after_autograd_keyset
         with torch._C._AutoDispatchBelowAutograd():
-            # No mode, no subclass, no view that conjugates or negates: the dispatcher would come to the body.
-            is_last = keys.highestPriorityTypeId() in _DEVICES
-            return body(*args) if is_last else op.redispatch(keys, *args)
+            if _comes_to_body(keys):
+                return body(*args)
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
     class Derivative(torch.autograd.Function):
         forward = staticmethod(below)

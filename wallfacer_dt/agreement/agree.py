@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.agreement.meeting import Meeting, Pending
 from wallfacer_dt.agreement.whereabouts import WaitError
-from wallfacer_dt.agreement.worlds import Named, is_lasting, this_world
+from wallfacer_dt.agreement.worlds import Named, World, is_lasting, this_world
 from wallfacer_dt.compiler import SOURCES, untraced
 
 _P = ParamSpec("_P")
@@ -75,14 +75,15 @@ def agree(
     signature: Iterable[tuple[str, Hashable]],
     mesh: str,
     *,
-    forward: int = 0,
+    forward: Tensor | int = 0,
     error: str = "",
     at_once: bool = True,
 ) -> int:
     """Compare a call with that of all ranks of a mesh, and refuse on all of them if one differs.
 
     The mesh is told by its name, which is empty for none. A signature is pairs of a name and a value whose text is the
-    same on every rank. A backward says the number of its forward. A rank that refuses its own arguments comes here with
+    same on every rank. A backward says the number of its forward, or the tensor in which that is the first; both are
+    looked at only if there is somebody to agree with. A rank that refuses its own arguments comes here with
     its error, so that the others do not wait for it. Ranks wait for each other now, or if not ``at_once`` only at the
     first call that is like this one, ``forward`` aside.
 
@@ -98,12 +99,13 @@ def agree(
     pairs = tuple(signature)
     names, values = (*_ALWAYS, *(name for name, _ in pairs)), (text, _VERSIONS, *(str(value) for _, value in pairs))
     record = likeness = _likeness((what, names, values))
-    if forward:
-        names, values = (*names, _FORWARD), (*values, str(forward))
-    if forward or error:
-        record = _digest((likeness, forward, error))
+    known = int(forward.view(-1)[0]) if isinstance(forward, Tensor) else forward
+    if known:
+        names, values = (*names, _FORWARD), (*values, str(known))
+    if known or error:
+        record = _digest((likeness, known, error))
     meeting.number += 1
-    layer = meeting.layer_of(forward)
+    layer = meeting.layer_of(known)
     meeting.whereabouts.call = meeting.call = Came(meeting.number, text, what or error, layer)
     meeting.open = Open(_Said(error, what, names, values), likeness, meeting.post(record))
     if at_once or error or likeness not in meeting.seen:
@@ -204,17 +206,12 @@ def waits_at_once(device: torch.device) -> bool:
 
 
 def agree_on(
-    x: Tensor, what: str, signature: Iterable[tuple[str, Hashable]], mesh: str, forward: Tensor | None = None
+    x: Tensor, what: str, signature: Iterable[tuple[str, Hashable]], mesh: str, forward: Tensor | int = 0
 ) -> int:
-    """:func:`agree` in the body of an operator, of whose tensors x is one, at once on the CPU. Fake tensors pass by.
-
-    A backward says the number of its forward, alone () or before other things (2,). The signature is looked at only
-    if there is somebody to agree with.
-    """
-    if isinstance(x, FakeTensor) or not mesh:
+    """:func:`agree` in the body of an operator, of whose tensors x is one, at once on the CPU. Fake tensors pass by."""
+    if isinstance(x, FakeTensor):
         return 0
-    known = 0 if forward is None else int(forward.view(-1)[0])
-    return agree(what, signature, mesh, forward=known, at_once=waits_at_once(x.device))
+    return agree(what, signature, mesh, forward=forward, at_once=waits_at_once(x.device))
 
 
 def fake_number() -> Tensor:
@@ -251,8 +248,7 @@ def _meeting(mesh: str, came_to: str) -> tuple[str, Meeting] | None:
     """What the mesh is, and the meeting of its ranks; None where there is nobody to meet."""
     if not mesh:
         return None
-    (_, text, ranks, _), world = named(mesh), this_world()
-    assert world is not None, "a mesh has been named in it"
+    (_, text, ranks, _), world = _named(mesh)
     try:
         meeting = world.meeting(ranks)
     except RuntimeError as error:
@@ -264,19 +260,23 @@ def _meeting(mesh: str, came_to: str) -> tuple[str, Meeting] | None:
 
 def named(mesh: str) -> Named:
     """What a name stands for in this world, or a refusal (ValueError) of one for which no mesh has been named here."""
+    return _named(mesh)[0]
+
+
+def _named(mesh: str) -> tuple[Named, World]:
     world = this_world()
     found = None if world is None else world.find(mesh)
-    if found is None and is_lasting(mesh):
+    if world is not None and found is not None:
+        return found, world
+    if is_lasting(mesh):
         raise ValueError(
             f"there is no mesh here {mesh}, for which this was exported or pickled; make meshes as they were made "
             "there, and TokenOrder(name, mesh) of this one, before"
         )
-    if found is None:
-        raise ValueError(
-            f"the {mesh} is of a process group that has been destroyed since; make a new mesh, and apply styles on it "
-            "to new modules"
-        )
-    return found
+    raise ValueError(
+        f"the {mesh} is of a process group that has been destroyed since; make a new mesh, and apply styles on it to "
+        "new modules"
+    )
 
 
 def _difference(told: dict[int, _Said]) -> str:

@@ -45,9 +45,11 @@ class World:
 
     def find(self, name: str) -> Named | None:
         """The mesh of a name, lasting or not, if it has been named in this world."""
-        if not is_lasting(name):
-            return self.meshes.get(name)
-        return next((mesh for mesh in self.meshes.values() if mesh.text == name.removeprefix(_LASTING)), None)
+        found = self.meshes.get(name)
+        if found is None and is_lasting(name):
+            text = name.removeprefix(_LASTING)
+            found = next((mesh for mesh in self.meshes.values() if mesh.text == text), None)
+        return found
 
     def meeting(self, ranks: tuple[int, ...]) -> Meeting | None:
         """That of these ranks, which all of them make at their first call; None for one, or ranks only imagined."""

@@ -121,9 +121,9 @@ class Arithmetic(ABC):
         operand.partial = _widened(operand.partial)  # and what was narrow is let go
         self.combine_(operand.partial, more)
 
-    def add(self, operand: Operand, more: Sequence[Tensor], tile: Tile, rows: Rows) -> None:
-        """Combine what a tile gives with the operand's partial result."""
-        if _covers(tile, rows, operand.data[0]):
+    def add(self, operand: Operand, more: Sequence[Tensor], tile: Tile, rows: Rows | None) -> None:
+        """Combine what a tile gives with the operand's partial result, in these rows or, None, in all."""
+        if rows is None:
             self.combine(operand, more)
         else:
             operand.partial = _widened(operand.partial or self.nothing(operand))
@@ -142,10 +142,11 @@ class Forward(Arithmetic):
         """Merge what segments give into the queries' partial result."""
         (q,) = query.data
         for tile in self.scores.calls(work):
-            (queries,) = _parts((q,), tile, tile.q)
-            k, v = _keys(keys, tile)
+            rows = _rows(tile, tile.q, q)
+            (queries,) = _parts(query.data, tile, rows)
+            k, v = _keys(keys, tile, _rows(tile, tile.k, keys.data[0]))
             part = self.scores.kernel.forward(queries, k, v, self.scores.how(tile, queries, k))
-            self.add(query, part, tile, tile.q)
+            self.add(query, part, tile, rows)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """Of queries that have seen no key."""
@@ -191,12 +192,13 @@ class Backward(Sums):
         if query.out is None:
             query.out = output_from(grad_out, *factor)
         for tile in self.scores.calls(work):
-            grad, queries, out, sums = _parts((grad_out, q, query.out, lse), tile, tile.q)
-            k, v = _keys(keys, tile)
+            rows, key_rows = _rows(tile, tile.q, q), _rows(tile, tile.k, keys.data[0])
+            grad, queries, out, sums = _parts((grad_out, q, query.out, lse), tile, rows)
+            k, v = _keys(keys, tile, key_rows)
             how = self.scores.how(tile, queries, k)
             dq, dk, dv = self.scores.kernel.backward(grad, queries, k, v, out, sums, how)
-            self.add(query, (dq,), tile, tile.q)
-            self.add(keys, _key_grads(keys, dk, dv), tile, tile.k)
+            self.add(query, (dq,), tile, rows)
+            self.add(keys, _key_grads(keys, dk, dv), tile, key_rows)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The gradients of an operand that took no part."""
@@ -215,9 +217,9 @@ def _has_factor(operand: Operand) -> bool:
     return len(operand.data) == 4  # keys are three at most
 
 
-def _keys(keys: Operand, tile: Tile) -> tuple[Tensor, Tensor]:
+def _keys(keys: Operand, tile: Tile, rows: Rows | None) -> tuple[Tensor, Tensor]:
     """A tile's keys and values, the keys with the part that heads share."""
-    k, v, *shared = _parts(keys.data, tile, tile.k)
+    k, v, *shared = _parts(keys.data, tile, rows)
     if shared:
         k = torch.cat([k, shared[0].expand(-1, k.shape[HEADS_DIM], -1, -1)], -1)
     return k, v
@@ -232,17 +234,19 @@ def _key_grads(keys: Operand, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
     return dk[..., :own], dv, shared
 
 
-def _parts(tensors: Sequence[Tensor], tile: Tile, rows: Rows) -> Sequence[Tensor]:
+def _rows(tile: Tile, rows: Rows, x: Tensor) -> Rows | None:
+    """A tile's rows of an operand with this tensor, or None if these are all that it has."""
+    batch, _, length, _ = x.shape
+    return None if rows == (0, length) and (tile.batch is None or batch == 1) else rows
+
+
+def _parts(tensors: Sequence[Tensor], tile: Tile, rows: Rows | None) -> Sequence[Tensor]:
     """Rows of an operand's tensors, in the rows of the batch that a tile is for."""
-    if _covers(tile, rows, tensors[0]):
+    if rows is None:
         return tensors
     if tile.batch is not None:
         tensors = [cut(x, BATCH_DIM, tile.batch, 1) for x in tensors]
     return [cut(x, SEQUENCE_DIM, rows[0], rows[1] - rows[0]) for x in tensors]
-
-
-def _covers(tile: Tile, rows: Rows, x: Tensor) -> bool:
-    return rows == (0, x.size(SEQUENCE_DIM)) and (tile.batch is None or x.size(BATCH_DIM) == 1)
 
 
 def _widened(partial: Sequence[Tensor]) -> tuple[Tensor, ...]:

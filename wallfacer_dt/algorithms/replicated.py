@@ -5,6 +5,7 @@ them all. As in any SPMD program the loss is the sum of what ranks compute: what
 output is summed, and the gradients of a rank's copies of the inputs are its part of a sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,13 @@ class Replicated:
     count: int
     groups: Groups
 
-    def own(self, x: Tensor) -> Tensor:
+    def own(self, *tensors: Tensor) -> Sequence[Tensor]:
         """The rows that this rank takes care of: its part of the replicated ones, and its shard."""
         if not self.count:
-            return x
+            return tensors
         before, own = self._own
-        return torch.cat([x.narrow(SEQUENCE_DIM, before, own), _after(x, self.count)], SEQUENCE_DIM)
+        parts = [(x.narrow(SEQUENCE_DIM, before, own), _after(x, self.count)) for x in tensors]
+        return [torch.cat(part, SEQUENCE_DIM) for part in parts]
 
     def everyone(self, x: Tensor) -> Tensor:
         """From results for own rows the results for all replicated rows and the shard; gathers."""
@@ -54,13 +56,14 @@ class Replicated:
         mine = mine.narrow(SEQUENCE_DIM, 0, self._own[1]).to(x.dtype)
         return torch.cat([mine, _after(x, self.count)], SEQUENCE_DIM)
 
-    def placed(self, x: Tensor) -> Tensor:
+    def placed(self, *tensors: Tensor) -> Sequence[Tensor]:
         """From gradients of own rows those of all: zero for the replicated rows that others take care of."""
         if not self.count:
-            return x
+            return tensors
         before, own = self._own
-        padded = _filled(x.narrow(SEQUENCE_DIM, 0, own), before, self.count - before - own)
-        return torch.cat([padded, _after(x, own)], SEQUENCE_DIM)
+        around = before, self.count - before - own
+        parts = [(_filled(x.narrow(SEQUENCE_DIM, 0, own), *around), _after(x, own)) for x in tensors]
+        return [torch.cat(part, SEQUENCE_DIM) for part in parts]
 
     @property
     def _sizes(self) -> tuple[int, ...]:

@@ -126,12 +126,12 @@ def _bias(visible: Tensor | None, dtype: torch.dtype, multiple: int = 1) -> Tens
 def _cpu_forward(
     aten: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    width = max(q.shape[-1], v.shape[-1])
+    operands = _in_rows(q, k, v)
     bias = _bias(visible, q.dtype)
     if bias is None and k.shape[2] < _LANES:
         bias = q.new_zeros(q.shape[2], k.shape[2])  # hides nothing, and so no NaN
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_in_rows(x, width) for x in (q, k, v)), 0.0, is_causal, attn_mask=bias, scale=scale
+        *operands, 0.0, is_causal, attn_mask=bias, scale=scale
     )
     # Fake tensors of torch 2.11 have another dtype here than real ones.
     wide = accumulation_dtype(q.dtype)
@@ -142,17 +142,16 @@ def _cpu_backward(
     aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     visible: Tensor | None, is_causal: bool, scale: float,
 ) -> Gradients:  # fmt: skip
-    width = max(q.shape[-1], v.shape[-1])
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_in_rows(x, width) for x in (grad_out, q, k, v, out)), lse, 0.0, is_causal,
-        attn_mask=_bias(visible, q.dtype), scale=scale,
-    )  # fmt: skip
+        *_in_rows(grad_out, q, k, v, out), lse, 0.0, is_causal, attn_mask=_bias(visible, q.dtype), scale=scale
+    )
     return cropped(dq, q), cropped(dk, k), cropped(dv, v)
 
 
-def _in_rows(x: Tensor, width: int) -> Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x if x.shape[-1] == width else padded(x, width)
+def _in_rows(*tensors: Tensor) -> list[Tensor]:
+    """Of one head dim, whose numbers lie side by side."""
+    width = max([x.shape[-1] for x in tensors])
+    return [padded(x if x.stride(-1) == 1 else x.contiguous(), width) for x in tensors]
 
 
 def _efficient_forward(
