@@ -229,7 +229,7 @@ class Call(NamedTuple):
 
         replicated = self.plan.replicated
         out, lse = self._by_heads(replicated.own(q, *keys), ["q", *_KEY_KINDS[: len(keys)]], compute, ["q", "q"])
-        return replicated.everyone(out), *replicated.placed(lse)
+        return replicated.everyone(out), replicated.placed(lse)[0]
 
     def backward(
         self, grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, keys: Sequence[Tensor], sinks: Tensor | None = None

@@ -130,9 +130,7 @@ def _cpu_forward(
     bias = _bias(visible, q.dtype)
     if bias is None and k.shape[2] < _LANES:
         bias = q.new_zeros(q.shape[2], k.shape[2])  # hides nothing, and so no NaN
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *operands, 0.0, is_causal, attn_mask=bias, scale=scale
-    )
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, is_causal, attn_mask=bias, scale=scale)
     # Fake tensors of torch 2.11 have another dtype here than real ones.
     wide = accumulation_dtype(q.dtype)
     return cropped(out, v), lse if lse.dtype == wide else lse.to(wide)
