@@ -80,7 +80,7 @@ class Waiting:
         if here is None:
             return
         try:
-            if here.is_wait(error):
+            if error is not None and here.is_wait(error):
                 ranks = range(dist.get_world_size()) if self._ranks is None else self._ranks()
                 raise here.in_vain(error, ranks) from error
         finally:

@@ -250,4 +250,5 @@ def _parts(tensors: Sequence[Tensor], tile: Tile, rows: Rows | None) -> Sequence
 
 
 def _widened(partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple([x if (wide := accumulation_dtype(x.dtype)) == x.dtype else x.to(wide) for x in partial])
+    wide = accumulation_dtype(partial[0].dtype)
+    return tuple([x if x.dtype == wide else x.to(wide) for x in partial])

@@ -129,14 +129,14 @@ class _Run:
 
     def _outgoing(self, transfer: Transfer) -> Sent:
         match transfer:
-            case Gather():
-                return self._sent(self.local if transfer.side == self.schedule.resident else self.blocks[0], transfer)
             case Move():
                 return self._sent(self.blocks[transfer.held], transfer)
-            case Pass():
-                return self._sent(self.mates[transfer.distance - 1], transfer)
             case Carry():
                 return self._sent_partial(self.blocks[transfer.block])
+            case Gather():
+                return self._sent(self.local if transfer.side == self.schedule.resident else self.blocks[0], transfer)
+            case Pass():
+                return self._sent(self.mates[transfer.distance - 1], transfer)
             case Return():
                 partial = self._partial(self.mates.pop(transfer.distance))
                 places = self._home_layout(partial, transfer)
@@ -149,11 +149,6 @@ class _Run:
         pending, places = self.pending.pop(transfer)
         buffer = wait(pending, Awaited(transfer, self.groups), self.groups.along(transfer))
         match transfer:
-            case Gather() if transfer.side == self.schedule.resident:
-                by_tensor = zip(*_each(buffer, places), strict=True)
-                self.peers = Operand(tuple([self.schedule.peers.together(x, SEQUENCE_DIM) for x in by_tensor]))
-            case Gather():
-                self.blocks[0] = self._everyone(_each(buffer, places))
             case Move():
                 # One's own block is needed where what comes home is added to it.
                 if transfer.block > (self.schedule.home == "block"):
@@ -170,6 +165,11 @@ class _Run:
                 if block.partial:
                     self.arithmetic.combine_(arrived, block.partial)
                 block.partial, block.sent_partial = arrived, Sent(buffer, places)
+            case Gather() if transfer.side == self.schedule.resident:
+                by_tensor = zip(*_each(buffer, places), strict=True)
+                self.peers = Operand(tuple([self.schedule.peers.together(x, SEQUENCE_DIM) for x in by_tensor]))
+            case Gather():
+                self.blocks[0] = self._everyone(_each(buffer, places))
             case Return():
                 self.arithmetic.combine(self.local, _cut(places.views(buffer), self.local))
             case Exchange():

@@ -149,7 +149,8 @@ def _cpu_backward(
 def _in_rows(*tensors: Tensor) -> list[Tensor]:
     """Of one head dim, whose numbers lie side by side."""
     width = max([x.shape[-1] for x in tensors])
-    return [padded(x if x.stride(-1) == 1 else x.contiguous(), width) for x in tensors]
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [x if x.shape[-1] == width else padded(x, width) for x in rows]
 
 
 def _efficient_forward(
