@@ -209,10 +209,10 @@ def number_cases() -> Iterator[Case]:
 
 
 MACHINES = (
-    Machines(2, 4, (12.5,) * 2, has_adapters=True, inside=100.0),
-    Machines(8, 1, (12.5,) * 8),
-    Machines(2, 4, (50.0, 25.0), inside=100.0),
-    Machines(3, 4, (50.0,) * 3, inside=100.0),
-    Machines(16, 1, (12.5,) * 16),
-    Machines(4, 4, (50.0,) * 4, inside=100.0),
+    Machines(2, 4, (25.0,) * 2, has_adapters=True, inside=200.0),
+    Machines(8, 1, (25.0,) * 8),
+    Machines(2, 4, (100.0, 50.0), inside=200.0),
+    Machines(3, 4, (100.0,) * 3, inside=200.0),
+    Machines(16, 1, (25.0,) * 16),
+    Machines(4, 4, (100.0,) * 4, inside=200.0),
 )

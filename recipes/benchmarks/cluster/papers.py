@@ -16,7 +16,7 @@ from wallfacer_dt.planning.gpus import GPUS
 STRONG, WEAK, OVERLAP = "figure 9", "figure 10", "table 2"
 """WallFacer's, and Ring Attention's: what hides a hop."""
 
-_NODE, _ADAPTER, _OF_MANY = 40.0, 12.5, 0.4  # Mbit/s here; and of 32 ranks, whose cores are as few, such a part
+_NODE, _ADAPTER, _OF_MANY = 80.0, 25.0, 0.4  # Mbit/s here; and of 32 ranks, whose cores are as few, such a part
 
 
 def paper_cases() -> Iterator[Case]:

@@ -69,7 +69,7 @@ class Rank:
         began = time.perf_counter()
         with _clocked(case), _messages():
             chosen, seen = profile(
-                case.model, case.sequence, "cpu", top=top, iterations=2, turns=1, cluster=cluster, kernel=device.KERNEL
+                case.model, case.sequence, "cpu", top=top, iterations=1, turns=1, cluster=cluster, kernel=device.KERNEL
             )
         return {
             "predicted": asdict(seen.measured[0].candidate), "profiled": asdict(chosen.chosen),
