@@ -43,10 +43,10 @@ def measured(call: Call, measure: Callable[..., Tracked | Followed] = Tracked, l
                     length=sequence.length, order=TokenOrder(candidate.order, mesh), schedule=candidate.schedule,
                     rotate=candidate.rotate, rotate_forward=candidate.rotate_forward,
                 )  # fmt: skip
-            kept, forward = seen.now, seen.peak
+            kept = seen.now
             with seen.phase():
                 out.backward(torch.empty_like(out))
-            return Peaks(kept, forward, seen.peak)
+            return Peaks(kept, seen.peak)
 
 
 def _leaf(heads: int, call: Call, layout: str) -> Tensor:
@@ -85,7 +85,7 @@ TOLERANCE = 0.02
 @examples(20)
 @given(calls(), st.sampled_from(["BNLH", "BLNH"]))
 def test_attention(call: Call, layout: str) -> None:
-    """At any rank: what is kept to the byte, both peaks within 2% (10% is what is asked for)."""
+    """At any rank: what is kept to the byte, the peak within 2% (10% is what is asked for)."""
     check(call, layout)
 
 
@@ -109,7 +109,6 @@ def test_attention_on_many_ranks(candidate: Candidate, kv_heads: int) -> None:
 def check(call: Call, layout: str) -> None:
     said, seen = attention_memory(*call[:3], index=call[3], by_tokens=layout == "BLNH"), measured(call, layout=layout)
     assert said.kept == seen.kept
-    assert said.forward == pytest.approx(seen.forward, rel=TOLERANCE)
     assert said.backward == pytest.approx(seen.backward, rel=TOLERANCE)
 
 
@@ -121,7 +120,7 @@ def test_few_ranks_stand_for_all(call: Call) -> None:
     call = (*call[:2], replace(call[2], length=length, window_size=None), call[3])
     said = attention_memory(*call[:3])
     each = [attention_memory(*call[:3], index=index) for index in range(call[0].size)]
-    for name in ("kept", "forward", "backward"):
+    for name in ("kept", "backward"):
         most = max(getattr(one, name) for one in each)
         assert most / 1.1 <= getattr(said, name) <= 1.1 * most, f"{name} {most}"
 
