@@ -20,7 +20,7 @@ from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.attention import BlockOptions, metp_attention_backward_body
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body
-from wallfacer_dt.ops import attention_backward_body, attention_body
+from wallfacer_dt.ops import attention, attention_backward_body
 from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.planning.candidates import Candidate
@@ -28,17 +28,16 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
 
 class Peaks(NamedTuple):
-    """Bytes that are alive: after the forward, and the most in each way; the inputs, and what is given, among them."""
+    """Bytes that are alive: after the forward, and the most in the backward, which holds these and a gradient more."""
 
     kept: int
-    forward: int
     backward: int
 
 
 def attention_peaks(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, index: int, *, by_tokens: bool
 ) -> Peaks:
-    """Run a call of attention, forward and backward.
+    """Run the backward of a call of attention, of whose forward what it gives is all that is left.
 
     Args:
         candidate: how ranks share the sequence.
@@ -58,16 +57,13 @@ def attention_peaks(
         return x.transpose(1, 2) if by_tokens else x
 
     q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
-    options = _options(candidate, sequence, index)
-    inputs = AttentionInputs(q, k, v)
-    with _following(q, k, v) as alive:
-        out, lse, number = attention_body(*inputs, *options.told())
-        kept, forward = alive.now, alive.peak
-        alive.reset()
-        grads = attention_backward_body(torch.empty_like(out), *inputs, out, lse, number, *options.told())
-        backward = alive.peak
+    inputs, told = AttentionInputs(q, k, v), _options(candidate, sequence, index).told()
+    given = attention(*inputs, *told)
+    with _following(q, k, v, *given) as alive:
+        kept = alive.now
+        grads = attention_backward_body(torch.empty_like(given[0]), *inputs, *given, *told)
         del grads
-    return Peaks(kept, forward, backward)
+        return Peaks(kept, alive.peak)
 
 
 def feed_forward_peak(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> int:

@@ -65,7 +65,7 @@ def area_of(program: Program) -> int:
     return sum(area for step in program if isinstance(step, Attended) for area, _, _ in step.sizes)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)  # a plan for 1024 ranks asks for 426, twice
 def program_of(place: Coordinate, sequences: Sequences, schedule: str, resident: Side, backward: bool) -> Program:
     """What a rank's schedule is, as of :func:`wallfacer_dt.algorithms.schedule.make_schedule`."""
     held = {side: sequences.inner(side, place) for side in SIDES}

@@ -202,11 +202,11 @@ class _Layer:
         if candidate.projections == "metp":
             # x is the norm's, and y's gradient what comes to the layer.
             backward = self.result if is_least else projected_memory(candidate, model, sequence)
-            self.attention = Peaks(self.result, self.result, backward)
+            self.attention = Peaks(self.result, backward)
         elif is_least:
             # Inputs, output and lse are kept, whatever the schedule.
             token = 2 * (own_heads.heads + own_heads.keys) * own_heads.dim * itemsize + own_heads.heads * wide
-            self.attention = Peaks(*[self.rows * token] * 3)
+            self.attention = Peaks(self.rows * token, self.rows * token)
         else:
             self.attention = attention_memory(candidate, own_heads, sequence, by_tokens=True)
 
