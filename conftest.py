@@ -70,6 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
     items[:] = [item for item in items if not is_left_out(item)]
+    # Files that take long come first: at the end of a run each worker has one, and waits for the other's.
+    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("ranks")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:
