@@ -6,9 +6,9 @@ PYTHON ?= python3.11 python3
 TORCH := torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
-# Files of tests at a time; each has processes of its own.
+# Files of tests at a time, in the order of conftest.py; each has processes of its own.
 JOBS ?= 2
-AT_A_TIME := -n $(JOBS) --dist loadfile
+AT_A_TIME := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Other versions of torch that pyproject.toml allows, and tests of what is private or new in one of them.
 TORCHES ?= 2.11.0 2.14.1 2.15.0
 TORCH_TESTS ?= public fake_cuda transforms trace kernels checkpoint recorded masks blocks plan_memory generated \

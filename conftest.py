@@ -4,8 +4,12 @@ Profiles: `fast` tries the same examples every time, `whole` twelve times as man
 docs/testing.md.
 """
 
+import gc
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from tests.tally import Tally
 from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing.pool import fork_server
 
 torch.set_num_threads(1)
 # torchtitan changes settings of torch where it is imported, which is in pools of ranks; examples of others need their
@@ -65,6 +70,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
     items[:] = [item for item in items if not is_left_out(item)]
+    # Files that take long come first: at the end of a run each worker has one, and waits for the other's.
+    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("ranks")}
+    items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests, at which the collections of garbage to come need not look
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Has the fork server, before the first pool, import more than a pool's, and its processes keep freed memory.
+
+    Else the system takes what is large, and clears every page of it when it is had again.
+    """
+    if item.get_closest_marker("ranks"):
+        of_pools = "torch", "torch._dynamo", "torch.distributed.tensor.parallel", "wallfacer_dt.testing"
+        fork_server().set_forkserver_preload([*of_pools, "tests.preloaded"])
+        with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(2**30), MALLOC_TRIM_THRESHOLD_=str(2**31)):
+            forkserver.ensure_running()
 
 
 @pytest.fixture(scope="module")

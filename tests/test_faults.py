@@ -37,6 +37,7 @@ def waiting(step: int, call: str, layer: int, rank: int = 2) -> str:
 
 SAID = [
     ("killed in the forward", waiting(5, "attention", 1)),
+    ("killed in the backward", waiting(5, "the backward of attention", 1)),
     ("killed in the optimizer", waiting(6, "attention", 0)),
     ("killed in a save", r"step 5 of 8: .*(did not come within 0:00:10, or was lost|waited for .* in vain: )"),
     ("leaves the loop", waiting(5, "attention", 0)),
@@ -79,6 +80,7 @@ def assert_goes_on(fault: str, found: Outcome, message: str, losses: tuple[float
     assert found.seconds < PATIENCE
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_torchrun_itself_starts_all_again(tmp_path: Path, undisturbed: Callable[[str], tuple[float, ...]]) -> None:
     found = provoke("train_bytes", "killed in the backward", tmp_path, forks=False)

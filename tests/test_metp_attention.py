@@ -1,6 +1,7 @@
 """METP of attention on real ranks equals the plain module: output and all gradients."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cases import Case
 from tests.metp_cases import AttentionBlock, assert_exact, assert_mean, assert_ratio, check, expected, run, whole
+from tests.pairwise import tiers
 from tests.strategies import examples, mask_options, meshes, schedules
 from wallfacer_dt.testing import RankPool
 
@@ -106,9 +108,9 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("rotary", [None, "half", "interleaved"])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "mask", "rotary"), tiers(product([False, True], MASKS, [None, "half", "interleaved"]))
+)
 def test_modules_that_the_style_tries_out(ranks: Ranks, fused: bool, mask: str, rotary: str | None) -> None:
     """With its own comparison of the module with the formula."""
     case = Case(2, 1, length=13, heads=4, head_dim=4, **MASKS[mask])
