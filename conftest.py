@@ -85,8 +85,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     Else the system takes what is large, and clears every page of it when it is had again.
     """
     if item.get_closest_marker("ranks"):
-        of_pools = "torch", "torch._dynamo", "torch.distributed.tensor.parallel", "wallfacer_dt.testing"
-        fork_server().set_forkserver_preload([*of_pools, "tests.preloaded"])
+        fork_server().set_forkserver_preload(["tests.preloaded"])
         with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(2**30), MALLOC_TRIM_THRESHOLD_=str(2**31)):
             forkserver.ensure_running()
 

@@ -1,4 +1,4 @@
-"""What every rank of a pool imports sooner or later, imported once: by the fork server of a run that has ranks."""
+"""What ranks of pools import sooner or later, the package among it: imported once, by a test run's fork server."""
 
 import gc
 
@@ -6,8 +6,10 @@ import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo.guards
 import torch._functorch.aot_autograd
+import torch.distributed.tensor.parallel
 
 import tests.strategies  # noqa: F401
+import wallfacer_dt.testing  # noqa: F401
 
 # For a number in its log, torch writes 32 MiB after every compilation.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
