@@ -1,7 +1,5 @@
 """The planner's memory model against torch's ``MemTracker``, on fake ranks with fake tensors."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -45,10 +43,10 @@ def measured(call: Call, measure: Callable[..., Tracked | Followed] = Tracked, l
                     length=sequence.length, order=TokenOrder(candidate.order, mesh), schedule=candidate.schedule,
                     rotate=candidate.rotate, rotate_forward=candidate.rotate_forward,
                 )  # fmt: skip
-            kept = seen.now
+            kept, forward = seen.now, seen.peak
             with seen.phase():
                 out.backward(torch.empty_like(out))
-            return Peaks(kept, seen.peak)
+            return Peaks(kept, max(forward, seen.peak))
 
 
 def _leaf(heads: int, call: Call, layout: str) -> Tensor:
@@ -87,7 +85,7 @@ TOLERANCE = 0.02
 @examples(20)
 @given(calls(), st.sampled_from(["BNLH", "BLNH"]))
 def test_attention(call: Call, layout: str) -> None:
-    """At any rank: what is kept to the byte, the peak within 2% (10% is what is asked for)."""
+    """At any rank: what is kept to the byte, the most within 2% (10% is what is asked for)."""
     check(call, layout)
 
 
@@ -99,11 +97,14 @@ def test_attention(call: Call, layout: str) -> None:
         (Candidate(2, 4, 4, order="head_tail"), 3),
         (Candidate(8, 4, rotate_forward="q", order="head_tail"), 2),
         (Candidate(1, 16, rotate="q", rotate_forward="q", order="head_tail"), 2),
+        # Queries are gathered in the forward alone.
+        (Candidate(1, 16, rotate="q", order="head_tail"), 2),
+        (Candidate(4, 4, schedule="rings", rotate="q", order="head_tail"), 2),
     ],
     ids=str,
 )
 def test_attention_on_many_ranks(candidate: Candidate, kv_heads: int) -> None:
-    model = ModelShape(kv_heads * 32, kv_heads * 2, kv_heads)
+    model = ModelShape(kv_heads * 128, kv_heads * 8, kv_heads)
     sequence = SequenceShape(candidate.size * 16, is_causal=True)
     check((candidate, model, sequence, candidate.size - 1), "BLNH")
 
@@ -111,7 +112,7 @@ def test_attention_on_many_ranks(candidate: Candidate, kv_heads: int) -> None:
 def check(call: Call, layout: str) -> None:
     said, seen = attention_memory(*call[:3], index=call[3], by_tokens=layout == "BLNH"), measured(call, layout=layout)
     assert said.kept == seen.kept
-    assert said.backward == pytest.approx(seen.backward, rel=TOLERANCE)
+    assert said.most == pytest.approx(seen.most, rel=TOLERANCE)
 
 
 @examples(25)
@@ -122,7 +123,7 @@ def test_few_ranks_stand_for_all(call: Call) -> None:
     call = (*call[:2], replace(call[2], length=length, window_size=None), call[3])
     said = attention_memory(*call[:3])
     each = [attention_memory(*call[:3], index=index) for index in range(call[0].size)]
-    for name in ("kept", "backward"):
+    for name in Peaks._fields:
         most = max(getattr(one, name) for one in each)
         assert most / 1.1 <= getattr(said, name) <= 1.1 * most, f"{name} {most}"
 
@@ -196,67 +197,11 @@ def test_what_is_known_of_an_op_on_the_meta_device_is_what_torch_makes(length: i
         (aten.aminmax.default, (x,), {"dim": 1}), (aten.expand_copy.default, (rows, [2, 5, 7]), {}),
     ]  # fmt: skip
     for func, args, kwargs in calls * 2:
-        same_as_torch(func, *args, **kwargs)
-
-
-def same_as_torch(func: Any, *args: Any, **kwargs: Any) -> None:
-    made, right = (tree_leaves(some) for some in (call(func, args, kwargs), func(*args, **kwargs)))
-    for one, other in zip(made, right, strict=True):
-        assert (one.shape, one.stride(), one.dtype, one.device, one.untyped_storage().nbytes()) == (
-            other.shape, other.stride(), other.dtype, other.device, other.untyped_storage().nbytes()
-        )  # fmt: skip
-
-
-@st.composite
-def laid_out(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of this shape on the meta device, in any order of its dims, part of a larger one or rows that repeat."""
-    order = draw(st.sampled_from([list(range(len(shape))), draw(st.permutations(range(len(shape))))]))
-    inverse = [order.index(dim) for dim in range(len(shape))]
-    whole = [shape[dim] + draw(st.sampled_from([0, 0, 0, 3])) for dim in order]
-    own = [1 if draw(st.sampled_from([False] * 9 + [True])) else n for n in whole]
-    x = torch.empty(own, dtype=dtype, device="meta").expand(whole)
-    return x[tuple(slice(shape[dim]) for dim in order)].permute(inverse)
-
-
-@examples(200)
-@given(st.data())
-def test_ops_that_would_import_the_compiler_make_what_torch_makes(data: st.DataObject) -> None:
-    """Of any sizes, layouts and dtypes, of one or of none."""
-    aten, draw = torch.ops.aten, data.draw
-    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 4, 0]), min_size=1, max_size=5)))
-    floats = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
-    rows = tuple(draw(st.sampled_from([1, n])) for n in shape)[draw(st.sampled_from([0, 0, 1])) :]
-    x, other, row = (draw(laid_out(some, draw(floats))) for some in (shape, shape, rows))
-    dim = draw(st.integers(-len(shape), len(shape) - 1))
-    for func in (aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default):
-        for one, another in ((x, x), (x, other), (x, row), (row, x)):
-            same_as_torch(func, one, another)
-    for func, more in ((aten.neg.default, ()), (aten.eq.Scalar, (0,)), (aten.linalg_vector_norm.default, (2, [dim]))):
-        same_as_torch(func, x, *more)
-    same_as_torch(aten.cat.default, [x, other, x], dim)
-    same_as_torch(aten.clone.default, x, memory_format=torch.contiguous_format)
-
-
-def test_layouts_that_may_be_taken_for_others_are_what_torch_makes_of_them() -> None:
-    """Channels last, single elements by tokens, and dims of equal strides, between which another tensor decides."""
-    aten = torch.ops.aten
-    channels_last = torch.empty(2, 4, 5, 3, device="meta").permute(0, 3, 1, 2)
-    single = torch.empty(2, 3, 4, 1, device="meta").transpose(1, 2)
-    first, other = torch.empty(2, 2, 1, device="meta"), torch.empty(1, 1, 2, device="meta").transpose(1, 2)
-    same_as_torch(aten.cat.default, [channels_last, channels_last], 1)
-    same_as_torch(aten.neg.default, single)
-    same_as_torch(aten.sub.Tensor, first, other)
-
-
-def test_a_plan_does_not_import_the_compiler() -> None:
-    """Which takes longer than to plan."""
-    code = (
-        "import sys; from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, plan; "
-        "model = ModelShape(256, 8, 2, ffn=1024, layers=2, vocab=1000); "
-        "plan(model, SequenceShape(1024, is_causal=True), Cluster(8, 4, Link(1e9), Link(1e8))); "
-        "sys.exit('torch._dynamo' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+        made, right = (tree_leaves(some) for some in (call(func, args, kwargs), func(*args, **kwargs)))
+        for one, other in zip(made, right, strict=True):
+            assert (one.shape, one.stride(), one.dtype, one.device, one.untyped_storage().nbytes()) == (
+                other.shape, other.stride(), other.dtype, other.device, other.untyped_storage().nbytes()
+            )  # fmt: skip
 
 
 def test_a_view_that_does_not_say_so_is_one_on_the_meta_device() -> None:
@@ -284,9 +229,6 @@ def test_what_an_op_on_the_meta_device_writes_to_is_the_callers() -> None:
         assert call(aten.logaddexp.out, (x, x), {"out": x}) is x
     assert call(aten.logaddexp.out, (x, x), {"out": small}) is small
     assert small.shape == (3,), "torch gives it the size of the result"
-    for out in [torch.empty(n, device="meta") for n in (6, 0, 6, 0)]:
-        assert call(aten.cat.out, ([x, x],), {"out": out}) is out
-        assert out.shape == (6,)
     assert call(aten.view.default, (x, [1, 3]), {}).untyped_storage()._cdata == x.untyped_storage()._cdata
     with pytest.raises(RuntimeError):
         call(aten.add_.Tensor, (x, torch.empty(2, device="meta")), {})

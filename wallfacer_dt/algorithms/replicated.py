@@ -31,8 +31,7 @@ class Replicated:
         if not self.count:
             return tensors
         before, own = self._own
-        parts = [(x.narrow(SEQUENCE_DIM, before, own), _after(x, self.count)) for x in tensors]
-        return [torch.cat(part, SEQUENCE_DIM) for part in parts]
+        return [torch.cat([x.narrow(SEQUENCE_DIM, before, own), _after(x, self.count)], SEQUENCE_DIM) for x in tensors]
 
     def everyone(self, x: Tensor) -> Tensor:
         """From results for own rows the results for all replicated rows and the shard; gathers."""
@@ -62,8 +61,9 @@ class Replicated:
             return tensors
         before, own = self._own
         around = before, self.count - before - own
-        parts = [(_filled(x.narrow(SEQUENCE_DIM, 0, own), *around), _after(x, own)) for x in tensors]
-        return [torch.cat(part, SEQUENCE_DIM) for part in parts]
+        return [
+            torch.cat([_filled(x.narrow(SEQUENCE_DIM, 0, own), *around), _after(x, own)], SEQUENCE_DIM) for x in tensors
+        ]
 
     @property
     def _sizes(self) -> tuple[int, ...]:

@@ -16,11 +16,10 @@ from wallfacer_dt.agreement.agree import fake_number
 from wallfacer_dt.collectives.groups import absent_group
 from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.inputs import AttentionInputs
-from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.metp.attention import BlockOptions, metp_attention_backward_body
+from wallfacer_dt.metp.attention import BlockOptions, metp_attention_backward_body, metp_attention_body
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body
-from wallfacer_dt.ops import attention, attention_backward_body
+from wallfacer_dt.ops import attention_backward_body, attention_body
 from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.planning.candidates import Candidate
@@ -28,16 +27,19 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
 
 class Peaks(NamedTuple):
-    """Bytes that are alive: after the forward, and the most in the backward, which holds these and a gradient more."""
+    """Bytes that are alive: after the forward, and the most in either way; the inputs, and what is given, among them.
+
+    Mostly that is in the backward; in the forward where it gathers queries, of many heads, and the backward does not.
+    """
 
     kept: int
-    backward: int
+    most: int
 
 
 def attention_peaks(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, index: int, *, by_tokens: bool
 ) -> Peaks:
-    """Run the backward of a call of attention, of whose forward what it gives is all that is left.
+    """Run a call of attention, forward and backward.
 
     Args:
         candidate: how ranks share the sequence.
@@ -57,11 +59,12 @@ def attention_peaks(
         return x.transpose(1, 2) if by_tokens else x
 
     q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
-    inputs, told = AttentionInputs(q, k, v), _options(candidate, sequence, index).told()
-    given = attention(*inputs, *told)
-    with _following(q, k, v, *given) as alive:
+    options = _options(candidate, sequence, index)
+    inputs = AttentionInputs(q, k, v)
+    with _following(q, k, v) as alive:
+        out, lse, number = attention_body(*inputs, *options.told())
         kept = alive.now
-        grads = attention_backward_body(torch.empty_like(given[0]), *inputs, *given, *told)
+        grads = attention_backward_body(torch.empty_like(out), *inputs, out, lse, number, *options.told())
         del grads
         return Peaks(kept, alive.peak)
 
@@ -100,7 +103,7 @@ def feed_forward_peak(candidate: Candidate, model: ModelShape, sequence: Sequenc
 def projected_peak(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, index: int, axes: tuple[int, ...], holder: int
 ) -> int:
-    """The most that the backward of METP's attention holds beyond x, y's gradient and this rank's own weights.
+    """The most that METP's attention holds beyond x, y's gradient and this rank's own weights, in either way.
 
     Args:
         candidate: how ranks share the sequence.
@@ -125,15 +128,13 @@ def projected_peak(
     x, grad_y = (tensor(sequence.batch, rows, model.hidden) for _ in range(2))
     q, k, v = (tensor(n, model.hidden) for n in (own_q, own_kv, own_kv))
     out = tensor(model.hidden, own_q)
+    absent = (None,) * 7  # biases, cos and sin, documents
+    inputs = x, q, k, v, out, *absent
+    told = block.told(), *_options(candidate, sequence, index).told()[:3]
     with _following(x, grad_y, q, k, v, out) as alive:
         given = alive.now
-        attended = tensor(sequence.batch, model.heads, rows, model.dim)
-        lse = tensor(*attended.shape[:-1], dtype=accumulation_dtype(sequence.dtype))
-        absent = (None,) * 7  # biases, cos and sin, documents
-        options = _options(candidate, sequence, index).told()[:3]
-        grads = metp_attention_backward_body(
-            grad_y, x, q, k, v, out, *absent, attended, lse, fake_number(), block.told(), *options
-        )
+        results = metp_attention_body(*inputs, *told)[1:]  # y is the caller's
+        grads = metp_attention_backward_body(grad_y, *inputs, *results, *told)
         del grads
         return alive.peak - given
 

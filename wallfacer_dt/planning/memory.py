@@ -22,7 +22,7 @@ def attention_memory(
     by_tokens: bool = False,
     index: int | None = None,
 ) -> Peaks:
-    """What a call of attention holds: q, k, v, the output and lse, and in the backward the most, these among it.
+    """What a call of attention holds: q, k, v, the output and lse, and the most in either way, these among it.
 
     Args:
         candidate: how ranks share the sequence.
@@ -44,7 +44,7 @@ def attention_memory(
 
 
 def projected_memory(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> int:
-    """The most that the backward of METP's attention holds beyond x, y's gradient and the rank's own weights.
+    """The most that METP's attention holds beyond x, y's gradient and the rank's own weights.
 
     Args:
         candidate: how ranks share the sequence and the weights.
@@ -66,7 +66,7 @@ def _short(candidate: Candidate, sequence: SequenceShape) -> tuple[Candidate, Se
     """A candidate and a sequence of which a rank holds as much."""
     # Nothing here depends on the others, and a plan asks for all of them.
     layers = {"feed_forward": "plain", "projections": "plain", "checkpoint": "none"}
-    alike = replace(candidate, placement="team_in_node", rotate_forward="kv", **layers)
+    alike = replace(candidate, placement="team_in_node", **layers)
     short = _shortened(alike, sequence)
     return short, sequence if short == alike else _cut(sequence, alike, short)
 

@@ -201,8 +201,8 @@ class _Layer:
         own_heads = division.heads_of(model)
         if candidate.projections == "metp":
             # x is the norm's, and y's gradient what comes to the layer.
-            backward = self.result if is_least else projected_memory(candidate, model, sequence)
-            self.attention = Peaks(self.result, backward)
+            most = self.result if is_least else projected_memory(candidate, model, sequence)
+            self.attention = Peaks(self.result, most)
         elif is_least:
             # Inputs, output and lse are kept, whatever the schedule.
             token = 2 * (own_heads.heads + own_heads.keys) * own_heads.dim * itemsize + own_heads.heads * wide
@@ -245,7 +245,7 @@ class _Layer:
         # A checkpoint has the input besides the wide copy of it.
         there = self.whole + self.x * (self.is_narrow and self.candidate.checkpoint != "none")
         before_ffn = there - self.feed_forward - self.norm if self.model.ffn else there
-        attending = before_ffn - self.attention.kept + self.attention.backward + self.x
+        attending = before_ffn - self.attention.kept + self.attention.most + self.x
         if not self.model.ffn:
             return attending
         norming = before_ffn + 6 * self.wide_x + self.x

@@ -76,7 +76,7 @@ def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length:
         "host ms": host,
         "launches": len([event for event in profile.events() or () if event.device_type.name == "CUDA"]),
         "peak MiB": peak / 2**20,
-        "planner, MiB": min(peak.backward for peak in peaks) / 2**20,
+        "planner, MiB": min(peak.most for peak in peaks) / 2**20,
     }
 
 
