@@ -325,7 +325,12 @@ def calls(draw: st.DrawFn) -> tuple[Candidate, ModelShape, SequenceShape, int]:
     return Candidate(ring, team, projections="metp"), model, sequence, draw(st.integers(0, ring * team - 1))
 
 
+MANY_HEADS = ModelShape(64, 64, 1, 16, ffn=64)
+"""Whose queries are gathered in a forward that holds the most."""
+
+
 @examples(6)
+@example((Candidate(1, 8, rotate="q", projections="metp"), MANY_HEADS, SequenceShape(1024, is_causal=True), 7))
 @given(calls())
 def test_memory(call: tuple[Candidate, ModelShape, SequenceShape, int]) -> None:
     """The most at any rank, as ``MemTracker`` sees a real module's; the output and its gradient are the caller's."""
@@ -335,8 +340,8 @@ def test_memory(call: tuple[Candidate, ModelShape, SequenceShape, int]) -> None:
         inner = WallFacerParallel(
             is_causal=sequence.is_causal,
             order=TokenOrder(it.order, mesh),
-            rotate="kv",
-            rotate_forward="kv",
+            rotate=it.rotate,
+            rotate_forward=it.rotate_forward,
             check=False,
         )
         style = METPAttentionParallel(

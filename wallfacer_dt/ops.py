@@ -70,10 +70,12 @@ def _like(x: Tensor, head_dim: int) -> Tensor:
 
 def _laid_out(result: Tensor, x: Tensor) -> Tensor:
     """The result in new memory, as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
+    is_new = result.dtype == x.dtype and _is_alone(result)
     # What fills its memory is laid out densely, and so is an input with the same strides.
-    like = x if result.shape == x.shape and result.stride() == x.stride() else _like(x, result.shape[-1])
-    is_so = result.stride() == like.stride() and result.dtype == x.dtype and _is_alone(result)
-    return result if is_so else (_like(x, result.shape[-1]) if like is x else like).copy_(result)
+    if is_new and result.stride() == x.stride() and result.shape == x.shape:
+        return result
+    like = _like(x, result.shape[-1])
+    return result if is_new and result.stride() == like.stride() else like.copy_(result)
 
 
 def _new(x: Tensor) -> Tensor:

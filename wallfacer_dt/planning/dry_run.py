@@ -29,7 +29,8 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 class Peaks(NamedTuple):
     """Bytes that are alive: after the forward, and the most in either way; the inputs, and what is given, among them.
 
-    Mostly that is in the backward; in the forward where it gathers queries, of many heads, and the backward does not.
+    Mostly that is in the backward; it is in the forward above all where that gathers queries, of many heads, and the
+    backward does not.
     """
 
     kept: int
@@ -103,7 +104,7 @@ def feed_forward_peak(candidate: Candidate, model: ModelShape, sequence: Sequenc
 def projected_peak(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, index: int, axes: tuple[int, ...], holder: int
 ) -> int:
-    """The most that METP's attention holds beyond x, y's gradient and this rank's own weights, in either way.
+    """The most that METP's attention holds beyond x, y, its gradient and this rank's own weights, in either way.
 
     Args:
         candidate: how ranks share the sequence.
@@ -133,10 +134,13 @@ def projected_peak(
     told = block.told(), *_options(candidate, sequence, index).told()[:3]
     with _following(x, grad_y, q, k, v, out) as alive:
         given = alive.now
-        results = metp_attention_body(*inputs, *told)[1:]  # y is the caller's
+        y, *results = metp_attention_body(*inputs, *told)
+        forward = alive.peak - y.nbytes
+        del y
+        alive.reset()
         grads = metp_attention_backward_body(grad_y, *inputs, *results, *told)
         del grads
-        return alive.peak - given
+        return max(forward, alive.peak) - given
 
 
 @contextmanager
