@@ -12,7 +12,8 @@ and team sizes, P = R * C. In units of U:
 
 The left part is gathered or exchanged in the team, the right part hops; a mask that leaves shards unseen by everybody
 leaves h hops of R - 1. What is computed for a rotating block, and carried along, costs R - 1 hops: the block computed
-first is one's own and does not travel. A published placement, or its way back, costs a rank nothing where Algorithm 2
+first is one's own and does not travel. The last of these hops brings it to its owner, in the inputs' dtype: one, or two
+where a window has blocks come both ways round the ring; the others are wide, as it is added to. A published placement, or its way back, costs a rank nothing where Algorithm 2
 names the rank itself, which only this rank's formula can tell. Beside this payload travel statistics, B * L * N
 elements each: lse with every partial output that is sent or carried, lse and delta with every query of a backward.
 
@@ -150,13 +151,17 @@ class Closed:
     def two_dimensional(self, n: int, m: int, q: np.ndarray, k: np.ndarray, rotate: str, backward: bool) -> np.ndarray:
         queries, outs, keys, statistic = self.elements(q.max(), k.max(), n, m)
         hops, mates = self.ring - 1 if self.hops is None else self.hops, self.team - 1
+        # Distances up to half the ring come one way, larger ones the other, if some are left out.
+        home = min(hops, 1) if hops in (self.ring - 1, self.ring // 2) or 2 * hops < self.ring else 2
+        wide = hops - home
         if not backward and rotate == "kv":
             return np.array([mates * (queries + outs) + hops * keys, 0, mates * statistic])
         if not backward:
-            return np.array([mates * keys + hops * queries, hops * outs, hops * statistic])
+            return np.array([mates * keys + hops * queries + home * outs, wide * outs, hops * statistic])
         if rotate == "kv":
-            return np.array([mates * (2 * queries + outs) + hops * keys, hops * keys, 2 * mates * statistic])
-        return np.array([2 * mates * keys + hops * (queries + outs), hops * queries, 2 * hops * statistic])
+            return np.array([mates * (2 * queries + outs) + (hops + home) * keys, wide * keys, 2 * mates * statistic])
+        hopped = hops * (queries + outs) + home * queries
+        return np.array([2 * mates * keys + hopped, wide * queries, 2 * hops * statistic])
 
     def published(self, n: int, m: int, q: np.ndarray, k: np.ndarray, rotate: str, backward: bool) -> np.ndarray:
         assert rotate == ("q" if backward else "kv")
@@ -173,11 +178,12 @@ class Closed:
         # After its last hop a block is one back from where it began.
         ring_rank, team_rank = divmod(target(me), self.team)
         end = ring_rank - 1 if ring_rank % blocks else ring_rank + blocks - 1
-        hops, home = blocks - (target(me) == me), blocks - (end * self.team + team_rank == me)
+        hops, home = blocks - (target(me) == me), end * self.team + team_rank != me
         if not backward:
             return np.array([mates * (queries + keys + outs) + hops * team_keys, 0, mates * statistic])
         sent = mates * (2 * queries + outs + 2 * keys) + hops * (team_queries + team_outs)
-        return np.array([sent, home * team_queries, 2 * mates * statistic + 2 * hops * team_statistic])
+        wide = (blocks - 1) * team_queries
+        return np.array([sent + home * team_queries, wide, 2 * mates * statistic + 2 * hops * team_statistic])
 
     def of_replicated(self, backward: bool) -> np.ndarray:
         """What is computed for them, or said of it."""

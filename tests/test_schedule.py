@@ -239,6 +239,8 @@ class Simulation:
         (rank.local if step.part == "local" else returned)[i, number] += 1
         rank.partial.setdefault(step.block, Counter())[i, number] += 1
         self.labels[i].append((owners, number, rank.blocks[step.block]))
+        if step.frees:
+            del rank.blocks[step.block]
 
     def _start(self, i: int, transfer: Any) -> None:
         """What is sent is what is there at the start."""
@@ -252,7 +254,7 @@ class Simulation:
             case Return():
                 rank.under_way[transfer] = rank.returned.pop(transfer.distance), rank.mates.pop(transfer.distance)
             case Carry():
-                rank.under_way[transfer] = rank.partial.pop(transfer.block, Counter()), rank.blocks[transfer.block]
+                rank.under_way[transfer] = rank.partial.pop(transfer.block, Counter()), rank.blocks.pop(transfer.block)
             case Exchange(side) if side == self.chosen.resident:
                 rank.under_way[transfer] = rank.peers
                 rank.peers = Counter()
@@ -632,22 +634,27 @@ wait  all_to_all cp_team partial q""",
 
 def test_golden_rings_forward() -> None:
     assert_expected_inline(
-        golden(2, 3, (0, 1), schedule="rings"),
+        golden(3, 3, (0, 1), schedule="rings"),
         """\
 start permute cp_team q+1 to 2 from 0
       attend local q x kv[0]: 0:2 x 0:2
 wait  permute cp_team q+1 to 2 from 0
-start permute cp_team q+2 to 2 from 0
+start permute cp_ring kv[1] to 1 from 2
       attend peer q+1 x kv[0]: 0:2 x 0:2
-wait  permute cp_team q+2 to 2 from 0
-start permute cp_ring kv[1] to 1 from 1
-      attend peer q+2 x kv[0]: 0:2 x 0:2
-wait  permute cp_ring kv[1] to 1 from 1
+wait  permute cp_ring kv[1] to 1 from 2
+start permute cp_team q+2 to 2 from 0
       attend peer q+1 x kv[1]: 0:2 x 0:2
-start permute cp_team partial q+1 to 0 from 2
+wait  permute cp_team q+2 to 2 from 0
+start permute cp_ring kv[2] to 1 from 2
+      attend peer q+2 x kv[0]: 0:2 x 0:2
       attend peer q+2 x kv[1]: 0:2 x 0:2
+wait  permute cp_ring kv[2] to 1 from 2
+      attend peer q+1 x kv[2]: 0:2 x 0:2
+start permute cp_team partial q+1 to 0 from 2
+      attend peer q+2 x kv[2]: 0:2 x 0:2
 start permute cp_team partial q+2 to 2 from 0
       attend local q x kv[1]: 0:2 x 0:2
+      attend local q x kv[2]: 0:2 x 0:2
 wait  permute cp_team partial q+1 to 0 from 2
 wait  permute cp_team partial q+2 to 2 from 0""",
     )
@@ -660,14 +667,14 @@ def test_golden_rings_backward_rotating_q() -> None:
 start permute cp_team kv+1 to 2 from 0
       attend local kv x q[0]: 0:1 x 0:2
 wait  permute cp_team kv+1 to 2 from 0
-start permute cp_team kv+2 to 2 from 0
-      attend peer kv+1 x q[0]: 0:2 x 0:2
-wait  permute cp_team kv+2 to 2 from 0
 start permute cp_ring q[1] to 1 from 1
-      attend peer kv+2 x q[0]: 0:2 x 0:2
+      attend peer kv+1 x q[0]: 0:2 x 0:2
 wait  permute cp_ring q[1] to 1 from 1
+start permute cp_team kv+2 to 2 from 0
       attend peer kv+1 x q[1]: 0:2 x 0:2
 start permute cp_team partial kv+1 to 0 from 2
+wait  permute cp_team kv+2 to 2 from 0
+      attend peer kv+2 x q[0]: 0:2 x 0:2
       attend peer kv+2 x q[1]: 0:2 x 0:2
 start permute cp_team partial kv+2 to 2 from 0
       attend local kv x q[1]: 0:2 x 0:2

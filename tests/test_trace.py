@@ -106,7 +106,7 @@ send #4 cp_ring float32 [64]
 wait #3
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #4
-send #5 cp_ring float32 [64]
+send #5 cp_ring bfloat16 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #5""",
     )
@@ -136,7 +136,7 @@ wait #4
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 send #5 cp_team bfloat16 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
-send #6 cp_ring float32 [64]
+send #6 cp_ring bfloat16 [64]
   flash_backward [1, 2, 1, 8] x [1, 1, 4, 8]
 wait #5
 wait #6""",
@@ -175,7 +175,7 @@ wait #2
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
   flash [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #3
-send #4 cp_ring float32 [72]
+send #4 cp_ring bfloat16 [80]
   flash [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #4
 backward
@@ -194,7 +194,7 @@ wait #7
 send #9 cp_team bfloat16 [64]
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
 wait #8
-send #10 cp_ring float32 [64]
+send #10 cp_ring bfloat16 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #9
 wait #10""",
@@ -225,7 +225,7 @@ wait #4
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
 send #5 cp_team bfloat16 [64]
   flash_backward [1, 2, 4, 8] x [1, 1, 4, 8]
-send #6 cp_ring float32 [64]
+send #6 cp_ring bfloat16 [64]
   flash_backward [1, 2, 2, 8] x [1, 1, 4, 8]
 wait #5
 wait #6""",
@@ -266,7 +266,7 @@ wait #8
 send #10 cp_team bfloat16 [64]
   flash_backward [1, 2, 8, 8] x [1, 1, 4, 8]
 wait #9
-send #11 both axes float32 [128]
+send #11 both axes bfloat16 [128]
 wait #10
 wait #11
 send #12 cp_team bfloat16 [64]
@@ -410,12 +410,13 @@ STATISTIC = 8 * 16 * 4 / KIB
 @pytest.mark.parametrize(
     ("mesh", "layout", "most"),
     [
-        # k and v; q, dO and two statistics, dq before its first hop, dk and dv as they are laid out
-        ((8, 1, 1), "BNLH", (16 + 8 * STATISTIC, 16 + 2 * STATISTIC + 16 + 16)),
-        ((8, 1, 1), "BLNH", (16 + 8 * STATISTIC, 16 + 2 * STATISTIC + 16 + 16)),
-        # k and v, others' q, their out and lse; k and v, others' q, dO and two statistics, their dq, dk and dv in
-        # float32 before their hop, dq as it is laid out
-        ((2, 4, 1), "BNLH", (16 + 24 + 24 + 11 * STATISTIC, 16 + 17 + 51 + 24 + 32)),
+        # k and v; q, dO and two statistics, dq before its first hop, in float32, and its last, gradients as they are
+        # laid out
+        ((8, 1, 1), "BNLH", (16 + 8 * STATISTIC, 16 + 2 * STATISTIC + 16 + 8 + 16)),
+        ((8, 1, 1), "BLNH", (16 + 8 * STATISTIC, 16 + 2 * STATISTIC + 16 + 8)),
+        # k and v, others' q, their out and lse; k and v, others' q, dO and two statistics, their dq, dk and dv before
+        # their hop, gradients as they are laid out
+        ((2, 4, 1), "BNLH", (16 + 24 + 24 + 11 * STATISTIC, 16 + 17 + 51 + 24 + 16 + 16)),
     ],
     ids=str,
 )  # fmt: skip

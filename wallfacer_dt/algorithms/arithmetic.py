@@ -1,7 +1,8 @@
 """What attention computes on operands, forward and backward, and what of it travels.
 
 Precision: partial results accumulate in float32 (float64 for float64). What gathers contributions hop by hop travels
-in that dtype too, so the error does not grow with the ring; what is sent once travels in the inputs' dtype.
+in that dtype too, so the error does not grow with the ring; what is sent once, or comes to its owner, travels in the
+inputs' dtype.
 """
 
 from abc import ABC, abstractmethod

@@ -113,6 +113,8 @@ class _Run:
         resident, rotating = self.peers if is_whole else self.mates[step.distance], self.blocks[step.block]
         query, keys = (resident, rotating) if self.schedule.resident == "q" else (rotating, resident)
         self.arithmetic.attend(query, keys, step.work)
+        if step.frees:
+            del self.blocks[step.block]
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, and remember what is pending with the layout of what it will bring."""
@@ -132,15 +134,13 @@ class _Run:
             case Move():
                 return self._sent(self.blocks[transfer.held], transfer)
             case Carry():
-                return self._sent_partial(self.blocks[transfer.block])
+                return self._sent_partial(self.blocks.pop(transfer.block), transfer)
             case Gather():
                 return self._sent(self.local if transfer.side == self.schedule.resident else self.blocks[0], transfer)
             case Pass():
                 return self._sent(self.mates[transfer.distance - 1], transfer)
             case Return():
-                partial = self._partial(self.mates.pop(transfer.distance))
-                places = self._home_layout(partial, transfer)
-                return Sent(pack(partial, places), places)
+                return self._sent_partial(self.mates.pop(transfer.distance), transfer)
             case Exchange():
                 return self._shares(transfer)
 
@@ -150,14 +150,14 @@ class _Run:
         buffer = wait(pending, Awaited(transfer, self.groups), self.groups.along(transfer))
         match transfer:
             case Move():
-                # One's own block is needed where what comes home is added to it.
-                if transfer.block > (self.schedule.home == "block"):
-                    del self.blocks[transfer.block - 1]
                 self.blocks[transfer.block] = Operand(places.views(buffer), sent=Sent(buffer, places))
             case Pass():
                 self.mates[transfer.distance] = Operand(places.views(buffer), sent=Sent(buffer, places))
             case Carry() if transfer.into == HOME:
                 self.home.partial = places.views(buffer)
+            case Carry() if transfer.kind == "home":
+                own = self.blocks[transfer.into]
+                self.arithmetic.combine(own, _cut(places.views(buffer), own))
             case Carry():
                 block = self.blocks[transfer.into]
                 # What there is of it here is added to what arrives, which is wide and can be sent on as it is.
@@ -198,16 +198,17 @@ class _Run:
         places = _layout(data, [x.dtype for x in data], self.schedule.rows(transfer))
         return Sent(pack(data, places), places)
 
-    def _sent_partial(self, operand: Operand) -> Sent:
-        """What has been computed for a block as it travels, wide; the block lets go of it."""
+    def _sent_partial(self, operand: Operand, transfer: Carry | Return) -> Sent:
+        """What has been computed for rows of others as it travels: wide where it is added to on its way."""
         sent, partial = operand.sent_partial, self._partial(operand)
-        if sent is None:
-            places = _layout(partial, [accumulation_dtype(x.dtype) for x in partial])
-            sent = Sent(pack(partial, places), places)
+        if transfer.kind == "carry":
+            places = _layout(partial, [accumulation_dtype(x.dtype) for x in partial], self.schedule.rows(transfer))
         else:
-            memory = {x.untyped_storage()._cdata for x in (sent.buffer, *partial)}
-            assert len(memory) == 1, "what has been added is in what is sent on"
-        operand.partial, operand.sent_partial = (), None
+            places = self._home_layout(partial, transfer)
+        if sent is None or sent.layout != places:
+            return Sent(pack(partial, places), places)
+        memory = {x.untyped_storage()._cdata for x in (sent.buffer, *partial)}
+        assert len(memory) == 1, "what has been added is in what is sent on"
         return sent
 
     def _shares(self, transfer: Exchange) -> Sent:
@@ -223,7 +224,7 @@ class _Run:
         is_padded = any(n and rows.length < length for n, rows in zip(shares.splits, members.rows, strict=True))
         return Sent(shares.packed(partial, [members.rows] * len(partial), SEQUENCE_DIM, padded=is_padded), places)
 
-    def _home_layout(self, partial: Sequence[Tensor], transfer: Exchange | Return) -> Layout:
+    def _home_layout(self, partial: Sequence[Tensor], transfer: Exchange | Return | Carry) -> Layout:
         """Of a share of a partial result that its owner is sent."""
         dtypes = self.arithmetic.home_dtypes(len(partial), self.local.data[0].dtype)
         return _layout(partial, dtypes, self.schedule.rows(transfer))

@@ -33,7 +33,7 @@ class Content:
     """How many elements are sent."""
 
     sent: Ints = 0  # in the inputs' dtype
-    carried: Ints = 0  # of sums that are added to on their way, in the accumulation dtype
+    carried: Ints = 0  # of what is added to where it comes, and sent on, in the accumulation dtype
     statistics: Ints = 0  # of lse and delta, in the accumulation dtype
 
     @property
@@ -81,7 +81,7 @@ class Shape(NamedTuple):
         if not isinstance(transfer, Exchange | Carry | Return):
             return self.data(transfer.side, rows, heads, backward=backward)
         once = self.partial(transfer.side, rows, heads, backward=backward)
-        return Content(0, once.sent, once.statistics) if isinstance(transfer, Carry) else once
+        return Content(0, once.sent, once.statistics) if transfer.kind == "carry" else once
 
     def exchanged(self, kind: str, rows: Sequence[Ints], heads: Sequence[Ints], *, backward: bool) -> Content:
         """What comes of rows of queries and of keys in one of Ulysses' exchanges, ``"to_heads"`` or ``"to_tokens"``."""

@@ -1,12 +1,15 @@
 """The schedule of two rings: see ``schedule``.
 
 Note [One transfer at a time]
-A link that carries two things at once brings the one that is needed first later. So the first hop round the ring starts
-when the last of the team's rows have come, which a rank attends one member after the other as they come. In the last
-block a member's partial result leaves as soon as it is there, and one's own rows come last, as in the 2D schedule.
+A link that carries two things at once brings the one that is needed first later. So each transfer starts when the one
+before has come, and a member's rows are attended with the blocks that there are, and a block with the rows: first those
+of one member come, then a block, which has both sides' rows to be attended with, then the others'. A member's partial
+result leaves as soon as it has met all blocks. Own rows come last in a block; where nothing is computed for blocks, those
+of the last two wait until all partial results have left, so that what is left of the link's work hides behind them.
 """
 
 from collections.abc import Iterator
+from itertools import product, zip_longest
 
 from wallfacer_dt.algorithms.holdings import Holdings
 from wallfacer_dt.algorithms.rotation import Rotation
@@ -19,27 +22,36 @@ def rings(held: Holdings) -> Iterator[Step]:
     side, returns = held.resident, held.is_given(held.resident)
     passes = [Pass(side, distance, (me + 1) % team, (me - 1) % team) for distance in range(1, team)]
     back = [Return(side, it.distance, (me - it.distance) % team, (me + it.distance) % team) for it in passes]
-    now, later = ring.own_work(returns=returns)
+    moves = [ring.move(block) for block in range(1, ring.blocks)]
+    coming = [*passes[:1], *moves[:1], *passes[1:], *moves[1:]]
+    last, now, later = len(moves), *ring.own_work(returns=returns)
+    waiting = [block for block in (last - 1, last) if block > 0 and not ring.carries]
 
-    def attend_all(block: int, is_last: bool) -> Iterator[Step]:
-        for one in back:
-            yield held.attend("peer", block, ring.rows(block), one.distance)
-            if is_last and returns:
-                yield Start(one)
-        yield held.attend("local", block, ring.rows(block))
+    def own(block: int) -> Attend:
+        return held.attend("local", block, ring.rows(block))
 
-    yield Start(passes[0])
+    yield Start(coming[0])
     yield Attend("local", side, 0, now)
-    for number, one in enumerate(passes):
-        yield Wait(one)
-        if one is not passes[-1]:
-            yield Start(passes[number + 1])
-        elif ring.blocks > 1:
-            yield Start(ring.move(1))
-        yield held.attend("peer", 0, ring.rows(0), one.distance)
-        if ring.blocks == 1 and returns:
-            yield Start(back[number])
-    yield from ring.later_blocks(attend_all)
+    distances, blocks = [], [0]
+    for transfer, following in zip_longest(coming, coming[1:]):
+        yield Wait(transfer)
+        if following:
+            yield Start(following)
+        if isinstance(transfer, Pass):
+            distances.append(transfer.distance)
+            meeting = product([transfer.distance], blocks)
+        else:
+            blocks.append(transfer.block)
+            meeting = product(distances, [transfer.block])
+        for distance, block in meeting:
+            yield held.attend("peer", block, ring.rows(block), distance)
+            if block == last and returns:
+                yield Start(back[distance - 1])
+            if block > 0 and distance == team - 1:
+                if block not in waiting:
+                    yield own(block)
+                yield from ring.goes_on(block)
+    yield from map(own, waiting)
     if later:
         yield Attend("local", side, 0, later)
     if returns:

@@ -1,6 +1,6 @@
 """How blocks go round a ring: which come when, whose they are, and what is computed for them on its way behind them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,21 +51,12 @@ class Rotation:
         is_last = self.blocks == 1
         return split_work(work) if (returns if is_last else self.carries) else (work, ())
 
-    def later_blocks(self, attend: Callable[[int, bool], Iterator[Step]]) -> Iterator[Step]:
-        """All but one's own, of which the first is under way: the next one comes while one is attended.
-
-        ``attend`` gives the steps of a block, told its number and whether it is the last.
-        """
-        for block in range(1, self.blocks):
-            yield Wait(self.move(block))
-            is_last = block == self.blocks - 1
-            if not is_last:
-                yield Start(self.move(block + 1))
-            yield from attend(block, is_last)
-            if self.carries:
-                if block > 1:
-                    yield Wait(self.carry(block - 1))
-                yield Start(self.carry(block))
+    def goes_on(self, block: int) -> Iterator[Step]:
+        """What has been computed for a block follows it, with what has come of it."""
+        if self.carries:
+            if block > 1:
+                yield Wait(self.carry(block - 1))
+            yield Start(self.carry(block))
 
     def coming_home(self) -> Iterator[Step]:
         """Wait for the last of what is carried."""

@@ -17,6 +17,7 @@ would wait for a gather, and for the exchange at the end.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -107,13 +108,19 @@ def _made(
     sizes = {side: sequences.inner_sizes(side, place.axes) for side in SIDES}
     holdings = Holdings(place, resident, backward, offsets, sequences.mask, held, sees)
     # Without a team there is nothing to gather and nothing to place: every schedule is a ring.
-    steps = tuple(SCHEDULES["2d" if place.team == 1 else schedule](holdings))
-    rotating = holdings.rotating
+    steps = [*SCHEDULES["2d" if place.team == 1 else schedule](holdings)]
+    rotating, home = holdings.rotating, "exchange" if Start(Gather(holdings.rotating)) in steps else "block"
+    if not holdings.is_given(rotating):
+        # A block for which something is computed is let go when that is sent on; one's own is never.
+        last = {step.block: at for at, step in enumerate(steps) if isinstance(step, Attend)}
+        for block, at in last.items():
+            if block > 0 or home == "exchange":
+                steps[at] = replace(steps[at], frees=True)
     teams = [sum(sizes[rotating][first : first + place.team]) for first in range(0, len(sizes[rotating]), place.team)]
     return Schedule(
-        steps,
+        tuple(steps),
         resident,
-        "exchange" if Start(Gather(rotating)) in steps else "block",
+        home,
         holdings.put_together(resident, exclude=place.team_rank),
         holdings.put_together(rotating),
         (max(sizes["q"]), max(sizes["kv"])),

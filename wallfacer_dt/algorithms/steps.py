@@ -50,7 +50,8 @@ class Move:
 class Carry:
     """Pass on what has been computed for rotating block ``block``; it is added to the receiver's ``into``.
 
-    ``result`` is what that is called: gradients (``"dq"``, ``"dkv"``), or queries' outputs (``"out"``).
+    ``result`` is what that is called: gradients (``"dq"``, ``"dkv"``), or queries' outputs (``"out"``). The owner has it
+    in block 0, or at ``HOME``.
     """
 
     side: Side
@@ -63,8 +64,8 @@ class Carry:
 
     @property
     def kind(self) -> str:
-        """``"home"`` on the published schedule's way back."""
-        return "home" if self.into == HOME else "carry"
+        """``"home"`` where it comes to its owner."""
+        return "home" if self.into in (0, HOME) else "carry"
 
     def __str__(self) -> str:
         into = "home" if self.into == HOME else f"into {self.result}[{self.into}]"
@@ -146,7 +147,8 @@ class Wait:
 class Attend:
     """Attend the resident side's rows (own or the others') and a rotating block.
 
-    ``distance``: of the others' rows only those that have come so far round the team; 0 for all.
+    ``distance``: of the others' rows only those that have come so far round the team; 0 for all. ``frees``: the block
+    is not needed afterwards.
     """
 
     part: Part
@@ -154,6 +156,7 @@ class Attend:
     block: int
     work: Work
     distance: int = 0
+    frees: bool = False
 
     def __str__(self) -> str:
         rotating = "kv" if self.resident == "q" else "q"

@@ -31,9 +31,13 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
         yield held.attend("peer", 0, ring.rows(0))
         if ring.blocks == 1 and exchange:
             yield Start(exchange)
-    yield from ring.later_blocks(
-        lambda block, is_last: held.attend_all(block, ring.rows(block), exchange if is_last else None)
-    )
+    for block in range(1, ring.blocks):
+        yield Wait(ring.move(block))
+        is_last = block == ring.blocks - 1
+        if not is_last:
+            yield Start(ring.move(block + 1))
+        yield from held.attend_all(block, ring.rows(block), exchange if is_last else None)
+        yield from ring.goes_on(block)
     if later:
         yield Attend("local", held.resident, 0, later)
     if exchange:

@@ -27,7 +27,7 @@ class Volume:
     Attributes:
         payload: elements of q, k, v, outputs and their gradients.
         statistics: elements of lse and delta.
-        bytes: of both. What is carried hop by hop, and statistics, count in the accumulation dtype.
+        bytes: of both. What is carried on, and statistics, count in the accumulation dtype.
     """
 
     payload: int

@@ -16,7 +16,20 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
 from wallfacer_dt.algorithms.segments import ByRow, Work, plan_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import SIDES, Attend, Carry, Move, Part, Return, Side, Start, Step, Transfer, Wait
+from wallfacer_dt.algorithms.steps import (
+    CONTEXT,
+    SIDES,
+    Attend,
+    Carry,
+    Move,
+    Part,
+    Return,
+    Side,
+    Start,
+    Step,
+    Transfer,
+    Wait,
+)
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.mesh import Coordinate
 
@@ -91,7 +104,7 @@ def _sent(transfer: Transfer, place: Coordinate, by_shift: bool, spares_hops: bo
     shift = (place.ring_rank - transfer.source) % place.ring if hops else 0
     if isinstance(transfer, Return):
         shift = transfer.distance
-    may_be_spared = transfer.kind in ("place", "home") or (hops and spares_hops)
+    may_be_spared = transfer.axis == CONTEXT or (hops and spares_hops)
     return Sent(str(transfer), transfer.kind, transfer.side, shift, may_be_spared)
 
 
