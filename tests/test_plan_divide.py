@@ -301,11 +301,11 @@ of 1107
 22.458 s, 77.0 GB, fastest: 13% of the step is waiting
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: team 4, 2d, rotates q, head-tail
 22.729 s, 77.0 GB, +1.2%: waits 287 ms longer
-  shards 2 x context 8 x tensor 2, 8 microbatches of 2: ulysses 4 x team 2, ulysses in node, 2d, rotates q, head-tail
+  shards 2 x context 8 x tensor 2, 8 microbatches of 2: ulysses 4 x ring 2, ulysses in node, rotates kv, head-tail
 22.861 s, 77.2 GB, +1.8%: waits 371 ms longer
   shards 4 x context 8, 8 microbatches of 1: team 8, 2d, rotates q, head-tail
 23.218 s, 77.2 GB, +3.4%: waits 776 ms longer
-  shards 2 x context 16, 8 microbatches of 2: ulysses 8 x team 2, ulysses in node, 2d, rotates q, head-tail
+  shards 2 x context 16, 8 microbatches of 2: ulysses 8 x ring 2, ulysses in node, rotates kv, head-tail
 1: 24.950, 2: 24.987, 4: 22.458, 8: 22.729, 16: 23.218, 32: 23.845
 enough: 4""",
     )

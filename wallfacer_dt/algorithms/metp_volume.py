@@ -4,7 +4,8 @@ p ranks, D the model dim, F hidden units of which a rank holds F/p, w elements o
 and 3 D with one, a bias more for each projection to the hidden.
 
     feed-forward, forward     (p-1) w F/p                 each other rank's units once
-    feed-forward, backward    2 (p-1) w F/p               again, and their gradients on their way home
+    feed-forward, backward    2 (p-1) w F/p               again, and their gradients on their way home: wide, but for
+                                                          the last hop
 
 With F = 4 h and w = 2 h this is table 1's 24 (p-1)/p h^2. Where F does not divide, the longest shard counts.
 
@@ -54,9 +55,10 @@ def feed_forward_volume(
     """
     sizes = shard_sizes(hidden, tuple(axes))
     unit = model_dim * (2 if gated else 1) + biases + (model_dim if out_dim is None else out_dim)
-    sent = (len(sizes) - 1) * max(sizes) * unit
-    carried = sent * accumulation_dtype(dtype).itemsize
-    return Volume(sent, 0, sent * dtype.itemsize), Volume(2 * sent, 0, sent * dtype.itemsize + carried)
+    hops, hop = len(sizes) - 1, max(sizes) * unit
+    sent, home = hops * hop * dtype.itemsize, min(hops, 1) * hop * dtype.itemsize
+    carried = max(hops - 1, 0) * hop * accumulation_dtype(dtype).itemsize
+    return Volume(hops * hop, 0, sent), Volume(2 * hops * hop, 0, sent + carried + home)
 
 
 def metp_attention_volume(

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from wallfacer_dt.algorithms.feed_forward import RingOfWeights
 from wallfacer_dt.algorithms.schedule import make_schedule
-from wallfacer_dt.algorithms.steps import Attend, Carry, Schedule, Start, Wait
+from wallfacer_dt.algorithms.steps import Attend, Schedule, Start, Wait
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import Coordinate
@@ -28,7 +28,7 @@ def feed_forward_events(
         axes: sizes of the axes that the weights are sharded over.
         tokens: of the rank, over the batch.
         model: whose feed-forward.
-        sequence: whose dtype weights have; gradients are carried in the accumulation dtype.
+        sequence: whose dtype weights have; gradients are carried in the accumulation dtype until their last hop.
         cluster: where.
         backward: those of the backward, which computes hidden units anew: all projections but the last.
 
@@ -42,11 +42,11 @@ def feed_forward_events(
     )
     sent = max(units) * element
     weights = _hop(sent * sequence.dtype.itemsize, len(units), cluster)
-    gradients = _hop(sent * accumulation_dtype(sequence.dtype).itemsize, len(units), cluster)
+    carried = _hop(sent * accumulation_dtype(sequence.dtype).itemsize, len(units), cluster)
     for step in _schedule(units, backward).steps:
         match step:
             case Start(transfer):
-                yield Begin(f"feed-forward {transfer}", gradients if isinstance(transfer, Carry) else weights)
+                yield Begin(f"feed-forward {transfer}", carried if transfer.kind == "carry" else weights)
             case Wait(transfer):
                 yield End(f"feed-forward {transfer}")
             case Attend(_, _, block, work):

@@ -198,6 +198,9 @@ def cases() -> Iterator[Case]:
             yield Case(machines, 1, 1, "full", 3.0)
             yield Case(machines, 32, 8, "causal", 3.0)
             yield Case(machines, 4, 4, "window", 1.0)
+    # On a flat network; what a message costs a host weighs half of what it does on the faster one.
+    for heads in (2, 1):
+        yield Case(SLOWER, heads, heads, "full", 3.0)
 
 
 def number_cases() -> Iterator[Case]:
@@ -216,3 +219,4 @@ MACHINES = (
     Machines(16, 1, (25.0,) * 16),
     Machines(4, 4, (100.0,) * 4, inside=200.0),
 )
+SLOWER = Machines(16, 1, (12.5,) * 16)
