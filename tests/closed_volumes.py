@@ -13,9 +13,10 @@ and team sizes, P = R * C. In units of U:
 The left part is gathered or exchanged in the team, the right part hops; a mask that leaves shards unseen by everybody
 leaves h hops of R - 1. What is computed for a rotating block, and carried along, costs R - 1 hops: the block computed
 first is one's own and does not travel. The last of these hops brings it to its owner, in the inputs' dtype: one, or two
-where a window has blocks come both ways round the ring; the others are wide, as it is added to. A published placement, or its way back, costs a rank nothing where Algorithm 2
-names the rank itself, which only this rank's formula can tell. Beside this payload travel statistics, B * L * N
-elements each: lse with every partial output that is sent or carried, lse and delta with every query of a backward.
+where a window has blocks come both ways round the ring; the others are wide, as it is added to. A published placement,
+or its way back, costs a rank nothing where Algorithm 2 names the rank itself, which only this rank's formula can tell.
+Beside this payload travel statistics, B * L * N elements each: lse with every partial output that is sent or carried,
+lse and delta with every query of a backward.
 
 With values of another head dim, outputs and values count as much less; a key that heads share counts once. Shards of
 different lengths are sent as long as the longest; published hops, of a team's shards together, as long as the longest

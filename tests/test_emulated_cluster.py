@@ -42,7 +42,7 @@ from recipes.benchmarks.cluster.watcher import environment
 from tests.machines import needs_network
 from wallfacer_dt import Cluster, Kernels, Link
 from wallfacer_dt.kernels import CAUSAL, FULL, Band, How, Need, select_kernel
-from wallfacer_dt.planning.attention import Costs, program_of_most
+from wallfacer_dt.planning.attention import Costs, programs_of
 from wallfacer_dt.planning.predict import attention_cost
 
 MACHINES = Machines(2, 4, (50.0, 25.0), inside=100.0)
@@ -344,8 +344,8 @@ def test_wrong_number_is_refused() -> None:
 
 
 def test_the_planner_takes_the_rank_with_most_to_do() -> None:
-    place, program = program_of_most(contenders(CASE)[RING], CASE.sequence, backward=False)
-    assert place.ring_rank == 7
+    ((inner, program),) = programs_of(contenders(CASE)[RING], CASE.sequence, together=False, backward=False).items()
+    assert inner == 7
     assert len(program) > 8
 
 

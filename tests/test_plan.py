@@ -31,13 +31,13 @@ from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import SIDES, Attend
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
-from wallfacer_dt.planning.attention import attention_events, head_patterns
+from wallfacer_dt.planning.attention import attention_events, head_patterns, programs_of
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because, _order, _Search
-from wallfacer_dt.planning.timeline import Begin, Compute, End, run
+from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, last_of, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
 from wallfacer_dt.testing.fake import fake_world
 
@@ -104,6 +104,38 @@ def test_latency_is_not_shared() -> None:
     assert (line.seconds, line.waiting, line.transfer, line.busy) == (32, 12, 24, (4, 0))
 
 
+def test_ranks_that_run_together_wait_for_those_who_send() -> None:
+    """Each has much to compute before one hop and little before the other; alone none would wait for that."""
+
+    def rank(first: float, then: float, last: float, source: int) -> list[Event]:
+        hops = [Begin(name, wire(3), (source,)) for name in "ab"]
+        return [Compute(first), hops[0], End("a"), Compute(then), hops[1], End("b"), Compute(last)]
+
+    ranks = [rank(10, 0, 1, 1), rank(0, 8, 2, 0)]
+    assert [run(events, ONE).seconds for events in ranks] == [17, 16]
+    # The second is sent to when the first has computed, and the first when the second has, which is 8 later.
+    last, events = last_of(ranks, ONE)
+    line = run(events, ONE)
+    assert (last, line.seconds, line.compute, line.waiting) == (1, 26, 10, 16)
+    assert [event.late for event in events if isinstance(event, Begin)] == [10, 0]
+    # What is sent first has the link until the other is.
+    line = run([Begin("a", wire(9), late=5), Begin("b", wire(6)), End("b"), End("a")], ONE)
+    assert [(bar.what, bar.start, bar.stop) for bar in line.bars] == [("b", 0, 7), ("a", 5, 15)]
+
+
+@examples(30)
+@given(planned(12), st.integers(0, 40))
+def test_ranks_that_run_together_take_no_less_than_the_one_with_most(drawn, window: int) -> None:
+    candidate, model, sequence, per_node = drawn
+    sequence = replace(sequence, is_causal=True, window_size=(window, 0))
+    where = cluster(candidate.size, per_node)
+    alone, together = (attention_cost(candidate, model, sequence, where, together=way) for way in (False, True))
+    for one, all_of_them in zip(alone.ways, together.ways, strict=True):
+        assert all_of_them.line.seconds >= one.line.seconds * (1 - 1e-9)
+        assert run(all_of_them.events, where).seconds == all_of_them.line.seconds
+        assert (one.rank_bytes, one.node_bytes) == (all_of_them.rank_bytes, all_of_them.node_bytes)
+
+
 def test_a_gather_goes_round_and_an_exchange_is_sent_at_once() -> None:
     node = np.array([0, 0, 1, 1, 1])
     ends = [0, 0, 0, 0], [1, 2, 3, 4]
@@ -150,8 +182,11 @@ def test_what_a_timeline_moves_is_what_is_received(drawn) -> None:
     for backward in (False, True):
         received = into_ranks((some for key, some in arrived.items() if key.backward is backward), candidate.size)
         moved = []
+        program = [*programs_of(candidate, sequence, together=False, backward=backward).values()][-1]
         for heads in head_patterns(candidate, model):
-            events = list(attention_events(candidate, model, sequence, FREE, on_wires, heads, backward=backward))
+            events = list(
+                attention_events(program, candidate, model, sequence, FREE, on_wires, heads, backward=backward)
+            )
             begun = [event.name for event in events if isinstance(event, Begin)]
             assert sorted(begun) == sorted(event.name for event in events if isinstance(event, End))
             assert len(begun) == len(set(begun))
@@ -182,7 +217,8 @@ def test_all_tiles_of_all_ranks_are_the_pairs(drawn) -> None:
     """Free links and kernels without overhead: the slowest rank computes no less than its share of what is seen."""
     candidate, model, sequence, _ = drawn
     kernels = Kernels(4.0, 10.0, 1.0, 0.0, 1e30)
-    cost = attention_cost(candidate, model, sequence, Cluster(candidate.size, 1, FAST, FAST, kernels=kernels))
+    where = Cluster(candidate.size, 1, FAST, FAST, kernels=kernels)
+    cost = attention_cost(candidate, model, sequence, where, together=False)
     share = sequence.pairs() * sequence.batch * model.heads * model.dim / candidate.size
     assert cost.forward.compute >= share * (1 - 1e-9)
     assert cost.backward.compute >= share * (1 - 1e-9)

@@ -2,10 +2,10 @@
 
 Note [One transfer at a time]
 A link that carries two things at once brings the one that is needed first later. So each transfer starts when the one
-before has come, and a member's rows are attended with the blocks that there are, and a block with the rows: first those
-of one member come, then a block, which has both sides' rows to be attended with, then the others'. A member's partial
-result leaves as soon as it has met all blocks. Own rows come last in a block; where nothing is computed for blocks, those
-of the last two wait until all partial results have left, so that what is left of the link's work hides behind them.
+before has come: first the rows of one member, then a block, then the other members' rows, then the other blocks; what
+comes is attended with what is there. After two transfers that is four tiles, so only the first is waited for. A
+member's partial result leaves as soon as its rows have met all blocks. Own rows come last in a block; where nothing is
+computed for blocks, those of the last two wait until all partial results have left, which hide behind them.
 """
 
 from collections.abc import Iterator

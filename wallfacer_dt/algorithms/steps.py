@@ -50,8 +50,8 @@ class Move:
 class Carry:
     """Pass on what has been computed for rotating block ``block``; it is added to the receiver's ``into``.
 
-    ``result`` is what that is called: gradients (``"dq"``, ``"dkv"``), or queries' outputs (``"out"``). The owner has it
-    in block 0, or at ``HOME``.
+    ``result`` is what that is called: gradients (``"dq"``, ``"dkv"``), or queries' outputs (``"out"``). It comes to its
+    owner where that is 0, or ``HOME``.
     """
 
     side: Side

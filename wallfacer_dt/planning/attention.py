@@ -1,15 +1,13 @@
 """One call of attention as a rank's events: its schedule's steps, with what they cost."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.kernels import accumulation_dtype
-from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Kernels
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -22,6 +20,7 @@ _NOTHING = Wire()
 
 
 def attention_events(
+    program: Program,
     candidate: Candidate,
     model: ModelShape,
     sequence: SequenceShape,
@@ -31,9 +30,10 @@ def attention_events(
     *,
     backward: bool,
 ) -> Iterator[Event]:
-    """The events of a rank that has as much to do as any of its heads: the last of its ring and team.
+    """The events of a rank.
 
     Args:
+        program: its schedule.
         candidate: how ranks share the sequence.
         model: whose heads.
         sequence: what is attended.
@@ -45,7 +45,6 @@ def attention_events(
     Yields:
         The events in program order.
     """
-    _, program = program_of_most(candidate, sequence, backward=backward)
 
     def wire(sent: Sent, group: int) -> Wire:
         key = Key(backward, sent.kind, sent.side, group, sent.shift)
@@ -67,7 +66,7 @@ def attention_events(
             for step in program:
                 match step:
                     case Sent(name):
-                        yield Begin(f"{name} {group}", wire(step, group))
+                        yield Begin(f"{name} {group}", wire(step, group), step.sources)
                     case Awaited(name):
                         yield End(f"{name} {group}")
                     case Attended(name, sizes):
@@ -83,7 +82,7 @@ def compute_seconds(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
 ) -> float:
     """Seconds of computing in the :func:`attention_events` of a rank that computes most, in whatever placement."""
-    _, program = program_of_most(candidate, sequence, backward=backward)
+    _, program = _program_of_most(candidate, sequence, backward=backward)
     times = Counter(step.sizes for step in program if isinstance(step, Attended))
 
     def seconds(heads: tuple[int, int]) -> float:
@@ -102,22 +101,44 @@ def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
     return {pattern: patterns.index(pattern) for pattern in patterns}
 
 
-def program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[Coordinate, Program]:
-    """Coordinate and program of a rank that has as much to do as any; of a sequence that divides, no shorter one."""
-    sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
-    rotate = candidate.rotate if backward else candidate.rotate_forward
-    resident = "kv" if rotate == "q" else "q"
+def programs_of(candidate: Candidate, sequence: SequenceShape, *, together: bool, backward: bool) -> dict[int, Program]:
+    """By inner index the programs of ranks that are to be run together, in order, or that of one that stands for all.
+
+    Under masks that spare hops ranks with much to do and with little wait for each other by turns, so it takes all of
+    them to say how long. Where they are too many, or not asked for, it is one that has as much to do as any. Of a
+    sequence that divides, no shorter one.
+    """
     inner = candidate.ring * candidate.team
-    is_even = sequence.length // candidate.size % 2 == 0
+    if together and inner <= _MOST_TOGETHER:
+        return _programs(candidate, sequence, range(inner), backward)
+    index, program = _program_of_most(candidate, sequence, backward=backward)
+    return {index: program}
+
+
+_MOST_TOGETHER = 64
+
+
+def _program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[int, Program]:
+    inner = candidate.ring * candidate.team
+    is_even = -(-sequence.length // candidate.size) % 2 == 0
     is_balanced = candidate.order == "head_tail" and is_even if sequence.is_causal else True
     # Otherwise ends and middle of the sequence have more or less to do.
     some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
-    sequences = Sequences(sequence.length, sequence.length, candidate.order, sequence.mask)
-    programs = [
-        (place, program_of(place, sequences, candidate.schedule, resident, backward))
-        for place in map(candidate.place, sorted(some))
-    ]
-    return max(programs, key=lambda one: area_of(one[1]))
+    return max(_programs(candidate, sequence, sorted(some), backward).items(), key=lambda one: area_of(one[1]))
+
+
+def _programs(
+    candidate: Candidate, sequence: SequenceShape, indices: Iterable[int], backward: bool
+) -> dict[int, Program]:
+    length = candidate.size * -(-sequence.length // candidate.size)
+    rotate = candidate.rotate if backward else candidate.rotate_forward
+    sequences = Sequences(length, length, candidate.order, sequence.mask)
+    return {
+        index: program_of(
+            candidate.place(index), sequences, candidate.schedule, "kv" if rotate == "q" else "q", backward
+        )
+        for index in indices
+    }
 
 
 class Costs:

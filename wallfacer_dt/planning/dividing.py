@@ -305,7 +305,7 @@ def _best_attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluste
     """Of every mesh and schedule the fastest alone, these first that are fastest; not to be changed."""
     best: dict[tuple, tuple[float, Candidate]] = {}
     for one in attentions(model, sequence, cluster):
-        cost = attention_cost(one, model, sequence, cluster, siblings=siblings)
+        cost = attention_cost(one, model, sequence, cluster, siblings=siblings, together=False)
         seconds = cost.forward.seconds + cost.backward.seconds
         kind = one.axes, one.schedule, one.order
         if kind not in best or seconds < best[kind][0]:

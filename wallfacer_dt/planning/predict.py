@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
-from wallfacer_dt.planning.attention import attention_events, head_patterns
+from wallfacer_dt.planning.attention import Groups, attention_events, head_patterns, programs_of
 from wallfacer_dt.planning.candidates import Candidate, node_of
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
@@ -15,7 +15,7 @@ from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention, heads_of
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
-from wallfacer_dt.planning.timeline import Timeline, run
+from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run
 from wallfacer_dt.planning.traffic import into_nodes, into_ranks, one_way, wires
 
 
@@ -78,7 +78,13 @@ class AttentionCost:
 
 
 def attention_cost(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, *, siblings: int = 1
+    candidate: Candidate,
+    model: ModelShape,
+    sequence: SequenceShape,
+    cluster: Cluster,
+    *,
+    siblings: int = 1,
+    together: bool = True,
 ) -> AttentionCost:
     """Predict one call of attention.
 
@@ -88,37 +94,46 @@ def attention_cost(
         sequence: what is attended.
         cluster: where.
         siblings: how many groups of such ranks share a node's link, each with heads or sequences of its own.
+        together: run ranks together that wait for each other by turns; one alone takes no longer, and is sooner told.
 
     Returns:
         Its cost.
     """
     # What moves the other way does not matter to either, nor do layers.
     alike = replace(candidate, feed_forward="plain", checkpoint="none")
-    return AttentionCost(
-        (
-            _one_way(replace(alike, rotate="kv"), model, sequence, cluster, siblings, False),
-            _one_way(replace(alike, rotate_forward="kv"), model, sequence, cluster, siblings, True),
-        )
+    kinds = (replace(alike, rotate="kv"), replace(alike, rotate_forward="kv"))
+    together = together and sequence.mask.spares_hops
+    forward, backward = (
+        _one_way(kind, model, sequence, cluster, siblings, together, bool(way)) for way, kind in enumerate(kinds)
     )
+    return AttentionCost((forward, backward))
 
 
 @lru_cache(maxsize=8)  # what differs in one way only comes in a row
 def _one_way(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int, backward: bool
-) -> OneWay:
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int, together: bool,
+    backward: bool,
+) -> OneWay:  # fmt: skip
     if candidate.projections == "metp":
-        return _by_groups(candidate, model, sequence, cluster, siblings, backward)
+        return _by_groups(candidate, model, sequence, cluster, siblings, together, backward)
     arrived = one_way(candidate, model, sequence, backward=backward)
     node = node_of(candidate, cluster.ranks_per_node)
     on_wires = wires(arrived, node, striped_gathers=cluster.striped_gathers)
     if siblings > 1:
         on_wires = {key: replace(wire, node=siblings * wire.node) for key, wire in on_wires.items()}
+    programs = programs_of(candidate, sequence, together=together, backward=backward)
+    indices = [*programs]
+
+    def of_heads(heads: Groups) -> tuple[Timeline, int, list[Event]]:
+        ranks = [
+            attention_events(program, candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward)
+            for program in programs.values()
+        ]
+        last, events = last_of(ranks, cluster) if len(ranks) > 1 else (0, [*ranks[0]])
+        return run(events, cluster), indices[last], events
+
     # Ranks with other heads wait for each other: the slowest counts.
-    by_heads = [
-        list(attention_events(candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward))
-        for heads in head_patterns(candidate, model)
-    ]
-    line, events = max(((run(some, cluster), some) for some in by_heads), key=lambda one: one[0].seconds)
+    line, inner, events = max(map(of_heads, head_patterns(candidate, model)), key=lambda one: one[0].seconds)
     hops = np.zeros(candidate.size, np.int64)
     for key, some in arrived.items():
         if key.kind in ("move", "place"):
@@ -130,12 +145,14 @@ def _one_way(
         int(into_ranks(arrived.values(), candidate.size).max()),
         siblings * int(into_nodes(arrived.values(), node).max()),
         hops,
+        inner,
     )
 
 
 def _by_groups(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int, backward: bool
-) -> OneWay:
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int, together: bool,
+    backward: bool,
+) -> OneWay:  # fmt: skip
     """METP's attention, of whose groups of heads only some are unlike."""
     alike, node = replace(candidate, projections="plain"), node_of(candidate, cluster.ranks_per_node)
     projected = ProjectedAttention(candidate, model, sequence, cluster)
@@ -144,7 +161,7 @@ def _by_groups(
     inner: dict[Heads, OneWay] = {}
     for heads, times in Counter(map(heads_of, projected.groups)).items():
         some = replace(model, heads=heads[0], kv_heads=heads[1])
-        inner[heads] = _one_way(alike, some, sequence, cluster, siblings, backward)
+        inner[heads] = _one_way(alike, some, sequence, cluster, siblings, together, backward)
         arrived = one_way(alike, some, sequence, backward=backward).values()
         rank_bytes += times * into_ranks(arrived, candidate.size)
         node_bytes += times * into_nodes(arrived, node)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wallfacer_dt.algorithms.holdings import Holdings, mate_of
+from wallfacer_dt.algorithms.holdings import Holdings, index_of, mate_of, peer_of
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
 from wallfacer_dt.algorithms.segments import ByRow, Work, plan_work
@@ -21,6 +21,7 @@ from wallfacer_dt.algorithms.steps import (
     SIDES,
     Attend,
     Carry,
+    Hop,
     Move,
     Part,
     Return,
@@ -45,6 +46,7 @@ class Sent(NamedTuple):
         kind: likewise, see ``steps``.
         side: whose data it carries.
         shift: see ``traffic.Key``.
+        sources: inner indices of the ranks that it comes from.
         may_be_spared: whether it may be one that nobody receives anything in: of the published schedule's where every
             rank is its own target, and of hops that a window spares, where the longer sequence that stands for one that
             does not divide has them.
@@ -54,6 +56,7 @@ class Sent(NamedTuple):
     kind: str
     side: str
     shift: int
+    sources: tuple[int, ...]
     may_be_spared: bool
 
 
@@ -104,8 +107,12 @@ def _sent(transfer: Transfer, place: Coordinate, by_shift: bool, spares_hops: bo
     shift = (place.ring_rank - transfer.source) % place.ring if hops else 0
     if isinstance(transfer, Return):
         shift = transfer.distance
+    if isinstance(transfer, Hop):
+        sources: tuple[int, ...] = (peer_of(place, transfer.axis, transfer.source),)
+    else:
+        sources = tuple(index_of(place, place.ring_rank, member) for member in range(place.team))
     may_be_spared = transfer.axis == CONTEXT or (hops and spares_hops)
-    return Sent(str(transfer), transfer.kind, transfer.side, shift, may_be_spared)
+    return Sent(str(transfer), transfer.kind, transfer.side, shift, sources, may_be_spared)
 
 
 @lru_cache(maxsize=4096)
@@ -115,33 +122,34 @@ def _sizes(work: Work) -> Sizes:
 
 
 class _Alike(Holdings):
-    """Holdings of which what lies as other things do is planned once, under masks that do not ask how far apart."""
+    """Holdings of which what lies as other things do is planned once, under masks that do not ask where."""
 
     def attend(self, part: Part, block: int, rotating: ByRow, distance: int = 0) -> Attend:
         """As of any holdings."""
-        if self.mask not in (Mask(), Mask(right=0)):
+        if self.mask.prefix or self.mask.documents or self.mask.asked:
             return super().attend(part, block, rotating, distance)
         is_whole = part == "peer" and not distance
         rows = self._peers if is_whole else self.shard(self.resident, mate_of(self.place, distance))
         (queries,), (keys,) = (rows, rotating) if self.resident == "q" else (rotating, rows)
-        return Attend(part, self.resident, block, _work(self.mask, *_closed_up(queries, keys)), distance)
+        reach = (self.mask.left or 0) + (self.mask.right or 0) + 2
+        return Attend(part, self.resident, block, _work(self.mask, *_closed_up(queries, keys, reach)), distance)
 
 
 Ends = tuple[tuple[int, int], ...]
 
 
-def _closed_up(*sides: Spans) -> list[Ends]:
-    """Spans with at most two positions between them, and before the first, that none of them has.
+def _closed_up(queries: Spans, keys: Spans, reach: int) -> list[Ends]:
+    """Spans with at most so many positions between them, and before the first, that none of them has.
 
-    What is computed depends on which positions are next to each other, and which before.
+    What is computed depends on which positions are next to each other, which before, and which further than a window.
     """
-    spans, depth = [some.tolist() for some in sides], Counter[int]()
+    spans, depth = [some.tolist() for some in (queries, keys)], Counter[int]()
     for start, stop in chain(*spans):
         depth[start] += 1
         depth[stop] -= 1
     closed, before, there, inside = {}, 0, 0, 0
     for position in sorted(depth):
-        there += position - before if inside else min(2, position - before)
+        there += position - before if inside else min(reach, position - before)
         closed[position], before, inside = there, position, inside + depth[position]
     return [tuple((closed[start], closed[stop]) for start, stop in some) for some in spans]
 

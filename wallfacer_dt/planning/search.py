@@ -252,7 +252,7 @@ class _Choice:
 
     least: tuple
     candidate: Candidate
-    cost: AttentionCost  # of attention, as if its projections were plain
+    cost: AttentionCost  # of attention, as if its projections were plain, and of one rank alone
     measured: float | None
     ranked: Ranked | None = None
 
@@ -318,7 +318,7 @@ class _Search:
     def _choices(self, attention: Candidate) -> Iterator["_Choice"]:
         model, sequence, profile = self.model, self.sequence, self.profile
         plain = replace(attention, projections="plain")  # which an attention that was given may not be
-        cost = attention_cost(plain, model, sequence, self.cluster)
+        cost = attention_cost(plain, model, sequence, self.cluster, together=False)
         spent = [Spent.of(way.line) for way in cost.ways]
         for candidate in with_layers(attention, model):
             measured = profile.seconds(candidate, model, sequence) if profile else None
@@ -342,7 +342,7 @@ class _Search:
 
     def _predicted(self, choice: "_Choice") -> Prediction:
         candidate, cost = choice.candidate, choice.cost
-        if candidate.projections == "metp":
+        if candidate.projections == "metp" or self.sequence.mask.spares_hops:
             cost = attention_cost(candidate, self.model, self.sequence, self.cluster)
         return predict(candidate, self.model, self.sequence, self.cluster, cost)
 

@@ -26,7 +26,7 @@ from wallfacer_dt.planning.timeline import Event, Timeline, run
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneWay:
-    """Attention's forward or backward on one rank. Equal is only the same object, so that it can be looked up by.
+    """Attention's forward or backward on the last rank. Equal is only the same object, so that it can be looked up by.
 
     Attributes:
         line: how it ran alone.
@@ -34,6 +34,7 @@ class OneWay:
         rank_bytes: received on the rank that receives most.
         node_bytes: received from other nodes, by the node that receives most.
         hops: by sequence index.
+        inner: inner index of that rank; under METP, whose groups of heads may have one each, None.
     """
 
     line: Timeline
@@ -41,6 +42,7 @@ class OneWay:
     rank_bytes: int
     node_bytes: int
     hops: np.ndarray
+    inner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """How long a schedule takes: one rank's steps against links on two levels, each shared by what is under way on it.
 
-Ranks are taken to run in step, so one of those with most work stands for all, and what a link of a node carries is what
-all its ranks receive in that transfer.
+Ranks that have as much to do run in step, so one stands for all; others are run together (``last_of``). What a link of
+a node carries is what all its ranks receive in that transfer.
 
 Note [Latency]
 A link's bytes are shared and its latency is not: of messages that are under way together each waits for its own, and
@@ -11,7 +11,7 @@ one after the other, in a gather, their latencies are taken to come first.
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,10 +27,19 @@ class Compute(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """Start a transfer."""
+    """Start a transfer.
+
+    Attributes:
+        name: it.
+        wire: how much of it comes over which link.
+        sources: of ranks that run together, whom it comes from.
+        late: seconds until the last of these starts to send.
+    """
 
     name: str
     wire: Wire
+    sources: tuple[int, ...] = ()
+    late: float = 0.0
 
 
 class End(NamedTuple):
@@ -106,33 +115,105 @@ def on_links(wire: Wire, cluster: Cluster) -> tuple[tuple[float, float], tuple[f
 
 def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
     """Run events in order."""
-    line, lanes, under_way = Timeline(), (_Lane(), _Lane()), {}
-    copy = cluster.kernels.copy
-    now = 0.0
+    rank = _Rank(cluster)
     for event in events:
+        rank.run(event)
+    return rank.finished()
+
+
+def last_of(programs: Sequence[Iterable[Event]], cluster: Cluster) -> tuple[int, list[Event]]:
+    """Run ranks together, what comes from others starting when they send it; and see which is through last.
+
+    Args:
+        programs: the events of every rank: the same transfers, with more or less to compute between them.
+        cluster: where.
+
+    Returns:
+        Which rank, and its events, which say how late others were.
+    """
+    ranks, ran = [_Rank(cluster) for _ in programs], [list[Event]() for _ in programs]
+    for steps in zip(*map(_to_transfers, programs), strict=True):
+        for rank, some, (computing, _) in zip(ranks, ran, steps, strict=True):
+            some += computing
+            for event in computing:
+                rank.run(event)
+        starts = [rank.now for rank in ranks]
+        for rank, some, (_, event) in zip(ranks, ran, steps, strict=True):
+            if event is None:
+                continue
+            if isinstance(event, Begin):
+                event = event._replace(late=max([0.0, *(starts[source] - rank.now for source in event.sources)]))
+            some.append(event)
+            rank.run(event)
+    last = max(range(len(ranks)), key=lambda index: ranks[index].now)
+    return last, ran[last]
+
+
+def _to_transfers(events: Iterable[Event]) -> Iterator[tuple[list[Compute], Begin | End | None]]:
+    """What a rank computes up to each start of a transfer and each wait, and that; at last what it computes then."""
+    some: list[Compute] = []
+    for event in events:
+        if isinstance(event, Compute):
+            some.append(event)
+        else:
+            yield some, event
+            some = []
+    yield some, None
+
+
+class _Rank:
+    """A rank on its links."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.now, self._cluster, self._line = 0.0, cluster, Timeline()
+        self._lanes = {"intra": _Lane(), "inter": _Lane()}
+        self._under_way: dict[str, tuple[Wire, float]] = {}
+        self._begun: list[tuple[float, str, Wire]] = []  # what lanes do not know of yet: it may not be in order
+
+    def run(self, event: Event) -> None:
+        """The next event."""
+        line = self._line
         match event:
             case Compute(seconds, what):
-                line.bars.append(Bar("compute", what, now, now + seconds))
+                line.bars.append(Bar("compute", what, self.now, self.now + seconds))
                 line.compute += seconds
-                now += seconds
-            case Begin(name, wire):
-                now += _copied(line, wire, copy)
-                under_way[name] = wire, now
-                for lane, (latency, seconds) in zip(lanes, on_links(wire, cluster), strict=True):
-                    lane.begin(name, latency, seconds, now)
+                self.now += seconds
+            case Begin(name, wire, _, late):
+                self._copy(wire)
+                self._under_way[name] = wire, self.now + late
+                self._begun.append((self.now + late, name, wire))
             case End(name):
-                wire, began = under_way.pop(name)
-                there = now
-                for lane, level in zip(lanes, ("intra", "inter"), strict=True):
+                self._bring_in_order()
+                wire, began = self._under_way.pop(name)
+                there = self.now
+                for level, lane in self._lanes.items():
                     arrives = lane.end(name)
                     if arrives is not None:
                         line.bars.append(Bar(level, name, began, arrives))
                         there = max(there, arrives)
-                line.waiting += there - now
-                now = there + _copied(line, wire, copy)
-    line.seconds, line.intra, line.inter = now, lanes[0].under_way, lanes[1].under_way
-    line.busy = lanes[0].busy, lanes[1].busy
-    return line
+                line.waiting += there - self.now
+                self.now = there
+                self._copy(wire)
+
+    def finished(self) -> Timeline:
+        """What came of it."""
+        self._bring_in_order()
+        line, (intra, inter) = self._line, self._lanes.values()
+        line.seconds, line.intra, line.inter = self.now, intra.under_way, inter.under_way
+        line.busy = intra.busy, inter.busy
+        return line
+
+    def _bring_in_order(self) -> None:
+        for start, name, wire in sorted(self._begun, key=lambda one: one[0]):
+            for lane, (latency, seconds) in zip(self._lanes.values(), on_links(wire, self._cluster), strict=True):
+                lane.begin(name, latency, seconds, start)
+        self._begun.clear()
+
+    def _copy(self, wire: Wire) -> None:
+        """What is sent, or received: as much."""
+        seconds = self._cluster.kernels.copy * wire.nbytes
+        self._line.copying += seconds
+        self.now += seconds
 
 
 class _Lane:
@@ -178,10 +259,3 @@ class _Lane:
             self._left[name] = seconds
         self._now = at
         return at < until
-
-
-def _copied(line: Timeline, wire: Wire, copy: float) -> float:
-    """Seconds of copying what is sent, or received: as much."""
-    seconds = copy * wire.nbytes
-    line.copying += seconds
-    return seconds

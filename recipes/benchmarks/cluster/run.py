@@ -13,7 +13,6 @@ from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.report import machine
 from wallfacer_dt import Cluster as Links
 from wallfacer_dt.mesh import placed_ranks
-from wallfacer_dt.planning.attention import program_of_most
 from wallfacer_dt.planning.candidates import Candidate, attentions
 from wallfacer_dt.planning.predict import attention_cost
 from wallfacer_dt.planning.timeline import Timeline, run
@@ -85,13 +84,13 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
     return Result(case, commit, machine(), by_name, bound(case, links), choosing)
 
 
-def _lines(way: Candidate, case: Case, links: Links) -> tuple[Timeline, Timeline]:
-    """What the planner predicts of forward and backward."""
+def _lines(way: Candidate, case: Case, links: Links) -> list[tuple[Timeline, int]]:
+    """What the planner predicts of forward and backward, each with the inner index of the rank that it is of."""
     if case.figure != METP:
-        cost = attention_cost(way, case.model, case.sequence, links)
-        return cost.forward, cost.backward
+        ways = attention_cost(way, case.model, case.sequence, links).ways
+        return [(one.line, one.inner or 0) for one in ways]
     events = partial(feed_forward_events, way.axes, case.tokens, case.model, case.sequence, links)
-    return run(events(backward=False), links), run(events(backward=True), links)
+    return [(run(events(backward=backward), links), 0) for backward in (False, True)]
 
 
 def bound(case: Case, links: Links) -> tuple[float, float]:
@@ -100,7 +99,7 @@ def bound(case: Case, links: Links) -> tuple[float, float]:
     The larger of what a device computes at least, and of how long a node's link is busy with the fewest bytes.
     """
     if case.figure == METP:
-        forward, backward = (max(line.compute, *line.busy) for line in _lines(contenders(case)[METP], case, links))
+        forward, backward = (max(line.compute, *line.busy) for line, _ in _lines(contenders(case)[METP], case, links))
         return forward, backward
     model, sequence = case.model, case.sequence
     ways = [attention_cost(way, model, sequence, links).ways for way in attentions(model, sequence, links)]
@@ -116,11 +115,10 @@ def _measured(way: Candidate, case: Case, links: Links, turns: list[tuple[dict[s
     ranks = placed_ranks(way.ring, way.team, ulysses=way.ulysses, placement=way.placement).flatten()
     first, node_bytes = turns[0]
     planned, busy = [], []
-    for name, line in zip(("forward", "backward"), lines, strict=True):
-        place, _ = program_of_most(way, case.sequence, backward=name == "backward")
+    for name, (line, inner) in zip(("forward", "backward"), lines, strict=True):
         seen = first[name]["busy"]
         # Ranks that Ulysses gives other heads have other work, of which the planner takes the most.
-        own = max(seen[rank] for rank in ranks[place.inner_index :: way.ring * way.team].tolist())
+        own = max(seen[rank] for rank in ranks[inner :: way.ring * way.team].tolist())
         if not (1 - BUSY) * line.compute <= own <= (1 + BUSY) * line.compute:
             raise ClusterError(
                 f"{case.name}: in the {name} of {way} a device computed {own:.4f} s, the planner has "
