@@ -112,10 +112,10 @@ def _made(
     rotating, home = holdings.rotating, "exchange" if Start(Gather(holdings.rotating)) in steps else "block"
     if not holdings.is_given(rotating):
         # A block for which something is computed is let go when that is sent on; one's own is never.
-        last = {step.block: at for at, step in enumerate(steps) if isinstance(step, Attend)}
-        for block, at in last.items():
+        last = {step.block: (at, step) for at, step in enumerate(steps) if isinstance(step, Attend)}
+        for block, (at, step) in last.items():
             if block > 0 or home == "exchange":
-                steps[at] = replace(steps[at], frees=True)
+                steps[at] = replace(step, frees=True)
     teams = [sum(sizes[rotating][first : first + place.team]) for first in range(0, len(sizes[rotating]), place.team)]
     return Schedule(
         tuple(steps),
