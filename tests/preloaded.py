@@ -11,7 +11,18 @@ import torch.distributed.tensor.parallel
 import tests.strategies  # noqa: F401
 import wallfacer_dt.testing  # noqa: F401
 
+# Of what every first compilation imports, the backends among it, some asks for CUDA devices, where torch is built for
+# them; forks could not use them then.
+if torch.version.cuda is None:
+    import torch._inductor.compile_fx
+    import torch.distributed.tensor.experimental
+    import torch.export._trace
+
+    torch._dynamo.list_backends()
+
 # For a number in its log, torch writes 32 MiB after every compilation.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-# Collections of ranks need not look at it, which would copy the pages, too.
+# Collections of ranks need not look at it, which would copy the pages, too; and of their many were a tenth of what a
+# compilation takes.
 gc.freeze()
+gc.set_threshold(20_000, 10, 10)
