@@ -2,15 +2,20 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +36,7 @@ from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost
 from wallfacer_dt.planning.stack import StackMemory
 from wallfacer_dt.planning.timeline import Bar
+from wallfacer_dt.testing import RankPool
 from wallfacer_dt.testing.fake import fake_world
 
 ROOT = Path(__file__).parents[1]
@@ -546,9 +552,38 @@ def test_two_ranks_are_profiled_and_the_file_is_planned_by(tmp_path: Path, capsy
     }
 
 
+def refused_on_a_rank(folder: Path) -> tuple[int, str, list[float]]:
+    """Of a profile that cannot be, in a pool's process group: the exit status, what is said and what is waited."""
+    rank, waited, said = str(dist.get_rank()), [], io.StringIO()
+    place = TORCHRUN | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "one"}
+    store = dist.FileStore(str(folder / "store"), 2)
+    command = "--device", "cpu", "--memory", "1kB", "--out", str(folder / "profile.json")
+    with (
+        mock.patch.dict(os.environ, place),
+        mock.patch.object(dist, "rendezvous", return_value=iter([(store, int(rank), 2)])),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(torch, "set_num_threads"),
+        mock.patch("time.sleep", waited.append),
+        redirect_stderr(said),
+    ):
+        return main(["profile", *SMALL_SHAPE.split(), *command]), said.getvalue(), waited
+
+
+def test_the_first_rank_says_what_all_refuse(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    (status, said, waited), other = ranks(2).run(refused_on_a_rank, tmp_path)
+    assert (status, waited) == (2, [])
+    assert said.startswith("wallfacer profile: --memory: nothing fits: ")
+    assert said.count("\n") == 1
+    assert other == (2, "", [30])
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
+    """By torchrun, with processes of its own."""
     done = torchrun("--memory", "1kB", "--out", str(tmp_path / "profile.json"))
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("wallfacer ")]

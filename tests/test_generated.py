@@ -1,10 +1,12 @@
 """What Inductor makes of a styled module: order and memory; read from generated code, on a rank of a fake world."""
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch._inductor.utils import get_code
 from torch.distributed._functional_collectives import all_reduce  # noqa: TID251  (one that is not attention's)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.cases import Inner, told
 from tests.pairwise import tiers
@@ -174,3 +177,11 @@ def test_operators_are_lowered_once() -> None:
     found = [lowerings[op] for op in BODIES]
     generated(3, 1)
     assert [lowerings[op] for op in BODIES] == found
+
+
+def test_an_operator_is_traced_where_inductor_was_not_imported() -> None:
+    with fake_world(2), mock.patch.dict(sys.modules):
+        del sys.modules["torch._inductor.lowering"]
+        model = styled(context_mesh("cpu", 2))
+        calls = [str(node.target) for node in make_fx(model)(torch.ones(1, 4, 128)).graph.nodes]
+    assert calls.count("wallfacer_dt.attention.default") == 1

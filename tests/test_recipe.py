@@ -102,15 +102,18 @@ def test_metp_needs_no_more_than_ranks_that_share_a_sequence(sizes: dict) -> Non
     check_settings(Settings(**sizes), 4)
 
 
-def test_metp_with_ulysses_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metp_with_ulysses_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # There are no other ranks: waiting for them would take minutes.
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
-    done = recipe("--ulysses", "2", "--attention", "metp")
-    assert (done.returncode, done.stderr.strip()) == (
-        2,
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("waited for others"))
+    assert main(["--ulysses", "2", "--attention", "metp"]) == 2
+    assert capsys.readouterr() == (
+        "",
         "train_bytes: --attention metp goes by groups of heads already: --ulysses must be 1, got 2;"
-        " choose --ring and --team, or --attention plain",
+        " choose --ring and --team, or --attention plain\n",
     )
 
 
@@ -160,12 +163,12 @@ def test_what_a_run_with_metp_is_called(options: dict, name: str) -> None:
     assert run_name(1, 4, 1, 1, Settings(**options).metp) == name
 
 
-def test_the_demo_wants_enough_steps_to_compare() -> None:
-    done = recipe("demo", "--steps", "19")
-    assert (done.returncode, done.stderr.strip()) == (
-        2,
-        "train_bytes: --steps must be at least 20 for runs to be compared, got 19",
-    )
+def test_the_demo_wants_enough_steps_to_compare(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.training.demo._start", lambda _: pytest.fail("started a run"))
+    assert main(["demo", "--steps", "19"]) == 2
+    assert capsys.readouterr() == ("", "train_bytes: --steps must be at least 20 for runs to be compared, got 19\n")
 
 
 def run(**changes: object) -> Run:

@@ -50,9 +50,10 @@ def as_command(
             field.name,
             Parameter.KEYWORD_ONLY,
             default=defaults.get(field.name, Parameter.empty if field.default is MISSING else field.default),
-            annotation=get_type_hints(part, include_extras=True)[field.name],
+            annotation=hints[field.name],
         )
         for part in parts
+        for hints in [get_type_hints(part, include_extras=True)]
         for field in fields(part)
         if field.name not in without
     ]
