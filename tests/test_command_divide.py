@@ -210,7 +210,7 @@ def test_json_is_the_division(capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_has_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(COMMAND, capsys)
     for part in (
-        "16 ranks on 4 nodes of 4", "8 sequences in a step, of 4096 tokens, causal, bfloat16", "The best 10 of",
+        "16 ranks on 4 nodes of 4", "8 sequences in a step, of 4096 tokens, causal, bfloat16", "The best 5 of",
         "Context ranks:", "context parallelism beyond", "Memory of plan 1, ", "expert parallelism",
         "--parallelism.data_parallel_shard_degree", "--training.global_batch_size 8",
     ):  # fmt: skip

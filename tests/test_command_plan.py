@@ -248,7 +248,7 @@ def test_the_issues_command_shows_a_table(capsys: pytest.CaptureFixture[str]) ->
     )
     assert "64 ranks on 8 nodes of 8" in text
     rows = re.findall(r"^ *\d+ +\d+ x \d+ x \d+ .* [kMG]?B *$", text, re.MULTILINE)
-    assert len(rows) == 10, text
+    assert len(rows) == 5, text
     assert max(map(len, text.splitlines())) <= 100
     assert "context_mesh(" in text
 
@@ -303,7 +303,7 @@ def test_a_plan_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert set(document.pop("figures")["origins"].values()) == {"measured"}
     document.pop("code")
     document.pop("version")
-    assert document == listed(asdict(make_plan(MODEL, SEQUENCE, profile.cluster, profile=profile, keep=10)))
+    assert document == listed(asdict(make_plan(MODEL, SEQUENCE, profile.cluster, profile=profile, keep=5)))
     assert document["ranked"][0]["measured"] == 1e-9
     assert "measured fastest" in out_of(f"plan {SHAPE} --profile {path} --ranks 4 --ranks-per-node 2 --nics 2", capsys)
     document = json.loads(out_of(f"plan {SHAPE} --profile {path} --memory 2GB --json", capsys))

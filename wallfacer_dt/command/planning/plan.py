@@ -123,7 +123,7 @@ def plan(
         Path | None,
         typer.Option(metavar=_FILE, help="What `wallfacer profile` measured, in place of rates and speeds."),
     ] = None,
-    top: Annotated[int, typer.Option(help="How many plans are shown.")] = 10,
+    top: Annotated[int, typer.Option(help="How many plans are shown.")] = 5,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the plans' times, and the timeline of the first.")
     ] = None,
