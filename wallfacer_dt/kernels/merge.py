@@ -31,7 +31,8 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
         return
     # -inf less a finite number: of a row that neither has seen the weight is 0, not NaN.
     weight = (more_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
-    out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
+    # torch takes its time to find out that there is nothing to be done.
+    out.lerp_(more_out if more_out.dtype == out.dtype else more_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, more_lse, out=lse)
 
 
@@ -82,5 +83,8 @@ def output_factor(grad_out: Tensor, delta: Tensor) -> Tensor:
 
 def output_from(grad_out: Tensor, factor: Tensor) -> Tensor:
     """The output O' of :func:`output_factor`, in grad_out's dtype."""
+    factor = factor.unsqueeze(-1)
+    if grad_out.dtype == factor.dtype:
+        return grad_out * factor
     # Multiplied in the factor's dtype, and rounded once.
-    return torch.mul(grad_out, factor.unsqueeze(-1), out=torch.empty_like(grad_out))
+    return torch.mul(grad_out, factor, out=torch.empty_like(grad_out))
