@@ -70,12 +70,12 @@ def _like(x: Tensor, head_dim: int) -> Tensor:
 
 def _laid_out(result: Tensor, x: Tensor) -> Tensor:
     """The result in new memory, as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
-    is_new = result.dtype == x.dtype and _is_alone(result)
     # What fills its memory is laid out densely, and so is an input with the same strides.
-    if is_new and result.stride() == x.stride() and result.shape == x.shape:
+    if result.stride() == x.stride() and result.shape == x.shape and result.dtype == x.dtype and _is_alone(result):
         return result
     like = _like(x, result.shape[-1])
-    return result if is_new and result.stride() == like.stride() else like.copy_(result)
+    is_alike = result.stride() == like.stride() and result.dtype == x.dtype
+    return result if is_alike and _is_alone(result) else like.copy_(result)
 
 
 def _new(x: Tensor) -> Tensor:

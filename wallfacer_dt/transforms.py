@@ -8,6 +8,7 @@ Private APIs of ``torch.func`` and of the dispatcher are called here only; run o
 """
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ _to_body: dict[int, bool] = {}  # by the bits of a set of keys
 _derivatives: dict[OpOverload, Callable[..., Any]] = {}
 _to_derivative: dict[tuple[int, int, int], Any] = {}  # likewise: of the tensors, and of what is included and excluded
 _Key = torch._C.DispatchKey
+_PLAIN, _OTHERS = {Tensor, Parameter}, {NoneType, float, int, str}
 _dispatch_keys = torch._C._dispatch_keys
 _included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 _DEVICES, _AUTOGRAD = (_Key.CPU, _Key.CUDA), (_Key.AutogradCPU, _Key.AutogradCUDA)
@@ -128,9 +130,9 @@ def _keys_of(args: tuple[Any, ...]) -> Any:
     of_tensors = 0
     for x in args:
         kind = type(x)
-        if kind is Tensor or kind is Parameter:
+        if kind in _PLAIN:
             of_tensors |= _dispatch_keys(x).raw_repr()
-        elif isinstance(x, Tensor) or (kind is list and x):
+        elif kind not in _OTHERS and (kind is not list or x):  # a subclass, or a list of tensors
             return None
     included, excluded = _included(), _excluded()
     bits = of_tensors, included.raw_repr(), excluded.raw_repr()

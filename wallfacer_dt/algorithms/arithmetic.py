@@ -17,7 +17,16 @@ from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.segments import Segments, Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.collectives.send_buffer import Layout
-from wallfacer_dt.kernels import BlockKernel, How, accumulation_dtype, merge_, output_factor, output_from, row_delta
+from wallfacer_dt.kernels import (
+    BlockKernel,
+    How,
+    accumulation_dtype,
+    as_dtype,
+    merge_,
+    output_factor,
+    output_from,
+    row_delta,
+)
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.rows import cut
 
@@ -72,12 +81,11 @@ class Scores:
 
     def how(self, tile: Tile, q: Tensor, k: Tensor) -> How:
         """What the kernel is told of a tile."""
-        if tile.ragged:
-            return How(cumulative(tile.ragged, q, k), self.scale, softcap=self.softcap)
-        if tile.asked is None:
-            return How(tile.band, self.scale, softcap=self.softcap)
+        seen = cumulative(tile.ragged, q, k) if tile.ragged else tile.band
+        if not tile.asked:
+            return How(seen, self.scale, None, self.softcap)
         assert self.asked is not None, "a schedule that asks has a mask to be asked"
-        return How(tile.band, self.scale, self.asked(*tile.asked), self.softcap)
+        return How(seen, self.scale, self.asked(*tile.asked), self.softcap)
 
 
 class Arithmetic(ABC):
@@ -107,9 +115,7 @@ class Arithmetic(ABC):
 
     def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A partial result as its owner has it; ``dtype`` is the inputs'."""
-        dtypes = self.home_dtypes(len(partial), dtype)
-        # torch takes its time to find out that there is nothing to be done.
-        return tuple([x if x.dtype == own else x.to(own) for x, own in zip(partial, dtypes, strict=True)])
+        return tuple(map(as_dtype, partial, self.home_dtypes(len(partial), dtype)))
 
     def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
         """Combine a partial result with the operand's, which is changed in place once it is wide."""
@@ -242,8 +248,7 @@ def _key_grads(dk: Tensor, dv: Tensor, own: int) -> tuple[Tensor, ...]:
     return dk[..., :own], dv, shared
 
 
-def _widened(partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _widened(partial: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """In the accumulation dtype, as all are if the first one is."""
-    narrow = partial[0].dtype
-    wide = accumulation_dtype(narrow)
-    return tuple(partial) if narrow == wide else tuple([x.to(wide) for x in partial])
+    wide = accumulation_dtype(partial[0].dtype)
+    return partial if partial[0].dtype == wide else tuple([as_dtype(x, wide) for x in partial])

@@ -40,7 +40,7 @@ from wallfacer_dt.kernels.block import (
     no_softcap,
     refuse,
 )
-from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype, as_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
 from wallfacer_dt.kernels.windows import Launch, Windowed, cropped, loadable, padded
 
@@ -128,31 +128,31 @@ def _cpu_forward(
     bias = _bias(visible, q.dtype)
     if bias is None and k.shape[2] < _LANES:
         bias = q.new_zeros(q.shape[2], k.shape[2])  # hides nothing, and so no NaN
-    queries, keys, values = _in_rows(q, k, v)
+    queries, values, keys = _in_rows(q, v, k)
     # Torch's function takes its arguments in less time than its operator; the backward has none.
     out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         queries, keys, values, 0.0, is_causal, attn_mask=bias, scale=scale
     )
     # Fake tensors of torch 2.11 have another dtype here than real ones.
-    wide = accumulation_dtype(q.dtype)
-    return cropped(out, v), lse if lse.dtype == wide else lse.to(wide)
+    return cropped(out, v), as_dtype(lse, accumulation_dtype(q.dtype))
 
 
 def _cpu_backward(
     aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     visible: Tensor | None, is_causal: bool, scale: float,
 ) -> Gradients:  # fmt: skip
+    queries, values, keys, grad_out, out = _in_rows(q, v, k, grad_out, out)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_in_rows(grad_out, q, k, v, out), lse, 0.0, is_causal, attn_mask=_bias(visible, q.dtype), scale=scale
+        grad_out, queries, keys, values, out, lse, 0.0, is_causal, attn_mask=_bias(visible, q.dtype), scale=scale
     )
     return cropped(dq, q), cropped(dk, k), cropped(dv, v)
 
 
-def _in_rows(*tensors: Tensor) -> list[Tensor]:
-    """Of one head dim, whose numbers lie side by side."""
-    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    widths = {x.shape[-1] for x in rows}
-    return rows if len(widths) == 1 else [padded(x, max(widths)) for x in rows]
+def _in_rows(q: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
+    """Of one head dim, the larger one of these two, with numbers that lie side by side."""
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, v, *others)]
+    widths = q.shape[-1], v.shape[-1]
+    return rows if widths[0] == widths[1] else [padded(x, max(widths)) for x in rows]
 
 
 def _efficient_forward(
