@@ -218,10 +218,7 @@ class Call(NamedTuple):
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             queries, keys = Operand(tuple(tensors[:1])), Operand(tuple(tensors[1:]))
             arithmetic = Forward(self._scores(heads), value_dim)
-            if heads.is_empty:
-                partial = arithmetic.nothing(queries)
-            else:
-                partial, _ = self._execute(schedule, arithmetic, queries, keys)
+            partial, _ = self._execute(schedule, arithmetic, heads, queries, keys)
             if sinks is not None:
                 out, lse = partial
                 partial = with_sinks(out, lse, sinks[slice(*heads.q)])
@@ -248,10 +245,7 @@ class Call(NamedTuple):
             n = len(tensors) - len(own_keys)
             queries, keys = Operand(tuple(tensors[:n]), out=own_out), Operand(tuple(tensors[n:]))
             arithmetic = Backward(self._scores(heads))
-            if heads.is_empty:
-                dq, dkeys = arithmetic.nothing(queries), arithmetic.nothing(keys)
-            else:
-                dq, dkeys = self._execute(schedule, arithmetic, queries, keys)
+            dq, dkeys = self._execute(schedule, arithmetic, heads, queries, keys)
             return arithmetic.outgoing((*dq, *dkeys), q.dtype)
 
         key_kinds = _KEY_KINDS[: len(keys)]
@@ -274,9 +268,11 @@ class Call(NamedTuple):
         return plan.schedules.setdefault(backward, make_schedule(place, plan.sequences, **how))
 
     def _execute(
-        self, schedule: Schedule, arithmetic: Arithmetic, queries: Operand, keys: Operand
+        self, schedule: Schedule, arithmetic: Arithmetic, heads: Heads, queries: Operand, keys: Operand
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What was computed for own queries and own keys."""
+        if heads.is_empty:
+            return arithmetic.nothing(queries), arithmetic.nothing(keys) if arithmetic.gives_to_keys else ()
         groups = self.plan.groups
         if schedule.resident == "q":
             return execute(schedule, arithmetic, groups, queries, keys)

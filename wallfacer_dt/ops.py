@@ -19,7 +19,7 @@ from wallfacer_dt.calls import agreed_call
 from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.options import MASK_SCHEMA, Options
-from wallfacer_dt.transforms import differentiable, not_differentiable, operator
+from wallfacer_dt.transforms import differentiable, direct, not_differentiable, operator
 
 
 @outside_autocast
@@ -70,12 +70,12 @@ def _like(x: Tensor, head_dim: int) -> Tensor:
 
 def _laid_out(result: Tensor, x: Tensor) -> Tensor:
     """The result in new memory, as its input is laid out, so that a model in (B, L, N, H) pays for no transposition."""
-    is_new = result.dtype == x.dtype and _is_alone(result)
     # What fills its memory is laid out densely, and so is an input with the same strides.
-    if is_new and result.stride() == x.stride() and result.shape == x.shape:
+    if result.stride() == x.stride() and result.shape == x.shape and result.dtype == x.dtype and _is_alone(result):
         return result
     like = _like(x, result.shape[-1])
-    return result if is_new and result.stride() == like.stride() else like.copy_(result)
+    is_alike = result.stride() == like.stride() and result.dtype == x.dtype
+    return result if is_alike and _is_alone(result) else like.copy_(result)
 
 
 def _new(x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
         tell(error, Options.of(*ctx.options).setting.mesh)
         raise
     saved, captured = read[: _COUNT + 2], read[_COUNT + 2 :]
-    grads = attention_backward(grad_out, *saved, ctx.said, *ctx.options, list(captured))
+    grads = _call_backward(grad_out, *saved, ctx.said, *ctx.options, list(captured))
     if isinstance(grad_out, DTensor):
         grads = [
             grad if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
@@ -156,6 +156,7 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
 
 differentiable(attention, _autograd, _setup_context)
 not_differentiable(attention_backward, "context-parallel attention has no second derivative")
+call_attention, _call_backward = direct(attention), direct(attention_backward)
 
 for _op in BODIES:
     lowering.keep_order(_op)

@@ -6,7 +6,7 @@ inputs' dtype.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -15,10 +15,19 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.algorithms.cumulative import cumulative
-from wallfacer_dt.algorithms.segments import Work
+from wallfacer_dt.algorithms.segments import Segments, Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.collectives.send_buffer import Layout
-from wallfacer_dt.kernels import BlockKernel, How, accumulation_dtype, merge_, output_factor, output_from, row_delta
+from wallfacer_dt.kernels import (
+    BlockKernel,
+    How,
+    accumulation_dtype,
+    as_dtype,
+    merge_,
+    output_factor,
+    output_from,
+    row_delta,
+)
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.rows import cut
 
@@ -65,22 +74,19 @@ class Scores:
     softcap: float = 0.0  # s becomes softcap * tanh(s / softcap); 0 for none
     asked: Asked | None = None  # the mask, where there is one to be asked
 
-    def calls(self, work: Work) -> Iterator[Tile]:
-        """As the kernel takes them: segments at once, one by one, or in pieces that need no band."""
-        for segments in work:
-            if self.kernel.takes_segments and segments.is_ragged:
-                yield Tile(segments.q, segments.k, ragged=segments)
-            else:
-                yield from segments.bands if self.kernel.takes_bands else segments.tiles
+    def calls(self, segments: Segments) -> Sequence[Tile]:
+        """As the kernel takes them: at once, one by one, or in pieces that need no band."""
+        if self.kernel.takes_segments and segments.is_ragged:
+            return (Tile(segments.q, segments.k, ragged=segments),)
+        return segments.bands if self.kernel.takes_bands else segments.tiles
 
     def how(self, tile: Tile, q: Tensor, k: Tensor) -> How:
         """What the kernel is told of a tile."""
-        if tile.ragged:
-            return How(cumulative(tile.ragged, q, k), self.scale, softcap=self.softcap)
-        if tile.asked is None:
-            return How(tile.band, self.scale, softcap=self.softcap)
+        seen = cumulative(tile.ragged, q, k) if tile.ragged else tile.band
+        if not tile.asked:
+            return How(seen, self.scale, None, self.softcap)
         assert self.asked is not None, "a schedule that asks has a mask to be asked"
-        return How(tile.band, self.scale, self.asked(*tile.asked), self.softcap)
+        return How(seen, self.scale, self.asked(*tile.asked), self.softcap)
 
 
 class Arithmetic(ABC):
@@ -110,9 +116,7 @@ class Arithmetic(ABC):
 
     def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A partial result as its owner has it; ``dtype`` is the inputs'."""
-        dtypes = self.home_dtypes(len(partial), dtype)
-        # torch takes its time to find out that there is nothing to be done.
-        return tuple([x if x.dtype == own else x.to(own) for x, own in zip(partial, dtypes, strict=True)])
+        return tuple(map(as_dtype, partial, self.home_dtypes(len(partial), dtype)))
 
     def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
         """Combine a partial result with the operand's, which is changed in place once it is wide."""
@@ -141,13 +145,13 @@ class Forward(Arithmetic):
 
     def attend(self, query: Operand, keys: Operand, work: Work) -> None:
         """Merge what segments give into the queries' partial result."""
-        (q,) = query.data
-        for tile in self.scores.calls(work):
-            rows = _rows(tile, tile.q, q)
-            (queries,) = _parts(query.data, tile, rows)
-            k, v = _keys(keys, tile, _rows(tile, tile.k, keys.data[0]))
-            part = self.scores.kernel.forward(queries, k, v, self.scores.how(tile, queries, k))
-            self.add(query, part, tile, rows)
+        scores = self.scores
+        for segments in work:
+            for tile in scores.calls(segments):
+                rows, (q,) = _taken(query.data, tile, tile.q)
+                _, (k, v, *shared) = _taken(keys.data, tile, tile.k)
+                k = _with_shared(k, *shared) if shared else k
+                self.add(query, scores.kernel.forward(q, k, v, scores.how(tile, q, k)), tile, rows)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """Of queries that have seen no key."""
@@ -187,19 +191,20 @@ class Backward(Sums):
 
     def attend(self, query: Operand, keys: Operand, work: Work) -> None:
         """Add the segments' gradients to both operands' partial results."""
-        q, grad_out, lse, *factor = query.data
         if not work:
             return
+        scores, (q, grad_out, lse, *factor) = self.scores, query.data
         if query.out is None:
             query.out = output_from(grad_out, *factor)
-        for tile in self.scores.calls(work):
-            rows, key_rows = _rows(tile, tile.q, q), _rows(tile, tile.k, keys.data[0])
-            grad, queries, out, sums = _parts((grad_out, q, query.out, lse), tile, rows)
-            k, v = _keys(keys, tile, key_rows)
-            how = self.scores.how(tile, queries, k)
-            dq, dk, dv = self.scores.kernel.backward(grad, queries, k, v, out, sums, how)
-            self.add(query, (dq,), tile, rows)
-            self.add(keys, _key_grads(keys, dk, dv), tile, key_rows)
+        given = q, grad_out, query.out, lse
+        for segments in work:
+            for tile in scores.calls(segments):
+                rows, (q, grad_out, out, lse) = _taken(given, tile, tile.q)
+                key_rows, (own, v, *shared) = _taken(keys.data, tile, tile.k)
+                k = _with_shared(own, *shared) if shared else own
+                dq, dk, dv = scores.kernel.backward(grad_out, q, k, v, out, lse, scores.how(tile, q, k))
+                self.add(query, (dq,), tile, rows)
+                self.add(keys, _key_grads(dk, dv, own.shape[-1]) if shared else (dk, dv), tile, key_rows)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The gradients of an operand that took no part."""
@@ -218,38 +223,33 @@ def _has_factor(operand: Operand) -> bool:
     return len(operand.data) == 4  # keys are three at most
 
 
-def _keys(keys: Operand, tile: Tile, rows: Rows | None) -> tuple[Tensor, Tensor]:
-    """A tile's keys and values, the keys with the part that heads share."""
-    k, v, *shared = _parts(keys.data, tile, rows)
-    if shared:
-        k = torch.cat([k, shared[0].expand(-1, k.shape[HEADS_DIM], -1, -1)], -1)
-    return k, v
+def _taken(tensors: Sequence[Tensor], tile: Tile, rows: Rows) -> tuple[Rows | None, Sequence[Tensor]]:
+    """A tile's rows of an operand's tensors; None in place of the rows if these are all that it has."""
+    batch, _, length, _ = tensors[0].shape
+    if rows == (0, length) and (tile.batch is None or batch == 1):
+        return None, tensors
+    return rows, _parts(tensors, tile, rows)
 
 
-def _key_grads(keys: Operand, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of the keys' data from those of a tile's keys and values."""
-    if len(keys.data) == 2:
-        return dk, dv
-    own = keys.data[0].shape[-1]
-    shared = dk[..., own:].sum(HEADS_DIM, keepdim=True, dtype=accumulation_dtype(dk.dtype))
-    return dk[..., :own], dv, shared
-
-
-def _rows(tile: Tile, rows: Rows, x: Tensor) -> Rows | None:
-    """A tile's rows of an operand with this tensor, or None if these are all that it has."""
-    batch, _, length, _ = x.shape
-    return None if rows == (0, length) and (tile.batch is None or batch == 1) else rows
-
-
-def _parts(tensors: Sequence[Tensor], tile: Tile, rows: Rows | None) -> Sequence[Tensor]:
+def _parts(tensors: Sequence[Tensor], tile: Tile, rows: Rows) -> Sequence[Tensor]:
     """Rows of an operand's tensors, in the rows of the batch that a tile is for."""
-    if rows is None:
-        return tensors
     if tile.batch is not None:
         tensors = [cut(x, BATCH_DIM, tile.batch, 1) for x in tensors]
     return [cut(x, SEQUENCE_DIM, rows[0], rows[1] - rows[0]) for x in tensors]
 
 
-def _widened(partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _with_shared(k: Tensor, shared: Tensor) -> Tensor:
+    """Keys with the part that heads share."""
+    return torch.cat([k, shared.expand(-1, k.shape[HEADS_DIM], -1, -1)], -1)
+
+
+def _key_grads(dk: Tensor, dv: Tensor, own: int) -> tuple[Tensor, ...]:
+    """The gradients of keys with a head dim of their own, of values and of what heads share."""
+    shared = dk[..., own:].sum(HEADS_DIM, keepdim=True, dtype=accumulation_dtype(dk.dtype))
+    return dk[..., :own], dv, shared
+
+
+def _widened(partial: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """In the accumulation dtype, as all are if the first one is."""
     wide = accumulation_dtype(partial[0].dtype)
-    return tuple([x if x.dtype == wide else x.to(wide) for x in partial])
+    return partial if partial[0].dtype == wide else tuple([as_dtype(x, wide) for x in partial])

@@ -55,7 +55,8 @@ class Groups(NamedTuple):
 
     def along(self, transfer: Transfer) -> str:
         """The name of the process group of a transfer."""
-        return {RING_AXIS: self.ring, TEAM_AXIS: self.team, CONTEXT: self.context}[transfer.axis]
+        axis = transfer.axis
+        return self.ring if axis == RING_AXIS else self.team if axis == TEAM_AXIS else self.context
 
 
 class Awaited(NamedTuple):

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
         """
         first = buffer.storage_offset() + start
         if count is None and self.is_one_dtype:
-            return tuple([buffer.as_strided(place.shape, place.strides, first + place.start) for place in self.places])
+            return tuple([buffer.as_strided(shape, strides, first + at) for shape, strides, _, at, _ in self.places])
         lead, over = ((), ()) if count is None else ((count,), (self.size,))
         found = []
         for place in self.places:

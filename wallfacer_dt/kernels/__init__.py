@@ -9,6 +9,7 @@ knows them by name, and a user's own.
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
 from wallfacer_dt.kernels.merge import (
     accumulation_dtype,
+    as_dtype,
     merge_,
     output_factor,
     output_from,
@@ -28,6 +29,7 @@ __all__ = [
     "Need",
     "Ragged",
     "accumulation_dtype",
+    "as_dtype",
     "check_kernel",
     "merge_",
     "output_factor",

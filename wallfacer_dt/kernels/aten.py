@@ -40,7 +40,7 @@ from wallfacer_dt.kernels.block import (
     no_softcap,
     refuse,
 )
-from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype, as_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
 from wallfacer_dt.kernels.windows import Launch, Windowed, cropped, loadable, padded
 
@@ -66,10 +66,10 @@ class Dense:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See :class:`wallfacer_dt.kernels.block.Forward`."""
         how = self._simplest(how, q, k)
-        if _is_causal_backwards(how, q, k):
+        if how.seen == _ANTICAUSAL and _is_square(how, q, k):
             out, lse = self.forward(q.flip(2), k.flip(2), v.flip(2), how._replace(seen=CAUSAL))
             return out.flip(2), lse.flip(2)
-        if not self._can_say(how, q, k):
+        if not (self.is_told or _needs_no_telling(how, q, k)):
             return reference.forward(q, k, v, how)
         is_causal, visible = _seen(how, q, k)
         out, lse = self.run_forward(self.operators(), q, k, v, visible, is_causal, how.scale)
@@ -80,11 +80,11 @@ class Dense:
     ) -> Gradients:
         """See :class:`wallfacer_dt.kernels.block.Backward`."""
         how = self._simplest(how, q, k)
-        if _is_causal_backwards(how, q, k):
+        if how.seen == _ANTICAUSAL and _is_square(how, q, k):
             grad_out, q, k, v, out, lse = (x.flip(2) for x in (grad_out, q, k, v, out, lse))
             dq, dk, dv = self.backward(grad_out, q, k, v, out, lse, how._replace(seen=CAUSAL))
             return dq.flip(2), dk.flip(2), dv.flip(2)
-        if not self._can_say(how, q, k):
+        if not (self.is_told or _needs_no_telling(how, q, k)):
             return reference.backward(grad_out, q, k, v, out, lse, how)
         is_causal, visible = _seen(how, q, k)
         lse = lse if visible is None else finite(lse)
@@ -96,21 +96,20 @@ class Dense:
         # A block of one row stays causal, so that one causal schedule calls one kernel whatever its lengths.
         return how if how.seen in (FULL, CAUSAL) else how._replace(seen=how.band.within(q.shape[2], k.shape[2]))
 
-    def _can_say(self, how: How, q: Tensor, k: Tensor) -> bool:
-        if self.is_told:
-            return True
-        return k.shape[2] > 1 and (how.seen == FULL or (how.seen == CAUSAL and q.shape[2] == k.shape[2]))
+
+def _is_square(how: How, q: Tensor, k: Tensor) -> bool:
+    """Whether rows that see what does not come before them are causal once they are reversed, with no mask made."""
+    return how.mask is None and q.shape[2] == k.shape[2]
 
 
-def _is_causal_backwards(how: How, q: Tensor, k: Tensor) -> bool:
-    """Whether rows see what does not come before them: causal once rows are reversed, with no mask made."""
-    return how.seen == _ANTICAUSAL and how.mask is None and q.shape[2] == k.shape[2]
+def _needs_no_telling(how: How, q: Tensor, k: Tensor) -> bool:
+    return k.shape[2] > 1 and (how.seen == FULL or (how.seen == CAUSAL and q.shape[2] == k.shape[2]))
 
 
 def _seen(how: How, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
     """Whether a kernel is to be causal, or else what its rows see."""
-    if how.seen == CAUSAL and how.mask is None:
-        return True, None
+    if how.mask is None and how.seen in (FULL, CAUSAL):
+        return how.seen == CAUSAL, None
     return False, visible_keys(how, q, k)
 
 
@@ -124,33 +123,36 @@ def _bias(visible: Tensor | None, dtype: torch.dtype, multiple: int = 1) -> Tens
 
 
 def _cpu_forward(
-    aten: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float
+    _aten: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    operands = _in_rows(q, k, v)
     bias = _bias(visible, q.dtype)
     if bias is None and k.shape[2] < _LANES:
         bias = q.new_zeros(q.shape[2], k.shape[2])  # hides nothing, and so no NaN
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, is_causal, attn_mask=bias, scale=scale)
+    queries, values, keys = _in_rows(q, v, k)
+    # Torch's function takes its arguments in less time than its operator; the backward has none.
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
     # Fake tensors of torch 2.11 have another dtype here than real ones.
-    wide = accumulation_dtype(q.dtype)
-    return cropped(out, v), lse if lse.dtype == wide else lse.to(wide)
+    return cropped(out, v), as_dtype(lse, accumulation_dtype(q.dtype))
 
 
 def _cpu_backward(
     aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     visible: Tensor | None, is_causal: bool, scale: float,
 ) -> Gradients:  # fmt: skip
+    queries, values, keys, grad_out, out = _in_rows(q, v, k, grad_out, out)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_in_rows(grad_out, q, k, v, out), lse, 0.0, is_causal, attn_mask=_bias(visible, q.dtype), scale=scale
+        grad_out, queries, keys, values, out, lse, 0.0, is_causal, attn_mask=_bias(visible, q.dtype), scale=scale
     )
     return cropped(dq, q), cropped(dk, k), cropped(dv, v)
 
 
-def _in_rows(*tensors: Tensor) -> list[Tensor]:
-    """Of one head dim, whose numbers lie side by side."""
-    width = max([x.shape[-1] for x in tensors])
-    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    return [x if x.shape[-1] == width else padded(x, width) for x in rows]
+def _in_rows(q: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
+    """Of one head dim, the larger one of these two, with numbers that lie side by side."""
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, v, *others)]
+    widths = q.shape[-1], v.shape[-1]
+    return rows if widths[0] == widths[1] else [padded(x, max(widths)) for x in rows]
 
 
 def _efficient_forward(

@@ -19,6 +19,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, of which torch takes its time to find out that there is nothing to be done."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Merge a partial result (B, N, L, H), (B, N, L) into ``out`` and ``lse``, in place.
 
@@ -31,7 +36,7 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
         return
     # -inf less a finite number: of a row that neither has seen the weight is 0, not NaN.
     weight = (more_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
-    out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
+    out.lerp_(as_dtype(more_out, out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, more_lse, out=lse)
 
 
@@ -61,7 +66,7 @@ def sinks_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
 
 def row_delta(grad_out: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """delta = rowsum(grad_out * out) (B, N, L): all that a backward kernel reads of the output."""
-    return (grad_out.to(dtype) * out).sum(-1)
+    return (as_dtype(grad_out, dtype) * out).sum(-1)
 
 
 def output_factor(grad_out: Tensor, delta: Tensor) -> Tensor:
@@ -72,7 +77,7 @@ def output_factor(grad_out: Tensor, delta: Tensor) -> Tensor:
     # Squares of small gradients underflow, so rows are scaled by their largest entry first.
     # An infinity norm would be shorter, but not of no rows (torch 2.13.0's meta kernel).
     low, high = torch.aminmax(grad_out, dim=-1, keepdim=True)
-    largest = torch.maximum(high, -low).to(delta.dtype)
+    largest = as_dtype(torch.maximum(high, -low), delta.dtype)
     largest = largest.masked_fill_(largest == 0, 1)
     norm = torch.linalg.vector_norm(grad_out / largest, dim=-1).clamp_min_(1)  # of a row of zeros
     largest = largest.squeeze(-1)
@@ -82,5 +87,8 @@ def output_factor(grad_out: Tensor, delta: Tensor) -> Tensor:
 
 def output_from(grad_out: Tensor, factor: Tensor) -> Tensor:
     """The output O' of :func:`output_factor`, in grad_out's dtype."""
+    factor = factor.unsqueeze(-1)
+    if grad_out.dtype == factor.dtype:
+        return grad_out * factor
     # Multiplied in the factor's dtype, and rounded once.
-    return torch.mul(grad_out, factor.unsqueeze(-1), out=torch.empty_like(grad_out))
+    return torch.mul(grad_out, factor, out=torch.empty_like(grad_out))
