@@ -667,14 +667,14 @@ def test_golden_rings_backward_rotating_q() -> None:
 start permute cp_team kv+1 to 2 from 0
       attend local kv x q[0]: 0:1 x 0:2
 wait  permute cp_team kv+1 to 2 from 0
-start permute cp_ring q[1] to 1 from 1
-      attend peer kv+1 x q[0]: 0:2 x 0:2
-wait  permute cp_ring q[1] to 1 from 1
 start permute cp_team kv+2 to 2 from 0
+      attend peer kv+1 x q[0]: 0:2 x 0:2
+wait  permute cp_team kv+2 to 2 from 0
+start permute cp_ring q[1] to 1 from 1
+      attend peer kv+2 x q[0]: 0:2 x 0:2
+wait  permute cp_ring q[1] to 1 from 1
       attend peer kv+1 x q[1]: 0:2 x 0:2
 start permute cp_team partial kv+1 to 0 from 2
-wait  permute cp_team kv+2 to 2 from 0
-      attend peer kv+2 x q[0]: 0:2 x 0:2
       attend peer kv+2 x q[1]: 0:2 x 0:2
 start permute cp_team partial kv+2 to 2 from 0
       attend local kv x q[1]: 0:2 x 0:2

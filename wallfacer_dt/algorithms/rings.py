@@ -5,7 +5,8 @@ A link that carries two things at once brings the one that is needed first later
 before has come: first the rows of one member, then a block, then the other members' rows, then the other blocks; what
 comes is attended with what is there. After two transfers that is four tiles, so only the first is waited for. A
 member's partial result leaves as soon as its rows have met all blocks. Own rows come last in a block; where nothing is
-computed for blocks, those of the last two wait until all partial results have left, which hide behind them.
+computed for blocks, those of the last two wait until all partial results have left, which hide behind them. A block
+that is the only one comes last: partial results that leave sooner would delay the rows that still come.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ def rings(held: Holdings) -> Iterator[Step]:
     passes = [Pass(side, distance, (me + 1) % team, (me - 1) % team) for distance in range(1, team)]
     back = [Return(side, it.distance, (me - it.distance) % team, (me + it.distance) % team) for it in passes]
     moves = [ring.move(block) for block in range(1, ring.blocks)]
-    coming = [*passes[:1], *moves[:1], *passes[1:], *moves[1:]]
+    early = 1 if len(moves) > 1 else 0
+    coming = [*passes[:early], *moves[:early], *passes[early:], *moves[early:]]
     last, now, later = len(moves), *ring.own_work(returns=returns)
     waiting = [block for block in (last - 1, last) if block > 0 and not ring.carries]
 
