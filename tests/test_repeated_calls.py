@@ -4,7 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.func import vmap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import Inner
@@ -176,48 +175,6 @@ def test_what_the_dispatcher_does_on_its_way() -> None:
         given = [part.requires_grad_(grad) for part in (x(), x(seed=2))]
         found, wanted = (module(negative, *given), F.scaled_dot_product_attention(-x(seed=1), *given))
         assert worst_error([(found.detach(), wanted.detach())]) < 1e-6
-
-
-class Called(TorchFunctionMode):
-    """The operators of this package that were called as functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in BODIES:
-            self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class Subclass(Tensor):
-    """A tensor whose class sees functions."""
-
-    ops: ClassVar[list[Any]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in BODIES:
-            cls.ops.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_what_is_to_see_an_operator_does() -> None:
-    """Which is called without the dispatcher otherwise."""
-    (module, q), forward = (styled(), x().requires_grad_()), next(iter(BODIES))
-    module(q, x(), x()).sum().backward()
-    with Called() as seen:
-        module(q, x(), x())
-    assert seen.ops == [forward]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        module(q, x(), x()).sum().backward()
-    assert {op.name() for op in BODIES} <= {event.key for event in profile.key_averages()}
-    module(q.detach().as_subclass(Subclass), x(), x())
-    assert Subclass.ops == [forward]
-    with torch.inference_mode():
-        given = x()
-        assert worst_error([(module(given, given, given), F.scaled_dot_product_attention(given, given, given))]) < 1e-6
 
 
 def test_a_compiler_does_not_look_into_an_operator() -> None:

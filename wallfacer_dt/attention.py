@@ -28,7 +28,7 @@ from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
-from wallfacer_dt.ops import call_attention
+from wallfacer_dt.ops import attention as operator
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, Options, Setting, Told, options_of, with_options
 from wallfacer_dt.order import check_order_fits, check_order_is_told
 from wallfacer_dt.validation import check_call, kind_of
@@ -257,7 +257,7 @@ class ContextAttention(Setting):
             inputs = inputs._replace(document_ids=sharding.replicate(rows, inputs.q))
         elif ends is not None:
             inputs = inputs._replace(cu_seqlens=sharding.replicate(ends, inputs.q))
-        return call_attention(*inputs, *told)[0]
+        return operator(*inputs, *told)[0]
 
     def _ratio(self, q: Tensor, k: Tensor) -> tuple[int, int]:
         """Queries and keys, as far as they matter for which of them to move: not at all where they are as many."""

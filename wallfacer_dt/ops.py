@@ -19,7 +19,7 @@ from wallfacer_dt.calls import agreed_call
 from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.options import MASK_SCHEMA, Options
-from wallfacer_dt.transforms import differentiable, direct, not_differentiable, operator
+from wallfacer_dt.transforms import differentiable, not_differentiable, operator
 
 
 @outside_autocast
@@ -144,7 +144,7 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
         tell(error, Options.of(*ctx.options).setting.mesh)
         raise
     saved, captured = read[: _COUNT + 2], read[_COUNT + 2 :]
-    grads = _call_backward(grad_out, *saved, ctx.said, *ctx.options, list(captured))
+    grads = attention_backward(grad_out, *saved, ctx.said, *ctx.options, list(captured))
     if isinstance(grad_out, DTensor):
         grads = [
             grad if x is None else sharding.placed_like(grad, x, sums=name == "sinks")
@@ -156,7 +156,6 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
 
 differentiable(attention, _autograd, _setup_context)
 not_differentiable(attention_backward, "context-parallel attention has no second derivative")
-call_attention, _call_backward = direct(attention), direct(attention_backward)
 
 for _op in BODIES:
     lowering.keep_order(_op)

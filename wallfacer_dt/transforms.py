@@ -8,7 +8,6 @@ Private APIs of ``torch.func`` and of the dispatcher are called here only; run o
 """
 
 from collections.abc import Callable
-from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +16,6 @@ from torch._C import _functorch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 
 from wallfacer_dt.compiler import opaque
 
@@ -27,13 +25,7 @@ is_transformed: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tenso
 _library = torch.library.Library("wallfacer_dt", "FRAGMENT")
 _bodies: dict[OpOverload, Callable[..., Any]] = {}
 _to_body: dict[int, bool] = {}  # by the bits of a set of keys
-_derivatives: dict[OpOverload, Callable[..., Any]] = {}
-_to_derivative: dict[tuple[int, int, int], Any] = {}  # likewise: of the tensors, and of what is included and excluded
-_Key = torch._C.DispatchKey
-_PLAIN, _OTHERS = {Tensor, Parameter}, {NoneType, float, int, str}
-_dispatch_keys = torch._C._dispatch_keys
-_included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
-_DEVICES, _AUTOGRAD = (_Key.CPU, _Key.CUDA), (_Key.AutogradCPU, _Key.AutogradCUDA)
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def operator(name: str, body: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> OpOverload:
@@ -104,44 +96,8 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
             raise NotImplementedError(f"{name} changes nothing in place: leave torch.func.functionalize out")
         return Derivative.apply(None, *args)
 
-    _derivatives[op] = dispatched
     _library.impl(name, opaque(dispatched), "Autograd", with_keyset=True)
     _library.impl(name, opaque(transformed), "FuncTorchDynamicLayerFrontMode")
-
-
-def direct(op: OpOverload) -> Callable[..., Any]:
-    """A differentiable operator, called without the dispatcher where that would only come back to Python.
-
-    Not where something is to see the call: a compiler, a mode, a transform, a subclass of tensors, or a profiler.
-    """
-    derivative = _derivatives[op]
-
-    def call(*args: Any) -> Any:
-        keys = None if torch.compiler.is_compiling() else _keys_of(args)
-        return op(*args) if keys is None else derivative(keys, *args)
-
-    return call
-
-
-def _keys_of(args: tuple[Any, ...]) -> Any:
-    """With what the dispatcher would come to an operator's derivative, and to nothing before; or None."""
-    if torch._C._is_torch_function_mode_enabled() or torch._C._autograd._profiler_enabled():
-        return None
-    of_tensors = 0
-    for x in args:
-        kind = type(x)
-        if kind in _PLAIN:
-            of_tensors |= _dispatch_keys(x).raw_repr()
-        elif kind not in _OTHERS and (kind is not list or x):  # a subclass, or a list of tensors
-            return None
-    included, excluded = _included(), _excluded()
-    bits = of_tensors, included.raw_repr(), excluded.raw_repr()
-    if bits not in _to_derivative:
-        keys = (torch._C.DispatchKeySet.from_raw_repr(of_tensors) | included) - excluded
-        # Which operators pass by without a kernel of their own.
-        keys = keys.remove(_Key.BackendSelect).remove(_Key.ADInplaceOrView)
-        _to_derivative[bits] = keys if keys.highestPriorityTypeId() in _AUTOGRAD else None
-    return _to_derivative[bits]
 
 
 def not_differentiable(op: OpOverload, why: str) -> None:
