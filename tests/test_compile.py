@@ -318,9 +318,9 @@ ALONE = {
     "scale": "scale must be finite and above 0, got inf",
     "another length": "the shape of q must be the same on every rank of the mesh",
     "block mask": "called with block_mask under torch.compile, where masks are constants: give it to the style",
-    "documents": "document_ids must be those of the whole sequence of 16 tokens on every rank, got (4,)",
+    "documents": "document_ids must be those of the whole sequence of 8 tokens on every rank, got (4,)",
     "other documents": "the documents must be the same on every rank of the mesh",
-    "cumulative lengths": "cu_seqlens must ascend from 0 to the sequence's length 16, got [ 0,  5, 99]",
+    "cumulative lengths": "cu_seqlens must ascend from 0 to the sequence's length 8, got [ 0,  5, 99]",
     "sinks": "sinks must be a floating point tensor of one logit per query head (2,), got (3,)",
     "shared keys": "k_shared must have shape (B, 1, L, Hs), one head for all, got (1, 2, 4, 8)",
     "grouped heads": "enable_gqa=False, but q has shape (1, 2, 4, 8) and k (1, 1, 4, 8)",
@@ -330,14 +330,14 @@ ALONE = {
 
 def asked(what: str, alone: bool) -> dict[str, Any]:
     """What a call has beside q, k and v."""
-    ids = torch.arange(16) // 5
+    ids = torch.arange(8) // 3
     if what == "other documents":
         return {"document_ids": ids + ids % 2 * alone}
     options = {
         "mask": lambda: {"attn_mask": torch.ones(2, 2)},
         "grouped heads": lambda: {"enable_gqa": False},
         "scale": lambda: {"scale": float("inf")},
-        "block mask": lambda: {"block_mask": create_block_mask(per_head, None, None, 16, 16, device="cpu")},
+        "block mask": lambda: {"block_mask": create_block_mask(per_head, None, None, 8, 8, device="cpu")},
         "documents": lambda: {"document_ids": ids[:4]},
         "cumulative lengths": lambda: {"cu_seqlens": torch.tensor([0, 5, 99])},
         "sinks": lambda: {"sinks": torch.ones(3)},
@@ -349,7 +349,7 @@ def asked(what: str, alone: bool) -> dict[str, Any]:
 def refused(what: str, fullgraph: bool, backend: str, dynamic: bool | None = None) -> str:
     """What this rank says when rank 1 alone calls a compiled module in a way that cannot be."""
     torch._dynamo.reset()
-    mesh = mesh_of(2, 2)
+    mesh = mesh_of(2, 1)
     style = WallFacerParallel(**told(mesh, "head_tail", is_causal=True, check=False))
     inner = parallelize_module(Inner(), mesh, style)
     alone = dist.get_rank() == 1
@@ -386,7 +386,7 @@ def refused(what: str, fullgraph: bool, backend: str, dynamic: bool | None = Non
 def test_what_one_rank_refuses_in_a_graph_all_refuse(
     ranks: Ranks, what: str, fullgraph: bool, dynamic: bool | None
 ) -> None:
-    for said in ranks(4).run(refused, what, fullgraph, "aot_eager", dynamic):
+    for said in ranks(2).run(refused, what, fullgraph, "aot_eager", dynamic):
         assert ALONE[what] in said
 
 
