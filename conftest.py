@@ -22,7 +22,8 @@ from wallfacer_dt.testing.pool import fork_server
 torch.set_num_threads(1)
 # Inductor's compile one kernel after the other, without processes of its own for every rank, each of which would import
 # torch; and take the instructions that the processor says it has without a process that tries them.
-os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+for _name in ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_VEC_ISA_OK"):
+    os.environ.setdefault(_name, "1")
 # torchtitan changes settings of torch where it is imported, which is in pools of ranks; examples of others need their
 # extra.
 collect_ignore_glob = [

@@ -33,6 +33,7 @@ key heads (m > n g only where key heads do not divide), receives, with u ranks o
 The ring and the team then work on u times the tokens and the heads n and m.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,7 +65,7 @@ class Closed:
     schedule: str = "2d"
     rotate: str = "auto"
     rotate_forward: str = "auto"
-    hops: int | None = None
+    hops: Collection[int] | None = None
     order: str = "contiguous"
     replicated: int = 0
     index: int = 0
@@ -151,9 +152,13 @@ class Closed:
 
     def two_dimensional(self, n: int, m: int, q: np.ndarray, k: np.ndarray, rotate: str, backward: bool) -> np.ndarray:
         queries, outs, keys, statistic = self.elements(q.max(), k.max(), n, m)
-        hops, mates = self.ring - 1 if self.hops is None else self.hops, self.team - 1
-        # Distances up to half the ring come one way, larger ones the other, if some are left out.
-        home = min(hops, 1) if hops in (self.ring - 1, self.ring // 2) or 2 * hops < self.ring else 2
+        distances, mates = set(range(1, self.ring) if self.hops is None else self.hops), self.team - 1
+        hops = len(distances)
+        # Distances up to half the ring come one way, larger ones the other, if some are left out. What queries see of
+        # keys that come from one side, keys are seen of by queries that come from the other.
+        if rotate == "q":
+            distances = {self.ring - one for one in distances}
+        home = min(hops, 1) if hops == self.ring - 1 else len({2 * one > self.ring for one in distances})
         wide = hops - home
         if not backward and rotate == "kv":
             return np.array([mates * (queries + outs) + hops * keys, 0, mates * statistic])

@@ -90,7 +90,7 @@ def test_what_comes_in_is_the_volume(chosen: Settings) -> None:
             heads=chosen.heads, kv_heads=chosen.kv_heads, head_dim=chosen.head_dim, dtype=getattr(torch, chosen.dtype),
             schedule=chosen.schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward,
             order=chosen.order, index=place.index,
-            hops=len(hops(place.axes, chosen.sequences, chosen.resident)) if is_ring else None,
+            hops=hops(place.axes, chosen.sequences, "q") if is_ring else None,
         ).volume()  # fmt: skip
         assert rank.received == (volume.backward if chosen.backward else volume.forward).bytes
         assert rank.received_from_other_nodes <= rank.received

@@ -55,8 +55,8 @@ def told_of(call: dict[str, Any]) -> AttentionVolume:
     return volume
 
 
-def hops_of(case: Case) -> int | None:
-    """From the geometry: at how many distances round the ring somebody sees something, if there may be others."""
+def hops_of(case: Case) -> set[int] | None:
+    """From the geometry: at which distances round the ring somebody sees something, if there may be others."""
     left, right = (None if reach == -1 else reach for reach in case.window_size or (None, None))
     right = 0 if case.is_causal else right
     if not (case.mask or case.documents) and left is None and right in (None, 0):
@@ -72,7 +72,7 @@ def hops_of(case: Case) -> int | None:
     for index in range(case.size):
         rank[held(index, case.axes, case.order, case.total)] = index % (case.ring * case.team) // case.team
     distances = (rank[:, None] - rank) % case.ring
-    return len(set(distances[seen].tolist()) - {0})
+    return set(distances[seen].tolist()) - {0}
 
 
 ANY = st.sampled_from(["float64", "float32", "bfloat16"])
@@ -93,6 +93,18 @@ def test_counted_on_threads(threads: Callable[[int], RankPool], size: int, data:
 def test_any_case_counted_on_threads(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
     """With Ulysses, heads and lengths that do not divide, other head dims, cross attention, windows, documents."""
     case = data.draw(any_case(size, dtype=data.draw(ANY), kernel="auto", inputs="normal", softcap=None, replicated=0))
+    assert_counted(threads, case)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ring", [4, 5])
+@pytest.mark.parametrize("rotate", ["kv", "q"])
+def test_a_window_that_looks_both_ways_has_two_results_come_home(
+    threads: Callable[[int], RankPool], ring: int, rotate: str
+) -> None:
+    """Each in the inputs' dtype: of blocks that come one way round the ring, and of those that come the other."""
+    case = Case(ring, 1, shard=8, window_size=(1, 1), dtype="bfloat16", rotate=rotate, rotate_forward=rotate)
+    assert hops_of(case) == {1, ring - 1}
     assert_counted(threads, case)
 
 
@@ -187,14 +199,14 @@ def assert_counted_on_fake_ranks(case: Case, rank: int) -> None:
 @examples(400)
 @given(case=many_ranks(), data=st.data())
 def test_told_is_what_closed_formulas_say(case: Case, data: st.DataObject) -> None:
-    """On up to 64 ranks, at any of them, with any number of hops, replicated tokens, and shards cut by document."""
+    """On up to 64 ranks, at any of them, with hops of any distances, replicated tokens, and shards cut by document."""
     call: dict[str, Any] = {name: getattr(case, name) for name in SAME} | {
         "length": case.length,
         "kv_length": data.draw(st.none() | st.integers(1, 4 * case.size)),
         "head_dim": case.head_dim + case.shared_dim,
         "value_dim": case.value_dim or None,
         "dtype": getattr(torch, case.dtype),
-        "hops": data.draw(st.none() | st.integers(0, case.ring - 1)),
+        "hops": data.draw(st.none() | st.sets(st.sampled_from(range(1, case.ring)) if case.ring > 1 else st.nothing())),
         "index": data.draw(st.integers(0, case.size - 1)),
         "order": data.draw(st.sampled_from(ORDERS)),
         "replicated": data.draw(st.sampled_from([0, 1, 5, 70])),
@@ -240,7 +252,7 @@ def test_flows_of_all_ranks_are_those_of_each(case: Case, backward: bool) -> Non
 def test_hops_of_a_causal_window(ring: int, team: int, ulysses: int, shard: int, left: int) -> None:
     """A team's shards are one hop: a query's window of ``left`` tokens before it begins so many teams back."""
     case = Case(ring, team, ulysses=ulysses, shard=shard, is_causal=True, window_size=(left, 0))
-    assert hops_of(case) == min(ring - 1, ceil(left / (team * shard)))
+    assert hops_of(case) == set(range(1, 1 + min(ring - 1, ceil(left / (team * shard)))))
 
 
 # WallFacer section 3.2.2: P=64, B=1, N=65536, H=6656 (52 heads of 128), bfloat16, so that U is 13 MiB.
@@ -368,9 +380,15 @@ def test_ulysses_round_a_ring_by_hand() -> None:
 def test_hops_that_are_left_out_by_hand() -> None:
     shape = SHAPE | {"heads": 4, "kv_heads": 2}
     for hops in range(4):
-        volume = attention_volume(12, 1, hops=hops, rotate="kv", **shape)
+        volume = attention_volume(12, 1, hops=range(1, hops + 1), rotate="kv", **shape)
         assert volume.forward.payload == hops * 2 * (2 * 20 * 2 * 8)
         assert volume.backward.payload == hops * 4 * (2 * 20 * 2 * 8)
+
+
+def test_hops_that_there_are_not() -> None:
+    for hops in ([0], [4], [1, -1]):
+        with pytest.raises(ValueError, match=r"hops must be distances from 1 to 3, got"):
+            attention_volume(4, 1, hops=hops, **SHAPE, heads=4, kv_heads=2)
 
 
 def test_uneven_shards_are_sent_as_long_as_the_longest() -> None:

@@ -19,7 +19,7 @@ sends would; what a rank receives of a broadcast is what is sent, once. It also 
 holds, and reduces in two steps of 1/p each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -78,7 +78,7 @@ def metp_attention_volume(
     schedule: str = "2d",
     rotate: str = "auto",
     rotate_forward: str = "auto",
-    hops: int | None = None,
+    hops: Collection[int] | None = None,
     index: int = 0,
 ) -> AttentionVolume:
     """What one rank receives in one call of METP's attention; without the last bias.

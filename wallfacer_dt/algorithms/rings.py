@@ -1,8 +1,8 @@
 """The schedule of two rings: see ``schedule``.
 
 Note [One transfer at a time]
-A link that carries two things at once brings the one that is needed first later. So each transfer starts when the one
-before has come: first the rows of one member, then a block, then the other members' rows, then the other blocks; what
+A link that carries two things at once brings the one that is needed first later. So rows and blocks come one after the
+other: first the rows of one member, then a block, then the other members' rows, then the other blocks; what
 comes is attended with what is there. After two transfers that is four tiles, so only the first is waited for. A
 member's partial result leaves as soon as its rows have met all blocks. Own rows come last in a block; where nothing is
 computed for blocks, those of the last two wait until all partial results have left, which hide behind them. A block

@@ -1,7 +1,7 @@
 """What one rank receives in one attention call: the sums of its flows; and the rotation that receives least."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,7 +65,7 @@ def attention_volume(
     schedule: str = "2d",
     rotate: str = "auto",
     rotate_forward: str = "auto",
-    hops: int | None = None,
+    hops: Collection[int] | None = None,
     order: str = "contiguous",
     replicated: int = 0,
     index: int | None = None,
@@ -89,7 +89,8 @@ def attention_volume(
         rotate: ``"kv"``, ``"q"`` or ``"auto"``: for the backward; auto takes what has the smaller payload without
             a mask.
         rotate_forward: the same for the forward.
-        hops: of the 2D schedule round the ring, where a mask needs fewer than ring - 1.
+        hops: where a mask needs only some of the distances round the ring, 1 to ring - 1, these: at which queries see
+            keys that have come so far.
         order: token order; ``"document_head_tail"`` cuts a sequence that does not divide otherwise.
         replicated: tokens before the sequence that every rank holds.
         index: sequence index of the rank; without it, one that is never its own target in a published placement, and
@@ -99,7 +100,7 @@ def attention_volume(
         Forward and backward volumes.
 
     Raises:
-        ValueError: unknown schedule or rotation, or they do not fit the mesh or each other.
+        ValueError: unknown schedule or rotation, or they do not fit the mesh or each other; no such distances.
     """
     value_dim = head_dim if value_dim is None else value_dim
     kv_length = length if kv_length is None else kv_length
@@ -109,16 +110,22 @@ def attention_volume(
     )  # fmt: skip
     shape = Shape(batch, heads, kv_heads, head_dim, value_dim, shared_dim)
     sequences = Sequences(length, kv_length, order, Mask(), replicated)
-    offsets = None if hops is None else tuple(range(1, hops + 1))
+    if hops is not None and not set(hops) <= set(range(1, ring)):
+        raise ValueError(f"hops must be distances from 1 to {ring - 1}, got {sorted(hops)}")
     if index is None:
         index = _typical(Flows(everyone(1, ring, team), shape, sequences, schedule, rotations[1], True))
     inner = ring * team
     place = Coordinate(ring, team, *divmod(index % inner, team), ulysses, index // inner)
     forward, backward = (
-        _total(Flows(place, shape, sequences, schedule, side, backward, offsets), dtype)
+        _total(Flows(place, shape, sequences, schedule, side, backward, _offsets(hops, ring, side)), dtype)
         for backward, side in zip((False, True), rotations, strict=True)
     )
     return AttentionVolume(forward, backward, rotations[1], rotations[0])
+
+
+def _offsets(hops: Collection[int] | None, ring: int, rotate: str) -> tuple[int, ...] | None:
+    """At which distances blocks are needed: queries come the other way than keys."""
+    return None if hops is None else tuple(sorted({one if rotate == "kv" else ring - one for one in hops}))
 
 
 def _total(flows: Iterable[Flow], dtype: torch.dtype) -> Volume:

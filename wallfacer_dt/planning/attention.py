@@ -105,12 +105,11 @@ def programs_of(candidate: Candidate, sequence: SequenceShape, *, together: bool
     """By inner index the programs of ranks that are to be run together, in order, or that of one that stands for all.
 
     Under masks that spare hops ranks with much to do and with little wait for each other by turns, so it takes all of
-    them to say how long. Where they are too many, or not asked for, it is one that has as much to do as any. Of a
+    them to say how long. On too many ranks, or if not asked for, it is one that has as much to do as any. Of a
     sequence that divides, no shorter one.
     """
-    inner = candidate.ring * candidate.team
-    if together and inner <= _MOST_TOGETHER:
-        return _programs(candidate, sequence, range(inner), backward)
+    if together and candidate.size <= _MOST_TOGETHER:
+        return _programs(candidate, sequence, range(candidate.ring * candidate.team), backward)
     index, program = _program_of_most(candidate, sequence, backward=backward)
     return {index: program}
 

@@ -94,7 +94,7 @@ def attention_cost(
         sequence: what is attended.
         cluster: where.
         siblings: how many groups of such ranks share a node's link, each with heads or sequences of its own.
-        together: run ranks together that wait for each other by turns; one alone takes no longer, and is sooner told.
+        together: run ranks together that wait for each other by turns; one alone is sooner told.
 
     Returns:
         Its cost.
@@ -186,12 +186,8 @@ def _least_projections(
 ) -> tuple[Spent, Spent]:
     projected = ProjectedAttention(candidate, model, sequence, cluster)
     forward, backward = (run(projected.events(lambda _: (), backward=way), cluster) for way in (False, True))
-    return _at_least(forward), _at_least(backward)
-
-
-def _at_least(line: Timeline) -> Spent:
-    """Without what is waited for, which attention may hide."""
-    return Spent(line.compute, line.compute, 0.0, *line.busy)
+    # What is waited for attention may hide.
+    return Spent.without_waits(forward), Spent.without_waits(backward)
 
 
 def predict(

@@ -81,7 +81,7 @@ def area_of(program: Program) -> int:
     return sum(area for step in program if isinstance(step, Attended) for area, _, _ in step.sizes)
 
 
-@lru_cache(maxsize=512)  # a plan for 1024 ranks asks for 426, twice
+@lru_cache(maxsize=512)  # a plan for 1024 ranks asks for 426, twice; under a window one for 64 asks for more
 def program_of(place: Coordinate, sequences: Sequences, schedule: str, resident: Side, backward: bool) -> Program:
     """What a rank's schedule is, as of :func:`wallfacer_dt.algorithms.schedule.make_schedule`."""
     held = {side: sequences.inner(side, place) for side in SIDES}

@@ -319,7 +319,9 @@ class _Search:
         model, sequence, profile = self.model, self.sequence, self.profile
         plain = replace(attention, projections="plain")  # which an attention that was given may not be
         cost = attention_cost(plain, model, sequence, self.cluster, together=False)
-        spent = [Spent.of(way.line) for way in cost.ways]
+        # Ranks that run together may wait for less than one alone, as what others send late is not in the way.
+        of = Spent.without_waits if sequence.mask.spares_hops else Spent.of
+        spent = [of(way.line) for way in cost.ways]
         for candidate in with_layers(attention, model):
             measured = profile.seconds(candidate, model, sequence) if profile else None
             least = (measured is None, measured or 0.0, self._least_step(candidate, spent), _UNKNOWN)

@@ -68,6 +68,11 @@ class Spent:
         """What ran."""
         return cls(line.seconds, line.compute, line.overlapped, *line.busy)
 
+    @classmethod
+    def without_waits(cls, line: Timeline) -> "Spent":
+        """The least that it takes, if nothing is waited for."""
+        return cls(line.compute, line.compute, 0.0, *line.busy)
+
     def __add__(self, other: "Spent") -> "Spent":
         return Spent(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 

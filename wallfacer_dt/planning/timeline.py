@@ -168,7 +168,6 @@ class _Rank:
         self.now, self._cluster, self._line = 0.0, cluster, Timeline()
         self._lanes = {"intra": _Lane(), "inter": _Lane()}
         self._under_way: dict[str, tuple[Wire, float]] = {}
-        self._begun: list[tuple[float, str, Wire]] = []  # what lanes do not know of yet: it may not be in order
 
     def run(self, event: Event) -> None:
         """The next event."""
@@ -181,9 +180,9 @@ class _Rank:
             case Begin(name, wire, _, late):
                 self._copy(wire)
                 self._under_way[name] = wire, self.now + late
-                self._begun.append((self.now + late, name, wire))
+                for lane, (latency, seconds) in zip(self._lanes.values(), on_links(wire, self._cluster), strict=True):
+                    lane.begin(name, latency, seconds, self.now + late)
             case End(name):
-                self._bring_in_order()
                 wire, began = self._under_way.pop(name)
                 there = self.now
                 for level, lane in self._lanes.items():
@@ -197,17 +196,10 @@ class _Rank:
 
     def finished(self) -> Timeline:
         """What came of it."""
-        self._bring_in_order()
         line, (intra, inter) = self._line, self._lanes.values()
         line.seconds, line.intra, line.inter = self.now, intra.under_way, inter.under_way
         line.busy = intra.busy, inter.busy
         return line
-
-    def _bring_in_order(self) -> None:
-        for start, name, wire in sorted(self._begun, key=lambda one: one[0]):
-            for lane, (latency, seconds) in zip(self._lanes.values(), on_links(wire, self._cluster), strict=True):
-                lane.begin(name, latency, seconds, start)
-        self._begun.clear()
 
     def _copy(self, wire: Wire) -> None:
         """What is sent, or received: as much."""
@@ -217,45 +209,56 @@ class _Rank:
 
 
 class _Lane:
-    """A link that is shared evenly by all of which bytes are coming; see Note [Latency]."""
+    """A link that is shared evenly by all of which bytes are coming; see Note [Latency].
+
+    It goes on only as far as somebody waits for, so that what begins may be told in any order until then.
+    """
 
     def __init__(self) -> None:
-        self.under_way = self.busy = 0.0  # seconds in which something was, and in which bytes came
+        self.busy = 0.0  # seconds in which bytes came
         self._now = 0.0
+        self._began: dict[str, float] = {}  # when what has not arrived did
         self._coming: list[tuple[float, str, float]] = []  # when bytes begin to come, of what, what they take alone
         self._left: dict[str, float] = {}  # seconds that each needs alone
         self._arrived: dict[str, float] = {}
+        self._spans: list[tuple[float, float]] = []  # of what has arrived, from when to when it was under way
 
-    def begin(self, name: str, latency: float, seconds: float, now: float) -> None:
+    def begin(self, name: str, latency: float, seconds: float, start: float) -> None:
         """Something whose bytes take so long alone after its latency, or nothing."""
         if latency or seconds:
-            while self._next(now):
-                pass
-            self._now = max(self._now, now)
-            insort(self._coming, (self._now + latency, name, seconds))
+            self._began[name] = start
+            insort(self._coming, (start + latency, name, seconds))
 
     def end(self, name: str) -> float | None:
         """When it arrives, if nothing more begins before; None where nothing went over this link."""
-        while name in self._left or any(name == other for _, other, _ in self._coming):
-            self._next(_NEVER)
+        while name in self._began:
+            self._next()
         return self._arrived.pop(name, None)
 
-    def _next(self, until: float) -> bool:
-        """Go on until bytes of something begin to come, or have come, but no further; whether there is more to do."""
-        if not self._left and not self._coming:
-            return False
+    @property
+    def under_way(self) -> float:
+        """Seconds in which something was."""
+        seconds = last = 0.0
+        for start, stop in sorted(self._spans):
+            seconds += max(0.0, stop - max(start, last))
+            last = max(last, stop)
+        return seconds
+
+    def _next(self) -> None:
+        """Go on until bytes of something begin to come, or have come."""
         first = min(self._left.values(), default=0.0)
         begins = self._coming[0][0] if self._coming else _NEVER
         arrives = self._now + first * len(self._left) if self._left else _NEVER
-        at = min(until, begins, arrives)
-        self.under_way += at - self._now
+        at = min(begins, arrives)
         if self._left:
             each = first if at == arrives else (at - self._now) / len(self._left)
             self.busy += at - self._now
-            self._arrived |= {name: at for name, left in self._left.items() if left <= each}
-            self._left = {name: left - each for name, left in self._left.items() if left > each}
+            for name in [name for name, left in self._left.items() if left <= each]:
+                del self._left[name]
+                self._arrived[name] = at
+                self._spans.append((self._began.pop(name), at))
+            self._left = {name: left - each for name, left in self._left.items()}
         while self._coming and self._coming[0][0] <= at:
             _, name, seconds = self._coming.pop(0)
             self._left[name] = seconds
         self._now = at
-        return at < until
