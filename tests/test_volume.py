@@ -385,6 +385,17 @@ def test_hops_that_are_left_out_by_hand() -> None:
         assert volume.backward.payload == hops * 4 * (2 * 20 * 2 * 8)
 
 
+@pytest.mark.parametrize("rotate", ["kv", "q"])
+def test_results_come_home_one_way_or_both(rotate: str) -> None:
+    """Half way round a ring counts as ahead, and what is ahead for keys is behind for queries."""
+    shape = SHAPE | {"heads": 4, "kv_heads": 4}
+    one, both = ([1, 2], [2, 3]) if rotate == "kv" else ([2, 3], [1, 2])
+    once, twice = (attention_volume(4, 1, hops=hops, rotate=rotate, **shape).backward for hops in (one, both))
+    assert once.payload == twice.payload
+    # Of each result, 4 heads of 60 tokens of 8 elements, half the bytes on its last hop.
+    assert once.bytes - twice.bytes == (2 if rotate == "kv" else 1) * (2 * 4 * 60 * 8) * 2
+
+
 def test_hops_that_there_are_not() -> None:
     for hops in ([0], [4], [1, -1]):
         with pytest.raises(ValueError, match=r"hops must be distances from 1 to 3, got"):
