@@ -116,7 +116,8 @@ class Arithmetic(ABC):
 
     def outgoing(self, partial: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A partial result as its owner has it; ``dtype`` is the inputs'."""
-        return tuple(map(as_dtype, partial, self.home_dtypes(len(partial), dtype)))
+        dtypes = self.home_dtypes(len(partial), dtype)
+        return tuple([as_dtype(x, own) for x, own in zip(partial, dtypes, strict=True)])
 
     def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
         """Combine a partial result with the operand's, which is changed in place once it is wide."""
@@ -250,6 +251,6 @@ def _key_grads(dk: Tensor, dv: Tensor, own: int) -> tuple[Tensor, ...]:
 
 
 def _widened(partial: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """In the accumulation dtype, as all are if the first one is."""
+    """In the accumulation dtype, each: a kernel of one's own may give some wide and others not."""
     wide = accumulation_dtype(partial[0].dtype)
-    return partial if partial[0].dtype == wide else tuple([as_dtype(x, wide) for x in partial])
+    return tuple([as_dtype(x, wide) for x in partial])

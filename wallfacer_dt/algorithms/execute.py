@@ -202,10 +202,12 @@ class _Run:
     def _sent_partial(self, operand: Operand, transfer: Carry | Return) -> Sent:
         """What has been computed for rows of others as it travels: wide where it is added to on its way."""
         sent, partial = operand.sent_partial, self._partial(operand)
-        if transfer.kind == "carry":
-            places = _layout(partial, [accumulation_dtype(x.dtype) for x in partial], self.schedule.rows(transfer))
-        else:
+        if transfer.kind != "carry":
             places = self._home_layout(partial, transfer)
+        elif sent is not None:  # it has come wide
+            places = sent.layout
+        else:
+            places = _layout(partial, [accumulation_dtype(x.dtype) for x in partial], self.schedule.rows(transfer))
         if sent is None or sent.layout != places:
             return Sent(pack(partial, places), places)
         memory = {x.untyped_storage()._cdata for x in (sent.buffer, *partial)}

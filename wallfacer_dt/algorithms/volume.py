@@ -90,7 +90,7 @@ def attention_volume(
             a mask.
         rotate_forward: the same for the forward.
         hops: where a mask needs only some of the distances round the ring, 1 to ring - 1, these: at which queries see
-            keys that have come so far.
+            keys that have come so far. The published schedule makes all its hops whatever they are.
         order: token order; ``"document_head_tail"`` cuts a sequence that does not divide otherwise.
         replicated: tokens before the sequence that every rank holds.
         index: sequence index of the rank; without it, one that is never its own target in a published placement, and

@@ -88,7 +88,8 @@ def _lines(way: Candidate, case: Case, links: Links) -> list[tuple[Timeline, int
     """What the planner predicts of forward and backward, each with the inner index of the rank that it is of."""
     if case.figure != METP:
         ways = attention_cost(way, case.model, case.sequence, links).ways
-        return [(one.line, one.inner or 0) for one in ways]
+        inner = [one.inner for one in ways if one.inner is not None]
+        return [(one.line, index) for one, index in zip(ways, inner, strict=True)]
     events = partial(feed_forward_events, way.axes, case.tokens, case.model, case.sequence, links)
     return [(run(events(backward=backward), links), 0) for backward in (False, True)]
 
