@@ -110,6 +110,31 @@ def test_errors_of_others_are_told_where_ranks_are(hasty: RankPool) -> None:
         assert re.fullmatch("; ".join([f"at step {rank}, {call}", *told]), said), said
 
 
+def broken_kernel() -> list[str]:
+    """What the error of a kernel becomes in the second block, and what is waited for meanwhile."""
+
+    def forward(q, k, v, how):
+        heard.append(str(this_world().whereabouts))
+        if len(heard) == 2:
+            raise RuntimeError("no such kernel image")
+        return q.clone(), q.new_zeros(q.shape[:-1])
+
+    register_kernel("broken", forward, forward, lambda need: True)
+    heard: list[str] = []
+    x = torch.randn(1, 2, 4, 8)
+    try:
+        context_parallel_attention(x, x, x, context_mesh("cpu", 3), kernel="broken")
+    except RuntimeError as error:
+        heard.append(f"{type(error).__name__}: {error}")
+    return heard
+
+
+def test_an_error_between_waits_is_not_taken_for_one_of_a_wait(hasty: RankPool) -> None:
+    for own, other, error in hasty.run(broken_kernel):
+        assert "waited" not in own + other
+        assert error == "RuntimeError: no such kernel image"
+
+
 def test_without_a_process_group_nothing_is_said_of_ranks() -> None:
     assert places() == ""
 

@@ -60,7 +60,7 @@ class Waiting:
     and says where the other ranks were last.
 
     Args:
-        what: it brings, in words.
+        what: it brings; its text says it, and says nothing between one wait and the next.
         ranks: gives those that take part; all of the world if not told.
     """
 
@@ -80,7 +80,7 @@ class Waiting:
         if here is None:
             return
         try:
-            if error is not None and here.is_wait(error):
+            if error is not None and here.is_wait(error) and str(self._what):
                 ranks = range(dist.get_world_size()) if self._ranks is None else self._ranks()
                 raise here.in_vain(error, ranks) from error
         finally:

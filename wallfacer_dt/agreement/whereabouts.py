@@ -37,7 +37,7 @@ class Whereabouts:
 
     Attributes:
         call: that it came to last; anything whose text says it.
-        waits_for: what of other ranks', or nothing; likewise.
+        waits_for: what of other ranks', or nothing; likewise, and an empty text for nothing.
         layer: that runs, by its name in the model; empty where none is known to.
         progress: of the training loop, in its own words, or nothing.
     """
@@ -101,7 +101,8 @@ class Whereabouts:
 
     def __str__(self) -> str:
         at = f"at {self.progress}, " if self.progress else ""
-        waits = "" if self.waits_for is None else f" and waited for {self.waits_for}"
+        waited = "" if self.waits_for is None else str(self.waits_for)
+        waits = f" and waited for {waited}" if waited else ""
         return f"{at}had come to {'no call' if self.call is None else self.call}{waits}"
 
     @staticmethod

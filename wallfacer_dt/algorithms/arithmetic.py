@@ -226,8 +226,8 @@ def _has_factor(operand: Operand) -> bool:
 
 def _taken(tensors: Sequence[Tensor], tile: Tile, rows: Rows) -> tuple[Rows | None, Sequence[Tensor]]:
     """A tile's rows of an operand's tensors; None in place of the rows if these are all that it has."""
-    batch, _, length, _ = tensors[0].shape
-    if rows == (0, length) and (tile.batch is None or batch == 1):
+    shape = tensors[0].shape
+    if rows == (0, shape[SEQUENCE_DIM]) and (tile.batch is None or shape[BATCH_DIM] == 1):
         return None, tensors
     return rows, _parts(tensors, tile, rows)
 
@@ -253,4 +253,7 @@ def _key_grads(dk: Tensor, dv: Tensor, own: int) -> tuple[Tensor, ...]:
 def _widened(partial: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """In the accumulation dtype, each: a kernel of one's own may give some wide and others not."""
     wide = accumulation_dtype(partial[0].dtype)
-    return tuple([as_dtype(x, wide) for x in partial])
+    for x in partial:
+        if x.dtype != wide:
+            return tuple([as_dtype(x, wide) for x in partial])
+    return partial

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Arithmetic, Operand, Sent
 from wallfacer_dt.algorithms.shares import Shares
 from wallfacer_dt.algorithms.steps import (
@@ -24,7 +25,7 @@ from wallfacer_dt.algorithms.steps import (
     Transfer,
     Wait,
 )
-from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute, wait
+from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute, received
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels import accumulation_dtype
@@ -59,20 +60,6 @@ class Groups(NamedTuple):
         return self.ring if axis == RING_AXIS else self.team if axis == TEAM_AXIS else self.context
 
 
-class Awaited(NamedTuple):
-    """What a wait is for, in words once they are needed."""
-
-    transfer: Transfer
-    groups: Groups
-
-    def __str__(self) -> str:
-        transfer, groups = self.transfer, self.groups
-        if not isinstance(transfer, Hop):
-            return str(transfer)
-        source = groups.context_ranks[transfer.source] if transfer.axis == CONTEXT else transfer.source
-        return f"{transfer}, rank {group_ranks(groups.along(transfer))[source]}"
-
-
 def execute(
     schedule: Schedule, arithmetic: Arithmetic, groups: Groups, resident: Operand, rotating: Operand
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -82,14 +69,15 @@ def execute(
     the accumulation dtype.
     """
     run = _Run(schedule, arithmetic, groups, resident, rotating)
-    for step in schedule.steps:
-        match step:
-            case Attend():
-                run.attend(step)
-            case Start():
-                run.start(step.transfer)
-            case Wait():
-                run.wait(step.transfer)
+    with Waiting(run, run.ranks):
+        for step in schedule.steps:
+            match step:
+                case Attend():
+                    run.attend(step)
+                case Start():
+                    run.start(step.transfer)
+                case Wait():
+                    run.wait(step.transfer)
     return run.results()
 
 
@@ -107,6 +95,21 @@ class _Run:
         self.blocks = {0: rotating}
         self.mates = {0: resident}  # by how far their rows have come round the team
         self.pending: dict[Transfer, Sent] = {}
+        self.awaited: Transfer | None = None
+
+    def __str__(self) -> str:
+        transfer = self.awaited
+        if not isinstance(transfer, Hop):
+            return "" if transfer is None else str(transfer)
+        source = self.groups.context_ranks[transfer.source] if transfer.axis == CONTEXT else transfer.source
+        return f"{transfer}, rank {self._ranks_of(transfer)[source]}"
+
+    def ranks(self) -> Sequence[int]:
+        """Those that take part in what is waited for."""
+        return () if self.awaited is None else self._ranks_of(self.awaited)
+
+    def _ranks_of(self, transfer: Transfer) -> Sequence[int]:
+        return group_ranks(self.groups.along(transfer))
 
     def attend(self, step: Attend) -> None:
         """Attend a part of the resident side and a rotating block."""
@@ -148,7 +151,9 @@ class _Run:
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer and take up what it brought."""
         pending, places = self.pending.pop(transfer)
-        buffer = wait(pending, Awaited(transfer, self.groups), self.groups.along(transfer))
+        self.awaited = transfer
+        buffer = received(pending)
+        self.awaited = None
         match transfer:
             case Move():
                 self.blocks[transfer.block] = Operand(places.views(buffer), sent=Sent(buffer, places))

@@ -49,7 +49,12 @@ def broadcast(buffer: Tensor, source: int, group: str) -> Tensor:
     return _ops.broadcast(buffer, source, group)
 
 
+def received(pending: Tensor) -> Tensor:
+    """Wait until a started operation has arrived, within a :class:`Waiting` that says what it brings."""
+    return _ops.wait_tensor(pending)
+
+
 def wait(pending: Tensor, what: object, group: str) -> Tensor:
     """Wait until a started operation has arrived; ``what`` it brings is said as :class:`Waiting` does."""
     with Waiting(what, lambda: group_ranks(group)):
-        return _ops.wait_tensor(pending)
+        return received(pending)

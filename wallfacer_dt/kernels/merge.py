@@ -77,12 +77,12 @@ def output_factor(grad_out: Tensor, delta: Tensor) -> Tensor:
     # Squares of small gradients underflow, so rows are scaled by their largest entry first.
     # An infinity norm would be shorter, but not of no rows (torch 2.13.0's meta kernel).
     low, high = torch.aminmax(grad_out, dim=-1, keepdim=True)
-    largest = as_dtype(torch.maximum(high, -low), delta.dtype)
-    largest = largest.masked_fill_(largest == 0, 1)
-    norm = torch.linalg.vector_norm(grad_out / largest, dim=-1).clamp_min_(1)  # of a row of zeros
+    tiny, bound = torch.finfo(delta.dtype).tiny, torch.finfo(delta.dtype).max
+    largest = as_dtype(torch.maximum(high, low.neg_()), delta.dtype).clamp_min_(tiny)
+    # At least 1, but for rows of next to nothing, whose factor has a bound.
+    norm = torch.linalg.vector_norm(grad_out / largest, dim=-1).clamp_min_(1)
     largest = largest.squeeze(-1)
-    bound = torch.finfo(delta.dtype).max  # of rows whose gradients are next to nothing
-    return (delta / largest / norm.square_() / largest).clamp_(-bound, bound)
+    return (delta / largest).div_(norm).div_(norm).div_(largest).clamp_(-bound, bound)
 
 
 def output_from(grad_out: Tensor, factor: Tensor) -> Tensor:
