@@ -28,12 +28,7 @@ _DTYPES = {str(it).removeprefix("torch."): it for it in (torch.bfloat16, torch.f
 
 
 class FileError(ValueError):
-    """A file is not what it should be, or cannot be read.
-
-    Args:
-        path: of the file.
-        message: what is wrong, which goes on from the path; of it so much is kept as is shown in one line.
-    """
+    """A file is not what it should be, or cannot be read: the message goes on from its path, and is cut to a line."""
 
     def __init__(self, path: str | os.PathLike[str], message: object) -> None:
         said = cut(" ".join(str(message).split()))
@@ -56,17 +51,9 @@ def shown(value: object) -> str:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """What a regular file contains.
+    """The bytes of a regular file, or of a link to one; refused (FileError) if none, unreadable, empty or too long.
 
-    Args:
-        path: of the file, or of a link to one.
-        most: bytes, of which no more are read than one.
-
-    Returns:
-        Its bytes, at least one.
-
-    Raises:
-        FileError: it cannot be read, is no regular file, empty, or too long.
+    At most ``most`` and one more are read.
     """
     try:
         # Opening a pipe for reading would wait until somebody writes.
@@ -88,53 +75,18 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
-def read_text(path: str | os.PathLike[str], most: int) -> str:
-    """The text in UTF-8 that a file is.
-
-    Args:
-        path: of the file.
-        most: bytes.
-
-    Returns:
-        The text.
-
-    Raises:
-        FileError: it is none, or :func:`read_bytes` refuses the file.
-    """
-    try:
-        return read_bytes(path, most).decode()
-    except UnicodeDecodeError as error:
-        raise FileError(path, f"is no text: no UTF-8 at byte {error.start}") from error
-
-
 def read_json(path: str | os.PathLike[str], most: int) -> dict[str, Any]:
-    """The JSON object that a file is.
+    """The JSON object that a file of at most so many bytes is, or a FileError.
 
-    Args:
-        path: of the file.
-        most: bytes.
-
-    Returns:
-        The object, in which nothing is nested deeper than 32, no key occurs twice, and no number is infinite or NaN.
-
-    Raises:
-        FileError: it is none, or :func:`read_bytes` refuses the file.
+    In it nothing is nested deeper than 32, no key occurs twice, and no number is infinite or NaN.
     """
     return _object(path, read_bytes(path, most))
 
 
 def read_packed_lines(path: str | os.PathLike[str], most: int) -> list[dict[str, Any]]:
-    """The JSON objects, a line each, that a file compressed by gzip contains.
+    """The JSON objects, as :func:`read_json` gives one, of the lines of a file compressed by gzip, or a FileError.
 
-    Args:
-        path: of the file.
-        most: bytes, compressed or not.
-
-    Returns:
-        The objects, as :func:`read_json` gives one.
-
-    Raises:
-        FileError: it is no such file, or cut short, or has more after its end.
+    At most so many bytes, compressed or not; the file is not cut short, and has nothing after its end.
     """
     packed = zlib.decompressobj(wbits=31)
     try:
@@ -212,17 +164,7 @@ def make(kind: type[T], given: object, where: str = "") -> T:
 
     Every field must be there, and no other key. Types are those of annotations, to the letter: a bool is no number, a
     number with a fraction no int, a text one printable line, and a dtype the name of a floating one. Tuples are lists.
-
-    Args:
-        kind: the dataclass.
-        given: from JSON.
-        where: it stands, for messages.
-
-    Returns:
-        The instance.
-
-    Raises:
-        ValueError: what is wrong, and where.
+    A ValueError says what is wrong and where, beginning with ``where`` this stands.
     """
     return _made(kind, given, where)
 

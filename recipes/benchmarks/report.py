@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from wallfacer_dt.reading import read_text
+from wallfacer_dt.reading import read_bytes
 
 _MOST_BYTES = 2**22
 K, MIB, GIB = 2**10, 2**20, 2**30
@@ -40,7 +40,7 @@ def write(page: Path, command: str, parts: Iterable[Table | str]) -> None:
     A page that cannot be read, or is no text, is refused (ValueError) before anything is made.
     """
     mark = f"<!-- What follows is made by python -m {command} -->"
-    text = read_text(page, _MOST_BYTES).partition(mark)[0] if page.exists() else f"# {page.stem}\n\n"
+    text = read_bytes(page, _MOST_BYTES).decode().partition(mark)[0] if page.exists() else f"# {page.stem}\n\n"
     start, at = time.perf_counter(), commit()  # at which this began: its own pictures are changes, too
     made = []
     for part in parts:
