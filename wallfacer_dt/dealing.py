@@ -42,17 +42,11 @@ class _Missed(NamedTuple):
 
 @dataclass
 class _Noticed:
-    """By ranks of a mesh.
+    """By ranks of a mesh."""
 
-    Attributes:
-        dealt: to which tokens were dealt out.
-        others: to which others deal tokens out, who are not seen.
-        missed: on which paths matched nothing, that have not been made up for since.
-        warned: who have been warned.
-    """
-
-    dealt: set[Ranks] = field(default_factory=set)
-    others: set[Ranks] = field(default_factory=set)
+    dealt: set[Ranks] = field(default_factory=set)  # to which tokens were dealt out
+    others: set[Ranks] = field(default_factory=set)  # to which others deal tokens out, who are not seen
+    # On which paths matched nothing, that have not been made up for since.
     missed: dict[Ranks, list[_Missed]] = field(default_factory=dict)
     warned: set[Ranks] = field(default_factory=set)
 

@@ -50,18 +50,6 @@ class _Said(NamedTuple):
     values: tuple[str, ...]
 
 
-class Came(NamedTuple):
-    """A call that a rank has come to."""
-
-    number: int
-    mesh: str
-    what: str
-    layer: str
-
-    def __str__(self) -> str:
-        return f"call {self.number} on the {self.mesh}, {self.what}" + f", in {self.layer}" * bool(self.layer)
-
-
 class Open(NamedTuple):
     """A call that has been posted and not been looked at yet."""
 
@@ -106,7 +94,8 @@ def agree(
         record = _digest((likeness, known, error))
     meeting.number += 1
     layer = meeting.layer_of(known)
-    meeting.whereabouts.call = meeting.call = Came(meeting.number, text, what or error, layer)
+    meeting.call = f"call {meeting.number} on the {text}, {what or error}" + f", in {layer}" * bool(layer)
+    meeting.whereabouts.call = meeting.call
     meeting.open = Open(_Said(error, what, names, values), likeness, meeting.post(record))
     if at_once or error or likeness not in meeting.seen:
         _settle(meeting)

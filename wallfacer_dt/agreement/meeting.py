@@ -71,7 +71,7 @@ class Meeting:
     def __init__(self, ranks: Sequence[int], timeout: timedelta, whereabouts: Whereabouts) -> None:
         self.ranks, self.timeout, self.whereabouts = tuple(ranks), timeout, whereabouts
         self.number = 0  # of this rank's last call
-        self.call: Any = None  # what that is, in words
+        self.call = ""  # what that is, in words
         self.open: Any = None  # that call, as long as nobody has looked whether all ranks make the same
         self.seen: dict[int, None] = {}  # what all ranks have called, oldest first
         self.layers: dict[int, str] = {}  # in which forwards were called, by number, oldest first

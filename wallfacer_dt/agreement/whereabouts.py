@@ -33,23 +33,13 @@ class WaitError(dist.DistError):
 
 
 class Whereabouts:
-    """Where one rank is, and the store in which all tell it.
-
-    Attributes:
-        call: that it came to last; anything whose text says it.
-        waits_for: what of other ranks', or nothing; likewise, and an empty text for nothing.
-        layer: that runs, by its name in the model; empty where none is known to.
-        progress: of the training loop, in its own words, or nothing.
-    """
-
-    call: Any
-    waits_for: Any
-    layer: str
-    progress: str
+    """Where one rank is, and the store in which all tell it."""
 
     def __init__(self) -> None:
-        self.call = self.waits_for = None
-        self.layer = self.progress = ""
+        self.call = ""  # that it came to last, in words
+        self.waits_for: Any = None  # what of other ranks', if anything: its text says it, and an empty one nothing
+        self.layer = ""  # that runs, by its name in the model; empty where none is known to
+        self.progress = ""  # of the training loop, in its own words, or nothing
         self._rank = -1
         self._process = 0
         self._store: Any = None
@@ -103,7 +93,7 @@ class Whereabouts:
         at = f"at {self.progress}, " if self.progress else ""
         waited = "" if self.waits_for is None else str(self.waits_for)
         waits = f" and waited for {waited}" if waited else ""
-        return f"{at}had come to {'no call' if self.call is None else self.call}{waits}"
+        return f"{at}had come to {self.call or 'no call'}{waits}"
 
     @staticmethod
     def is_wait(error: object) -> TypeGuard[RuntimeError]:
