@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wallfacer_dt.agreement.agree import settle
 from wallfacer_dt.compiler import constant
 
 
@@ -43,14 +44,20 @@ def as_computed(*tensors: Any) -> tuple[Any, ...]:
     return tuple(x.to(computed_dtype(x.dtype, x.device.type)) if isinstance(x, Tensor) else x for x in tensors)
 
 
-def outside_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator's body, whose own operations autocast leaves alone: it accumulates in a dtype of its choice."""
+def operator_body(body: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator's body, whose own operations autocast leaves alone: it accumulates in a dtype of its choice.
+
+    All calls that have been posted are looked at before it returns; see Note [Comparing calls].
+    """
 
     @wraps(body)
     def run(x: Tensor, *rest: Any) -> Any:
         if not is_autocast_on_anywhere() or not is_autocast_on(x.device.type):
-            return body(x, *rest)
-        with torch.autocast(x.device.type, enabled=False):
-            return body(x, *rest)
+            result = body(x, *rest)
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                result = body(x, *rest)
+        settle()
+        return result
 
     return run

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from wallfacer_dt import lowering, sharding
-from wallfacer_dt.agreement.agree import settle, tell
+from wallfacer_dt.agreement.agree import tell
 from wallfacer_dt.algorithms.blocks import known_recording
-from wallfacer_dt.autocast import outside_autocast
+from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.calls import agreed_call
 from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels import accumulation_dtype
@@ -22,7 +22,7 @@ from wallfacer_dt.options import MASK_SCHEMA, Options
 from wallfacer_dt.transforms import differentiable, not_differentiable, operator
 
 
-@outside_autocast
+@operator_body
 def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::attention`` does on one rank, from :class:`AttentionInputs` and what :class:`Options` told.
 
@@ -34,12 +34,10 @@ def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, number = agreed_call("attention", options, inputs)
     out, lse = call.forward(inputs.q, inputs.keys, inputs.sinks)
     out, lse = _laid_out(out, inputs.q), _new(lse.contiguous())
-    if number:
-        settle()
     return out, lse, _said(number, options.captured.contents if options.captured else 0)
 
 
-@outside_autocast
+@operator_body
 def attention_backward_body(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """What ``wallfacer_dt::attention_backward`` does on one rank.
 
@@ -48,13 +46,11 @@ def attention_backward_body(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     ValueError on every rank where ranks are at the backwards of different calls.
     """
     inputs, (out, lse, said) = AttentionInputs(*args[:_COUNT]), args[_COUNT : _COUNT + 3]
-    call, number = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, said)
+    call, _ = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, said)
     grads, dsinks = call.backward(grad_out, out, lse, inputs.q, inputs.keys, inputs.sinks)
     laid_out = [_laid_out(g, x) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)]
     if inputs.k_shared is None:
         laid_out.append(inputs.q.new_empty(0))
-    if number:
-        settle()
     return *laid_out, inputs.q.new_empty(0) if dsinks is None else dsinks
 
 

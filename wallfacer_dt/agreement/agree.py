@@ -17,9 +17,9 @@ import functools
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,6 @@ from wallfacer_dt.agreement.whereabouts import WaitError
 from wallfacer_dt.agreement.worlds import Named, World, is_lasting, this_world
 from wallfacer_dt.compiler import SOURCES, untraced
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _E = TypeVar("_E", bound=Exception)
 
 _FORWARD = "the call that this is the backward of"
@@ -175,18 +173,6 @@ def refusing_together(mesh: str) -> Iterator[None]:
     except Exception as error:  # a mask_mod may raise anything
         tell(error, mesh)
         raise
-
-
-def settling(body: Callable[_P, _R]) -> Callable[_P, _R]:
-    """An operator that compares its call: all is looked at before it returns."""
-
-    @functools.wraps(body)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        result = body(*args, **kwargs)
-        settle()
-        return result
-
-    return run
 
 
 def waits_at_once(device: torch.device) -> bool:

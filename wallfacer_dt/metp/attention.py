@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement.agree import fake_number, settling
+from wallfacer_dt.agreement.agree import fake_number
 from wallfacer_dt.algorithms.feed_forward import add_product_, linear
 from wallfacer_dt.algorithms.head_groups import HeadGroup, head_groups
 from wallfacer_dt.algorithms.heads import Heads
 from wallfacer_dt.algorithms.rotary import turned
-from wallfacer_dt.autocast import outside_autocast
+from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.calls import Call, agreed_call, make_call
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.inputs import AttentionInputs
@@ -177,7 +177,7 @@ class _Turn(NamedTuple):
         return block.turned(q), (block.turned(k), v)
 
 
-@outside_autocast
+@operator_body
 def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::metp_attention`` does on one rank (METP, Algorithm 5).
 
@@ -206,7 +206,7 @@ def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return y.to(x.dtype).unflatten(0, x.shape[:2]), attended, sums, block.number
 
 
-@outside_autocast
+@operator_body
 def metp_attention_backward_body(grad_y: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """What ``wallfacer_dt::metp_attention_backward`` does on one rank (METP, Algorithm 6).
 
@@ -262,13 +262,13 @@ def _signature(x: Tensor, own: Weights, block: BlockOptions, lengths: Sequence[i
 
 metp_attention = torch.library.custom_op(
     "wallfacer_dt::metp_attention",
-    settling(metp_attention_body),
+    metp_attention_body,
     mutates_args=(),
     schema=f"({_TENSORS}, str block, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 metp_attention_backward = torch.library.custom_op(
     "wallfacer_dt::metp_attention_backward",
-    settling(metp_attention_backward_body),
+    metp_attention_backward_body,
     mutates_args=(),
     schema=(
         f"(Tensor grad_y, {_TENSORS}, Tensor attended, Tensor lse, Tensor number, str block, {SCHEMA}) "

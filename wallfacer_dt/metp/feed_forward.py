@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement.agree import agree_on, fake_number, settling
+from wallfacer_dt.agreement.agree import agree_on, fake_number
 from wallfacer_dt.algorithms.arithmetic import Operand
 from wallfacer_dt.algorithms.execute import Groups, execute
 from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS, FeedForward, FeedForwardBackward, RingOfWeights, Units
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Schedule
-from wallfacer_dt.autocast import outside_autocast
+from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.mesh import Coordinate
 
@@ -50,7 +50,7 @@ _TENSORS = "Tensor x, Tensor up, Tensor? gate, Tensor down, Tensor? up_bias, Ten
 _OPTIONS = "str group, int rank, int hidden, int[] units, str activation, str whole, str code, str gradients"
 
 
-@outside_autocast
+@operator_body
 def feed_forward_body(
     x: Tensor,
     up: Tensor,
@@ -86,7 +86,7 @@ def feed_forward_body(
     return out[0, 0].to(x.dtype), number
 
 
-@outside_autocast
+@operator_body
 def feed_forward_backward_body(
     grad_out: Tensor,
     x: Tensor,
@@ -175,13 +175,13 @@ def _compare(
 
 feed_forward = torch.library.custom_op(
     "wallfacer_dt::feed_forward",
-    settling(feed_forward_body),
+    feed_forward_body,
     mutates_args=(),
     schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 feed_forward_backward = torch.library.custom_op(
     "wallfacer_dt::feed_forward_backward",
-    settling(feed_forward_backward_body),
+    feed_forward_backward_body,
     mutates_args=(),
     schema=f"(Tensor grad_out, {_TENSORS}, Tensor number, {_OPTIONS}) -> ({', '.join(['Tensor'] * 6)})",
 )
