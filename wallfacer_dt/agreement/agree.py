@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from wallfacer_dt.agreement.meeting import Meeting, Pending
+from wallfacer_dt.agreement.meeting import Meeting, Pending, kept
 from wallfacer_dt.agreement.whereabouts import WaitError
 from wallfacer_dt.agreement.worlds import Named, World, is_lasting, this_world
 from wallfacer_dt.compiler import SOURCES, untraced
@@ -158,11 +158,7 @@ def hear_once(x: Tensor, key: Hashable, mine: Any, mesh: str) -> dict[int, Any] 
     found = None if isinstance(x, FakeTensor) else _meeting(mesh, str(key))
     if found is None:
         return None
-    heard = found[1].heard
-    heard[key] = heard.pop(key, None) or hear_all("what ranks see of each other", mine, mesh)
-    if len(heard) > _HEARD:
-        del heard[next(iter(heard))]
-    return heard[key]
+    return kept(found[1].heard, key, _HEARD, lambda: hear_all("what ranks see of each other", mine, mesh))
 
 
 @contextmanager

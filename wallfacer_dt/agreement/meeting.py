@@ -11,7 +11,7 @@ must be called by all ranks of the world, or names the group after how many grou
 the same for all of its members (torch 2.13.0).
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -57,6 +57,14 @@ def outside_dispatch() -> Iterator[None]:
         yield
 
 
+def kept(store: dict[Any, Any], key: Hashable, most: int, make: Callable[[], Any]) -> Any:
+    """What is kept under a key, or made now. The latest comes last, and of more than ``most`` the first goes."""
+    store[key] = store.pop(key) if key in store else make()
+    while len(store) > most:
+        del store[next(iter(store))]
+    return store[key]
+
+
 class Pending(NamedTuple):
     """A record that has been posted: the operation, where the other ranks' arrive, and what is sent."""
 
@@ -73,8 +81,8 @@ class Meeting:
         self.number = 0  # of this rank's last call
         self.call = ""  # what that is, in words
         self.open: Any = None  # that call, as long as nobody has looked whether all ranks make the same
-        self.seen: dict[int, None] = {}  # what all ranks have called, oldest first
-        self.layers: dict[int, str] = {}  # in which forwards were called, by number, oldest first
+        self.seen: dict[int, None] = {}  # what all ranks have called, the latest last
+        self.layers: dict[int, str] = {}  # in which forwards were called, by number
         self.heard: dict[Hashable, dict[int, Any]] = {}  # what ranks have said once, the latest last
         # Not through torch's collectives: what is compared is nobody's traffic, and costs no more than it must.
         self._group = _group(self.ranks, timeout)
@@ -93,20 +101,14 @@ class Meeting:
 
     def remember(self, likeness: int) -> None:
         """Note that all ranks have made a call like this."""
-        self.seen[likeness] = None
-        if len(self.seen) > _KEPT:  # every packing of documents is like no other
-            del self.seen[next(iter(self.seen))]
+        kept(self.seen, likeness, _KEPT, lambda: None)  # every packing of documents is like no other
 
     def layer_of(self, forward: int) -> str:
         """The layer that runs, or in the backward of a call the one in which that was made; empty if none is known."""
         if forward:
             return self.layers.get(forward, "")
         layer = self.whereabouts.layer
-        if layer:
-            self.layers[self.number] = layer
-            if len(self.layers) > _KEPT:
-                del self.layers[next(iter(self.layers))]
-        return layer
+        return layer and kept(self.layers, self.number, _KEPT, lambda: layer)
 
     def wait(self, pending: Pending) -> list[int]:
         """All ranks' records, or a RuntimeError that says which of them, or one of which, did not come in time.

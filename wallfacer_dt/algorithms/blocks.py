@@ -12,7 +12,7 @@ has changed) means the same answers; a process that has not recorded it is refus
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.weak import WeakIdKeyDictionary
 
-from wallfacer_dt.agreement.meeting import outside_dispatch
+from wallfacer_dt.agreement.meeting import kept, outside_dispatch
 from wallfacer_dt.algorithms.recorded import MaskMod, Recording, record
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.kernels import strips
@@ -77,7 +77,7 @@ def recorded_mask(
                 "tensors, whose numbers it then sees"
             )
     recording = _known.setdefault(recording.name, recording)
-    _kept(_latest.setdefault(mask, {}), recording.name, _RECORDINGS, lambda: recording)
+    kept(_latest.setdefault(mask, {}), recording.name, _RECORDINGS, lambda: recording)
     return recording.name, captured
 
 
@@ -167,28 +167,20 @@ class Answers:
         recording = known_recording(name)
         # While they are kept nothing else has the tensors' memory; their contents may be others than they were.
         key = (captured.contents, *map(_memory, captured), batch, *heads, device)
-        return _kept(recording.kept, key, _ANSWERS, lambda: cls(recording, captured, batch, heads, device))
+        return kept(recording.kept, key, _ANSWERS, lambda: cls(recording, captured, batch, heads, device))
 
     def block(self, heads: range, queries: Spans, keys: Spans) -> BlockMask:
         """The mask of queries and keys at these positions, for some query heads."""
         chosen = heads if self._heads != [None] else None
         key = (chosen, queries.tobytes(), keys.tobytes())
         make = partial(_block, self._mask_mod, self._batch, chosen, queries, keys, self._device)
-        return _kept(self._blocks, key, _BLOCKS, make)
+        return kept(self._blocks, key, _BLOCKS, make)
 
     def sees(self, queries: Spans, keys: Spans) -> bool:
         """Whether, for some head of this rank, some query sees some key."""
         blocks = (self.block(heads or range(0), queries, keys) for heads in self._heads)
         key = (queries.tobytes(), keys.tobytes())
-        return _kept(self._seen, key, _BLOCKS, lambda: any(block.sparsity() < 100 for block in blocks))
-
-
-def _kept(kept: dict[Any, Any], key: Hashable, most: int, make: Callable[[], Any]) -> Any:
-    """What is kept under a key, or made now. The latest comes last, and of more than ``most`` the first goes."""
-    kept[key] = kept.pop(key) if key in kept else make()
-    while len(kept) > most:
-        del kept[next(iter(kept))]
-    return kept[key]
+        return kept(self._seen, key, _BLOCKS, lambda: any(block.sparsity() < 100 for block in blocks))
 
 
 def _block(
