@@ -5,7 +5,7 @@ way, which saves q, k, v, out and lse of this rank's size and nothing else. Grou
 a rule for each (``sharding``), and Inductor keeps the order of all that communicate (``lowering``).
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from wallfacer_dt.calls import agreed_call
 from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.options import MASK_SCHEMA, Options
-from wallfacer_dt.transforms import differentiable, not_differentiable, operator
+from wallfacer_dt.transforms import differentiable, operator
 
 
 @operator_body
@@ -150,8 +150,12 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
     return (*wanted, *[None] * (_COUNT - len(_GRADIENTS)), *nothing)
 
 
+def _refuse_second(*_: Any) -> NoReturn:
+    raise NotImplementedError("context-parallel attention has no second derivative")
+
+
 differentiable(attention, _autograd, _setup_context)
-not_differentiable(attention_backward, "context-parallel attention has no second derivative")
+differentiable(attention_backward, _refuse_second, lambda *_: None)
 
 for _op in BODIES:
     lowering.keep_order(_op)

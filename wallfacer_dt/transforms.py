@@ -100,18 +100,6 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
     _library.impl(name, opaque(transformed), "FuncTorchDynamicLayerFrontMode")
 
 
-def not_differentiable(op: OpOverload, why: str) -> None:
-    """Have an operator's results refuse (NotImplementedError) to be differentiated, saying why."""
-
-    def backward(*_: Any) -> NoReturn:
-        raise NotImplementedError(why)
-
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    differentiable(op, backward, setup_context)
-
-
 def is_transforming() -> bool:
     """Whether this is called within a transform of ``torch.func`` (grad, vjp, vmap and what is made of them)."""
     return _functorch.peek_interpreter_stack() is not None
