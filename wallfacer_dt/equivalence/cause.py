@@ -127,21 +127,12 @@ def _band(rows: list[tuple[int, Tensor]]) -> str:
     return f"a sliding window of {left + 1}, {window}" if right == 0 else window
 
 
-class _Fit(NamedTuple):
-    """Slope of the line; ratio of the rows' sums; spread about the line; largest change of a logarithm."""
-
-    slope: float
-    level: float
-    rest: float
-    moved: float
-
-
 def _hint(rows: list[Row], rtol: float) -> str:
     """What may make the module's probabilities p of the style's s: log(p / s) of a row is fitted by a line in log s."""
     fits = [_fit(*row.pair) for row in rows if row.style[row.kv_head].count_nonzero() > 7]
     if not fits:
         return "the same keys are seen, as far as can be told"
-    slopes, levels, rests, moved = torch.tensor([fit for fit in fits if fit.moved > rtol] or fits).unbind(1)
+    slopes, levels, rests, moved = torch.tensor([fit for fit in fits if fit[-1] > rtol] or fits).unbind(1)
     if moved.max() <= rtol:
         return "probabilities agree, so look at what is done to v or to the output"
     if (rests > 0.3 * moved).float().mean() > 0.5:
@@ -177,13 +168,14 @@ def _hint_of_levels(levels: Tensor, rtol: float) -> str:
     )
 
 
-def _fit(ours: Tensor, theirs: Tensor) -> _Fit:
+def _fit(ours: Tensor, theirs: Tensor) -> tuple[float, float, float, float]:
+    """Slope of the line; ratio of the rows' sums; spread about the line; largest change of a logarithm."""
     both = (ours > _FAINTEST) & (theirs > _FAINTEST)
     y, x = (ours[both] / theirs[both]).log(), theirs[both].log()
     centred = x - x.mean()
     slope = (centred * y).sum() / centred.square().sum()
     rest = (y - y.mean() - slope * centred).square().mean().sqrt()  # no comparison: how straight a line is
-    return _Fit(float(slope), float(ours.sum() / theirs.sum()), float(rest), float(y.abs().max()))
+    return float(slope), float(ours.sum() / theirs.sum()), float(rest), float(y.abs().max())
 
 
 def _other_call(trial: Trial, reference: Reference, styled: Results, rtol: float) -> str:
