@@ -58,12 +58,12 @@ def dealing_turns(axes: tuple[int, ...], order: str) -> list[int]:
     return [first + rank * (size // ulysses) for first in range(size // ulysses) for rank in range(ulysses)]
 
 
-def check_length(length: int, what: str = "sequence length") -> None:
-    """Refuse (TypeError, ValueError) what is not the length of a sequence."""
+def check_length(length: int, what: str = "sequence length", least: int = 1) -> None:
+    """Refuse (TypeError, ValueError) what is not the length of a sequence, or another number of positions."""
     if not isinstance(length, int) or isinstance(length, bool):
         raise TypeError(f"{what} must be an int, got {length!r}")
-    if length < 1:
-        raise ValueError(f"{what} must be at least 1, got {length}")
+    if length < least:
+        raise ValueError(f"{what} must be at least {least}, got {length}")
 
 
 def shard_sizes(length: int, axes: tuple[int, ...], order: str = "contiguous") -> tuple[int, ...]:

@@ -105,11 +105,7 @@ class AttentionOptions:
             raise TypeError(f"is_causal must be a bool, got {self.is_causal!r}")
         _check_window(self.window_size, self.is_causal)
         for name in ("prefix_length", "replicated"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
+            check_length(getattr(self, name), name, least=0)
         for name in ("length", "kv_length"):
             if getattr(self, name) is not None:
                 check_length(getattr(self, name), name)
