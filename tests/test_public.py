@@ -125,7 +125,7 @@ unshard_sequence
 checkpoint.save_attention
     policy=None
 plans.llama3_plan
-    *, order, schedule='2d', rotate='auto', rotate_forward='auto', kernel='auto', check=True""",
+    *, order, check=True, schedule='2d', rotate='auto', rotate_forward='auto', kernel='auto'""",
     )
 
 

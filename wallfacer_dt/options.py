@@ -28,7 +28,16 @@ Window = tuple[int | None, int | None]
 _ALONE = Coordinate(1, 1, 0, 0)
 
 
-class AttentionKeywords(TypedDict, total=False):
+class WayKeywords(TypedDict, total=False):
+    """Those of :class:`AttentionKeywords` that say how attention is computed, where the model says which it is."""
+
+    schedule: str
+    rotate: str
+    rotate_forward: str
+    kernel: str
+
+
+class AttentionKeywords(WayKeywords, total=False):
     """The fields of :class:`AttentionOptions`, for who types keywords."""
 
     is_causal: bool
@@ -41,10 +50,6 @@ class AttentionKeywords(TypedDict, total=False):
     kv_length: int | None
     replicated: int
     order: TokenOrder | None
-    schedule: str
-    rotate: str
-    rotate_forward: str
-    kernel: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +240,7 @@ class Options(NamedTuple):
 SCHEMA = "float scale, float softcap, str options"
 MASK_SCHEMA = f"{SCHEMA}, Tensor[] captured"
 OPTIONS = tuple(field.name for field in fields(AttentionOptions))
+NOT_WAYS = tuple(name for name in OPTIONS if name not in WayKeywords.__annotations__)
 # Beside the text are floats, which a compiler may take for symbols.
 _IN_TEXT = tuple(name for name in OPTIONS if name not in ("scale", "softcap", "order", "mask_mod"))
 _PLACE = tuple(field.name for field in fields(Coordinate))
@@ -266,6 +272,15 @@ def options_of(
             why = ", which means nothing to it" if name in without else f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{who} got an unexpected keyword argument {name!r}{why}")
     return AttentionOptions(**told)
+
+
+def ways_of(who: str, told: WayKeywords, *, own: Collection[str] = ()) -> AttentionKeywords:
+    """:func:`options_of`, checked, for who takes :class:`WayKeywords`: all of them, as ranks are to have them alike."""
+    found = options_of(who, AttentionKeywords(**told), without=NOT_WAYS, own=own)
+    found.check()
+    return AttentionKeywords(
+        schedule=found.schedule, rotate=found.rotate, rotate_forward=found.rotate_forward, kernel=found.kernel
+    )
 
 
 def with_options(function: Callable[..., Any], without: Collection[str] = ()) -> inspect.Signature:

@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from diffusers import ModelMixin
@@ -35,7 +35,7 @@ from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, Ro
 from wallfacer_dt.integrations.handle import Handle, make_way
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.mesh import context_groups, name_of
-from wallfacer_dt.options import AttentionKeywords, AttentionOptions
+from wallfacer_dt.options import NOT_WAYS, AttentionKeywords, WayKeywords, ways_of, with_options
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import unshard_sequence
 
@@ -202,15 +202,7 @@ class ContextParallel(Handle[ModelMixin]):
         return {name: value for name, value in given.items() if value is not None}
 
 
-def context_parallel(
-    model: ModelMixin,
-    mesh: DeviceMesh,
-    *,
-    schedule: str = "2d",
-    rotate: str = "auto",
-    rotate_forward: str = "auto",
-    kernel: str = "auto",
-) -> ContextParallel:
+def context_parallel(model: ModelMixin, mesh: DeviceMesh, **options: Unpack[WayKeywords]) -> ContextParallel:
     """Have a diffusion transformer of diffusers compute on a mesh. The model is edited nowhere; all ranks call it.
 
     Every rank calls the model as one process would, with the same inputs, and gets the whole output. Gradients are
@@ -220,10 +212,8 @@ def context_parallel(
     Args:
         model: DiT, PixArt, SD3, Flux or Wan, before or after ``fully_shard``; parts of it are not called by themselves.
         mesh: context mesh; see :func:`context_mesh`.
-        schedule: as the following, see :class:`AttentionOptions`. What else is an option there, the model says.
-        rotate: which side moves in the backward.
-        rotate_forward: the same for the forward.
-        kernel: of attention.
+        **options: ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``, as :class:`AttentionOptions` has them;
+            what else is an option there, the model says.
 
     Returns:
         A handle: ``remove()`` undoes it, ``whole()`` is a context in which the model runs as before.
@@ -237,19 +227,19 @@ def context_parallel(
     with refusing_together(name):
         if not isinstance(model, ModelMixin):
             raise TypeError(f"model must be a ModelMixin of diffusers, got {type(model).__name__}")
-        options: AttentionKeywords = {
-            "schedule": schedule, "rotate": rotate, "rotate_forward": rotate_forward, "kernel": kernel,
-        }  # fmt: skip
-        AttentionOptions(**options).check()
-        check_kernel(kernel)
+        ways = ways_of("context_parallel", options)
+        check_kernel(ways["kernel"])
         context_groups(mesh)
         plan = plan_of(model)
-        told = {**options, "model": type(model).__name__, "modules": len(list(model.modules()))}
+        told = {**ways, "model": type(model).__name__, "modules": len(list(model.modules()))}
         agree("context_parallel", told.items(), name)
     make_way(model, name)
     with refusing_together(name):
         check_model_is_known(model, plan)
-        return ContextParallel(model, plan, mesh, options)
+        return ContextParallel(model, plan, mesh, ways)
+
+
+context_parallel.__signature__ = with_options(context_parallel, NOT_WAYS)  # pyrefly: ignore[missing-attribute]
 
 
 def _tokens(text: Any) -> int:

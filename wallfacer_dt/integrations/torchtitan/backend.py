@@ -5,7 +5,7 @@ a rank has its part, H = heads, K and V = their dims.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -18,19 +18,11 @@ from wallfacer_dt.integrations.torchtitan import main_branch
 from wallfacer_dt.integrations.torchtitan.documents import Documents
 from wallfacer_dt.integrations.torchtitan.sinks import sinks_of
 from wallfacer_dt.mesh import name_of, split_context_axis
+from wallfacer_dt.options import WayKeywords
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import sequence_positions
 
 _WINDOWS = {"VarlenInnerAttention": "pair", "SlidingWindowFlexInnerAttention": "tokens", "FlexInnerAttention": ""}
-
-
-class BackendOptions(TypedDict, total=False):
-    """Options of attention that a model does not say itself, see :class:`wallfacer_dt.AttentionOptions`."""
-
-    schedule: str
-    rotate: str
-    rotate_forward: str
-    kernel: str
 
 
 def context_attention(
@@ -39,7 +31,7 @@ def context_attention(
     ulysses: int = 1,
     team: int = 1,
     order: Literal["contiguous", "head_tail"] = "contiguous",
-    **options: Unpack[BackendOptions],
+    **options: Unpack[WayKeywords],
 ) -> type:
     """A class to put in an inner attention's place: ``ContextParallelTransform(inner_attention_map={inner: it})``.
 
@@ -48,7 +40,8 @@ def context_attention(
         ulysses: ranks of the axis ``cp`` that split the heads.
         team: ranks in a team.
         order: in which torchtitan deals tokens out: its load balancer's permutation is compared with it at every batch.
-        **options: see :class:`wallfacer_dt.AttentionOptions`.
+        **options: ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``, as
+            :class:`wallfacer_dt.AttentionOptions` has them.
 
     Returns:
         A subclass of ``inner`` and of torchtitan's base class of context parallelism, with a ``Config``.

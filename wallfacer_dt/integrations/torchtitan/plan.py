@@ -1,7 +1,7 @@
 """Plans for ``parallelize_module`` from a torchtitan model's own modules, or a refusal by name."""
 
 from collections.abc import Hashable
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -9,16 +9,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.integrations.torchtitan import upstream
 from wallfacer_dt.integrations.torchtitan.style import InnerAttentionParallel
 from wallfacer_dt.metp import METPParallel
+from wallfacer_dt.options import WayKeywords
 from wallfacer_dt.order import TokenOrder
 
 
-class PlanOptions(TypedDict, total=False):
-    """Options of attention that a model does not say itself, see :class:`wallfacer_dt.AttentionOptions`."""
+class PlanOptions(WayKeywords, total=False):
+    """What a model does not say itself."""
 
-    schedule: str
-    rotate: str
-    rotate_forward: str
-    kernel: str
     check: bool
 
 
@@ -32,8 +29,8 @@ def context_plan(model: nn.Module, *, order: TokenOrder, **options: Unpack[PlanO
         model: of torchtitan.
         order: in which tokens are dealt out. Torchtitan's load balancer ``"headtail"`` deals them out in
             ``"head_tail"``, its ``None`` in ``"contiguous"``.
-        **options: ``schedule``, ``rotate``, ``rotate_forward``, ``kernel`` and ``check``, as
-            :func:`wallfacer_dt.plans.llama3_plan` has them.
+        **options: ``check`` as :func:`wallfacer_dt.plans.llama3_plan` has it, and as
+            :class:`wallfacer_dt.AttentionOptions` has them ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``.
 
     Returns:
         ``{fully qualified name: style}``, a name for every inner attention.

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
 from wallfacer_dt.integrations.transformers.sequence import ForwardPass, ShardedSequence
 from wallfacer_dt.kernels import check_kernel
 from wallfacer_dt.mesh import name_of
-from wallfacer_dt.options import AttentionKeywords, AttentionOptions
+from wallfacer_dt.options import NOT_WAYS, AttentionKeywords, WayKeywords, ways_of, with_options
 from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
 
 _UNTRACED = "what is known of a batch is another at every call; with fullgraph=True use a style"
@@ -240,14 +240,7 @@ _PADDED = (
 
 
 def context_parallel(
-    model: PreTrainedModel,
-    mesh: DeviceMesh,
-    *,
-    order: TokenOrder,
-    schedule: str = "2d",
-    rotate: str = "auto",
-    rotate_forward: str = "auto",
-    kernel: str = "auto",
+    model: PreTrainedModel, mesh: DeviceMesh, *, order: TokenOrder, **options: Unpack[WayKeywords]
 ) -> ContextParallel:
     """Have a transformers model compute its attention on a mesh. The model is edited nowhere; all ranks call it.
 
@@ -258,10 +251,9 @@ def context_parallel(
         model: of transformers, before or after ``fully_shard``; parts of it are not called by themselves.
         mesh: context mesh; see :func:`context_mesh`.
         order: in which batches are dealt out.
-        schedule: as the following, see :class:`AttentionOptions`. What else is an option there, the model says.
-        rotate: which side moves in the backward.
-        rotate_forward: which side moves in the forward.
-        kernel: of attention; soft caps need one that has them, ``"reference"`` on the CPU.
+        **options: ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``, as :class:`AttentionOptions` has them;
+            what else is an option there, the model says. Soft caps need a kernel that has them, ``"reference"`` on the
+            CPU.
 
     Returns:
         A handle: ``remove()`` undoes it, ``whole()`` is a context in which the model runs as before.
@@ -277,17 +269,17 @@ def context_parallel(
             raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
         check_token_order(order)
         check_order_fits(order, mesh)
-        options: AttentionKeywords = {
-            "order": order, "schedule": schedule, "rotate": rotate, "rotate_forward": rotate_forward, "kernel": kernel,
-        }  # fmt: skip
-        AttentionOptions(**options).check()
-        check_kernel(kernel)
+        ways = ways_of("context_parallel", options, own=("order",))
+        check_kernel(ways["kernel"])
         check_model_is_known(model)
-        told = {**options, "model": type(model).__name__, "layers": len(list(model.modules()))}
+        told = {"order": order, **ways, "model": type(model).__name__, "layers": len(list(model.modules()))}
         agree("context_parallel", told.items(), name)
     make_way(model, name)
     with refusing_together(name):
-        return ContextParallel(model, mesh, options, order)
+        return ContextParallel(model, mesh, {"order": order, **ways}, order)
+
+
+context_parallel.__signature__ = with_options(context_parallel, NOT_WAYS)  # pyrefly: ignore[missing-attribute]
 
 
 def handle_of(model: Any) -> ContextParallel:
