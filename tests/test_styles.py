@@ -352,7 +352,7 @@ def operator_check() -> None:
     with Recording() as recording:
         context_parallel_attention(*leaves, mesh_of(2, 1), **told(mesh_of(2, 1), is_causal=True))
     # It compares results of several calls, and among them is the call's number.
-    with mock.patch("wallfacer_dt.agreement.agree.agree", return_value=1):
+    with mock.patch("wallfacer_dt.calls.agree", return_value=1):
         torch.library.opcheck(torch.ops.wallfacer_dt.attention.default, (*leaves, *recording.args[3:]))
 
 

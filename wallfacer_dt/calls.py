@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt.agreement.agree import agree_on, hear_once, named, tell
+from wallfacer_dt.agreement.agree import agree, hear_once, named, tell
 from wallfacer_dt.agreement.worlds import is_lasting
 from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import Answers, check_mask
@@ -68,9 +68,9 @@ def agreed_call(
         yield "the kernel that runs", f"{call.kernel.name}, {call.kernel.version}"
 
     if forward is None:
-        number = agree_on(q, what, signature(), mesh)
+        number = agree(what, signature(), mesh, x=q)
     else:
-        number = agree_on(q, f"the backward of {what}", (), mesh, forward)
+        number = agree(f"the backward of {what}", (), mesh, x=q, forward=forward)
     return call.heard(inputs, needed) if needed else call, number
 
 

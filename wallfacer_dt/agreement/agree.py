@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.agreement.meeting import Meeting, Pending, kept
 from wallfacer_dt.agreement.whereabouts import WaitError
-from wallfacer_dt.agreement.worlds import Named, World, is_lasting, this_world
+from wallfacer_dt.agreement.worlds import Named, is_lasting, this_world
 from wallfacer_dt.compiler import SOURCES, untraced
 
 _E = TypeVar("_E", bound=Exception)
@@ -61,23 +61,24 @@ def agree(
     signature: Iterable[tuple[str, Hashable]],
     mesh: str,
     *,
+    x: Tensor | None = None,
     forward: Tensor | int = 0,
     error: str = "",
-    at_once: bool = True,
 ) -> int:
     """Compare a call with that of all ranks of a mesh, and refuse on all of them if one differs.
 
     The mesh is told by its name, which is empty for none. A signature is pairs of a name and a value whose text is the
     same on every rank. A backward says the number of its forward, or the tensor in which that is the first; both are
     looked at only if there is somebody to agree with. A rank that refuses its own arguments comes here with
-    its error, so that the others do not wait for it. Ranks wait for each other now, or if not ``at_once`` only at the
-    first call that is like this one, ``forward`` aside.
+    its error, so that the others do not wait for it. Ranks wait for each other now; with x, one of the tensors of an
+    operator, on a device other than the CPU only at the first call that is like this one, ``forward`` aside, and fake
+    tensors pass by.
 
     Gives the call's number on the mesh's ranks, from 1; 0 where there is nobody to agree with. Raises, with the ranks
     that have it too as an attribute ``met``: a ValueError on every rank, naming what differs and where, of this call or
     of the last one, or that the mesh is of a world that is gone; a WaitError where a rank did not come in time.
     """
-    found = _meeting(mesh, what or error)
+    found = None if isinstance(x, FakeTensor) else _meeting(mesh, what or error)
     if found is None:
         return 0
     text, meeting = found
@@ -95,7 +96,7 @@ def agree(
     meeting.call = f"call {meeting.number} on the {text}, {what or error}" + f", in {layer}" * bool(layer)
     meeting.whereabouts.call = meeting.call
     meeting.open = Open(_Said(error, what, names, values), likeness, meeting.post(record))
-    if at_once or error or likeness not in meeting.seen:
+    if x is None or waits_at_once(x.device) or error or likeness not in meeting.seen:
         _settle(meeting)
     return meeting.number
 
@@ -176,15 +177,6 @@ def waits_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def agree_on(
-    x: Tensor, what: str, signature: Iterable[tuple[str, Hashable]], mesh: str, forward: Tensor | int = 0
-) -> int:
-    """:func:`agree` in the body of an operator, of whose tensors x is one, at once on the CPU. Fake tensors pass by."""
-    if isinstance(x, FakeTensor):
-        return 0
-    return agree(what, signature, mesh, forward=forward, at_once=waits_at_once(x.device))
-
-
 def fake_number() -> Tensor:
     """What has the shape of a call's number, as operators give it."""
     return torch.empty((), dtype=torch.int64, device="cpu")
@@ -219,7 +211,8 @@ def _meeting(mesh: str, came_to: str) -> tuple[str, Meeting] | None:
     """What the mesh is, and the meeting of its ranks; None where there is nobody to meet."""
     if not mesh:
         return None
-    (_, text, ranks, _), world = _named(mesh)
+    (_, text, ranks, _), world = named(mesh), this_world()
+    assert world is not None, "a mesh is named in it"
     try:
         meeting = world.meeting(ranks)
     except RuntimeError as error:
@@ -231,14 +224,10 @@ def _meeting(mesh: str, came_to: str) -> tuple[str, Meeting] | None:
 
 def named(mesh: str) -> Named:
     """What a name stands for in this world, or a refusal (ValueError) of one for which no mesh has been named here."""
-    return _named(mesh)[0]
-
-
-def _named(mesh: str) -> tuple[Named, World]:
     world = this_world()
     found = None if world is None else world.find(mesh)
-    if world is not None and found is not None:
-        return found, world
+    if found is not None:
+        return found
     if is_lasting(mesh):
         raise ValueError(
             f"there is no mesh here {mesh}, for which this was exported or pickled; make meshes as they were made "

@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement.agree import agree, refusing_together, waits_at_once
+from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.autocast import as_computed, computed_dtype
 from wallfacer_dt.compiler import is_exporting, sizes
 from wallfacer_dt.layout import shard_sizes
@@ -73,7 +73,7 @@ class Boundary:
             self.weights.tp_name,
         )
         if not torch.compiler.is_compiling():
-            _compare_along_tp(x.shape, x.device, *told)
+            _compare_along_tp(x, x.shape, *told)
             return x
         if not isinstance(x, DTensor):
             return torch.ops.wallfacer_dt.metp_entered(x, x.shape, *told)
@@ -219,21 +219,20 @@ def check_layouts(into: Placement | None, out: Placement | None) -> tuple[Placem
     return layouts
 
 
-def _compare_along_tp(shape: Sequence[int], device: torch.device, kind: str, name: str, tp_name: str) -> None:
+def _compare_along_tp(x: Tensor, shape: Sequence[int], kind: str, name: str, tp_name: str) -> None:
     """Refuse on every rank an x that is another along tp, before anything is gathered.
 
     Args:
+        x: the tensor.
         shape: of x, of a DTensor the whole one.
-        device: of x.
         kind: what else must be the same.
         name: of the mesh.
         tp_name: of the mesh of axis tp.
     """
-    now = waits_at_once(device)
-    agree("METP entered", (), name, at_once=now)
+    agree("METP entered", (), name, x=x)
     with refusing_together(name):
-        agree("METP entered", [("the shape of x", tuple(shape)), ("the kind of x", kind)], tp_name, at_once=now)
-        agree("METP entered alike", (), name, at_once=now)
+        agree("METP entered", [("the shape of x", tuple(shape)), ("the kind of x", kind)], tp_name, x=x)
+        agree("METP entered alike", (), name, x=x)
 
 
 @torch.library.custom_op(
@@ -243,7 +242,7 @@ def _compare_along_tp(shape: Sequence[int], device: torch.device, kind: str, nam
 )
 def _entered(x: Tensor, shape: Sequence[int], kind: str, name: str, tp_name: str) -> Tensor:
     """x as a graph hands it on, once ranks have compared it."""
-    _compare_along_tp(shape, x.device, kind, name, tp_name)
+    _compare_along_tp(x, shape, kind, name, tp_name)
     return x.clone()
 
 

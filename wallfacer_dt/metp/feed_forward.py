@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement.agree import agree_on, fake_number
+from wallfacer_dt.agreement.agree import agree, fake_number
 from wallfacer_dt.algorithms.arithmetic import Operand
 from wallfacer_dt.algorithms.execute import Groups, execute
 from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS, FeedForward, FeedForwardBackward, RingOfWeights, Units
@@ -115,7 +115,7 @@ def feed_forward_backward_body(
         The gradients of x and of this rank's weights, from all ranks' tokens; that of an absent one is empty.
     """
     options = _options(rest)
-    agree_on(x, f"the backward of {_NAME}", (), options.whole, number)
+    agree(f"the backward of {_NAME}", (), options.whole, x=x, forward=number)
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForwardBackward(ACTIVATIONS[options.activation], units, grad_out.contiguous())
     schedule = _schedule(options, x, backward=True)
@@ -170,7 +170,7 @@ def _compare(
         "activation": options.activation,
         "code": options.code,
     }
-    return torch.tensor(agree_on(x, _NAME, signature.items(), options.whole), device="cpu")
+    return torch.tensor(agree(_NAME, signature.items(), options.whole, x=x), device="cpu")
 
 
 feed_forward = torch.library.custom_op(
