@@ -52,7 +52,8 @@ def local_shard(
     place = check_token_order(order).groups.coordinate
     dim = _checked_dim(x, dim)
     check_length(x.shape[dim])
-    by_row = [shards[place.index] for shards in _dealt(x, dim, x.shape[dim], order, document_ids, cu_seqlens)]
+    dealt = _dealt(x, dim, x.shape[dim], order, *_given(order, document_ids, cu_seqlens))
+    by_row = [shards[place.index] for shards in dealt]
     return Rows.at(by_row).of(x, dim).clone(memory_format=torch.contiguous_format)
 
 
@@ -113,9 +114,9 @@ def unshard_sequence(
             "whether x needs a gradient": needs_gradient,
         }
         number = agree("unshard_sequence", signature.items(), order.mesh_name)
-    if needs_gradient:  # the backward reads them again, and a loader may have written into them by then
-        document_ids, cu_seqlens = (None if x is None else x.clone() for x in (document_ids, cu_seqlens))
-    how = _Unsharding(dim, order, groups, document_ids, cu_seqlens, number)
+    if needs_gradient and documents is not None:
+        documents = documents.clone()  # the backward reads them again, and a loader may have written into them by then
+    how = _Unsharding(dim, order, groups, documents, kind, number)
     return _Unshard.apply(x, how) if needs_gradient else _whole(x, how)
 
 
@@ -125,13 +126,13 @@ class _Unsharding(NamedTuple):
     dim: int
     order: TokenOrder
     groups: tuple[str, str, str]
-    document_ids: Tensor | None
-    cu_seqlens: Tensor | None
+    documents: Tensor | None
+    kind: str
     number: int
 
     def dealt(self, x: Tensor, length: int) -> list[Shards]:
         """By row of the batch, or for all, what each rank holds."""
-        return _dealt(x, self.dim, length, self.order, self.document_ids, self.cu_seqlens)
+        return _dealt(x, self.dim, length, self.order, self.documents, self.kind)
 
 
 class _Unshard(torch.autograd.Function):
@@ -209,11 +210,8 @@ def sequence_positions(
     return shard_sequence(whole, order, dim=dim, document_ids=document_ids, cu_seqlens=cu_seqlens)
 
 
-def _dealt(
-    x: Tensor, dim: int, length: int, order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | None
-) -> list[Shards]:
+def _dealt(x: Tensor, dim: int, length: int, order: TokenOrder, documents: Tensor | None, kind: str) -> list[Shards]:
     """By row of the batch, or for all, what each rank holds."""
-    documents, kind = _given(order, document_ids, cu_seqlens)
     if documents is None:
         return [deal(length, order.axes, order.name)]
     check_documents(documents, kind, x.shape[0], length)
