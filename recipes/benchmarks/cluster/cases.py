@@ -12,29 +12,24 @@ from wallfacer_dt.planning.candidates import Candidate
 
 DTYPE = torch.bfloat16
 _MOST_RANKS = 2**16
-METP = "METP's feed-forward"
-"""A figure of cases, none of which has attention."""
+METP, METP_ATTENTION = "METP's feed-forward", "METP's attention"
+"""Figures of cases, of the first without attention, of the second with its projections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Nodes and links; ranks are numbered node by node.
-
-    Attributes:
-        nodes: how many.
-        per_node: ranks of a node.
-        rates: Mbit/s, by node, in each direction: of its link to other nodes, or of each of its adapters.
-        has_adapters: whether every rank has an adapter of its own.
-        inside: Mbit/s of what a rank sends to others of its node, and what it receives; None: no limit.
-        latency: ms that a packet takes longer between nodes.
-    """
+    """Nodes and links; ranks are numbered node by node."""
 
     nodes: int
-    per_node: int
-    rates: tuple[float, ...]
-    has_adapters: bool = False
-    inside: float | None = None
-    latency: float = 0.0
+    per_node: int  # ranks of a node
+    rates: tuple[
+        float, ...
+    ]  # Mbit/s, by node, in each direction: of its link to other nodes, or of each of its adapters
+    has_adapters: bool = False  # whether every rank has an adapter of its own
+    inside: float | None = (
+        None  # Mbit/s of what a rank sends to others of its node, and what it receives; None: no limit
+    )
+    latency: float = 0.0  # ms that a packet takes longer between nodes
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what are no machines."""
@@ -62,29 +57,19 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of attention of batch 1, forward and backward.
-
-    Attributes:
-        machines: where.
-        heads: query heads.
-        kv_heads: key and value heads.
-        mask: ``"full"``, ``"causal"`` or ``"window"`` (causal, a quarter of the sequence).
-        ratio: of the time in which a rank's keys and values, of as many heads as queries, come into it over its share
-            of a link, to the forward of a block of its queries and these, which sets how fast devices are; of METP's
-            weights, to the products of its tokens with these.
-        head_dim: H.
-        figure: of a paper, which this is of.
-        stands_for: so many tokens of a rank its tokens stand for; 0: 256 times as many as there are.
-    """
+    """One call of attention of batch 1, forward and backward."""
 
     machines: Machines
-    heads: int
-    kv_heads: int
-    mask: str
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    mask: str  # ``"full"``, ``"causal"`` or ``"window"`` (causal, a quarter of the sequence)
+    # Of the time in which a rank's keys and values, of as many heads as queries, come into it over its share of a link,
+    # to the forward of a block of its queries and these, which sets how fast devices are; of METP's weights, to the
+    # products of its tokens with these.
     ratio: float
     head_dim: int = 64
-    figure: str = ""
-    stands_for: int = 0
+    figure: str = ""  # of a paper, which this is of
+    stands_for: int = 0  # so many tokens of a rank its tokens stand for; 0: 256 times as many as there are
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what is no attention."""
@@ -161,6 +146,8 @@ def contenders(case: Case) -> dict[str, Candidate]:
     nodes, inside, ranks = case.machines.nodes, case.machines.per_node, case.machines.ranks
     if case.figure == METP:
         return {METP: Candidate(ranks, feed_forward="metp")}
+    if case.figure == METP_ATTENTION:
+        return {METP_ATTENTION: Candidate(ranks, projections="metp")}
     found: dict[str, Candidate] = {}
 
     def add(name: str, ulysses: int, ring: int, team: int, placement: Placement = "team_in_node", how: str = "2d"):

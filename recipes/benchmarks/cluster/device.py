@@ -26,16 +26,11 @@ _BLOCKED = 2e-4
 
 
 class Device:
-    """A rank's device.
-
-    Attributes:
-        kernels: its rates; None: nothing may run on it.
-        busy: seconds in which it has computed since :meth:`begin`.
-    """
+    """A rank's device."""
 
     def __init__(self) -> None:
-        self.kernels: Kernels | None = None
-        self.busy = self._free = 0.0
+        self.kernels: Kernels | None = None  # its rates; None: nothing may run on it
+        self.busy = self._free = 0.0  # seconds in which it has computed since ``begin``; when it is free
 
     def begin(self) -> None:
         """Begin to count; nothing is queued."""

@@ -18,15 +18,10 @@ _PATIENCE = 900.0  # seconds, longer than ranks wait for each other
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks that run and wait; see :func:`started`.
-
-    Attributes:
-        network: its links.
-        process: from which ranks are forked; the first of them reads commands and writes answers.
-    """
+    """Ranks that run and wait; see :func:`started`."""
 
     network: Network
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str]  # from which ranks are forked; the first of them reads commands and writes answers
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         """Have all ranks do something together, one of ``Rank``'s methods, and give rank 0's answer.

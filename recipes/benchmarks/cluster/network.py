@@ -66,15 +66,10 @@ def check_host() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Ranks, their links and names; made by :meth:`make`, removed by :func:`remove`.
-
-    Attributes:
-        machines: nodes, ranks and rates.
-        prefix: of all names, at most 9 letters (an interface's name has 15).
-    """
+    """Ranks, their links and names; made by :meth:`make`, removed by :func:`remove`."""
 
     machines: Machines
-    prefix: str = PREFIX
+    prefix: str = PREFIX  # of all names, at most 9 letters (an interface's name has 15)
 
     def __post_init__(self) -> None:
         """Refuse (ClusterError) what has no names or addresses."""

@@ -7,7 +7,7 @@ as there. What else a device does (a backward, merging, a launch) takes as much 
 
 from collections.abc import Iterator
 
-from recipes.benchmarks.cluster.cases import METP, Case, Machines
+from recipes.benchmarks.cluster.cases import METP, METP_ATTENTION, Case, Machines
 from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_7B
 from recipes.benchmarks.report import K
 from wallfacer_dt import ModelShape
@@ -22,7 +22,7 @@ _NODE, _ADAPTER, _OF_MANY = 80.0, 25.0, 0.4  # Mbit/s here; and of 32 ranks, who
 def paper_cases() -> Iterator[Case]:
     """WallFacer's figures 9 and 10 (DiT 1B on A100s, GPT 7B on H100s), Ring Attention's table 2, METP's figure 7.
 
-    WallFacer's figure 7 has the same models on the most GPUs.
+    WallFacer's figure 7 has the same models on the most GPUs; METP's is of its feed-forward and its attention.
     """
     for per_node in (4, 8, 16):
         yield _dit(2, per_node, 128 * K, STRONG)
@@ -36,6 +36,7 @@ def paper_cases() -> Iterator[Case]:
     flat, ratios = Machines(8, 1, (_ADAPTER,) * 8), (3.0, 2.0, 1.5, 1.0, 0.75, 0.5)
     yield from (Case(flat, 16, 16, "full", ratio, figure=OVERLAP) for ratio in ratios)
     yield from (Case(flat, 1, 1, "full", ratio, 256, METP) for ratio in ratios)
+    yield from (Case(flat, 8, 8, "full", ratio, figure=METP_ATTENTION) for ratio in ratios)
 
 
 def _dit(nodes: int, per_node: int, tokens: int, figure: str) -> Case:

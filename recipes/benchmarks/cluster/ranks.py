@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -23,18 +23,20 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from recipes.benchmarks.cluster import device
 from recipes.benchmarks.cluster.cases import DTYPE, Case, Machines
 from recipes.benchmarks.cluster.network import OUT, Network, enter, run_first
-from recipes.benchmarks.memory.layers import FeedForward
+from recipes.benchmarks.memory.layers import Attention, FeedForward
 from wallfacer_dt import (
     Cluster,
+    METPAttentionParallel,
     METPParallel,
+    RingParallel,
     TokenOrder,
     context_mesh,
     context_parallel_attention,
@@ -78,8 +80,8 @@ class Rank:
 
     def turn(self, case: Case, way: Candidate) -> dict[str, Any]:
         """Of forward and backward: seconds until the last rank is done, and by rank in which its device computed."""
-        if way.feed_forward == "metp":
-            return self._feed_forward(case, way)
+        if way.feed_forward == "metp" or way.projections == "metp":
+            return self._metp(case, way)
         shape = (case.heads, case.kv_heads, case.kv_heads)
         leaves = [torch.randn(1, n, case.tokens, case.head_dim, dtype=DTYPE, requires_grad=True) for n in shape]
         with _clocked(case), self._mesh(way) as mesh:
@@ -89,13 +91,21 @@ class Rank:
             _, backward = _timed(lambda: torch.autograd.grad(out, leaves, grad))
         return {"forward": forward, "backward": backward}
 
-    def _feed_forward(self, case: Case, way: Candidate) -> dict[str, Any]:
-        """The same of METP's feed-forward."""
-        model = case.model
-        x = torch.randn(case.tokens, model.hidden, dtype=DTYPE, requires_grad=True)
+    def _metp(self, case: Case, way: Candidate) -> dict[str, Any]:
+        """The same of METP's feed-forward, or of its attention."""
+        hidden = case.model.hidden
+        x = torch.randn(1, case.tokens, hidden, dtype=DTYPE, requires_grad=True)
         with _clocked(case), self._mesh(way) as mesh, patch.object(torch, "mm", device.product):
-            block = FeedForward(model.hidden, DTYPE)
-            parallelize_module(block, mesh, METPParallel(up="up", down="down", activation="gelu", check=False))
+            block: nn.Module = FeedForward(hidden, DTYPE)
+            style: ParallelStyle = METPParallel(up="up", down="down", activation="gelu", check=False)
+            if way.projections == "metp":
+                block = Attention(hidden, case.heads, DTYPE, flash=True)
+                moves = {"rotate": way.rotate, "rotate_forward": way.rotate_forward, "kernel": device.KERNEL}
+                style = METPAttentionParallel(
+                    query="query", key="key", value="value", output="out", head_dim=case.head_dim, check=False,
+                    attention=RingParallel(check=False, **moves),
+                )  # fmt: skip
+            parallelize_module(block, mesh, style)
             out, forward = _timed(lambda: block(x))
             _, backward = _timed(lambda: out.backward(torch.ones_like(out)))
         return {"forward": forward, "backward": backward}
@@ -172,7 +182,7 @@ class _Messages:
     """The collectives, with all-to-alls as NCCL makes them: a message to and from everybody who has some.
 
     gloo's sends empty ones, too, a millisecond of a core with 16 ranks; and a rank says that it is ready to receive
-    behind what it sends.
+    behind what it sends. And broadcasts as by NCCL's rings, where gloo's first rank sends the whole to several.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -194,9 +204,22 @@ class _Messages:
         sources, targets = ([(me + way * n) % size for n in range(1, size)] for way in (-1, 1))
         works = [ranks.recv([into[rank]], rank, 0) for rank in sources if received[rank]]
         works += [ranks.send([to[rank]], rank, 0) for rank in targets if sent[rank]]
-        for work in works:
-            c10d._register_work(arrived, work)
-        return arrived
+        return _coming(arrived, works)
+
+    def broadcast(self, buffer: Tensor, source: int, group: str) -> Tensor:
+        # As many bytes come to everybody, from the rank before and all at once; what they are no device asks.
+        ranks = c10d._resolve_process_group(group)  # pyrefly: ignore[bad-argument-type]
+        me, size = ranks.rank(), ranks.size()
+        arrived = buffer.clone(memory_format=torch.contiguous_format)
+        works = [ranks.recv([arrived], (me - 1) % size, 0)] if me != source else []
+        works += [ranks.send([buffer.contiguous()], (me + 1) % size, 0)] if (me + 1) % size != source else []
+        return _coming(arrived, works)
+
+
+def _coming(arrived: Tensor, works: Iterable[Any]) -> Tensor:
+    for work in works:
+        c10d._register_work(arrived, work)
+    return arrived
 
 
 @contextmanager

@@ -16,21 +16,13 @@ _MOST_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to share the sequence of a case; pairs are of forward and backward.
-
-    Attributes:
-        way: it.
-        predicted: seconds, by the links as probed.
-        rounds: seconds, by round.
-        busy: seconds in which the busiest device computed.
-        node_bytes: that came into the busiest node, headers included, in both together.
-    """
+    """One way to share the sequence of a case; pairs are of forward and backward."""
 
     way: Candidate
-    predicted: tuple[float, float]
-    rounds: tuple[tuple[float, float], ...]
-    busy: tuple[float, float]
-    node_bytes: int
+    predicted: tuple[float, float]  # seconds, by the links as probed
+    rounds: tuple[tuple[float, float], ...]  # seconds, by round
+    busy: tuple[float, float]  # seconds in which the busiest device computed
+    node_bytes: int  # that came into the busiest node, headers included, in both together
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) times that are none."""
@@ -63,23 +55,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case.
-
-    Attributes:
-        case: it.
-        commit: of the checkout.
-        machine: on which it was emulated.
-        ways: by name; what was predicted, or profiled, is under its own name as well where another is the same.
-        bound: seconds of forward and backward that no way goes below.
-        choosing: seconds that profiling took.
-    """
+    """What came of a case."""
 
     case: Case
-    commit: str
-    machine: str
+    commit: str  # of the checkout
+    machine: str  # on which it was emulated
+    # By name; what was predicted, or profiled, is under its own name as well where another is the same.
     ways: Mapping[str, Measured]
-    bound: tuple[float, float]
-    choosing: float = field(compare=False, default=0.0)
+    bound: tuple[float, float]  # seconds of forward and backward that no way goes below
+    choosing: float = field(compare=False, default=0.0)  # seconds that profiling took
 
     def fastest(self, beginning: str = "") -> str:
         """The name of the fastest way, of those whose names begin so."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from recipes.benchmarks.cluster.cases import METP, PLAIN, PUBLISHED, RING, Case
+from recipes.benchmarks.cluster.cases import METP, METP_ATTENTION, PLAIN, PUBLISHED, RING, Case
 from recipes.benchmarks.cluster.papers import OVERLAP, STRONG
-from recipes.benchmarks.cluster.record import Result
+from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.cluster.run import PROFILED
 from recipes.benchmarks.papers.clusters import PRINTED_DIT
 from recipes.benchmarks.pictures import BLUE, FAINT, GREEN, ORANGE, Panel, draw
@@ -18,7 +18,8 @@ _LINES = {RING: FAINT, "2d, C = 2": "#56B4E9", "2d, C = 4": BLUE, f"{PUBLISHED},
 
 def scaling(results: Results) -> Results:
     """Cases of WallFacer's figures 9 and 10."""
-    return {case: one for case, one in results.items() if case.figure and case.figure not in (OVERLAP, METP)}
+    others = "", OVERLAP, METP, METP_ATTENTION
+    return {case: one for case, one in results.items() if case.figure not in others}
 
 
 def hiding(results: Results, figure: str) -> Results:
@@ -43,6 +44,10 @@ def tables(results: Results) -> Iterator[Table]:
         head = ["hop / block", "forward", "predicted", "one after the other", "backward", "predicted",
                 "one after the other"]  # fmt: skip
         yield Table("METP, figure 7", head, [_metp(case, one) for case, one in some.items()], _METP)
+    if some := hiding(results, METP_ATTENTION):
+        head = ["hop / block", "forward", "predicted", "backward", "predicted"]
+        rows = [[f"{case.ratio:g}", *_beside(one.ways[METP_ATTENTION])] for case, one in some.items()]
+        yield Table(METP_ATTENTION, head, rows, _HEADS)
 
 
 _NOTE = (
@@ -53,6 +58,12 @@ _HIDES = "8 ranks on a flat network: time over that in which the device computes
 _METP = (
     "8 ranks on a flat network: time over that in which the device computes; and what it would be if nothing were "
     "computed while something is sent. The paper's condition is a ratio below 1 (its section 3.2: 1,040 tokens a rank)."
+)
+
+
+_HEADS = (
+    "The same, 8 heads, whose weights come a group after the other while keys and values go round the ring: both have "
+    "this ratio to what is computed of them."
 )
 
 
@@ -73,12 +84,17 @@ def _row(result: Result) -> list[str]:
 
 
 def _metp(case: Case, result: Result) -> list[str]:
-    one = result.ways[METP]
-    predicted = [seconds / busy for seconds, busy in zip(one.predicted, one.busy, strict=True)]
+    forward, predicted_forward, *backward = _beside(result.ways[METP])
     # Hops of the forward bring weights; those of the backward weights, and sums of gradients in float32.
     hops = [(case.machines.ranks - 1) * case.ratio / case.machines.ranks * parts for parts in (1, 3 / 2.5)]
-    cells = zip(one.over_busy, predicted, (1 + hop for hop in hops), strict=True)
-    return [f"{case.ratio:g}", *(f"{x:.2f}" for cell in cells for x in cell)]
+    alone = [f"{1 + hop:.2f}" for hop in hops]
+    return [f"{case.ratio:g}", forward, predicted_forward, alone[0], *backward, alone[1]]
+
+
+def _beside(one: Measured) -> list[str]:
+    """Of forward and backward, the time over that in which the device computes, and as predicted."""
+    predicted = (seconds / busy for seconds, busy in zip(one.predicted, one.busy, strict=True))
+    return [f"{x:.2f}" for pair in zip(one.over_busy, predicted, strict=True) for x in pair]
 
 
 def picture(path: Path, results: Results) -> str:
@@ -92,7 +108,7 @@ def picture(path: Path, results: Results) -> str:
                 curve = panel.setdefault(name + ", predicted" * told, {})
                 curve[case.machines.ranks] = 100 * gain(one, way, predicted=told)
     hides: dict[str, dict[float, float]] = {}
-    for figure, names in ((OVERLAP, list(_LINES)), (METP, [METP])):
+    for figure, names in ((OVERLAP, list(_LINES)), (METP, [METP]), (METP_ATTENTION, [METP_ATTENTION])):
         for case, one in hiding(results, figure).items():
             for name in names:
                 hides.setdefault(name, {})[case.ratio] = one.ways[name].seconds / sum(one.ways[name].busy)
@@ -102,7 +118,7 @@ def picture(path: Path, results: Results) -> str:
     return draw(path, [panels[:3], [*panels[3:], hidden]], _STYLES, (15, 8))
 
 
-_COLOURS = {**_LINES, METP: GREEN, WALL: "#E69F00", OWN_RING: FAINT, CHOICE: ORANGE}
+_COLOURS = {**_LINES, METP: GREEN, METP_ATTENTION: "#CC79A7", WALL: "#E69F00", OWN_RING: FAINT, CHOICE: ORANGE}
 _STYLES = {name: {"color": colour} for name, colour in _COLOURS.items()} | {
     f"{name}, predicted": {"color": _COLOURS[name], "ls": ":", "marker": "_"} for name in (WALL, OWN_RING, CHOICE)
 }

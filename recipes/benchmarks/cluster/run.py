@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from recipes.benchmarks.cluster.cases import METP, Case, contenders
+from recipes.benchmarks.cluster.cases import METP, METP_ATTENTION, Case, contenders
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.papers import OVERLAP
@@ -66,7 +66,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
     """Measure one case on links as they were probed; a device that computes longer or shorter than it should raises."""
     links = replace(links, kernels=replace(case.kernels, copy=links.kernels.copy))
     names, choosing = contenders(case), 0.0
-    if case.figure not in (OVERLAP, METP):
+    if case.figure not in (OVERLAP, METP, METP_ATTENTION):
         say(f"{case.name}: choosing")
         chosen = cluster.ask("choose", case=asdict(case), cluster=links.as_json(), top=_TOP)
         names |= {name: Candidate(**chosen[name]) for name in (PREDICTED, PROFILED)}
@@ -88,8 +88,7 @@ def _lines(way: Candidate, case: Case, links: Links) -> list[tuple[Timeline, int
     """What the planner predicts of forward and backward, each with the inner index of the rank that it is of."""
     if case.figure != METP:
         ways = attention_cost(way, case.model, case.sequence, links).ways
-        inner = [one.inner for one in ways if one.inner is not None]
-        return [(one.line, index) for one, index in zip(ways, inner, strict=True)]
+        return [(one.line, one.inner or 0) for one in ways]
     events = partial(feed_forward_events, way.axes, case.tokens, case.model, case.sequence, links)
     return [(run(events(backward=backward), links), 0) for backward in (False, True)]
 
@@ -99,8 +98,9 @@ def bound(case: Case, links: Links) -> tuple[float, float]:
 
     The larger of what a device computes at least, and of how long a node's link is busy with the fewest bytes.
     """
-    if case.figure == METP:
-        forward, backward = (max(line.compute, *line.busy) for line, _ in _lines(contenders(case)[METP], case, links))
+    if case.figure in (METP, METP_ATTENTION):
+        lines = _lines(contenders(case)[case.figure], case, links)
+        forward, backward = (max(line.compute, *line.busy) for line, _ in lines)
         return forward, backward
     model, sequence = case.model, case.sequence
     ways = [attention_cost(way, model, sequence, links).ways for way in attentions(model, sequence, links)]
