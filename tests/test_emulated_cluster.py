@@ -10,11 +10,13 @@ import textwrap
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch.nn.attention.flex_attention import create_block_mask
 from typer.testing import CliRunner
 
@@ -40,6 +42,7 @@ from recipes.benchmarks.cluster.record import Measured, Result, append, read
 from recipes.benchmarks.cluster.report import over, regret, write
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
 from recipes.benchmarks.cluster.watcher import environment
+from recipes.benchmarks.pictures import Panel, draw
 from tests.machines import needs_network
 from wallfacer_dt import Cluster, Kernels, Link
 from wallfacer_dt.kernels import CAUSAL, FULL, Band, How, Need, select_kernel
@@ -239,6 +242,17 @@ def test_gains_are_over_the_papers_ring(tmp_path: Path) -> None:
     assert "| 3 | 5.00 | 10.00 | 3.62 | 5.00 | 10.00 | 4.15 |" in text
     assert "| 3 | 5.00 | 10.00 | 5.00 | 10.00 |" in text
     assert page.with_name("papers_papers.png").stat().st_size > 10_000
+
+
+def test_panels_of_a_picture_do_not_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of rows that have not as many."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    panel = Panel("of one curve", {"one": {1: 2.0, 2: 3.0}})
+    draw(tmp_path / "some.png", [[panel] * 2, [panel] * 3], {"one": {}}, (9, 6))
+    drawn[0].draw_without_rendering()
+    boxes = [axes.get_tightbbox() for axes in drawn[0].axes]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def test_record_round_trip(tmp_path: Path) -> None:

@@ -35,10 +35,11 @@ def draw(
     Styles are matplotlib's, by name of a curve; the legend has their order.
     """
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    grid = figure.add_gridspec(len(rows), max(map(len, rows)))
     entries: dict[str, Any] = {}
     for place, row in enumerate(rows):
         for column, panel in enumerate(row):
-            axes = figure.add_subplot(len(rows), len(row), place * len(row) + column + 1)
+            axes = figure.add_subplot(grid[place, column])
             for name, curve in panel.curves.items():
                 style: dict[str, Any] = {"marker": "o", "ms": 5, "lw": 1.6, **styles[name]}
                 (entries[name],) = axes.plot(list(curve), list(curve.values()), **style)

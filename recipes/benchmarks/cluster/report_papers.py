@@ -101,7 +101,7 @@ def picture(path: Path, results: Results) -> str:
     """What is gained over the ring, and what hides behind a block; in Markdown."""
     gains: dict[str, dict[str, dict[int, float]]] = {}
     for case, one in scaling(results).items():
-        model = case.figure.rpartition(", ")[0] if "GPT" in case.figure else f"{case.figure[:14]}"
+        model = case.figure.rpartition(", ")[0]
         panel = gains.setdefault(f"{model}, {case.machines.nodes} nodes" if "DiT" in model else model, {})
         for name, way in ((WALL, one.fastest(PUBLISHED)), (OWN_RING, RING), (CHOICE, PROFILED)):
             for told in (False, True):
@@ -112,8 +112,9 @@ def picture(path: Path, results: Results) -> str:
         for case, one in hiding(results, figure).items():
             for name in names:
                 hides.setdefault(name, {})[case.ratio] = one.ways[name].seconds / sum(one.ways[name].busy)
-    words = {"xlabel": "ranks", "ylabel": "over the papers' ring, %"}
-    panels = [Panel(title, curves, words) for title, curves in gains.items()]
+    words = {"xlabel": "ranks", "ylabel": "over the papers' ring, %", "xscale": "log"}
+    # Of a figure that has one number of ranks here there is no curve.
+    panels = [Panel(title, curves, words) for title, curves in gains.items() if len(curves[CHOICE]) > 1]
     hidden = Panel("What hides a hop, 8 ranks", hides, {"xlabel": "hop / block", "ylabel": "time / computing"})
     return draw(path, [panels[:3], [*panels[3:], hidden]], _STYLES, (15, 8))
 
