@@ -1,6 +1,6 @@
 """Schedules of all ranks together, simulated: everyone's transfers fit, and every pair is computed once."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from math import ceil
 from types import SimpleNamespace
@@ -27,15 +27,11 @@ from wallfacer_dt.algorithms.schedule import (
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
-    HOME,
+    TEAM,
     Attend,
-    Carry,
     Exchange,
     Gather,
     Hop,
-    Move,
-    Pass,
-    Return,
     Schedule,
     Start,
     Wait,
@@ -151,18 +147,10 @@ def drawn(draw: st.DrawFn, largest: int = 36, most: int = 3) -> Drawn:
 
 @dataclass
 class Rank:
-    """What one rank has: blocks by number, of whom their rows are, and what was computed for them by which step.
+    """What one rank has, by side and number of a block: whose rows these are, and which steps computed for them."""
 
-    Mates by how far their rows have come, and what was computed for theirs.
-    """
-
-    blocks: dict[int, tuple[int, ...]]
-    mates: dict[int, int]
-    partial: dict[int, Counter] = field(default_factory=dict)
-    local: Counter = field(default_factory=Counter)
-    peers: Counter = field(default_factory=Counter)
-    returned: dict[int, Counter] = field(default_factory=dict)
-    home: Counter = field(default_factory=Counter)
+    blocks: dict[tuple[str, int], tuple[int, ...]]
+    partial: defaultdict[tuple[str, int], Counter] = field(default_factory=lambda: defaultdict(Counter))
     under_way: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -181,7 +169,11 @@ class Simulation:
         self.schedules = chosen.schedules()
         self.rotating = "kv" if chosen.resident == "q" else "q"
         self.held = {side: chosen.shards(side) for side in ("q", "kv")}
-        self.ranks = {i: Rank({0: (i,)}, {0: i}) for i in range(chosen.inner)}
+        # TEAM: what comes home for rows that the team has placed elsewhere.
+        self.ranks = {
+            i: Rank({("q", 0): (i,), ("kv", 0): (i,), (self.rotating, TEAM): self.mates(i)})
+            for i in range(chosen.inner)
+        }
         self.visible = seen(chosen.case)
         if chosen.case.replicated:
             extent = [n + chosen.case.replicated for n in self.visible.shape[2:]]
@@ -227,39 +219,28 @@ class Simulation:
 
     def _attend(self, i: int, number: int, step: Attend) -> None:
         rank = self.ranks[i]
-        owners = tuple(m for m in self.mates(i) if m != i)
-        if step.part == "local" or step.distance:
-            owners = (rank.mates[step.distance],)
-        staying = self.positions(self.chosen.resident, owners)
-        travelling = self.positions(self.rotating, rank.blocks[step.block])
+        stays, moves = (self.chosen.resident, step.rows), (self.rotating, step.block)
+        staying, travelling = (self.positions(block[0], rank.blocks[block]) for block in (stays, moves))
         queries, keys = (staying, travelling) if self.chosen.resident == "q" else (travelling, staying)
         for tile in (tile for call in step.work for tile in call.bands):
             add_covered(self.computed, tile, queries, keys, self.visible)
-        returned = rank.returned.setdefault(step.distance, Counter()) if step.distance else rank.peers
-        (rank.local if step.part == "local" else returned)[i, number] += 1
-        rank.partial.setdefault(step.block, Counter())[i, number] += 1
-        self.labels[i].append((owners, number, rank.blocks[step.block]))
+        rank.partial[stays][i, number] += 1
+        rank.partial[moves][i, number] += 1
+        self.labels[i].append((rank.blocks[stays], number, rank.blocks[moves]))
         if step.frees:
-            del rank.blocks[step.block]
+            del rank.blocks[moves]
 
     def _start(self, i: int, transfer: Any) -> None:
         """What is sent is what is there at the start."""
         rank = self.ranks[i]
         assert transfer not in rank.under_way
         match transfer:
-            case Move():
-                rank.under_way[transfer] = rank.blocks[transfer.held]
-            case Pass():
-                rank.under_way[transfer] = rank.mates[transfer.distance - 1]
-            case Return():
-                rank.under_way[transfer] = rank.returned.pop(transfer.distance), rank.mates.pop(transfer.distance)
-            case Carry():
-                rank.under_way[transfer] = rank.partial.pop(transfer.block, Counter()), rank.blocks.pop(transfer.block)
-            case Exchange(side) if side == self.chosen.resident:
-                rank.under_way[transfer] = rank.peers
-                rank.peers = Counter()
-            case Exchange():
-                rank.under_way[transfer] = rank.home.copy()
+            case Hop(side, block, partial=False):
+                rank.under_way[transfer] = rank.blocks[side, block]
+            case Hop(side, block):
+                rank.under_way[transfer] = rank.partial.pop((side, block), Counter()), rank.blocks.pop((side, block))
+            case Exchange(side):
+                rank.under_way[transfer] = rank.partial[side, TEAM].copy()
             case Gather():
                 rank.under_way[transfer] = None
 
@@ -280,43 +261,35 @@ class Simulation:
         assert transfer in rank.under_way, "waited for before it is started"
         match transfer:
             case Gather(side) if side == self.rotating:
-                rank.blocks[0] = self.mates(i)
-            case Move():
-                rank.blocks[transfer.block] = self._sent(i, transfer)
-            case Pass():
-                rank.mates[transfer.distance] = self._sent(i, transfer)
-            case Return():
-                sent, owner = self._sent(i, transfer)
-                assert owner == i, "results of other rows come home"
-                rank.local.update(sent)
-            case Carry(into=into):
+                rank.blocks[side, 0] = self.mates(i)
+            case Gather(side):
+                rank.blocks[side, TEAM] = tuple(mate for mate in self.mates(i) if mate != i)
+            case Hop(side, _, into, partial=False):
+                rank.blocks[side, into] = self._sent(i, transfer)
+            case Hop(side, _, into):
                 sent, owners = self._sent(i, transfer)
-                if into == HOME:
-                    assert owners == self.mates(i), "results of other rows come home"
-                    rank.home.update(sent)
-                else:
-                    assert owners == rank.blocks[into], "a result of other rows"
-                    rank.partial.setdefault(into, Counter()).update(sent)
+                assert owners == rank.blocks[side, into], "a result of other rows"
+                rank.partial[side, into].update(sent)
             case Exchange(side):
                 for mate in set(self.mates(i)) - {i}:
-                    theirs = self.ranks[mate].under_way[transfer]
-                    (rank.local if side == self.chosen.resident else rank.home).update(theirs)
+                    own = 0 if side == self.chosen.resident else TEAM
+                    rank.partial[side, own].update(self.ranks[mate].under_way[transfer])
 
     def results_of_rotating(self, i: int) -> Counter:
         """The steps whose results for this rank's rotating rows have come home."""
-        return self.ranks[i].home if self.schedules[i].home == "exchange" else self.ranks[i].partial.get(0, Counter())
+        return self.ranks[i].partial[self.rotating, TEAM if self.schedules[i].home == "exchange" else 0]
 
 
 def kind_of(step: Start | Wait | None) -> tuple[Any, ...]:
     """What must be the same on all ranks, whose collectives are called in one order."""
     transfer = getattr(step, "transfer", None)
-    parts = (getattr(transfer, name, None) for name in ("side", "axis", "block", "held", "into", "distance"))
+    parts = (getattr(transfer, name, None) for name in ("side", "axis", "block", "into", "partial"))
     return (type(step), type(transfer), *parts)
 
 
 def is_same_step(theirs: Any, mine: Hop) -> bool:
     """Whether two ranks' transfers are the two ends of one."""
-    names = ("block", "distance")
+    names = ("side", "block", "into", "partial")
     alike = [getattr(theirs, name, None) == getattr(mine, name, None) for name in names]
     return type(theirs) is type(mine) and all(alike)
 
@@ -349,7 +322,7 @@ def assert_complete(chosen: Drawn) -> None:
         if chosen.backward or chosen.resident == "q":
             mates = chosen.mates[i]
             mine = [(j, number) for j in mates for owners, number, _ in simulation.labels[j] if i in owners]
-            assert rank.local == Counter(mine), "a partial result is lost, or comes twice"
+            assert rank.partial[chosen.resident, 0] == Counter(mine), "a partial result is lost, or comes twice"
         if chosen.backward or chosen.resident == "kv":
             labels = simulation.labels.items()
             theirs = [(j, number) for j, steps in labels for _, number, owners in steps if i in owners]
@@ -393,9 +366,10 @@ def distances(schedules: dict[int, Schedule], team: int) -> list[int]:
     come = {0: 0}
     ring = len(schedules) // team
     for step in schedules[0].steps:
-        if isinstance(step, Start) and isinstance(step.transfer, Move):
-            # What comes from rank ``source`` has been ``held`` there.
-            come[step.transfer.block] = (come[step.transfer.held] - step.transfer.source) % ring
+        if isinstance(step, Start) and step.transfer.kind == "move":
+            hop = step.transfer
+            # What comes from rank ``source`` has been ``block`` there.
+            come[hop.into] = (come[hop.block] - hop.source) % ring
     return [come[block] for block in sorted(come)][1:]
 
 
@@ -450,7 +424,7 @@ def test_a_window_is_a_halo(mesh: tuple[int, int, int], resident: str, backward:
         assert distances(schedules, team) == expected
         for i, schedule in schedules.items():
             # Each goes one rank on, or one back.
-            hops = [s.transfer for s in schedule.steps if isinstance(s, Start) and isinstance(s.transfer, Move)]
+            hops = [s.transfer for s in schedule.steps if isinstance(s, Start) and s.transfer.kind == "move"]
             all_needed = len(expected) == ring - 1  # then a block goes on from rank to rank
             assert [(hop.to - i // team) % ring for hop in hops] == ([1] * (ring - 1) if all_needed else expected)
 
@@ -551,13 +525,13 @@ start permute cp_ring kv[1] to 1 from 2
 wait  permute cp_ring kv[1] to 1 from 2
 start permute cp_ring kv[2] to 1 from 2
       attend local q x kv[1]: 0:2 x 0:2
-start permute cp_ring dkv[1] into dkv[2] to 1 from 2
+start permute cp_ring partial kv[1] into kv[2] to 1 from 2
 wait  permute cp_ring kv[2] to 1 from 2
       attend local q x kv[2]: 0:2 x 0:2
-wait  permute cp_ring dkv[1] into dkv[2] to 1 from 2
-start permute cp_ring dkv[2] into dkv[0] to 1 from 2
+wait  permute cp_ring partial kv[1] into kv[2] to 1 from 2
+start permute cp_ring partial kv[2] into kv[0] to 1 from 2
       attend local q x kv[0]: 1:2 x 0:2
-wait  permute cp_ring dkv[2] into dkv[0] to 1 from 2""",
+wait  permute cp_ring partial kv[2] into kv[0] to 1 from 2""",
     )
 
 
@@ -591,10 +565,10 @@ wait  permute cp_ring kv[1] to 1 from 1
       attend peer q x kv[1]: 0:2 x 0:2
 start all_to_all cp_team partial q
       attend local q x kv[1]: 0:2 x 0:2
-start permute cp_ring dkv[1] into dkv[0] to 1 from 1
+start permute cp_ring partial kv[1] into kv[0] to 1 from 1
       attend local q x kv[0]: 1:2 x 0:2
 wait  all_to_all cp_team partial q
-wait  permute cp_ring dkv[1] into dkv[0] to 1 from 1""",
+wait  permute cp_ring partial kv[1] into kv[0] to 1 from 1""",
     )
 
 
@@ -611,10 +585,10 @@ wait  permute cp_ring q[1] to 1 from 1
       attend peer kv x q[1]: 0:2 x 0:2
 start all_to_all cp_team partial kv
       attend local kv x q[1]: 0:2 x 0:2
-start permute cp_ring dq[1] into dq[0] to 1 from 1
+start permute cp_ring partial q[1] into q[0] to 1 from 1
       attend local kv x q[0]: 1:2 x 0:2
 wait  all_to_all cp_team partial kv
-wait  permute cp_ring dq[1] into dq[0] to 1 from 1""",
+wait  permute cp_ring partial q[1] into q[0] to 1 from 1""",
     )
 
 
@@ -636,27 +610,27 @@ def test_golden_rings_forward() -> None:
     assert_expected_inline(
         golden(3, 3, (0, 1), schedule="rings"),
         """\
-start permute cp_team q+1 to 2 from 0
+start permute cp_team q[1] to 2 from 0
       attend local q x kv[0]: 0:2 x 0:2
-wait  permute cp_team q+1 to 2 from 0
+wait  permute cp_team q[1] to 2 from 0
 start permute cp_ring kv[1] to 1 from 2
-      attend peer q+1 x kv[0]: 0:2 x 0:2
+      attend peer q[1] x kv[0]: 0:2 x 0:2
 wait  permute cp_ring kv[1] to 1 from 2
-start permute cp_team q+2 to 2 from 0
-      attend peer q+1 x kv[1]: 0:2 x 0:2
-wait  permute cp_team q+2 to 2 from 0
+start permute cp_team q[2] to 2 from 0
+      attend peer q[1] x kv[1]: 0:2 x 0:2
+wait  permute cp_team q[2] to 2 from 0
 start permute cp_ring kv[2] to 1 from 2
-      attend peer q+2 x kv[0]: 0:2 x 0:2
-      attend peer q+2 x kv[1]: 0:2 x 0:2
+      attend peer q[2] x kv[0]: 0:2 x 0:2
+      attend peer q[2] x kv[1]: 0:2 x 0:2
 wait  permute cp_ring kv[2] to 1 from 2
-      attend peer q+1 x kv[2]: 0:2 x 0:2
-start permute cp_team partial q+1 to 0 from 2
-      attend peer q+2 x kv[2]: 0:2 x 0:2
-start permute cp_team partial q+2 to 2 from 0
+      attend peer q[1] x kv[2]: 0:2 x 0:2
+start permute cp_team partial q[1] into q[0] to 0 from 2
+      attend peer q[2] x kv[2]: 0:2 x 0:2
+start permute cp_team partial q[2] into q[0] to 2 from 0
       attend local q x kv[1]: 0:2 x 0:2
       attend local q x kv[2]: 0:2 x 0:2
-wait  permute cp_team partial q+1 to 0 from 2
-wait  permute cp_team partial q+2 to 2 from 0""",
+wait  permute cp_team partial q[1] into q[0] to 0 from 2
+wait  permute cp_team partial q[2] into q[0] to 2 from 0""",
     )
 
 
@@ -664,25 +638,25 @@ def test_golden_rings_backward_rotating_q() -> None:
     assert_expected_inline(
         golden(2, 3, (0, 1), schedule="rings", resident="kv", backward=True),
         """\
-start permute cp_team kv+1 to 2 from 0
+start permute cp_team kv[1] to 2 from 0
       attend local kv x q[0]: 0:1 x 0:2
-wait  permute cp_team kv+1 to 2 from 0
-start permute cp_team kv+2 to 2 from 0
-      attend peer kv+1 x q[0]: 0:2 x 0:2
-wait  permute cp_team kv+2 to 2 from 0
+wait  permute cp_team kv[1] to 2 from 0
+start permute cp_team kv[2] to 2 from 0
+      attend peer kv[1] x q[0]: 0:2 x 0:2
+wait  permute cp_team kv[2] to 2 from 0
 start permute cp_ring q[1] to 1 from 1
-      attend peer kv+2 x q[0]: 0:2 x 0:2
+      attend peer kv[2] x q[0]: 0:2 x 0:2
 wait  permute cp_ring q[1] to 1 from 1
-      attend peer kv+1 x q[1]: 0:2 x 0:2
-start permute cp_team partial kv+1 to 0 from 2
-      attend peer kv+2 x q[1]: 0:2 x 0:2
-start permute cp_team partial kv+2 to 2 from 0
+      attend peer kv[1] x q[1]: 0:2 x 0:2
+start permute cp_team partial kv[1] into kv[0] to 0 from 2
+      attend peer kv[2] x q[1]: 0:2 x 0:2
+start permute cp_team partial kv[2] into kv[0] to 2 from 0
       attend local kv x q[1]: 0:2 x 0:2
-start permute cp_ring dq[1] into dq[0] to 1 from 1
+start permute cp_ring partial q[1] into q[0] to 1 from 1
       attend local kv x q[0]: 1:2 x 0:2
-wait  permute cp_team partial kv+1 to 0 from 2
-wait  permute cp_team partial kv+2 to 2 from 0
-wait  permute cp_ring dq[1] into dq[0] to 1 from 1""",
+wait  permute cp_team partial kv[1] into kv[0] to 0 from 2
+wait  permute cp_team partial kv[2] into kv[0] to 2 from 0
+wait  permute cp_ring partial q[1] into q[0] to 1 from 1""",
     )
 
 
@@ -690,18 +664,18 @@ def test_golden_rings_without_a_ring() -> None:
     assert_expected_inline(
         golden(1, 3, schedule="rings"),
         """\
-start permute cp_team q+1 to 1 from 2
+start permute cp_team q[1] to 1 from 2
       attend local q x kv[0]: 0:1 x 0:2
-wait  permute cp_team q+1 to 1 from 2
-start permute cp_team q+2 to 1 from 2
-      attend peer q+1 x kv[0]: 0:2 x 0:2
-start permute cp_team partial q+1 to 2 from 1
-wait  permute cp_team q+2 to 1 from 2
-      attend peer q+2 x kv[0]: 0:2 x 0:2
-start permute cp_team partial q+2 to 1 from 2
+wait  permute cp_team q[1] to 1 from 2
+start permute cp_team q[2] to 1 from 2
+      attend peer q[1] x kv[0]: 0:2 x 0:2
+start permute cp_team partial q[1] into q[0] to 2 from 1
+wait  permute cp_team q[2] to 1 from 2
+      attend peer q[2] x kv[0]: 0:2 x 0:2
+start permute cp_team partial q[2] into q[0] to 1 from 2
       attend local q x kv[0]: 1:2 x 0:2
-wait  permute cp_team partial q+1 to 2 from 1
-wait  permute cp_team partial q+2 to 1 from 2""",
+wait  permute cp_team partial q[1] into q[0] to 2 from 1
+wait  permute cp_team partial q[2] into q[0] to 1 from 2""",
     )
 
 
@@ -739,15 +713,15 @@ wait  permute cp q[0] to 1 from 4
 start permute cp_ring q[1] to 0 from 0
       attend peer kv x q[0]: 0:4 x 0:2
       attend local kv x q[0]: 0:4 x 0:2
-start permute cp_ring dq[0] into dq[1] to 0 from 0
+start permute cp_ring partial q[0] into q[1] to 0 from 0
 wait  permute cp_ring q[1] to 0 from 0
       attend peer kv x q[1]: 0:4 x 0:2
 start all_to_all cp_team partial kv
       attend local kv x q[1]: 0:4 x 0:2
-wait  permute cp_ring dq[0] into dq[1] to 0 from 0
-start permute cp dq[1] home to 0 from 3
+wait  permute cp_ring partial q[0] into q[1] to 0 from 0
+start permute cp partial q[1] home to 0 from 3
 wait  all_to_all cp_team partial kv
-wait  permute cp dq[1] home to 0 from 3
+wait  permute cp partial q[1] home to 0 from 3
 start all_to_all cp_team partial q
 wait  all_to_all cp_team partial q""",
     )

@@ -273,11 +273,7 @@ class Call(NamedTuple):
         """What was computed for own queries and own keys."""
         if heads.is_empty:
             return arithmetic.nothing(queries), arithmetic.nothing(keys) if arithmetic.gives_to_keys else ()
-        groups = self.plan.groups
-        if schedule.resident == "q":
-            return execute(schedule, arithmetic, groups, queries, keys)
-        for_keys, for_queries = execute(schedule, arithmetic, groups, keys, queries)
-        return for_queries, for_keys
+        return execute(schedule, arithmetic, self.plan.groups, queries, keys)
 
     def _by_heads(
         self,

@@ -12,7 +12,7 @@ from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
-from wallfacer_dt.algorithms.steps import Attend, Move, Schedule, Start
+from wallfacer_dt.algorithms.steps import Attend, Hop, Schedule
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
 from wallfacer_dt.testing.fake import fake_world
 
@@ -86,9 +86,9 @@ def holdings(ranks: int = RANKS, team: int = TEAM) -> list[Holding]:
     return made
 
 
-def _moves(schedule: Schedule) -> tuple[Move, Move | None]:
+def _moves(schedule: Schedule) -> tuple[Hop, Hop | None]:
     """The placement, and the first hop on a sub-ring."""
-    moves = [step.transfer for step in schedule.steps if isinstance(step, Start) and isinstance(step.transfer, Move)]
+    moves = [transfer for transfer in schedule.transfers if isinstance(transfer, Hop) and not transfer.partial]
     assert moves[0].axis != RING_AXIS
     return moves[0], moves[1] if len(moves) > 1 else None
 

@@ -11,16 +11,13 @@ from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Arithmetic, Operand
 from wallfacer_dt.algorithms.shares import Shares
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
-    HOME,
+    TEAM,
     Attend,
-    Carry,
     Exchange,
     Gather,
     Hop,
-    Move,
-    Pass,
-    Return,
     Schedule,
+    Side,
     Start,
     Transfer,
     Wait,
@@ -61,14 +58,14 @@ class Groups(NamedTuple):
 
 
 def execute(
-    schedule: Schedule, arithmetic: Arithmetic, groups: Groups, resident: Operand, rotating: Operand
+    schedule: Schedule, arithmetic: Arithmetic, groups: Groups, queries: Operand, keys: Operand
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What a schedule computes for this rank's own shards of the resident and of the rotating side.
+    """What a schedule computes for this rank's own queries and keys.
 
     In the forward (out, lse) for queries and nothing for keys, in the backward gradients; as a kernel gave them, or in
     the accumulation dtype.
     """
-    run = _Run(schedule, arithmetic, groups, resident, rotating)
+    run = _Run(schedule, arithmetic, groups, {"q": queries, "kv": keys})
     with Waiting(run, run.ranks):
         for step in schedule.steps:
             match step:
@@ -78,22 +75,20 @@ def execute(
                     run.start(step.transfer)
                 case Wait():
                     run.wait(step.transfer)
-    return run.results()
+    return run.result("q"), run.result("kv") if arithmetic.gives_to_keys else ()
 
 
 class _Run:
-    """The operands of one execution while it is under way.
+    """The operands of one execution while it is under way, by side and number of a block.
 
     Shards may differ in length: what is sent is padded with zeros, and an owner takes of what arrives what it has.
     """
 
-    def __init__(
-        self, schedule: Schedule, arithmetic: Arithmetic, groups: Groups, resident: Operand, rotating: Operand
-    ) -> None:
+    def __init__(self, schedule: Schedule, arithmetic: Arithmetic, groups: Groups, own: dict[Side, Operand]) -> None:
         self.schedule, self.arithmetic, self.groups = schedule, arithmetic, groups
-        self.local, self.peers, self.home = resident, Operand(()), Operand(rotating.data)
-        self.blocks = {0: rotating}
-        self.mates = {0: resident}  # by how far their rows have come round the team
+        self.blocks = {side: {0: operand} for side, operand in own.items()}
+        self.blocks[schedule.rotating][TEAM] = Operand(own[schedule.rotating].data)
+        self.dtype = own["q"].data[0].dtype
         self.pending: dict[Transfer, Sent] = {}
         self.awaited: Transfer | None = None
 
@@ -112,13 +107,12 @@ class _Run:
         return group_ranks(self.groups.along(transfer))
 
     def attend(self, step: Attend) -> None:
-        """Attend a part of the resident side and a rotating block."""
-        is_whole = step.part == "peer" and not step.distance
-        resident, rotating = self.peers if is_whole else self.mates[step.distance], self.blocks[step.block]
-        query, keys = (resident, rotating) if self.schedule.resident == "q" else (rotating, resident)
-        self.arithmetic.attend(query, keys, step.work)
+        """Attend a block of the resident side and a rotating block."""
+        rotating = self.blocks[self.schedule.rotating]
+        both = {step.resident: self.blocks[step.resident][step.rows], self.schedule.rotating: rotating[step.block]}
+        self.arithmetic.attend(both["q"], both["kv"], step.work)
         if step.frees:
-            del self.blocks[step.block]
+            del rotating[step.block]
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, and remember what is pending with the layout of what it will bring."""
@@ -129,24 +123,21 @@ class _Run:
             case Exchange():
                 splits = [0 if rank == place.team_rank else sent.layout.size for rank in range(place.team)]
                 pending = all_to_all(sent.buffer, splits, splits, self.groups.team)
-            case _:
+            case Hop():
                 pending = self.groups.permute(sent.buffer, transfer)
         self.pending[transfer] = Sent(pending, sent.layout)
 
     def _outgoing(self, transfer: Transfer) -> Sent:
+        blocks = self.blocks[transfer.side]
         match transfer:
-            case Move():
-                return self._sent(self.blocks[transfer.held], transfer)
-            case Carry():
-                return self._sent_partial(self.blocks.pop(transfer.block), transfer)
             case Gather():
-                return self._sent(self.local if transfer.side == self.schedule.resident else self.blocks[0], transfer)
-            case Pass():
-                return self._sent(self.mates[transfer.distance - 1], transfer)
-            case Return():
-                return self._sent_partial(self.mates.pop(transfer.distance), transfer)
+                return self._sent(blocks[0], transfer)
             case Exchange():
                 return self._shares(transfer)
+            case Hop(partial=True):
+                return self._sent_partial(blocks.pop(transfer.block), transfer)
+            case Hop():
+                return self._sent(blocks[transfer.block], transfer)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer and take up what it brought."""
@@ -154,49 +145,41 @@ class _Run:
         self.awaited = transfer
         buffer = received(pending)
         self.awaited = None
+        blocks = self.blocks[transfer.side]
         match transfer:
-            case Move():
-                self.blocks[transfer.block] = Operand(places.views(buffer), sent=Sent(buffer, places))
-            case Pass():
-                self.mates[transfer.distance] = Operand(places.views(buffer), sent=Sent(buffer, places))
-            case Carry() if transfer.into == HOME:
-                self.home.partial = places.views(buffer)
-            case Carry() if transfer.kind == "home":
-                own = self.blocks[transfer.into]
-                self.arithmetic.combine(own, _cut(places.views(buffer), own))
-            case Carry():
-                block = self.blocks[transfer.into]
+            case Gather() if transfer.side == self.schedule.resident:
+                by_tensor = zip(*_each(buffer, places), strict=True)
+                blocks[TEAM] = Operand(tuple([self.schedule.peers.together(x, SEQUENCE_DIM) for x in by_tensor]))
+            case Gather():
+                blocks[0] = self._everyone(_each(buffer, places))
+            case Exchange():
+                # One's own rows, to which is added what the others computed for them.
+                own = self._own(transfer.side)
+                for share in _each(buffer, places):
+                    self.arithmetic.combine(own, _cut(share, own))
+            case Hop(partial=False):
+                blocks[transfer.into] = Operand(places.views(buffer), sent=Sent(buffer, places))
+            case Hop() if transfer.into == TEAM:
+                blocks[TEAM].partial = places.views(buffer)
+            case Hop(into=0):
+                self.arithmetic.combine(blocks[0], _cut(places.views(buffer), blocks[0]))
+            case Hop():
+                block = blocks[transfer.into]
                 # What there is of it here is added to what arrives, which is wide and can be sent on as it is.
                 arrived = _cut(places.views(buffer), block)
                 if block.partial:
                     self.arithmetic.combine_(arrived, block.partial)
                 block.partial, block.sent_partial = arrived, Sent(buffer, places)
-            case Gather() if transfer.side == self.schedule.resident:
-                by_tensor = zip(*_each(buffer, places), strict=True)
-                self.peers = Operand(tuple([self.schedule.peers.together(x, SEQUENCE_DIM) for x in by_tensor]))
-            case Gather():
-                self.blocks[0] = self._everyone(_each(buffer, places))
-            case Return():
-                self.arithmetic.combine(self.local, _cut(places.views(buffer), self.local))
-            case Exchange():
-                operand = self.local
-                if transfer.side != self.schedule.resident:
-                    rows = self.schedule.everyone.rows[self.groups.place.team_rank]
-                    operand = self.home
-                    operand.partial = tuple(rows.of(x, SEQUENCE_DIM) for x in operand.partial)
-                # One's own rows, to which is added what the others computed for them.
-                for share in _each(buffer, places):
-                    self.arithmetic.combine(operand, _cut(share, operand))
 
-    def results(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What was computed for the own shards of the resident and the rotating side."""
-        both, queries_stay = self.arithmetic.gives_to_keys, self.schedule.resident == "q"
-        own = self._partial(self.local) if both or queries_stay else ()
-        if self.schedule.home == "exchange":
-            return own, self.home.partial
-        return own, self._partial(self.blocks[0]) if both or not queries_stay else ()
+    def result(self, side: Side) -> tuple[Tensor, ...]:
+        """What was computed for the own shard of a side."""
+        return self._partial(self._own(side))
 
-    def _sent(self, operand: Operand, transfer: Gather | Move | Pass) -> Sent:
+    def _own(self, side: Side) -> Operand:
+        """Where that comes together: of a side that has been placed elsewhere not where its shard was."""
+        return self.blocks[side][0 if self.schedule.home == "block" or side == self.schedule.resident else TEAM]
+
+    def _sent(self, operand: Operand, transfer: Transfer) -> Sent:
         """An operand's data as it travels: as it came, or one's own shard, as long as the longest."""
         if operand.sent is not None:
             return operand.sent
@@ -204,7 +187,7 @@ class _Run:
         places = _layout(data, [x.dtype for x in data], self.schedule.rows(transfer))
         return Sent(pack(data, places), places)
 
-    def _sent_partial(self, operand: Operand, transfer: Carry | Return) -> Sent:
+    def _sent_partial(self, operand: Operand, transfer: Hop) -> Sent:
         """What has been computed for rows of others as it travels: wide where it is added to on its way."""
         sent, partial = operand.sent_partial, self._partial(operand)
         if transfer.kind != "carry":
@@ -221,20 +204,22 @@ class _Run:
 
     def _shares(self, transfer: Exchange) -> Sent:
         """What an exchange sends: to every other team member the partial result of its rows."""
-        if transfer.side == self.schedule.resident:
-            partial, members = self._partial(self.peers), self.schedule.peers
-            self.peers = Operand(())
+        schedule, place, blocks = self.schedule, self.groups.place, self.blocks[transfer.side]
+        partial, length = self._partial(blocks[TEAM]), schedule.rows(transfer)
+        if transfer.side == schedule.resident:
+            members = schedule.peers
+            del blocks[TEAM]
         else:
-            partial, members = self.home.partial, self.schedule.everyone
-        length, place = self.schedule.rows(transfer), self.groups.place
+            members = schedule.everyone
+            blocks[TEAM].partial = tuple(members.rows[place.team_rank].of(x, SEQUENCE_DIM) for x in partial)
         places = self._home_layout(partial, transfer)
         shares = Shares([places] * place.team, place.team_rank)
         is_padded = any(n and rows.length < length for n, rows in zip(shares.splits, members.rows, strict=True))
         return Sent(shares.packed(partial, [members.rows] * len(partial), SEQUENCE_DIM, padded=is_padded), places)
 
-    def _home_layout(self, partial: Sequence[Tensor], transfer: Exchange | Return | Carry) -> Layout:
+    def _home_layout(self, partial: Sequence[Tensor], transfer: Transfer) -> Layout:
         """Of a share of a partial result that its owner is sent."""
-        dtypes = self.arithmetic.home_dtypes(len(partial), self.local.data[0].dtype)
+        dtypes = self.arithmetic.home_dtypes(len(partial), self.dtype)
         return _layout(partial, dtypes, self.schedule.rows(transfer))
 
     def _everyone(self, members: Sequence[tuple[Tensor, ...]]) -> Operand:

@@ -20,7 +20,7 @@ from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.holdings import peer_of
 from wallfacer_dt.algorithms.schedule import outline
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import CONTEXT, Carry, Exchange, Hop, Return, Side, Transfer
+from wallfacer_dt.algorithms.steps import CONTEXT, Hop, Side, Transfer
 from wallfacer_dt.kernels import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
 
     def transferred(self, transfer: Transfer, rows: Ints, heads: Ints, *, backward: bool) -> Content:
         """What a transfer of so many rows and heads brings from each of its sources."""
-        if not isinstance(transfer, Exchange | Carry | Return):
+        if not transfer.partial:
             return self.data(transfer.side, rows, heads, backward=backward)
         once = self.partial(transfer.side, rows, heads, backward=backward)
         return Content(0, once.sent, once.statistics) if transfer.kind == "carry" else once

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import ByRow, Sees, plan_work
-from wallfacer_dt.algorithms.steps import CONTEXT, Attend, Exchange, Part, Side, Start, Step
+from wallfacer_dt.algorithms.steps import CONTEXT, TEAM, Attend, Exchange, Side, Start, Step
 from wallfacer_dt.layout import Pieces, Shards, in_order
 from wallfacer_dt.mesh import TEAM_AXIS, Coordinate
 from wallfacer_dt.rows import Members
@@ -32,11 +32,6 @@ class Holdings:
         """The side that moves round the ring."""
         return "kv" if self.resident == "q" else "q"
 
-    @property
-    def result(self) -> str:
-        """What is computed for the rotating side."""
-        return f"d{self.rotating}" if self.backward else "out"
-
     def is_given(self, side: Side) -> bool:
         """Whether something is computed for a side."""
         return self.backward or side == "q"
@@ -44,19 +39,17 @@ class Holdings:
     def attend_all(self, block: int, rotating: ByRow, exchange: Exchange | None) -> Iterator[Step]:
         """Others' rows and then one's own with a block; the exchange, if any, starts between them."""
         if self.place.team > 1:
-            yield self.attend("peer", block, rotating)
+            yield self.attend(TEAM, block, rotating)
             if exchange:
                 yield Start(exchange)
-        yield self.attend("local", block, rotating)
+        yield self.attend(0, block, rotating)
 
-    def attend(self, part: Part, block: int, rotating: ByRow, distance: int = 0) -> Attend:
-        """A part of the team's rows of the resident side with a block; for ``distance`` see ``steps.Attend``."""
-        place, resident = self.place, self.resident
-        is_whole = part == "peer" and not distance
-        rows = self._peers if is_whole else self.shard(resident, mate_of(place, distance))
-        queries, keys = (rows, rotating) if resident == "q" else (rotating, rows)
+    def attend(self, number: int, block: int, rotating: ByRow) -> Attend:
+        """Rows of the resident side, by their number, with a block; see ``steps.Attend``."""
+        rows = self._peers if number == TEAM else self.shard(self.resident, mate_of(self.place, number))
+        queries, keys = (rows, rotating) if self.resident == "q" else (rotating, rows)
         work = plan_work(queries, keys, self.mask, self.sees) if queries else ()
-        return Attend(part, resident, block, work, distance)
+        return Attend(self.resident, number, block, work)
 
     @cached_property
     def _peers(self) -> ByRow:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from wallfacer_dt.algorithms.holdings import Holdings, index_of
-from wallfacer_dt.algorithms.steps import CONTEXT, HOME, Carry, Exchange, Gather, Move, Start, Step, Wait
+from wallfacer_dt.algorithms.steps import CONTEXT, TEAM, Exchange, Gather, Hop, Start, Step, Wait
 from wallfacer_dt.mesh import RING_AXIS
 
 
@@ -21,20 +21,20 @@ def published(held: Holdings) -> Iterator[Step]:
     # Algorithm 3
     to, source = (group * blocks + (position + step) % blocks for step in (1, -1))
 
-    def move(block: int) -> Move:
+    def move(block: int) -> Hop:
         if block == 0:
-            return Move(held.rotating, 0, 0, CONTEXT, placed_at, placed_from)
-        return Move(held.rotating, block - 1, block, RING_AXIS, to, source)
+            return Hop(held.rotating, 0, 0, CONTEXT, placed_at, placed_from)
+        return Hop(held.rotating, block - 1, block, RING_AXIS, to, source)
 
     def team_held(block: int) -> int:
         return (position - block) % blocks * team + member
 
-    def carry(block: int) -> Carry:
+    def carry(block: int) -> Hop:
         if block < blocks - 1:
-            return Carry(held.rotating, block, block + 1, RING_AXIS, to, source, held.result)
+            return Hop(held.rotating, block, block + 1, RING_AXIS, to, source, partial=True)
         # Home: to the member that sent the rows here in the first place, and likewise back from one's own target.
         home = index_of(place, team_held(block), group)
-        return Carry(held.rotating, block, HOME, CONTEXT, home, fetched_from, held.result)
+        return Hop(held.rotating, block, TEAM, CONTEXT, home, fetched_from, partial=True)
 
     yield Start(Gather(held.rotating))
     yield Start(Gather(held.resident))

@@ -14,15 +14,16 @@ from itertools import product, zip_longest
 
 from wallfacer_dt.algorithms.holdings import Holdings
 from wallfacer_dt.algorithms.rotation import Rotation
-from wallfacer_dt.algorithms.steps import Attend, Pass, Return, Start, Step, Wait
+from wallfacer_dt.algorithms.steps import Attend, Hop, Start, Step, Wait
+from wallfacer_dt.mesh import TEAM_AXIS
 
 
 def rings(held: Holdings) -> Iterator[Step]:
     """Every rank's rows of the resident side go round its team, and its block of the other side round its ring."""
     ring, team, me = Rotation(held), held.place.team, held.place.team_rank
     side, returns = held.resident, held.is_given(held.resident)
-    passes = [Pass(side, distance, (me + 1) % team, (me - 1) % team) for distance in range(1, team)]
-    back = [Return(side, it.distance, (me - it.distance) % team, (me + it.distance) % team) for it in passes]
+    passes = [Hop(side, n - 1, n, TEAM_AXIS, (me + 1) % team, (me - 1) % team) for n in range(1, team)]
+    back = [Hop(side, n, 0, TEAM_AXIS, (me - n) % team, (me + n) % team, partial=True) for n in range(1, team)]
     moves = [ring.move(block) for block in range(1, ring.blocks)]
     early = 1 if len(moves) > 1 else 0
     coming = [*passes[:early], *moves[:early], *passes[early:], *moves[early:]]
@@ -30,23 +31,23 @@ def rings(held: Holdings) -> Iterator[Step]:
     waiting = [block for block in (last - 1, last) if block > 0 and not ring.carries]
 
     def own(block: int) -> Attend:
-        return held.attend("local", block, ring.rows(block))
+        return held.attend(0, block, ring.rows(block))
 
     yield Start(coming[0])
-    yield Attend("local", side, 0, now)
+    yield Attend(side, 0, 0, now)
     distances, blocks = [], [0]
     for transfer, following in zip_longest(coming, coming[1:]):
         yield Wait(transfer)
         if following:
             yield Start(following)
-        if isinstance(transfer, Pass):
-            distances.append(transfer.distance)
-            meeting = product([transfer.distance], blocks)
+        if transfer.side == side:
+            distances.append(transfer.into)
+            meeting = product([transfer.into], blocks)
         else:
-            blocks.append(transfer.block)
-            meeting = product(distances, [transfer.block])
+            blocks.append(transfer.into)
+            meeting = product(distances, [transfer.into])
         for distance, block in meeting:
-            yield held.attend("peer", block, ring.rows(block), distance)
+            yield held.attend(distance, block, ring.rows(block))
             if block == last and returns:
                 yield Start(back[distance - 1])
             if block > 0 and distance == team - 1:
@@ -55,7 +56,7 @@ def rings(held: Holdings) -> Iterator[Step]:
                 yield from ring.goes_on(block)
     yield from map(own, waiting)
     if later:
-        yield Attend("local", side, 0, later)
+        yield Attend(side, 0, 0, later)
     if returns:
         yield from map(Wait, back)
     yield from ring.coming_home()

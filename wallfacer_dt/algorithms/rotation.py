@@ -6,7 +6,7 @@ from functools import cached_property
 
 from wallfacer_dt.algorithms.holdings import Holdings, index_of
 from wallfacer_dt.algorithms.segments import ByRow, Work, split_work
-from wallfacer_dt.algorithms.steps import Carry, Move, Start, Step, Wait
+from wallfacer_dt.algorithms.steps import Hop, Start, Step, Wait
 from wallfacer_dt.mesh import RING_AXIS
 
 
@@ -26,15 +26,15 @@ class Rotation:
         """Whether something is computed for them that comes home."""
         return self.held.is_given(self.held.rotating)
 
-    def move(self, block: int) -> Move:
+    def move(self, block: int) -> Hop:
         """By which a block comes."""
         before = 0 if block == 1 + self._route[1] else block - 1
-        return Move(self.held.rotating, before, block, RING_AXIS, *self._hop(before, block))
+        return self._hop(before, block)
 
-    def carry(self, block: int) -> Carry:
+    def carry(self, block: int) -> Hop:
         """By which what has been computed for a block goes on, behind it."""
         into = 0 if block in (self._route[1], self.blocks - 1) else block + 1
-        return Carry(self.held.rotating, block, into, RING_AXIS, *self._hop(block, into), self.held.result)
+        return self._hop(block, into, partial=True)
 
     def rows(self, block: int) -> ByRow:
         """The positions of a block."""
@@ -47,7 +47,7 @@ class Rotation:
 
         ``returns``: what is computed for the team's rows leaves.
         """
-        work = self.held.attend("local", 0, self.rows(0)).work
+        work = self.held.attend(0, 0, self.rows(0)).work
         is_last = self.blocks == 1
         return split_work(work) if (returns if is_last else self.carries) else (work, ())
 
@@ -63,11 +63,11 @@ class Rotation:
         if self.carries and self.blocks > 1:
             yield Wait(self.carry(self.blocks - 1))
 
-    def _hop(self, start: int, stop: int) -> tuple[int, int]:
-        """To whom and from whom a block goes that becomes another."""
+    def _hop(self, start: int, stop: int, *, partial: bool = False) -> Hop:
+        """By which a block becomes another."""
         ring, me, come = self.held.place.ring, self.held.place.ring_rank, self._route[0]
-        shift = come[stop] - come[start]
-        return (me + shift) % ring, (me - shift) % ring
+        to, source = ((me + way * (come[stop] - come[start])) % ring for way in (1, -1))
+        return Hop(self.held.rotating, start, stop, RING_AXIS, to, source, partial)
 
     @cached_property
     def _route(self) -> tuple[Sequence[int], int]:

@@ -9,17 +9,18 @@ from wallfacer_dt.rows import Members
 
 Side = Literal["q", "kv"]
 SIDES: tuple[Side, Side] = ("q", "kv")
-Part = Literal["local", "peer"]
 CONTEXT = "cp"  # both axes together
-HOME = -1  # the place of what a published schedule carries back to the rank that the rows belong to
+# The block that is all rows of a team: of the resident side the others', of the rotating side what comes home to them.
+TEAM = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
     """All-gather one side's data in the team."""
 
-    kind: ClassVar[str] = "gather"
+    kind: ClassVar[Literal["gather"]] = "gather"
     axis: ClassVar[str] = TEAM_AXIS
+    partial: ClassVar[bool] = False
     side: Side
 
     def __str__(self) -> str:
@@ -27,31 +28,25 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Pass rotating block ``held`` on: the receiver knows it as block ``block``."""
+class Exchange:
+    """All-to-all of partial results in the team: everyone's go to their owner, who combines them."""
 
+    kind: ClassVar[Literal["exchange"]] = "exchange"
+    axis: ClassVar[str] = TEAM_AXIS
+    partial: ClassVar[bool] = True
     side: Side
-    held: int
-    block: int
-    axis: str
-    to: int
-    source: int
-
-    @property
-    def kind(self) -> str:
-        """``"place"`` on the published schedule's way to its ring."""
-        return "place" if self.axis == CONTEXT else "move"
 
     def __str__(self) -> str:
-        return f"permute {self.axis} {self.side}[{self.block}] to {self.to} from {self.source}"
+        return f"all_to_all {TEAM_AXIS} partial {self.side}"
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
-    """Pass on what has been computed for rotating block ``block``; it is added to the receiver's ``into``.
+class Hop:
+    """Pass on block ``block`` of a side, or what has been computed for it (``partial``), to one rank; as much comes.
 
-    ``result`` is what that is called: gradients (``"dq"``, ``"dkv"``), or queries' outputs (``"out"``). It comes to its
-    owner where that is 0, or ``HOME``.
+    The receiver knows the data as block ``into``, and adds partial results to what it has of that; they have come to
+    their owner where that is 0, or ``TEAM``. Blocks of the resident side are the rows of others of the team, numbered
+    by how far they have come round it.
     """
 
     side: Side
@@ -60,65 +55,23 @@ class Carry:
     axis: str
     to: int
     source: int
-    result: str
+    partial: bool = False
 
     @property
     def kind(self) -> str:
-        """``"home"`` where it comes to its owner."""
-        return "home" if self.into in (0, HOME) else "carry"
+        """Of data ``"move"``, round the team ``"pass"``, on the published schedule's way to its ring ``"place"``.
+
+        Of partial results ``"carry"``, or where they come to their owner ``"home"``, round the team ``"return"``.
+        """
+        if self.partial:
+            return "return" if self.axis == TEAM_AXIS else "home" if self.into in (0, TEAM) else "carry"
+        return {TEAM_AXIS: "pass", CONTEXT: "place"}.get(self.axis, "move")
 
     def __str__(self) -> str:
-        into = "home" if self.into == HOME else f"into {self.result}[{self.into}]"
-        what = f"{self.result}[{self.block}] {into}"
+        into = "home" if self.into == TEAM else f"into {self.side}[{self.into}]"
+        what = f"partial {self.side}[{self.block}] {into}" if self.partial else f"{self.side}[{self.into}]"
         return f"permute {self.axis} {what} to {self.to} from {self.source}"
 
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """All-to-all of partial results in the team: everyone's go to their owner, who combines them."""
-
-    kind: ClassVar[str] = "exchange"
-    axis: ClassVar[str] = TEAM_AXIS
-    side: Side
-
-    def __str__(self) -> str:
-        return f"all_to_all {TEAM_AXIS} partial {self.side}"
-
-
-@dataclass(frozen=True, slots=True)
-class _RoundTeam:
-    """Of rows of the resident side that are attended ``distance`` ranks from their owner, round the team."""
-
-    kind: ClassVar[str]
-    what: ClassVar[str]
-    axis: ClassVar[str] = TEAM_AXIS
-    side: Side
-    distance: int
-    to: int
-    source: int
-
-    def __str__(self) -> str:
-        return f"permute {TEAM_AXIS} {self.what}{self.side}+{self.distance} to {self.to} from {self.source}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pass(_RoundTeam):
-    """Pass them on, from where they have come ``distance - 1`` ranks."""
-
-    kind: ClassVar[str] = "pass"
-    what: ClassVar[str] = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Return(_RoundTeam):
-    """Send their partial result to the owner, who combines."""
-
-    kind: ClassVar[str] = "return"
-    what: ClassVar[str] = "partial "
-
-
-Hop = Move | Carry | Pass | Return
-"""What goes to one rank and comes from one."""
 
 Transfer = Gather | Exchange | Hop
 
@@ -145,23 +98,27 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Attend the resident side's rows (own or the others') and a rotating block.
+    """Attend rows of the resident side and a rotating block.
 
-    ``distance``: of the others' rows only those that have come so far round the team; 0 for all. ``frees``: the block
-    is not needed afterwards.
+    ``rows``: which block of the resident side: 0 is one's own, ``TEAM`` all others'. ``frees``: the rotating block is
+    not needed afterwards.
     """
 
-    part: Part
     resident: Side
+    rows: int
     block: int
     work: Work
-    distance: int = 0
     frees: bool = False
+
+    @property
+    def part(self) -> Literal["local", "peer"]:
+        """Whose rows: one's own, or others'."""
+        return "peer" if self.rows else "local"
 
     def __str__(self) -> str:
         rotating = "kv" if self.resident == "q" else "q"
         work = "; ".join(map(str, self.work))
-        whose = f"{self.part} {self.resident}" + f"+{self.distance}" * bool(self.distance)
+        whose = f"{self.part} {self.resident}" + f"[{self.rows}]" * (self.rows > 0)
         return f"      attend {whose} x {rotating}[{self.block}]: {work or 'nothing visible'}"
 
 
@@ -186,13 +143,18 @@ class Schedule:
     gathered: int  # rows of a rotating side that is gathered, as they are sent
 
     @property
+    def rotating(self) -> Side:
+        """The side that moves."""
+        return "kv" if self.resident == "q" else "q"
+
+    @property
     def transfers(self) -> list[Transfer]:
         """In the order in which they start."""
         return [step.transfer for step in self.steps if isinstance(step, Start)]
 
     def rows(self, transfer: Transfer) -> int:
         """How many rows a transfer brings from each of its sources."""
-        if self.home == "exchange" and isinstance(transfer, Move | Carry):
+        if self.home == "exchange" and isinstance(transfer, Hop):
             return self.gathered
         return self.padded_lengths[0 if transfer.side == "q" else 1]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from wallfacer_dt.algorithms.holdings import Holdings
 from wallfacer_dt.algorithms.rotation import Rotation
-from wallfacer_dt.algorithms.steps import Attend, Exchange, Gather, Start, Step, Wait
+from wallfacer_dt.algorithms.steps import TEAM, Attend, Exchange, Gather, Start, Step, Wait
 
 
 def two_dimensional(held: Holdings) -> Iterator[Step]:
@@ -25,10 +25,10 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
         yield Start(gather)
     if ring.blocks > 1:
         yield Start(ring.move(1))
-    yield Attend("local", held.resident, 0, now)
+    yield Attend(held.resident, 0, 0, now)
     if has_team:
         yield Wait(gather)
-        yield held.attend("peer", 0, ring.rows(0))
+        yield held.attend(TEAM, 0, ring.rows(0))
         if ring.blocks == 1 and exchange:
             yield Start(exchange)
     for block in range(1, ring.blocks):
@@ -39,7 +39,7 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
         yield from held.attend_all(block, ring.rows(block), exchange if is_last else None)
         yield from ring.goes_on(block)
     if later:
-        yield Attend("local", held.resident, 0, later)
+        yield Attend(held.resident, 0, 0, later)
     if exchange:
         yield Wait(exchange)
     yield from ring.coming_home()

@@ -19,12 +19,9 @@ from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     SIDES,
+    TEAM,
     Attend,
-    Carry,
     Hop,
-    Move,
-    Part,
-    Return,
     Side,
     Start,
     Step,
@@ -32,7 +29,7 @@ from wallfacer_dt.algorithms.steps import (
     Wait,
 )
 from wallfacer_dt.layout import Spans
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import RING_AXIS, Coordinate
 
 Sizes = tuple[tuple[int, int, int], ...]
 """Of a step's tiles: pairs, rows of queries and rows of keys."""
@@ -97,20 +94,18 @@ def _written(step: Step, place: Coordinate, by_shift: bool, spares_hops: bool) -
             return _sent(transfer, place, by_shift, spares_hops)
         case Wait(transfer):
             return Awaited(str(transfer))
-        case Attend(part, resident, block, work):
+        case Attend(resident, _, block, work):
             rotating = "kv" if resident == "q" else "q"
-            return Attended(f"{part} {resident} x {rotating}[{block}]", _sizes(work))
+            return Attended(f"{step.part} {resident} x {rotating}[{block}]", _sizes(work))
 
 
 def _sent(transfer: Transfer, place: Coordinate, by_shift: bool, spares_hops: bool) -> Sent:
-    hops = by_shift and isinstance(transfer, Move | Carry)
-    shift = (place.ring_rank - transfer.source) % place.ring if hops else 0
-    if isinstance(transfer, Return):
-        shift = transfer.distance
+    hops = by_shift and transfer.axis == RING_AXIS
+    shift, sources = 0, tuple(index_of(place, place.ring_rank, member) for member in range(place.team))
     if isinstance(transfer, Hop):
-        sources: tuple[int, ...] = (peer_of(place, transfer.axis, transfer.source),)
-    else:
-        sources = tuple(index_of(place, place.ring_rank, member) for member in range(place.team))
+        back = transfer.block if transfer.kind == "return" else 0
+        shift = (place.ring_rank - transfer.source) % place.ring if hops else back
+        sources = (peer_of(place, transfer.axis, transfer.source),)
     may_be_spared = transfer.axis == CONTEXT or (hops and spares_hops)
     return Sent(str(transfer), transfer.kind, transfer.side, shift, sources, may_be_spared)
 
@@ -124,15 +119,14 @@ def _sizes(work: Work) -> Sizes:
 class _Alike(Holdings):
     """Holdings of which what lies as other things do is planned once, under masks that do not ask where."""
 
-    def attend(self, part: Part, block: int, rotating: ByRow, distance: int = 0) -> Attend:
+    def attend(self, number: int, block: int, rotating: ByRow) -> Attend:
         """As of any holdings."""
         if self.mask.prefix or self.mask.documents or self.mask.asked:
-            return super().attend(part, block, rotating, distance)
-        is_whole = part == "peer" and not distance
-        rows = self._peers if is_whole else self.shard(self.resident, mate_of(self.place, distance))
+            return super().attend(number, block, rotating)
+        rows = self._peers if number == TEAM else self.shard(self.resident, mate_of(self.place, number))
         (queries,), (keys,) = (rows, rotating) if self.resident == "q" else (rotating, rows)
         reach = (self.mask.left or 0) + (self.mask.right or 0) + 2
-        return Attend(part, self.resident, block, _work(self.mask, *_closed_up(queries, keys, reach)), distance)
+        return Attend(self.resident, number, block, _work(self.mask, *_closed_up(queries, keys, reach)))
 
 
 Ends = tuple[tuple[int, int], ...]

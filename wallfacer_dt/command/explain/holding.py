@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from wallfacer_dt.algorithms.holdings import peer_of
-from wallfacer_dt.algorithms.steps import Move, Schedule
+from wallfacer_dt.algorithms.steps import Hop, Schedule
 from wallfacer_dt.mesh import Coordinate
 
 
@@ -31,10 +31,10 @@ class Holding:
     def _found(self, inner: int, block: int) -> tuple[int, ...]:
         place = Coordinate(len(self.schedules) // self.team, self.team, *divmod(inner, self.team))
         for transfer in self.schedules[inner].transfers:
-            if isinstance(transfer, Move) and transfer.block == block:
+            if isinstance(transfer, Hop) and transfer.kind in ("move", "place") and transfer.into == block:
                 source = peer_of(place, transfer.axis, transfer.source)
                 # A placement (Algorithm 2) sends what its sender has gathered.
-                return team_of(source, self.team) if block == 0 else self.of(source, transfer.held)
+                return team_of(source, self.team) if block == 0 else self.of(source, transfer.block)
         return (inner,)
 
 

@@ -6,8 +6,8 @@ from wallfacer_dt.algorithms.flows import Content, Shape
 from wallfacer_dt.algorithms.heads import Heads, split_heads
 from wallfacer_dt.algorithms.holdings import mate_of, peer_of
 from wallfacer_dt.algorithms.schedule import make_schedule
+from wallfacer_dt.algorithms.steps import TEAM, Hop, Schedule, Side, Start, Wait
 from wallfacer_dt.algorithms.steps import Attend as AttendStep
-from wallfacer_dt.algorithms.steps import Carry, Exchange, Gather, Hop, Move, Pass, Return, Schedule, Side, Start, Wait
 from wallfacer_dt.algorithms.steps import Transfer as AnyTransfer
 from wallfacer_dt.command.explain.facts import (
     Attend,
@@ -24,10 +24,6 @@ from wallfacer_dt.command.explain.holding import Holding, team_of
 from wallfacer_dt.command.explain.settings import DTYPES, Settings
 from wallfacer_dt.layout import length_of
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
-
-_KINDS: dict[type, Kind] = {
-    Gather: "gather", Exchange: "exchange", Move: "move", Pass: "move", Carry: "carry", Return: "carry",
-}  # fmt: skip
 
 
 def make_facts(settings: Settings) -> Facts:
@@ -128,7 +124,7 @@ class _Maker:
         place = self.place
         team = team_of(place.inner_index, place.team)
         others = [i for i in team if i != place.inner_index]
-        stays = others if step.part == "peer" and not step.distance else [mate_of(place, step.distance)]
+        stays = others if step.rows == TEAM else [mate_of(place, step.rows)]
         moves = self.holding.of(place.inner_index, step.block)
         pairs = sum(segments.area for segments in step.work)
         return Attend(
@@ -159,10 +155,12 @@ class _Maker:
                 tuple(self._message(rank, content) for rank in ranks if rank != self.rank)
                 for ranks in self._peers(transfer)
             )
-            block = transfer.block if isinstance(transfer, Move) else None
-            block = transfer.into if isinstance(transfer, Carry) else block
+            block, way = None, "carry" if transfer.partial else "move"
+            if isinstance(transfer, Hop) and transfer.side == self.schedule.rotating:
+                block = transfer.into
+            kind = way if isinstance(transfer, Hop) else transfer.kind
             self.transfers[number] = Transfer(
-                number, _KINDS[type(transfer)], transfer.axis, self._names(transfer), group, block, sends, receives
+                number, kind, transfer.axis, self._names(transfer), group, block, sends, receives
             )
         return number
 
@@ -180,8 +178,7 @@ class _Maker:
         return mates, mates
 
     def _names(self, transfer: AnyTransfer) -> str:
-        is_result = isinstance(transfer, Exchange | Carry | Return)
-        return self._result(transfer.side) if is_result else self._data(transfer.side)
+        return self._result(transfer.side) if transfer.partial else self._data(transfer.side)
 
     def _data(self, side: Side) -> str:
         if side == "kv":
