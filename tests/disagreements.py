@@ -24,7 +24,8 @@ from tests.metp_refusals import D, FeedForward, H, WithOptions, attention, metp,
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.calls import Call
 from wallfacer_dt.checkpoint import save_attention
-from wallfacer_dt.kernels import Need, select_kernel
+from wallfacer_dt.kernels.block import Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.mesh import name_of
 
 ODD = 2  # the rank that differs

@@ -39,7 +39,9 @@ from tests.cases import (
 )
 from wallfacer_dt import RingParallel, TokenOrder, UlyssesParallel, WallFacerParallel, sequence_positions
 from wallfacer_dt.checkpoint import save_attention
-from wallfacer_dt.kernels import Need, flash_attn, select_kernel
+from wallfacer_dt.kernels import flash_attn
+from wallfacer_dt.kernels.block import Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.testing import IncomparableError, RankPool, worst_error
 
 RANKS = 4

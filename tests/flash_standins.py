@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from wallfacer_dt.kernels import FULL, BlockKernel, How, Need, aten, flash_attn, reference, register_kernel
+from wallfacer_dt.kernels import aten, flash_attn, reference
+from wallfacer_dt.kernels.block import FULL, BlockKernel, How, Need
+from wallfacer_dt.kernels.registry import register_kernel
 
 
 def _visible(rows: int, columns: int, left: int | None, right: int | None) -> Tensor:

@@ -20,7 +20,8 @@ from tests.strategies import examples
 from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.algorithms import blocks
 from wallfacer_dt.algorithms.blocks import Answers, Captured, check_mask, known_recording, mask_key, recorded_mask
-from wallfacer_dt.kernels import FULL, How, visible
+from wallfacer_dt.kernels import visible
+from wallfacer_dt.kernels.block import FULL, How
 from wallfacer_dt.kernels.visible import visible_keys
 from wallfacer_dt.layout import positions
 from wallfacer_dt.testing import RankPool

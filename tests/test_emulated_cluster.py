@@ -45,7 +45,8 @@ from recipes.benchmarks.cluster.watcher import environment
 from recipes.benchmarks.pictures import Panel, draw
 from tests.machines import needs_network
 from wallfacer_dt import Cluster, Kernels, Link
-from wallfacer_dt.kernels import CAUSAL, FULL, Band, How, Need, select_kernel
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, How, Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning.attention import Costs, programs_of
 from wallfacer_dt.planning.predict import attention_cost
 
@@ -201,7 +202,7 @@ def test_clocked_kernel_is_not_there_by_accident(monkeypatch: pytest.MonkeyPatch
     # Where nobody has registered it, the name is unknown.
     program = (
         "import recipes.benchmarks.cluster.device as device\n"
-        "from wallfacer_dt.kernels import check_kernel\n"
+        "from wallfacer_dt.kernels.registry import check_kernel\n"
         "check_kernel(device.KERNEL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())

@@ -31,27 +31,10 @@ from tests import flash_standins
 from tests.cases import rms
 from tests.strategies import examples
 from wallfacer_dt.algorithms.blocks import Answers, Captured, recorded_mask
-from wallfacer_dt.kernels import (
-    CAUSAL,
-    FULL,
-    Band,
-    BlockKernel,
-    How,
-    Need,
-    aten,
-    flash_attn,
-    flex,
-    merge_,
-    output_factor,
-    output_from,
-    reference,
-    register_kernel,
-    registry,
-    select_kernel,
-    sinks_gradient,
-    visible,
-    with_sinks,
-)
+from wallfacer_dt.kernels import aten, flash_attn, flex, reference, registry, visible
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need
+from wallfacer_dt.kernels.merge import merge_, output_factor, output_from, sinks_gradient, with_sinks
+from wallfacer_dt.kernels.registry import register_kernel, select_kernel
 from wallfacer_dt.kernels.windows import flash_windows
 from wallfacer_dt.testing import worst_error
 

@@ -15,8 +15,8 @@ from tests.cases import Case, Nans, draw, run_uncounted, whole, with_nans
 from tests.pairwise import tiers
 from tests.strategies import any_case, examples
 from tests.test_kernels import FLASH, Block, Expected, blocks, oracle, run, visible_in
-from wallfacer_dt.kernels import CAUSAL, FULL, reference
-from wallfacer_dt.kernels.block import BlockKernel
+from wallfacer_dt.kernels import reference
+from wallfacer_dt.kernels.block import CAUSAL, FULL, BlockKernel
 from wallfacer_dt.testing import RankPool
 from wallfacer_dt.testing.oracle import visibility
 

@@ -18,7 +18,8 @@ from wallfacer_dt.command.options import OptionError
 from wallfacer_dt.command.planning.machines import Machines
 from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.units import parse_tokens
-from wallfacer_dt.kernels import Need, select_kernel
+from wallfacer_dt.kernels.block import Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.metp.feed_forward import ACTIVATIONS
 from wallfacer_dt.planning import Kernels, PlanningError
 from wallfacer_dt.planning.candidates import attentions, with_layers

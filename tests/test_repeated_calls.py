@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import Inner
 from wallfacer_dt import TokenOrder, WallFacerParallel, attention, context_mesh, register_kernel
-from wallfacer_dt.kernels import Need, select_kernel
+from wallfacer_dt.kernels.block import Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.ops import BODIES
 from wallfacer_dt.options import Options
 from wallfacer_dt.testing import worst_error

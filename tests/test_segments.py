@@ -23,7 +23,8 @@ from wallfacer_dt.algorithms.segments import Sees, Segments, Work, plan_work, sp
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import Attend, Schedule
 from wallfacer_dt.algorithms.tiles import Tile
-from wallfacer_dt.kernels import Band, BlockKernel, reference
+from wallfacer_dt.kernels import reference
+from wallfacer_dt.kernels.block import Band, BlockKernel
 from wallfacer_dt.layout import Spans, length_of, merged, positions
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.testing import worst_error

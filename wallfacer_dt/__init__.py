@@ -10,7 +10,7 @@ from wallfacer_dt.data import SequenceDataset, SequenceSampler
 from wallfacer_dt.equivalence.check import check_equivalence
 from wallfacer_dt.equivalence.model import check_model
 from wallfacer_dt.equivalence.trial import EquivalenceError
-from wallfacer_dt.kernels import register_kernel
+from wallfacer_dt.kernels.registry import register_kernel
 from wallfacer_dt.mesh import context_mesh, split_context_axis
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.options import AttentionOptions

@@ -25,7 +25,7 @@ from wallfacer_dt.calls import groups_here
 from wallfacer_dt.compiler import SOURCES, is_exporting, untraced
 from wallfacer_dt.dealing import warn_undealt
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
-from wallfacer_dt.kernels import check_kernel
+from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
 from wallfacer_dt.ops import attention as operator

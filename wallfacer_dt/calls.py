@@ -22,7 +22,9 @@ from wallfacer_dt.algorithms.steps import Schedule, Side
 from wallfacer_dt.collectives.groups import group_rank
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.inputs import AttentionInputs
-from wallfacer_dt.kernels import BlockKernel, Need, output_factor, row_delta, select_kernel, sinks_gradient, with_sinks
+from wallfacer_dt.kernels.block import BlockKernel, Need
+from wallfacer_dt.kernels.merge import output_factor, row_delta, sinks_gradient, with_sinks
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.options import Options
 

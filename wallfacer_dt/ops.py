@@ -17,7 +17,7 @@ from wallfacer_dt.algorithms.blocks import known_recording
 from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.calls import agreed_call
 from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.options import MASK_SCHEMA, Options
 from wallfacer_dt.transforms import differentiable, operator
 

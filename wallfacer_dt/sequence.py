@@ -12,7 +12,7 @@ from wallfacer_dt.calls import groups_here
 from wallfacer_dt.collectives.over_axes import gathered, summed
 from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.documents import boundaries, check_documents, digest
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
 from wallfacer_dt.order import TokenOrder, check_token_order
 from wallfacer_dt.rows import Members, Rows

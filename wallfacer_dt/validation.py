@@ -12,7 +12,8 @@ from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.documents import check_documents
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
-from wallfacer_dt.kernels import Need, select_kernel
+from wallfacer_dt.kernels.block import Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
 from wallfacer_dt.options import Setting
 from wallfacer_dt.order import check_order_is_told

@@ -14,19 +14,10 @@ from tests.cases import rms
 from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import Work, plan_work
-from wallfacer_dt.kernels import (
-    CAUSAL,
-    FULL,
-    Band,
-    BlockKernel,
-    How,
-    Need,
-    accumulation_dtype,
-    merge_,
-    reference,
-    select_kernel,
-)
-from wallfacer_dt.kernels.registry import names
+from wallfacer_dt.kernels import reference
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need
+from wallfacer_dt.kernels.merge import accumulation_dtype, merge_
+from wallfacer_dt.kernels.registry import names, select_kernel
 from wallfacer_dt.layout import length_of
 from wallfacer_dt.testing import worst_error
 

@@ -18,16 +18,8 @@ from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.segments import Segments, Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.collectives.send_buffer import Layout
-from wallfacer_dt.kernels import (
-    BlockKernel,
-    How,
-    accumulation_dtype,
-    as_dtype,
-    merge_,
-    output_factor,
-    output_from,
-    row_delta,
-)
+from wallfacer_dt.kernels.block import BlockKernel, How
+from wallfacer_dt.kernels.merge import accumulation_dtype, as_dtype, merge_, output_factor, output_from, row_delta
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.rows import cut
 

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from wallfacer_dt.agreement.meeting import kept, outside_dispatch
 from wallfacer_dt.algorithms.recorded import MaskMod, Recording, record
 from wallfacer_dt.compiler import constant
-from wallfacer_dt.kernels import strips
+from wallfacer_dt.kernels.visible import strips
 from wallfacer_dt.layout import Spans, length_of, positions
 
 SIZE = 128

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.algorithms.segments import Ints, Segments
-from wallfacer_dt.kernels import Ragged
+from wallfacer_dt.kernels.block import Ragged
 
 
 def cumulative(segments: Segments, q: Tensor, k: Tensor) -> Ragged:

@@ -25,7 +25,7 @@ from wallfacer_dt.algorithms.steps import (
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute, received
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
 from wallfacer_dt.rows import cut
 

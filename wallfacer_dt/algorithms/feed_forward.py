@@ -23,7 +23,7 @@ from wallfacer_dt.algorithms.arithmetic import Operand, Sums
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.steps import Side
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import Shards, consecutive
 from wallfacer_dt.mesh import Coordinate
 

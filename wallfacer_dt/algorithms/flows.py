@@ -21,7 +21,7 @@ from wallfacer_dt.algorithms.holdings import peer_of
 from wallfacer_dt.algorithms.schedule import outline
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import CONTEXT, Hop, Side, Transfer
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
 

@@ -23,7 +23,7 @@ from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM
 from wallfacer_dt.algorithms.shares import Shares
 from wallfacer_dt.collectives.functional import all_to_all, wait
 from wallfacer_dt.collectives.send_buffer import Layout, layout
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.rows import Members, Rows, pairs
 
 Kind = Literal["q", "kv", "shared"]

@@ -25,7 +25,7 @@ import torch
 
 from wallfacer_dt.algorithms.head_groups import OUT, head_groups
 from wallfacer_dt.algorithms.volume import AttentionVolume, Volume, attention_volume
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 
 

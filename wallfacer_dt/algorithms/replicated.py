@@ -15,7 +15,7 @@ from torch import Tensor
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM
 from wallfacer_dt.algorithms.execute import Groups
 from wallfacer_dt.collectives.over_axes import gathered, summed
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 
 

@@ -7,7 +7,7 @@ one of the second (``"half"``: GPT-NeoX, Hugging Face).
 import torch
 from torch import Tensor
 
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 
 PAIRS = ("interleaved", "half")
 

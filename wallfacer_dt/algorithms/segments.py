@@ -24,7 +24,7 @@ import numpy as np
 
 from wallfacer_dt.algorithms.masks import UNBOUNDED, Mask
 from wallfacer_dt.algorithms.tiles import Rows, Tile, pairs, rectangles
-from wallfacer_dt.kernels import Band
+from wallfacer_dt.kernels.block import Band
 from wallfacer_dt.layout import Spans, length_of, merged, positions, spans_of, stored_at
 
 Ints = np.ndarray

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wallfacer_dt.algorithms.masks import UNBOUNDED
-from wallfacer_dt.kernels import CAUSAL, FULL, Band
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band
 from wallfacer_dt.layout import Spans
 
 Rows = tuple[int, int]

@@ -14,7 +14,7 @@ from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import CONTEXT
 from wallfacer_dt.compiler import constant
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.mesh import Coordinate
 
 ROTATIONS = ("auto", "kv", "q")

@@ -22,7 +22,7 @@ from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.calls import Call, agreed_call, make_call
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.inputs import AttentionInputs
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
 from wallfacer_dt.options import SCHEMA, Options
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import (
     CONTEXT_AXES,

@@ -15,7 +15,7 @@ from torch import Tensor
 from wallfacer_dt.algorithms.head_groups import OUT, HeadGroup, Piece
 from wallfacer_dt.collectives.functional import all_to_all, broadcast, wait
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 
 
 class Weights(NamedTuple):

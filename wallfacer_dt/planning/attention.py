@@ -7,7 +7,7 @@ import torch
 
 from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.sequences import Sequences
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Kernels
 from wallfacer_dt.planning.model import ModelShape, SequenceShape

@@ -18,7 +18,7 @@ These transfers, attention's, METP's and FSDP's share the links.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.model import ModelShape, SequenceShape

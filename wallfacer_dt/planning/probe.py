@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.collectives.functional import permute, wait
-from wallfacer_dt.kernels import FULL, How, Need, accumulation_dtype, merge_, select_kernel
+from wallfacer_dt.kernels.block import FULL, How, Need
+from wallfacer_dt.kernels.merge import accumulation_dtype, merge_
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 

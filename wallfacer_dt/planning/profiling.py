@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.dealing import dealing_by_hand
-from wallfacer_dt.kernels import check_kernel
+from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, temporary_groups
 from wallfacer_dt.order import TokenOrder

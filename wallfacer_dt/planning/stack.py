@@ -11,7 +11,7 @@ torch's CPU kernels, whose RMSNorm keeps its input and its result in the accumul
 from dataclasses import dataclass
 from functools import lru_cache
 
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division

@@ -10,7 +10,7 @@ from functools import lru_cache
 from wallfacer_dt.algorithms.feed_forward import RingOfWeights
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Attend, Schedule, Start, Wait
-from wallfacer_dt.kernels import accumulation_dtype
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.planning.cluster import Cluster

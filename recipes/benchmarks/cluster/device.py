@@ -15,7 +15,8 @@ from torch import Tensor
 
 from wallfacer_dt import Kernels, register_kernel
 from wallfacer_dt.algorithms.tiles import pairs
-from wallfacer_dt.kernels import How, Need, accumulation_dtype
+from wallfacer_dt.kernels.block import How, Need
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import visible_keys
 from wallfacer_dt.planning.attention import Costs
 

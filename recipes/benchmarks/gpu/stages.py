@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recipes.benchmarks.report import commit, machine
-from wallfacer_dt.kernels import accumulation_dtype, merge_
+from wallfacer_dt.kernels.merge import accumulation_dtype, merge_
 
 Record = dict[str, Any]
 

@@ -11,8 +11,8 @@ import torch
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.command.planning.shape import as_options
 from wallfacer_dt.command.units import format_time, parse_rate, parse_size, parse_speed, parse_time
-from wallfacer_dt.kernels import Need, select_kernel
-from wallfacer_dt.kernels.block import HALF
+from wallfacer_dt.kernels.block import HALF, Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning import Cluster, Kernels, Link, Profile
 from wallfacer_dt.planning.gpus import GPU, GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
 

@@ -33,7 +33,7 @@ from wallfacer_dt.integrations.diffusers.refusals import (
 )
 from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, RotaryTables
 from wallfacer_dt.integrations.handle import Handle, make_way
-from wallfacer_dt.kernels import check_kernel
+from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.mesh import context_groups, name_of
 from wallfacer_dt.options import NOT_WAYS, AttentionKeywords, WayKeywords, ways_of, with_options
 from wallfacer_dt.order import TokenOrder

@@ -28,7 +28,7 @@ from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_label
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
 from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
 from wallfacer_dt.integrations.transformers.sequence import ForwardPass, ShardedSequence
-from wallfacer_dt.kernels import check_kernel
+from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import NOT_WAYS, AttentionKeywords, WayKeywords, ways_of, with_options
 from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
