@@ -220,6 +220,7 @@ class Simulation:
     def _attend(self, i: int, number: int, step: Attend) -> None:
         rank = self.ranks[i]
         stays, moves = (self.chosen.resident, step.rows), (self.rotating, step.block)
+        assert (sorted(step.stays), sorted(step.moves)) == (sorted(rank.blocks[stays]), sorted(rank.blocks[moves]))
         staying, travelling = (self.positions(block[0], rank.blocks[block]) for block in (stays, moves))
         queries, keys = (staying, travelling) if self.chosen.resident == "q" else (travelling, staying)
         for tile in (tile for call in step.work for tile in call.bands):

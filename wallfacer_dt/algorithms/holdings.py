@@ -1,18 +1,20 @@
 """What one rank's schedule is made of: the rows that ranks hold, and what this one computes of a block."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from wallfacer_dt.algorithms.masks import Mask
-from wallfacer_dt.algorithms.segments import ByRow, Sees, plan_work
+from wallfacer_dt.algorithms.segments import ByRow, Sees, Work, plan_work
 from wallfacer_dt.algorithms.steps import CONTEXT, TEAM, Attend, Exchange, Side, Start, Step
-from wallfacer_dt.layout import Pieces, Shards, in_order
+from wallfacer_dt.layout import Shards, in_order
 from wallfacer_dt.mesh import TEAM_AXIS, Coordinate
 from wallfacer_dt.rows import Members
 
+Ranks = tuple[int, ...]
+"""Inner indices."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Holdings:
     """Who holds which rows, seen from one rank."""
 
@@ -26,6 +28,7 @@ class Holdings:
     # then there is nothing to compute.
     held: dict[Side, Sequence[Shards]]
     sees: Sees | None = None  # of a mask that is asked
+    _rows: dict[tuple[Side, Ranks], ByRow] = field(default_factory=dict)
 
     @property
     def rotating(self) -> Side:
@@ -36,42 +39,41 @@ class Holdings:
         """Whether something is computed for a side."""
         return self.backward or side == "q"
 
-    def attend_all(self, block: int, rotating: ByRow, exchange: Exchange | None) -> Iterator[Step]:
+    def attend_all(self, block: int, moves: Ranks, exchange: Exchange | None) -> Iterator[Step]:
         """Others' rows and then one's own with a block; the exchange, if any, starts between them."""
         if self.place.team > 1:
-            yield self.attend(TEAM, block, rotating)
+            yield self.attend(TEAM, block, moves)
             if exchange:
                 yield Start(exchange)
-        yield self.attend(0, block, rotating)
+        yield self.attend(0, block, moves)
 
-    def attend(self, number: int, block: int, rotating: ByRow) -> Attend:
-        """Rows of the resident side, by their number, with a block; see ``steps.Attend``."""
-        rows = self._peers if number == TEAM else self.shard(self.resident, mate_of(self.place, number))
-        queries, keys = (rows, rotating) if self.resident == "q" else (rotating, rows)
-        work = plan_work(queries, keys, self.mask, self.sees) if queries else ()
-        return Attend(self.resident, number, block, work)
+    def attend(self, number: int, block: int, moves: Ranks) -> Attend:
+        """Rows of the resident side, by their number, with a block of some ranks' rows; see ``steps.Attend``."""
+        if not any(self.held.values()):
+            return Attend(self.resident, number, block, (), (), moves)
+        distances = range(1, self.place.team) if number == TEAM else (number,)
+        stays = tuple([mate_of(self.place, distance) for distance in distances])
+        return Attend(self.resident, number, block, self.work(stays, moves), stays, moves)
 
-    @cached_property
-    def _peers(self) -> ByRow:
-        """The positions of the others of one's team, of the resident side."""
-        return self.team(self.resident, self.place.ring_rank, exclude=self.place.team_rank)
+    def work(self, stays: Ranks, moves: Ranks) -> Work:
+        """What is computed of some ranks' rows of the resident side and some ranks' of the other."""
+        rows = self.rows(self.resident, stays), self.rows(self.rotating, moves)
+        return plan_work(*(rows if self.resident == "q" else rows[::-1]), self.mask, self.sees)
 
-    def shard(self, side: Side, index: int) -> ByRow:
-        """By row of the batch, the positions that an inner index holds."""
-        return [shards[index] for shards in self.held[side]]
-
-    def team(self, side: Side, ring_rank: int, exclude: int | None = None) -> ByRow:
-        """The positions of a team."""
-        return [pieces.span for pieces in self._pieces(side, ring_rank, exclude)]
-
-    def _pieces(self, side: Side, ring_rank: int, exclude: int | None) -> list[Pieces]:
-        """By row of the batch, whose the positions of a team are."""
-        first, team = index_of(self.place, ring_rank, 0), range(self.place.team)
-        return [in_order((m, shards[first + m]) for m in team if m != exclude) for shards in self.held[side]]
+    def rows(self, side: Side, owners: Ranks) -> ByRow:
+        """By row of the batch, the positions that some ranks hold together."""
+        if (side, owners) not in self._rows:
+            self._rows[side, owners] = [
+                shards[owners[0]] if len(owners) == 1 else in_order((i, shards[i]) for i in owners).span
+                for shards in self.held[side]
+            ]
+        return self._rows[side, owners]
 
     def put_together(self, side: Side, exclude: int | None = None) -> Members:
         """How the rows of one's own team are put together."""
-        return Members.made(self._pieces(side, self.place.ring_rank, exclude), self.place.team)
+        first, team = index_of(self.place, self.place.ring_rank, 0), range(self.place.team)
+        pieces = [in_order((m, shards[first + m]) for m in team if m != exclude) for shards in self.held[side]]
+        return Members.made(pieces, self.place.team)
 
 
 def index_of(place: Coordinate, ring_rank: int, team_rank: int) -> int:

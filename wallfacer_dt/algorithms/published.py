@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from wallfacer_dt.algorithms.holdings import Holdings, index_of
+from wallfacer_dt.algorithms.holdings import Holdings, Ranks, index_of
 from wallfacer_dt.algorithms.steps import CONTEXT, TEAM, Exchange, Gather, Hop, Start, Step, Wait
 from wallfacer_dt.mesh import RING_AXIS
 
@@ -26,14 +26,14 @@ def published(held: Holdings) -> Iterator[Step]:
             return Hop(held.rotating, 0, 0, CONTEXT, placed_at, placed_from)
         return Hop(held.rotating, block - 1, block, RING_AXIS, to, source)
 
-    def team_held(block: int) -> int:
-        return (position - block) % blocks * team + member
+    def owners(block: int) -> Ranks:
+        return tuple(index_of(place, (position - block) % blocks * team + member, mate) for mate in range(team))
 
     def carry(block: int) -> Hop:
         if block < blocks - 1:
             return Hop(held.rotating, block, block + 1, RING_AXIS, to, source, partial=True)
         # Home: to the member that sent the rows here in the first place, and likewise back from one's own target.
-        home = index_of(place, team_held(block), group)
+        home = owners(block)[0] + group
         return Hop(held.rotating, block, TEAM, CONTEXT, home, fetched_from, partial=True)
 
     yield Start(Gather(held.rotating))
@@ -47,7 +47,7 @@ def published(held: Holdings) -> Iterator[Step]:
         last = block == blocks - 1
         if not last:
             yield Start(move(block + 1))
-        yield from held.attend_all(block, held.team(held.rotating, team_held(block)), exchange if last else None)
+        yield from held.attend_all(block, owners(block), exchange if last else None)
         if held.backward:
             if block > 0:
                 yield Wait(carry(block - 1))

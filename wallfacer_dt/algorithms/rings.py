@@ -27,14 +27,14 @@ def rings(held: Holdings) -> Iterator[Step]:
     moves = [ring.move(block) for block in range(1, ring.blocks)]
     early = 1 if len(moves) > 1 else 0
     coming = [*passes[:early], *moves[:early], *passes[early:], *moves[early:]]
-    last, now, later = len(moves), *ring.own_work(returns=returns)
+    last, now, later = len(moves), *ring.own(returns=returns)
     waiting = [block for block in (last - 1, last) if block > 0 and not ring.carries]
 
     def own(block: int) -> Attend:
-        return held.attend(0, block, ring.rows(block))
+        return held.attend(0, block, ring.owner(block))
 
     yield Start(coming[0])
-    yield Attend(side, 0, 0, now)
+    yield now
     distances, blocks = [], [0]
     for transfer, following in zip_longest(coming, coming[1:]):
         yield Wait(transfer)
@@ -47,7 +47,7 @@ def rings(held: Holdings) -> Iterator[Step]:
             blocks.append(transfer.into)
             meeting = product(distances, [transfer.into])
         for distance, block in meeting:
-            yield held.attend(distance, block, ring.rows(block))
+            yield held.attend(distance, block, ring.owner(block))
             if block == last and returns:
                 yield Start(back[distance - 1])
             if block > 0 and distance == team - 1:
@@ -56,7 +56,7 @@ def rings(held: Holdings) -> Iterator[Step]:
                 yield from ring.goes_on(block)
     yield from map(own, waiting)
     if later:
-        yield Attend(side, 0, 0, later)
+        yield later
     if returns:
         yield from map(Wait, back)
     yield from ring.coming_home()

@@ -1,12 +1,12 @@
 """How blocks go round a ring: which come when, whose they are, and what is computed for them on its way behind them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from wallfacer_dt.algorithms.holdings import Holdings, index_of
-from wallfacer_dt.algorithms.segments import ByRow, Work, split_work
-from wallfacer_dt.algorithms.steps import Hop, Start, Step, Wait
+from wallfacer_dt.algorithms.holdings import Holdings, Ranks, index_of
+from wallfacer_dt.algorithms.segments import split_work
+from wallfacer_dt.algorithms.steps import Attend, Hop, Start, Step, Wait
 from wallfacer_dt.mesh import RING_AXIS
 
 
@@ -36,20 +36,21 @@ class Rotation:
         into = 0 if block in (self._route[1], self.blocks - 1) else block + 1
         return self._hop(block, into, partial=True)
 
-    def rows(self, block: int) -> ByRow:
-        """The positions of a block."""
+    def owner(self, block: int) -> Ranks:
+        """Whose a block is."""
         place = self.held.place
-        owner = (place.ring_rank - self._route[0][block]) % place.ring
-        return self.held.shard(self.held.rotating, index_of(place, owner, place.team_rank))
+        return (index_of(place, (place.ring_rank - self._route[0][block]) % place.ring, place.team_rank),)
 
-    def own_work(self, *, returns: bool) -> tuple[Work, Work]:
+    def own(self, *, returns: bool) -> tuple[Attend, Attend | None]:
         """Own rows x own block; in two parts where something has to be hidden before it and after it.
 
         ``returns``: what is computed for the team's rows leaves.
         """
-        work = self.held.attend(0, 0, self.rows(0)).work
-        is_last = self.blocks == 1
-        return split_work(work) if (returns if is_last else self.carries) else (work, ())
+        whole = self.held.attend(0, 0, self.owner(0))
+        if not (returns if self.blocks == 1 else self.carries):
+            return whole, None
+        now, later = (replace(whole, work=part) for part in split_work(whole.work))
+        return now, later if later.work else None
 
     def goes_on(self, block: int) -> Iterator[Step]:
         """What has been computed for a block follows it, with what has come of it."""

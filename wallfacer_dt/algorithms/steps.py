@@ -108,6 +108,8 @@ class Attend:
     rows: int
     block: int
     work: Work
+    stays: tuple[int, ...]  # the inner indices whose rows are attended of the resident side
+    moves: tuple[int, ...]  # and those whose rows the rotating block holds
     frees: bool = False
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from wallfacer_dt.algorithms.holdings import Holdings
 from wallfacer_dt.algorithms.rotation import Rotation
-from wallfacer_dt.algorithms.steps import TEAM, Attend, Exchange, Gather, Start, Step, Wait
+from wallfacer_dt.algorithms.steps import TEAM, Exchange, Gather, Start, Step, Wait
 
 
 def two_dimensional(held: Holdings) -> Iterator[Step]:
@@ -19,16 +19,16 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
     ring, has_team = Rotation(held), held.place.team > 1
     gather = Gather(held.resident)
     exchange = Exchange(held.resident) if has_team and held.is_given(held.resident) else None
-    now, later = ring.own_work(returns=exchange is not None)
+    now, later = ring.own(returns=exchange is not None)
 
     if has_team:
         yield Start(gather)
     if ring.blocks > 1:
         yield Start(ring.move(1))
-    yield Attend(held.resident, 0, 0, now)
+    yield now
     if has_team:
         yield Wait(gather)
-        yield held.attend(TEAM, 0, ring.rows(0))
+        yield held.attend(TEAM, 0, ring.owner(0))
         if ring.blocks == 1 and exchange:
             yield Start(exchange)
     for block in range(1, ring.blocks):
@@ -36,10 +36,10 @@ def two_dimensional(held: Holdings) -> Iterator[Step]:
         is_last = block == ring.blocks - 1
         if not is_last:
             yield Start(ring.move(block + 1))
-        yield from held.attend_all(block, ring.rows(block), exchange if is_last else None)
+        yield from held.attend_all(block, ring.owner(block), exchange if is_last else None)
         yield from ring.goes_on(block)
     if later:
-        yield Attend(held.resident, 0, 0, later)
+        yield later
     if exchange:
         yield Wait(exchange)
     yield from ring.coming_home()

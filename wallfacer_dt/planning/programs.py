@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wallfacer_dt.algorithms.holdings import Holdings, index_of, mate_of, peer_of
+from wallfacer_dt.algorithms.holdings import Holdings, Ranks, index_of, peer_of
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
-from wallfacer_dt.algorithms.segments import ByRow, Work, plan_work
+from wallfacer_dt.algorithms.segments import Work, plan_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     SIDES,
-    TEAM,
     Attend,
     Hop,
     Side,
@@ -119,14 +118,14 @@ def _sizes(work: Work) -> Sizes:
 class _Alike(Holdings):
     """Holdings of which what lies as other things do is planned once, under masks that do not ask where."""
 
-    def attend(self, number: int, block: int, rotating: ByRow) -> Attend:
+    def work(self, stays: Ranks, moves: Ranks) -> Work:
         """As of any holdings."""
         if self.mask.prefix or self.mask.documents or self.mask.asked:
-            return super().attend(number, block, rotating)
-        rows = self._peers if number == TEAM else self.shard(self.resident, mate_of(self.place, number))
-        (queries,), (keys,) = (rows, rotating) if self.resident == "q" else (rotating, rows)
+            return super().work(stays, moves)
+        (resident,), (rotating,) = self.rows(self.resident, stays), self.rows(self.rotating, moves)
+        queries, keys = (resident, rotating) if self.resident == "q" else (rotating, resident)
         reach = (self.mask.left or 0) + (self.mask.right or 0) + 2
-        return Attend(self.resident, number, block, _work(self.mask, *_closed_up(queries, keys, reach)))
+        return _work(self.mask, *_closed_up(queries, keys, reach))
 
 
 Ends = tuple[tuple[int, int], ...]

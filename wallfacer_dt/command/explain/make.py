@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from wallfacer_dt.algorithms.flows import Content, Shape
 from wallfacer_dt.algorithms.heads import Heads, split_heads
-from wallfacer_dt.algorithms.holdings import mate_of, peer_of
+from wallfacer_dt.algorithms.holdings import index_of, peer_of
 from wallfacer_dt.algorithms.schedule import make_schedule
-from wallfacer_dt.algorithms.steps import TEAM, Hop, Schedule, Side, Start, Wait
 from wallfacer_dt.algorithms.steps import Attend as AttendStep
+from wallfacer_dt.algorithms.steps import Hop, Schedule, Side, Start, Wait
 from wallfacer_dt.algorithms.steps import Transfer as AnyTransfer
 from wallfacer_dt.command.explain.facts import (
     Attend,
@@ -20,7 +20,6 @@ from wallfacer_dt.command.explain.facts import (
     Step,
     Transfer,
 )
-from wallfacer_dt.command.explain.holding import Holding, team_of
 from wallfacer_dt.command.explain.settings import DTYPES, Settings
 from wallfacer_dt.layout import length_of
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
@@ -43,8 +42,7 @@ def make_facts(settings: Settings) -> Facts:
     places = settings.places()
     # Ranks that exchange heads have one schedule.
     schedules = {p.inner_index: _schedule(settings, p) for p in places.values() if p.ulysses_rank == 0}
-    holding = Holding(schedules, settings.team)
-    ranks = tuple(_Maker(settings, holding, rank, place).rank_facts() for rank, place in places.items())
+    ranks = tuple(_Maker(settings, schedules, rank, place).rank_facts() for rank, place in places.items())
     return Facts(settings, stays, "kv" if stays == "q" else "q", ranks)
 
 
@@ -58,9 +56,9 @@ def _schedule(settings: Settings, place: Coordinate) -> Schedule:
 class _Maker:
     """One rank's facts."""
 
-    def __init__(self, settings: Settings, holding: Holding, rank: int, place: Coordinate) -> None:
-        self.settings, self.holding, self.rank, self.place = settings, holding, rank, place
-        self.schedule = holding.schedules[place.inner_index]
+    def __init__(self, settings: Settings, schedules: Mapping[int, Schedule], rank: int, place: Coordinate) -> None:
+        self.settings, self.rank, self.place = settings, rank, place
+        self.schedule = schedules[place.inner_index]
         self.numbers: Mapping[AnyTransfer, int] = {t: i for i, t in enumerate(self.schedule.transfers)}
         dim = settings.head_dim
         self.shape = Shape(settings.batch, settings.heads, settings.kv_heads, dim, dim)
@@ -121,11 +119,7 @@ class _Maker:
                     yield Communicate("wait", self._transfer(transfer, group))
 
     def _attend(self, step: AttendStep, group: int) -> Attend:
-        place = self.place
-        team = team_of(place.inner_index, place.team)
-        others = [i for i in team if i != place.inner_index]
-        stays = others if step.rows == TEAM else [mate_of(place, step.rows)]
-        moves = self.holding.of(place.inner_index, step.block)
+        stays, moves = step.stays, step.moves
         pairs = sum(segments.area for segments in step.work)
         return Attend(
             group, step.part, self._ranks(stays), step.block, self._ranks(moves), tuple(map(str, step.work)), pairs,
@@ -174,7 +168,7 @@ class _Maker:
         if isinstance(transfer, Hop):
             to, source = (peer_of(place, transfer.axis, position) for position in (transfer.to, transfer.source))
             return [self._peer(to)], [self._peer(source)]
-        mates = [self._peer(i) for i in team_of(place.inner_index, place.team)]
+        mates = [self._peer(index_of(place, place.ring_rank, m)) for m in range(place.team)]
         return mates, mates
 
     def _names(self, transfer: AnyTransfer) -> str:
