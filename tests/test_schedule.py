@@ -341,8 +341,8 @@ def test_ranks_that_exchange_heads_have_one_schedule(chosen: Drawn) -> None:
 def test_what_is_put_together_is_in_order_and_comes_apart_again(chosen: Drawn) -> None:
     """The rows of a team, against the positions that segments count by."""
     for i, schedule in chosen.schedules().items():
-        rotating = "kv" if chosen.resident == "q" else "q"
-        for side, members, left_out in ((chosen.resident, schedule.peers, i), (rotating, schedule.everyone, None)):
+        for side, members in schedule.members.items():
+            left_out = i if side == chosen.resident else None
             shards, padded_length = chosen.shards(side), schedule.padded_lengths[0 if side == "q" else 1]
             assert max(len(held) for row in shards for held in row.values()) == padded_length
             # (rows, heads, positions): what each member sends, behind its own rows what nobody may touch

@@ -148,8 +148,8 @@ class _Run:
         blocks = self.blocks[transfer.side]
         match transfer:
             case Gather() if transfer.side == self.schedule.resident:
-                by_tensor = zip(*_each(buffer, places), strict=True)
-                blocks[TEAM] = Operand(tuple([self.schedule.peers.together(x, SEQUENCE_DIM) for x in by_tensor]))
+                by_tensor, peers = zip(*_each(buffer, places), strict=True), self.schedule.members[transfer.side]
+                blocks[TEAM] = Operand(tuple([peers.together(x, SEQUENCE_DIM) for x in by_tensor]))
             case Gather():
                 blocks[0] = self._everyone(_each(buffer, places))
             case Exchange():
@@ -205,17 +205,15 @@ class _Run:
     def _shares(self, transfer: Exchange) -> Sent:
         """What an exchange sends: to every other team member the partial result of its rows."""
         schedule, place, blocks = self.schedule, self.groups.place, self.blocks[transfer.side]
-        partial, length = self._partial(blocks[TEAM]), schedule.rows(transfer)
+        partial, rows = self._partial(blocks[TEAM]), schedule.members[transfer.side].rows
         if transfer.side == schedule.resident:
-            members = schedule.peers
             del blocks[TEAM]
         else:
-            members = schedule.everyone
-            blocks[TEAM].partial = tuple(members.rows[place.team_rank].of(x, SEQUENCE_DIM) for x in partial)
+            blocks[TEAM].partial = tuple(rows[place.team_rank].of(x, SEQUENCE_DIM) for x in partial)
         places = self._home_layout(partial, transfer)
-        shares = Shares([places] * place.team, place.team_rank)
-        is_padded = any(n and rows.length < length for n, rows in zip(shares.splits, members.rows, strict=True))
-        return Sent(shares.packed(partial, [members.rows] * len(partial), SEQUENCE_DIM, padded=is_padded), places)
+        shares, length = Shares([places] * place.team, place.team_rank), schedule.rows(transfer)
+        is_padded = any(n and some.length < length for n, some in zip(shares.splits, rows, strict=True))
+        return Sent(shares.packed(partial, [rows] * len(partial), SEQUENCE_DIM, padded=is_padded), places)
 
     def _home_layout(self, partial: Sequence[Tensor], transfer: Transfer) -> Layout:
         """Of a share of a partial result that its owner is sent."""
@@ -224,7 +222,7 @@ class _Run:
 
     def _everyone(self, members: Sequence[tuple[Tensor, ...]]) -> Operand:
         """The rotating side of a whole team, put together where it is sent from."""
-        everyone, length = self.schedule.everyone, self.schedule.gathered
+        everyone, length = self.schedule.members[self.schedule.rotating], self.schedule.gathered
         places = _layout(members[0], [x.dtype for x in members[0]], length)
         empty = members[0][0].new_empty if everyone.length == length else members[0][0].new_zeros
         buffer = empty(places.size, dtype=places.dtype)

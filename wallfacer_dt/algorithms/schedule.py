@@ -121,8 +121,7 @@ def _made(
         tuple(steps),
         resident,
         home,
-        holdings.put_together(resident, exclude=place.team_rank),
-        holdings.put_together(rotating),
+        {resident: holdings.put_together(resident, exclude=place.team_rank), rotating: holdings.put_together(rotating)},
         (max(sizes["q"]), max(sizes["kv"])),
         max(teams),
     )

@@ -139,8 +139,8 @@ class Schedule:
     # What is computed for the own shard of the rotating side ends up in block 0 (``"block"``), or comes out of an
     # exchange after all blocks (``"exchange"``).
     home: Literal["block", "exchange"]
-    peers: Members  # the team's rows of the resident side without one's own
-    everyone: Members  # the whole team's rows of the rotating side; only for one that is gathered
+    # By side how a team's rows are put together: of the resident side without one's own, of a gathered other all.
+    members: dict[Side, Members]
     padded_lengths: tuple[int, int]  # rows of a shard as it is sent, of queries and of keys
     gathered: int  # rows of a rotating side that is gathered, as they are sent
 
