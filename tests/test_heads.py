@@ -65,7 +65,7 @@ def test_as_many_groups_as_hide_something(chosen: tuple[int, int, int], hidden: 
         queries = [h for group in groups for h in range(*group.q)]
         ratios = [sum(h // share == kv for h in queries) for kv in range(queries[0] // share, queries[-1] // share + 1)]
         runs = 1 + sum(before != after for before, after in pairwise(ratios))
-        wanted.append(max(runs, min(4, len(ratios))) if hidden else runs)
+        wanted.append(max(runs, min(4, len(ratios))) if hidden and ulysses > 1 else runs)
         assert sum(not group.is_empty for group in groups) == wanted[-1]
     assert len(groups) == max(wanted)
 

@@ -278,7 +278,7 @@ class Simulation:
 
     def results_of_rotating(self, i: int) -> Counter:
         """The steps whose results for this rank's rotating rows have come home."""
-        return self.ranks[i].partial[self.rotating, TEAM if self.schedules[i].home == "exchange" else 0]
+        return self.ranks[i].partial[self.rotating, TEAM if self.schedules[i].gathered else 0]
 
 
 def kind_of(step: Start | Wait | None) -> tuple[Any, ...]:
@@ -359,7 +359,7 @@ def test_what_is_put_together_is_in_order_and_comes_apart_again(chosen: Drawn) -
                 theirs = [row[mate] if mate != left_out else [] for row in shards]
                 assert apart.equal(torch.tensor(theirs, dtype=torch.int64)[:, None].expand_as(apart))
         most = max(sum(len(shards[0][m]) for m in mates) for mates in chosen.mates.values())
-        assert schedule.gathered == most
+        assert schedule.gathered == (most if chosen.published and chosen.case.team > 1 else None)
 
 
 def distances(schedules: dict[int, Schedule], team: int) -> list[int]:

@@ -81,7 +81,7 @@ def add_covered(
 
 def ragged_area(call: Segments, batch: int, rows: int, columns: int) -> np.ndarray:
     """(batch, rows, columns): which pairs a kernel computes that is given a call's cumulative lengths."""
-    q, k = (torch.empty(batch, 1, stop - start, 1) for start, stop in (call.q, call.k))
+    q, k = (torch.empty(batch, 1, stop - start, 1) for start, stop in call.extents)
     ragged = cumulative(call, q, k)
     assert ragged.max_seqlen_q == ragged.cu_seqlens_q.diff().max()
     assert ragged.max_seqlen_k == ragged.cu_seqlens_k.diff().max()
@@ -100,7 +100,7 @@ def ragged_area(call: Segments, batch: int, rows: int, columns: int) -> np.ndarr
     counted = np.zeros((batch, rows, columns), bool)
     by_row = whole.view(batch, q.shape[2], batch, k.shape[2])
     for row in range(batch):
-        counted[row, slice(*call.q), slice(*call.k)] = by_row[row, :, row].numpy()
+        counted[row, *(slice(*extent) for extent in call.extents)] = by_row[row, :, row].numpy()
     assert whole.sum() == counted.sum(), "rows of the batch see each other"
     return counted
 

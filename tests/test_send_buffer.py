@@ -4,9 +4,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wallfacer_dt.collectives.send_buffer import layout, layout_of, pack
+from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def layout_of(some: list[torch.Tensor]) -> Layout:
+    return layout(*[(x.shape, x.dtype) for x in some])
+
+
+def packed(some: list[torch.Tensor]) -> torch.Tensor:
+    return pack(some, layout_of(some))
 
 
 @st.composite
@@ -18,7 +26,7 @@ def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
 
 @given(tensors(), st.integers(1, 3))
 def test_round_trip_of_several_in_one_buffer(some: list[torch.Tensor], copies: int) -> None:
-    buffer = pack(some)
+    buffer = packed(some)
     assert buffer.nbytes == sum(x.nbytes for x in some)
     gathered = torch.cat([buffer] * copies)
     for row in gathered.view(copies, -1).unbind(0):
@@ -54,32 +62,32 @@ def test_a_longer_place_is_filled_up_with_zeros() -> None:
 
 def test_any_strides() -> None:
     x = torch.arange(6.0).view(2, 3).T
-    assert layout_of([x]).views(pack([x]))[0].equal(x)
+    assert layout_of([x]).views(packed([x]))[0].equal(x)
 
 
 def test_a_strided_row_is_made_dense() -> None:
     """A column of one head and one token flattens to a strided view without a copy."""
     column, half = torch.arange(6.0).view(2, 1, 3)[..., :1], torch.ones(2, dtype=torch.bfloat16)
-    buffer = pack([column, half])
+    buffer = packed([column, half])
     assert buffer.is_contiguous()
     assert layout_of([column, half]).views(buffer)[0].equal(column)
-    assert pack([column]).is_contiguous()
+    assert packed([column]).is_contiguous()
 
 
 def test_bits_survive() -> None:
     special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     half = torch.zeros(3, dtype=torch.bfloat16)
-    back, _ = layout_of([special, half]).views(pack([special, half]))
+    back, _ = layout_of([special, half]).views(packed([special, half]))
     assert back.view(torch.int32).equal(special.view(torch.int32))
 
 
 def test_a_tensor_of_no_element_is_a_field() -> None:
     """A rank that computes no head of a group is sent none."""
     some = [torch.ones(2, 3), torch.empty(2, 0, 3, dtype=torch.bfloat16), torch.arange(4.0).double()]
-    buffer = pack(some)
+    buffer = packed(some)
     assert buffer.nbytes == 24 + 32
     for got, want in zip(layout_of(some).views(buffer), some, strict=True):
         assert got.shape == want.shape
         assert got.equal(want)
     nothing = [torch.empty(2, 0), torch.empty(0, dtype=torch.float64)]
-    assert [x.shape for x in layout_of(nothing).views(pack(nothing))] == [(2, 0), (0,)]
+    assert [x.shape for x in layout_of(nothing).views(packed(nothing))] == [(2, 0), (0,)]

@@ -129,7 +129,7 @@ def _plan(
     left, right = (None if n < 0 else n for n in told.window)
     bounds = () if documents is None else boundaries(documents, packed, q_length)
     mask = Mask(left, right, told.prefix_length, bounds, bool(options.mask))
-    heads = split_heads(q[1], k[1], place.ulysses, hidden=place.ulysses > 1 and hidden)
+    heads = split_heads(q[1], k[1], place.ulysses, hidden=hidden)
     sequences = Sequences(q_length, k_length, setting.order, mask, told.replicated)
     groups = Groups(place, *setting.groups, setting.context, setting.context_ranks)
     return _Plan(options, groups, sequences, heads, is_lasting(setting.mesh))

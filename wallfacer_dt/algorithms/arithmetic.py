@@ -69,7 +69,7 @@ class Scores:
     def calls(self, segments: Segments) -> Sequence[Tile]:
         """As the kernel takes them: at once, one by one, or in pieces that need no band."""
         if self.kernel.takes_segments and segments.is_ragged:
-            return (Tile(segments.q, segments.k, ragged=segments),)
+            return (Tile(*segments.extents, ragged=segments),)
         return segments.bands if self.kernel.takes_bands else segments.tiles
 
     def how(self, tile: Tile, q: Tensor, k: Tensor) -> How:

@@ -17,9 +17,8 @@ def cumulative(segments: Segments, q: Tensor, k: Tensor) -> Ragged:
     key = q.shape[0], q.shape[2], k.shape[2], q.device
     if key in segments.cumulative:
         return segments.cumulative[key]
-    some = [
-        _lengths(rows - np.repeat([segments.q[0], segments.k[0]], 2), q.shape[2], k.shape[2]) for rows in segments.rows
-    ]
+    first = np.repeat([start for start, _ in segments.extents], 2)
+    some = [_lengths(rows - first, q.shape[2], k.shape[2]) for rows in segments.rows]
     q_lengths, k_lengths = np.concatenate(some * (q.shape[0] // len(some)), 1)
     masked_rows, masked_keys = np.repeat(k_lengths == 0, q_lengths), np.repeat(q_lengths == 0, k_lengths)
     ragged = Ragged(

@@ -26,7 +26,7 @@ from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute,
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels.merge import accumulation_dtype
-from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
+from wallfacer_dt.mesh import RING_AXIS, Coordinate
 from wallfacer_dt.rows import cut
 
 
@@ -43,18 +43,16 @@ class Groups(NamedTuple):
     context: str
     context_ranks: tuple[int, ...]
 
+    def line(self, axis: str) -> tuple[str, Sequence[int]]:
+        """The name of the process group along an axis, and its ranks by position there."""
+        if axis == CONTEXT:
+            return self.context, self.context_ranks
+        return (self.ring, range(self.place.ring)) if axis == RING_AXIS else (self.team, range(self.place.team))
+
     def permute(self, buffer: Tensor, way: Hop) -> Tensor:
         """Start to pass a buffer on along an axis, receiving as much: pending."""
-        if way.axis == CONTEXT:
-            to, source = self.context_ranks[way.to], self.context_ranks[way.source]
-            return permute(buffer, to, source, len(self.context_ranks), self.context)
-        size = self.place.ring if way.axis == RING_AXIS else self.place.team
-        return permute(buffer, way.to, way.source, size, self.along(way))
-
-    def along(self, transfer: Transfer) -> str:
-        """The name of the process group of a transfer."""
-        axis = transfer.axis
-        return self.ring if axis == RING_AXIS else self.team if axis == TEAM_AXIS else self.context
+        group, ranks = self.line(way.axis)
+        return permute(buffer, ranks[way.to], ranks[way.source], len(ranks), group)
 
 
 def execute(
@@ -96,15 +94,12 @@ class _Run:
         transfer = self.awaited
         if not isinstance(transfer, Hop):
             return "" if transfer is None else str(transfer)
-        source = self.groups.context_ranks[transfer.source] if transfer.axis == CONTEXT else transfer.source
-        return f"{transfer}, rank {self._ranks_of(transfer)[source]}"
+        source = self.groups.line(transfer.axis)[1][transfer.source]
+        return f"{transfer}, rank {self.ranks()[source]}"
 
     def ranks(self) -> Sequence[int]:
         """Those that take part in what is waited for."""
-        return () if self.awaited is None else self._ranks_of(self.awaited)
-
-    def _ranks_of(self, transfer: Transfer) -> Sequence[int]:
-        return group_ranks(self.groups.along(transfer))
+        return () if self.awaited is None else group_ranks(self.groups.line(self.awaited.axis)[0])
 
     def attend(self, step: Attend) -> None:
         """Attend a block of the resident side and a rotating block."""
@@ -177,7 +172,7 @@ class _Run:
 
     def _own(self, side: Side) -> Operand:
         """Where that comes together: of a side that has been placed elsewhere not where its shard was."""
-        return self.blocks[side][0 if self.schedule.home == "block" or side == self.schedule.resident else TEAM]
+        return self.blocks[side][0 if self.schedule.gathered is None or side == self.schedule.resident else TEAM]
 
     def _sent(self, operand: Operand, transfer: Transfer) -> Sent:
         """An operand's data as it travels: as it came, or one's own shard, as long as the longest."""

@@ -184,7 +184,7 @@ class Flows:
     def _heads(self) -> np.ndarray:
         """(ranks of ``cp_ulysses``, groups, 2): how many query heads and key heads each computes."""
         ulysses, shape = self.place.ulysses, self.shape
-        ranks = split_heads(shape.heads, shape.kv_heads, ulysses, hidden=ulysses > 1 and not shape.shared_dim)
+        ranks = split_heads(shape.heads, shape.kv_heads, ulysses, hidden=not shape.shared_dim)
         return np.array([[some.counts for some in groups] for groups in ranks])
 
     def _some(self, first: Ints, count: int, step: int = 1) -> np.ndarray:

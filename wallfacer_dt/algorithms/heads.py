@@ -65,11 +65,11 @@ def split_heads(heads: int, kv_heads: int, ulysses: int, *, hidden: bool) -> tup
     Heads(q=(8, 10), kv=(1, 2)) Heads(q=(0, 0), kv=(0, 0))
 
     ``heads`` is at least ``ulysses`` and a multiple of ``kv_heads``; ``hidden`` makes several groups of a rank's heads,
-    where it has several key heads.
+    where it has several key heads and there is something to hide.
     """
     sizes = [heads // ulysses + (rank < heads % ulysses) for rank in range(ulysses)]
     ranks = [_groups(start, stop, heads // kv_heads) for start, stop in pairwise(accumulate(sizes, initial=0))]
-    if hidden:
+    if hidden and ulysses > 1:
         ranks = [_divided(groups) for groups in ranks]
     most = max(map(len, ranks))
     nothing = Heads((0, 0), (0, 0))

@@ -109,19 +109,18 @@ def _made(
     holdings = Holdings(place, resident, backward, offsets, sequences.mask, held, sees)
     # Without a team there is nothing to gather and nothing to place: every schedule is a ring.
     steps = [*SCHEDULES["2d" if place.team == 1 else schedule](holdings)]
-    rotating, home = holdings.rotating, "exchange" if Start(Gather(holdings.rotating)) in steps else "block"
+    rotating, is_gathered = holdings.rotating, Start(Gather(holdings.rotating)) in steps
     if not holdings.is_given(rotating):
         # A block for which something is computed is let go when that is sent on; one's own is never.
         last = {step.block: (at, step) for at, step in enumerate(steps) if isinstance(step, Attend)}
         for block, (at, step) in last.items():
-            if block > 0 or home == "exchange":
+            if block > 0 or is_gathered:
                 steps[at] = replace(step, frees=True)
     teams = [sum(sizes[rotating][first : first + place.team]) for first in range(0, len(sizes[rotating]), place.team)]
     return Schedule(
         tuple(steps),
         resident,
-        home,
         {resident: holdings.put_together(resident, exclude=place.team_rank), rotating: holdings.put_together(rotating)},
         (max(sizes["q"]), max(sizes["kv"])),
-        max(teams),
+        max(teams) if is_gathered else None,
     )

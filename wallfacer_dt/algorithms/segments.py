@@ -76,18 +76,10 @@ class Segments:
         return 1 if self.is_ragged else sum(map(len, self.rows))
 
     @cached_property
-    def q(self) -> Rows:
-        """From the first row of queries to the last."""
-        return self._extent(0)
-
-    @cached_property
-    def k(self) -> Rows:
-        """From the first row of keys to the last."""
-        return self._extent(2)
-
-    def _extent(self, side: int) -> Rows:
-        every = np.concatenate(self.rows)
-        return int(every[:, side].min()), int(every[:, side + 1].max())
+    def extents(self) -> tuple[Rows, Rows]:
+        """From the first row to the last, of queries and of keys."""
+        first, last = np.concatenate(self.rows).min(0).tolist(), np.concatenate(self.rows).max(0).tolist()
+        return (first[0], last[1]), (first[2], last[3])
 
     @cached_property
     def areas(self) -> tuple[Ints, ...]:

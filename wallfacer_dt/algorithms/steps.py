@@ -136,13 +136,12 @@ class Schedule:
 
     steps: tuple[Step, ...]  # in program order, the same kinds of transfers on every rank
     resident: Side  # the side that is gathered and stays
-    # What is computed for the own shard of the rotating side ends up in block 0 (``"block"``), or comes out of an
-    # exchange after all blocks (``"exchange"``).
-    home: Literal["block", "exchange"]
     # By side how a team's rows are put together: of the resident side without one's own, of a gathered other all.
     members: dict[Side, Members]
     padded_lengths: tuple[int, int]  # rows of a shard as it is sent, of queries and of keys
-    gathered: int  # rows of a rotating side that is gathered, as they are sent
+    # Rows of a rotating side that is gathered in the team, as they are sent: what is computed for its own shard comes
+    # out of an exchange after all blocks then, and otherwise ends up in block 0. None: it is not gathered.
+    gathered: int | None
 
     @property
     def rotating(self) -> Side:
@@ -156,7 +155,7 @@ class Schedule:
 
     def rows(self, transfer: Transfer) -> int:
         """How many rows a transfer brings from each of its sources."""
-        if self.home == "exchange" and isinstance(transfer, Hop):
+        if self.gathered is not None and isinstance(transfer, Hop):
             return self.gathered
         return self.padded_lengths[0 if transfer.side == "q" else 1]
 

@@ -5,14 +5,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 
-from wallfacer_dt.algorithms.flows import Flow, Flows, Shape, everyone
+from wallfacer_dt.algorithms.flows import Flow, Flows, Shape
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
-from wallfacer_dt.algorithms.steps import CONTEXT
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.mesh import Coordinate
@@ -113,7 +111,7 @@ def attention_volume(
     if hops is not None and not set(hops) <= set(range(1, ring)):
         raise ValueError(f"hops must be distances from 1 to {ring - 1}, got {sorted(hops)}")
     if index is None:
-        index = _typical(Flows(everyone(1, ring, team), shape, sequences, schedule, rotations[1], True))
+        index = 1 if schedule == "published" and team > 1 else 0
     inner = ring * team
     place = Coordinate(ring, team, *divmod(index % inner, team), ulysses, index // inner)
     forward, backward = (
@@ -135,12 +133,6 @@ def _total(flows: Iterable[Flow], dtype: torch.dtype) -> Volume:
         one = content.payload, content.statistics, content.nbytes(dtype)
         total += Volume(*(int((arrivals * n).sum()) for n in one))
     return total
-
-
-def _typical(flows: Flows) -> int:
-    """An inner index that is nobody's own target in a published placement or on the way back from it, if any is."""
-    placed = [flow.comes.all((0, 1)) for flow in flows.inner() if flow.axis == CONTEXT]
-    return int(np.argmax(np.all(placed, 0))) if placed else 0
 
 
 def check_rotate(rotate: str, rotate_forward: str, schedule: str) -> None:

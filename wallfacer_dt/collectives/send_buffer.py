@@ -77,14 +77,9 @@ def layout(*fields: tuple[Sequence[int], torch.dtype]) -> Layout:
     return Layout(carrier, start, tuple(places[i] for i in range(len(fields))), is_one_dtype)
 
 
-def layout_of(tensors: Sequence[Tensor]) -> Layout:
-    """The layout of tensors like these."""
-    return layout(*[(x.shape, x.dtype) for x in tensors])
-
-
-def pack(tensors: Sequence[Tensor], places: Layout | None = None) -> Tensor:
+def pack(tensors: Sequence[Tensor], places: Layout) -> Tensor:
     """Tensors in a buffer of their own, zeros where it has room for more; a dense tensor alone is its own buffer."""
-    places, first = places or layout_of(tensors), tensors[0]
+    first = tensors[0]
     if len(tensors) == 1 and first.is_contiguous() and (first.numel(), first.dtype) == (places.size, places.dtype):
         return first.view(-1)
     is_full = all(place.shape == x.shape for place, x in zip(places.places, tensors, strict=True))

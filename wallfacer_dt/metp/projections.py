@@ -89,10 +89,10 @@ class Projections:
         return Sent(self, group, pending)
 
     def _broadcast(self, pieces: Sequence[Piece], owner: int) -> Tensor:
+        places = self.layout(pieces)
         if owner == self.holders.index:
-            buffer = pack(self.rows(pieces))
+            buffer = pack(self.rows(pieces), places)
         else:
-            places = self.layout(pieces)
             buffer = self.own.q.new_empty(1, dtype=places.dtype).expand(places.size)
         if self.holders.size == 1:
             return buffer

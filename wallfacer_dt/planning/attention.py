@@ -94,8 +94,6 @@ def compute_seconds(
 
 def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
     """How many query and key heads every group has, as ranks of Ulysses differ in that, and the first that has them."""
-    if candidate.ulysses == 1:
-        return {((model.heads, model.keys),): 0}
     ranks = split_heads(model.heads, model.keys, candidate.ulysses, hidden=True)
     patterns = [tuple(some.counts for some in groups) for groups in ranks]
     return {pattern: patterns.index(pattern) for pattern in patterns}

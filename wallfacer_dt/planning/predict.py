@@ -13,7 +13,7 @@ from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.projections import Heads, ProjectedAttention, heads_of
+from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run
 from wallfacer_dt.planning.traffic import into_nodes, into_ranks, one_way, wires
@@ -159,7 +159,7 @@ def _by_groups(
     rank_bytes = projected.received(backward=backward)
     node_bytes, hops = np.zeros(int(node.max()) + 1, np.int64), np.zeros(candidate.size, np.int64)
     inner: dict[Heads, OneWay] = {}
-    for heads, times in Counter(map(heads_of, projected.groups)).items():
+    for heads, times in Counter(group.heads.counts for group in projected.groups).items():
         some = replace(model, heads=heads[0], kv_heads=heads[1])
         inner[heads] = _one_way(alike, some, sequence, cluster, siblings, together, backward)
         arrived = one_way(alike, some, sequence, backward=backward).values()

@@ -26,12 +26,6 @@ def groups_of(candidate: Candidate, model: ModelShape) -> tuple[HeadGroup, ...]:
     return head_groups(model.heads, model.keys, model.dim, candidate.axes, fused=False)
 
 
-def heads_of(group: HeadGroup) -> Heads:
-    """How many there are."""
-    q, kv = group.heads
-    return q[1] - q[0], kv[1] - kv[0]
-
-
 class ProjectedAttention:
     """One call of METP's attention on the ranks of a cluster, all of which share its weights.
 
@@ -63,7 +57,7 @@ class ProjectedAttention:
             yield from self._weights(number + 1)
             inward, outward = self._elements(group)
             yield self._compute(number, inward + 2 * outward if backward else inward)
-            yield from (_of_group(event, number) for event in attention(heads_of(group)))
+            yield from (_of_group(event, number) for event in attention(group.heads.counts))
             # By inputs and by weights.
             yield self._compute(number, 2 * inward if backward else outward)
             if backward:

@@ -63,7 +63,7 @@ class _Maker:
         dim = settings.head_dim
         self.shape = Shape(settings.batch, settings.heads, settings.kv_heads, dim, dim)
         # Without a mesh axis for them heads are not exchanged, and all of a rank's make one group.
-        self.heads = split_heads(settings.heads, settings.kv_heads, place.ulysses, hidden=place.ulysses > 1)
+        self.heads = split_heads(settings.heads, settings.kv_heads, place.ulysses, hidden=True)
         self.shards = settings.sequences.shards("q", place)
         self.transfers: dict[int, Transfer] = {}
 
@@ -143,7 +143,7 @@ class _Maker:
         """The number of a schedule's transfer, whose facts are made at its start."""
         number = self._first(group) + self.numbers[transfer]
         if number not in self.transfers:
-            heads, backward = _count(self._own_heads[group], transfer.side), self.settings.backward
+            heads, backward = self._own_heads[group].counts[transfer.side == "kv"], self.settings.backward
             content = self.shape.transferred(transfer, self.schedule.rows(transfer), heads, backward=backward)
             sends, receives = (
                 tuple(self._message(rank, content) for rank in ranks if rank != self.rank)
@@ -216,15 +216,9 @@ class _Maker:
         return Transfer(number, kind, ULYSSES_AXIS, what, group, None, tuple(sends), tuple(receives))
 
     def _exchanged(self, rank: int, kind: Kind, rows: int, heads: Heads) -> Message:
-        counts = _count(heads, "q"), _count(heads, "kv")
         backward = self.settings.backward
-        return self._message(rank, self.shape.exchanged(f"to_{kind}", (rows, rows), counts, backward=backward))
+        return self._message(rank, self.shape.exchanged(f"to_{kind}", (rows, rows), heads.counts, backward=backward))
 
     def _message(self, rank: int, content: Content) -> Message:
         elements = content.payload + content.statistics
         return Message(rank, elements, content.nbytes(DTYPES[self.settings.dtype]))
-
-
-def _count(heads: Heads, side: Side) -> int:
-    start, stop = heads.of(side)
-    return stop - start
