@@ -26,7 +26,7 @@ from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute,
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels.merge import accumulation_dtype
-from wallfacer_dt.mesh import RING_AXIS, Coordinate
+from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
 from wallfacer_dt.rows import cut
 
 
@@ -43,16 +43,18 @@ class Groups(NamedTuple):
     context: str
     context_ranks: tuple[int, ...]
 
-    def line(self, axis: str) -> tuple[str, Sequence[int]]:
-        """The name of the process group along an axis, and its ranks by position there."""
-        if axis == CONTEXT:
-            return self.context, self.context_ranks
-        return (self.ring, range(self.place.ring)) if axis == RING_AXIS else (self.team, range(self.place.team))
-
     def permute(self, buffer: Tensor, way: Hop) -> Tensor:
         """Start to pass a buffer on along an axis, receiving as much: pending."""
-        group, ranks = self.line(way.axis)
-        return permute(buffer, ranks[way.to], ranks[way.source], len(ranks), group)
+        if way.axis == RING_AXIS:
+            return permute(buffer, way.to, way.source, self.place.ring, self.ring)
+        if way.axis == TEAM_AXIS:
+            return permute(buffer, way.to, way.source, self.place.team, self.team)
+        ranks = self.context_ranks
+        return permute(buffer, ranks[way.to], ranks[way.source], len(ranks), self.context)
+
+    def along(self, axis: str) -> str:
+        """The name of the process group of an axis."""
+        return self.ring if axis == RING_AXIS else self.team if axis == TEAM_AXIS else self.context
 
 
 def execute(
@@ -85,7 +87,8 @@ class _Run:
     def __init__(self, schedule: Schedule, arithmetic: Arithmetic, groups: Groups, own: dict[Side, Operand]) -> None:
         self.schedule, self.arithmetic, self.groups = schedule, arithmetic, groups
         self.blocks = {side: {0: operand} for side, operand in own.items()}
-        self.blocks[schedule.rotating][TEAM] = Operand(own[schedule.rotating].data)
+        self.rotating = self.blocks[schedule.rotating]
+        self.rotating[TEAM] = Operand(own[schedule.rotating].data)
         self.dtype = own["q"].data[0].dtype
         self.pending: dict[Transfer, Sent] = {}
         self.awaited: Transfer | None = None
@@ -94,45 +97,46 @@ class _Run:
         transfer = self.awaited
         if not isinstance(transfer, Hop):
             return "" if transfer is None else str(transfer)
-        source = self.groups.line(transfer.axis)[1][transfer.source]
-        return f"{transfer}, rank {self.ranks()[source]}"
+        source = self.groups.context_ranks[transfer.source] if transfer.axis == CONTEXT else transfer.source
+        return f"{transfer}, rank {group_ranks(self.groups.along(transfer.axis))[source]}"
 
     def ranks(self) -> Sequence[int]:
         """Those that take part in what is waited for."""
-        return () if self.awaited is None else group_ranks(self.groups.line(self.awaited.axis)[0])
+        awaited = self.awaited
+        return () if awaited is None else group_ranks(self.groups.along(awaited.axis))
 
     def attend(self, step: Attend) -> None:
         """Attend a block of the resident side and a rotating block."""
-        rotating = self.blocks[self.schedule.rotating]
-        both = {step.resident: self.blocks[step.resident][step.rows], self.schedule.rotating: rotating[step.block]}
-        self.arithmetic.attend(both["q"], both["kv"], step.work)
+        resident, rotating = self.blocks[step.resident][step.rows], self.rotating[step.block]
+        query, keys = (resident, rotating) if step.resident == "q" else (rotating, resident)
+        self.arithmetic.attend(query, keys, step.work)
         if step.frees:
-            del rotating[step.block]
+            del self.rotating[step.block]
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, and remember what is pending with the layout of what it will bring."""
         sent, place = self._outgoing(transfer), self.groups.place
         match transfer:
+            case Hop():
+                pending = self.groups.permute(sent.buffer, transfer)
             case Gather():
                 pending = all_gather(sent.buffer, self.groups.team)
             case Exchange():
                 splits = [0 if rank == place.team_rank else sent.layout.size for rank in range(place.team)]
                 pending = all_to_all(sent.buffer, splits, splits, self.groups.team)
-            case Hop():
-                pending = self.groups.permute(sent.buffer, transfer)
         self.pending[transfer] = Sent(pending, sent.layout)
 
     def _outgoing(self, transfer: Transfer) -> Sent:
         blocks = self.blocks[transfer.side]
         match transfer:
-            case Gather():
-                return self._sent(blocks[0], transfer)
-            case Exchange():
-                return self._shares(transfer)
             case Hop(partial=True):
                 return self._sent_partial(blocks.pop(transfer.block), transfer)
             case Hop():
                 return self._sent(blocks[transfer.block], transfer)
+            case Gather():
+                return self._sent(blocks[0], transfer)
+            case Exchange():
+                return self._shares(transfer)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer and take up what it brought."""
@@ -142,6 +146,19 @@ class _Run:
         self.awaited = None
         blocks = self.blocks[transfer.side]
         match transfer:
+            case Hop(partial=False):
+                blocks[transfer.into] = Operand(places.views(buffer), sent=Sent(buffer, places))
+            case Hop() if transfer.into > 0:
+                block = blocks[transfer.into]
+                # What there is of it here is added to what arrives, which is wide and can be sent on as it is.
+                arrived = _cut(places.views(buffer), block)
+                if block.partial:
+                    self.arithmetic.combine_(arrived, block.partial)
+                block.partial, block.sent_partial = arrived, Sent(buffer, places)
+            case Hop(into=0):
+                self.arithmetic.combine(blocks[0], _cut(places.views(buffer), blocks[0]))
+            case Hop():
+                blocks[TEAM].partial = places.views(buffer)
             case Gather() if transfer.side == self.schedule.resident:
                 by_tensor, peers = zip(*_each(buffer, places), strict=True), self.schedule.members[transfer.side]
                 blocks[TEAM] = Operand(tuple([peers.together(x, SEQUENCE_DIM) for x in by_tensor]))
@@ -152,19 +169,6 @@ class _Run:
                 own = self._own(transfer.side)
                 for share in _each(buffer, places):
                     self.arithmetic.combine(own, _cut(share, own))
-            case Hop(partial=False):
-                blocks[transfer.into] = Operand(places.views(buffer), sent=Sent(buffer, places))
-            case Hop() if transfer.into == TEAM:
-                blocks[TEAM].partial = places.views(buffer)
-            case Hop(into=0):
-                self.arithmetic.combine(blocks[0], _cut(places.views(buffer), blocks[0]))
-            case Hop():
-                block = blocks[transfer.into]
-                # What there is of it here is added to what arrives, which is wide and can be sent on as it is.
-                arrived = _cut(places.views(buffer), block)
-                if block.partial:
-                    self.arithmetic.combine_(arrived, block.partial)
-                block.partial, block.sent_partial = arrived, Sent(buffer, places)
 
     def result(self, side: Side) -> tuple[Tensor, ...]:
         """What was computed for the own shard of a side."""
