@@ -2,10 +2,10 @@
 
 Note [Whereabouts]
 What a rank does is noted when it does it, by assigning what can be said of it later. A thread tells the store of the
-world what is noted, eight times within a timeout, so that there is something to read of a rank that has been killed or
-stopped, too. Nobody reads it until a wait is in vain: the error then says where the other ranks were last, and how long
-ago. On a device it is the host's place that is noted: a wait does not hold the host up there, and of one that is in
-vain torch's own watchdog tells.
+world what is noted, after a second and then eight times within a timeout, so that there is something to read of a rank
+that has been killed or stopped, too. Nobody reads it until a wait is in vain: the error then says where the other ranks
+were last, and how long ago. On a device it is the host's place that is noted: a wait does not hold the host up there,
+and of one that is in vain torch's own watchdog tells.
 """
 
 import atexit
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 _OFTEN = 8
 _SHORTEST, _LONGEST = 0.05, 30.0  # seconds between two times
+_FIRST = 1.0  # seconds until the first, and the second; then each is twice as long
 _PLACES = 8
 _PATIENCE = 5.0  # seconds
 
@@ -112,14 +113,16 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def _telling(who: "weakref.ref[Whereabouts]", often: float) -> None:
-    """Until the world is gone, or the store with the rank that had it, or this process ends."""
+    """Until the world is gone, or the store with the rank that had it, or this process ends; sooner at first."""
+    pause = min(_FIRST, often)
     with suppress(RuntimeError):
-        while not _ending.wait(often):
+        while not _ending.wait(pause):
             here = who()
             if here is None:
                 return
             here.say()
             del here  # or this thread would keep it, and with it the store of a world that is gone
+            pause = min(2 * pause, often)
 
 
 @atexit.register
