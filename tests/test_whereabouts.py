@@ -25,7 +25,7 @@ from wallfacer_dt import (
     register_kernel,
 )
 from wallfacer_dt.agreement import whereabouts
-from wallfacer_dt.agreement.progress import places
+from wallfacer_dt.agreement.progress import Waiting, places
 from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.agreement.worlds import World, this_world
 from wallfacer_dt.testing import RankPool
@@ -149,6 +149,39 @@ def test_who_is_gone_tells_nothing_more() -> None:
     thread.join(5)
     assert gone() is None
     assert not thread.is_alive()
+
+
+class Changing:
+    """What is waited for, of which the first reading comes to nothing, as where it changes meanwhile."""
+
+    read = 0
+
+    def __str__(self) -> str:
+        self.read += 1
+        if self.read == 1:
+            raise IndexError
+        return "rows"
+
+
+def test_a_text_that_cannot_be_read_is_read_again_later() -> None:
+    here, store = Whereabouts(), dist.HashStore()
+    here.waits_for = what = Changing()
+    here.tell(store, 0, timedelta(seconds=0.4))
+    told = dist.PrefixStore("wallfacer_dt whereabouts", store)
+    told.wait(["0"], timedelta(seconds=10))
+    assert what.read > 1
+    assert "had come to no call and waited for rows" in told.get("0").decode()
+
+
+def test_a_wait_within_another_leaves_that_as_it_was(hasty: RankPool) -> None:
+    assert hasty.run(waits_within) == ["rows"] * 3
+
+
+def waits_within() -> str:
+    with Waiting("rows"):
+        with Waiting("a sum"):
+            pass
+        return str(this_world().whereabouts.waits_for)
 
 
 class Silent:

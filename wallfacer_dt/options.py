@@ -269,7 +269,7 @@ def options_of(
     for name in told:
         if name in without or name not in OPTIONS:
             near = difflib.get_close_matches(name, [*own, *(known for known in OPTIONS if known not in without)], 1)
-            why = ", which means nothing to it" if name in without else f"; did you mean {near[0]!r}?" if near else ""
+            why = ", which it does not take" if name in without else f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{who} got an unexpected keyword argument {name!r}{why}")
     return AttentionOptions(**told)
 

@@ -64,7 +64,7 @@ class Waiting:
         ranks: gives those that take part; all of the world if not told.
     """
 
-    __slots__ = ("_here", "_ranks", "_what")
+    __slots__ = ("_here", "_outer", "_ranks", "_what")
 
     def __init__(self, what: object, ranks: Callable[[], Sequence[int]] | None = None) -> None:
         self._what, self._ranks = what, ranks
@@ -73,7 +73,7 @@ class Waiting:
         world = this_world()
         self._here = None if world is None else world.whereabouts
         if self._here is not None:
-            self._here.waits_for = self._what
+            self._outer, self._here.waits_for = self._here.waits_for, self._what
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         here = self._here
@@ -84,4 +84,4 @@ class Waiting:
                 ranks = range(dist.get_world_size()) if self._ranks is None else self._ranks()
                 raise here.in_vain(error, ranks) from error
         finally:
-            here.waits_for = None
+            here.waits_for = self._outer

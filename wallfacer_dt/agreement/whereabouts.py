@@ -92,7 +92,8 @@ class Whereabouts:
 
     def __str__(self) -> str:
         at = f"at {self.progress}, " if self.progress else ""
-        waited = "" if self.waits_for is None else str(self.waits_for)
+        waits_for = self.waits_for  # which changes while a thread reads it
+        waited = "" if waits_for is None else str(waits_for)
         waits = f" and waited for {waited}" if waited else ""
         return f"{at}had come to {self.call or 'no call'}{waits}"
 
@@ -120,7 +121,9 @@ def _telling(who: "weakref.ref[Whereabouts]", often: float) -> None:
             here = who()
             if here is None:
                 return
-            here.say()
+            # Of a text that is made while what it says changes; the next one comes soon.
+            with suppress(LookupError, AttributeError, TypeError, ValueError):
+                here.say()
             del here  # or this thread would keep it, and with it the store of a world that is gone
             pause = min(2 * pause, often)
 

@@ -72,14 +72,15 @@ def row_delta(grad_out: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 def output_factor(grad_out: Tensor, delta: Tensor) -> Tensor:
     """By row the factor (B, N, L) of grad_out that makes it an output O' with rowsum(grad_out * O') = delta.
 
-    So a backward sends it instead of O (B, N, L, H). It is delta / norm^2, in delta's dtype.
+    So a backward sends it instead of O (B, N, L, H). It is delta / norm^2, in delta's dtype; less than that in
+    rows whose gradients are all below the smallest normal number.
     """
     # Squares of small gradients underflow, so rows are scaled by their largest entry first.
     # An infinity norm would be shorter, but not of no rows (torch 2.13.0's meta kernel).
     low, high = torch.aminmax(grad_out, dim=-1, keepdim=True)
     tiny, bound = torch.finfo(delta.dtype).tiny, torch.finfo(delta.dtype).max
     largest = as_dtype(torch.maximum(high, low.neg_()), delta.dtype).clamp_min_(tiny)
-    # At least 1, but for rows of next to nothing, whose factor has a bound.
+    # At least 1, but for rows of next to nothing, whose norm is taken to be no less and whose factor has a bound.
     norm = torch.linalg.vector_norm(grad_out / largest, dim=-1).clamp_min_(1)
     largest = largest.squeeze(-1)
     return (delta / largest).div_(norm).div_(norm).div_(largest).clamp_(-bound, bound)

@@ -22,13 +22,10 @@ class Machines:
 
     nodes: int
     per_node: int  # ranks of a node
-    rates: tuple[
-        float, ...
-    ]  # Mbit/s, by node, in each direction: of its link to other nodes, or of each of its adapters
+    # Mbit/s, by node, in each direction: of its link to other nodes, or of each of its adapters.
+    rates: tuple[float, ...]
     has_adapters: bool = False  # whether every rank has an adapter of its own
-    inside: float | None = (
-        None  # Mbit/s of what a rank sends to others of its node, and what it receives; None: no limit
-    )
+    inside: float | None = None  # Mbit/s of what a rank sends to its node's others, or receives; None: no limit
     latency: float = 0.0  # ms that a packet takes longer between nodes
 
     def __post_init__(self) -> None:
