@@ -682,7 +682,7 @@ def test_styles_take_the_options_of_attention() -> None:
             options = style(**told).options
         assert all(getattr(options, name) is value for name, value in told.items())
         for name in missing:
-            with pytest.raises(TypeError, match=f"^{style.__name__} got .* argument {name!r}, which means nothing to"):
+            with pytest.raises(TypeError, match=f"^{style.__name__} got .* argument {name!r}, which it does not take$"):
                 style(**{name: "2d"})
 
 
