@@ -22,7 +22,9 @@ from tests.test_segments import planned
 from tests.test_segments import seen as pairs_seen
 from wallfacer_dt import AttentionVolume, attention_volume, context_mesh, context_parallel_attention
 from wallfacer_dt.algorithms.flows import Flows, Shape, everyone
+from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import CONTEXT
 from wallfacer_dt.layout import ORDERS
 from wallfacer_dt.mesh import ULYSSES_AXIS, Coordinate
 from wallfacer_dt.testing import RankPool, Traffic, count_collectives
@@ -305,6 +307,17 @@ def test_1024_ranks(ring: int, team: int, schedule: str) -> None:
         assert volume.forward.payload == (16 * (team - 1) + 2 * (ring - 1)) * 64 * 128
     if team > 1:  # a thousand hops of fake tensors take long enough one way
         assert traffic.backward.received_bytes == volume.backward.bytes
+
+
+@pytest.mark.parametrize("team", [2, 3, 4])
+def test_rank_1_is_never_its_own_target_in_a_published_placement(team: int) -> None:
+    """Nor on the way back from it: so it is the rank that volumes are of where none is told."""
+    for ring in range(team, 6 * team + 1, team):
+        whole = Sequences(ring * team, ring * team, "contiguous", Mask())
+        flows = Flows(everyone(1, ring, team), Shape(1, 1, 1, 1, 1), whole, "published", "q", True)
+        placed = [flow.comes.all((0, 1)) for flow in flows.inner() if flow.axis == CONTEXT]
+        assert len(placed) == 2
+        assert all(comes[1] for comes in placed)
 
 
 @given(size=st.integers(1, 64), data=st.data())

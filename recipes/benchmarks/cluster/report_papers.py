@@ -8,7 +8,7 @@ from recipes.benchmarks.cluster.papers import OVERLAP, STRONG
 from recipes.benchmarks.cluster.record import Measured, Result
 from recipes.benchmarks.cluster.run import PROFILED
 from recipes.benchmarks.papers.clusters import PRINTED_DIT
-from recipes.benchmarks.pictures import BLUE, FAINT, GREEN, ORANGE, Panel, draw
+from recipes.benchmarks.pictures import BLUE, FAINT, GREEN, ORANGE, PINK, Panel, draw
 from recipes.benchmarks.report import Table
 
 Results = Mapping[Case, Result]
@@ -119,7 +119,7 @@ def picture(path: Path, results: Results) -> str:
     return draw(path, [panels[:3], [*panels[3:], hidden]], _STYLES, (15, 8))
 
 
-_COLOURS = {**_LINES, METP: GREEN, METP_ATTENTION: "#CC79A7", WALL: "#E69F00", OWN_RING: FAINT, CHOICE: ORANGE}
+_COLOURS = {**_LINES, METP: GREEN, METP_ATTENTION: PINK, WALL: "#E69F00", OWN_RING: FAINT, CHOICE: ORANGE}
 _STYLES = {name: {"color": colour} for name, colour in _COLOURS.items()} | {
     f"{name}, predicted": {"color": _COLOURS[name], "ls": ":", "marker": "_"} for name in (WALL, OWN_RING, CHOICE)
 }
