@@ -37,8 +37,10 @@ from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because, _order, _Search
+from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, last_of, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
+from wallfacer_dt.planning.words import said_bytes
 from wallfacer_dt.testing.fake import fake_world
 
 FAST = Link(1e40)
@@ -179,11 +181,14 @@ def test_copying_is_neither_hidden_nor_computing() -> None:
 @examples(40)
 @given(planned(12), st.sampled_from(["intra", "inter"]), st.floats(1, 100))
 def test_bounds_of_every_plan(drawn, level: str, factor: float) -> None:
-    """No faster than computing, or than any link's work; no slower than one after the other, or than on worse links."""
+    """No faster than computing, or than any link's work; no slower than one after the other, or than on worse links.
+
+    Of one rank: where ranks wait for each other, also for what others compute and send.
+    """
     candidate, model, sequence, per_node = drawn
     where = cluster(candidate.size, per_node)
     better = replace(where, **{level: Link(getattr(where, level).bandwidth * factor)})
-    cost, faster = (attention_cost(candidate, model, sequence, c) for c in (where, better))
+    cost, faster = (attention_cost(candidate, model, sequence, c, together=False) for c in (where, better))
     for line, improved in ((cost.forward, faster.forward), (cost.backward, faster.backward)):
         assert line.seconds == pytest.approx(line.compute + line.exposed)
         assert 2 * line.seconds >= line.transfer * (1 - 1e-9)
@@ -380,6 +385,22 @@ def test_what_does_not_fit_is_dropped_and_says_so() -> None:
         plan(MODEL, SEQUENCE, cluster(memory=1000))
 
 
+def test_memory_is_asked_of_few_where_it_binds() -> None:
+    """What holds too much by formula is not run; of what fits nowhere the least is said all the same."""
+    layers, where = replace(MODEL, ffn=4096, layers=8), cluster(4, 2)
+    choices = [one for attention in attentions(layers, SEQUENCE, where) for one in with_layers(attention, layers)]
+    sizes = {one: stack_memory(one, layers, SEQUENCE).peak for one in choices}
+    limit = 2 * min(sizes.values())
+    too_large = sum(size > limit for size in sizes.values())
+    with mock.patch.object(_Search, "_memory", autospec=True, side_effect=_Search._memory) as asked:
+        made = plan(layers, SEQUENCE, replace(where, memory=limit), keep=3)
+    assert all(sizes[one.candidate] == one.prediction.memory <= limit for one in made.ranked)
+    assert made.ranked
+    assert asked.call_count <= 12 < too_large
+    with pytest.raises(ValueError, match=f"least that any plan needs is {said_bytes(min(sizes.values()))}"):
+        plan(layers, SEQUENCE, replace(where, memory=1000))
+
+
 def test_layers_are_chosen_for_every_attention() -> None:
     layers = replace(MODEL, ffn=4096, layers=4)
     assert len(list(with_layers(Candidate(16), layers))) == 9
@@ -557,7 +578,7 @@ def test_what_is_looked_at_late_is_not_overlooked(
     sequence = SequenceShape(length, is_causal=True, window_size=None if window is None else (window, 0))
     where = cluster(*ranks, intra=Link(100 * link, 1e-6), inter=Link(link, 1e-5))
     # What memory they need does not matter here, and takes longest.
-    with mock.patch.object(_Search, "_with_memory", lambda _, one: one):
+    with mock.patch.object(_Search, "_memory", return_value=0):
         every, few = plan(model, sequence, where), plan(model, sequence, where, keep=keep)
     assert few.ranked == every.ranked[:keep]
     assert [*every.ranked] == sorted(every.ranked, key=_order)

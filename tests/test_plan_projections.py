@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from wallfacer_dt import (
     shard_sequence,
 )
 from wallfacer_dt.command.planning.usage import code_of
-from wallfacer_dt.planning import Candidate
+from wallfacer_dt.planning import Candidate, PlanningError
 from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import projected_peak
@@ -39,9 +40,11 @@ from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.memory import projected_memory
 from wallfacer_dt.planning.predict import attention_cost, least_projections, predict
 from wallfacer_dt.planning.projections import ProjectedAttention
+from wallfacer_dt.planning.search import _Search
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.timeline import Begin, Compute, End
+from wallfacer_dt.planning.words import said_bytes
 from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
 
@@ -217,6 +220,10 @@ def test_the_search_finds_it_where_memory_binds(gradients: bool) -> None:
         assert made.prediction.memory == sizes[made.chosen] <= limit
         seen.add(made.chosen.projections)
     assert seen == {"plain", "metp"}
+    least = f"the least that any plan needs is {said_bytes(min(sizes.values()))}"
+    # However little formulas know of it.
+    with mock.patch.object(_Search, "_least_memory", return_value=1001), pytest.raises(PlanningError, match=least):
+        plan(model, sequence, replace(where, memory=1000), only=[ring])
 
 
 class LlamaLayer(nn.Module):

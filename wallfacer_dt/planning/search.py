@@ -18,7 +18,7 @@ from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict
-from wallfacer_dt.planning.stack import stack_memory
+from wallfacer_dt.planning.stack import least_memory, stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.words import said_bytes, said_seconds
 from wallfacer_dt.styles import WallFacerParallel
@@ -352,7 +352,7 @@ class _Search:
         """Those that fit, best first, of every mesh one; and those of which no choice fits, as small as can be."""
         limit = self.cluster.memory
         ranked, dropped = [], []
-        smallest: dict[int, Ranked] = {}
+        too_large: dict[int, list[tuple[int, int, _Choice]]] = {}
         is_done = [False] * len(self.left)
         heapq.heapify(self.queue)
         while self.queue and len(ranked) != keep:
@@ -362,24 +362,44 @@ class _Search:
                 continue
             if is_done[mesh]:
                 continue
-            if choice.ranked is None:
+            # What it holds at least is quick to say; what it holds takes longest.
+            memory = self._least_memory(choice.candidate) if choice.ranked is None else self._memory(choice.candidate)
+            if limit is not None and memory > limit:
+                too_large.setdefault(mesh, []).append((memory, turn, choice))
+                self.left[mesh] -= 1
+                if not self.left[mesh]:
+                    dropped.append(self._smallest(too_large[mesh]))
+            elif choice.ranked is None:
                 one = Ranked(choice.candidate, self._predicted(choice), "", choice.measured)
                 heapq.heappush(self.queue, (_order(one), mesh, turn, replace(choice, ranked=one)))
-                continue
-            one = self._with_memory(choice.ranked)
-            if limit is None or one.prediction.memory <= limit:
-                ranked.append(one)
+            else:
+                ranked.append(_with_memory(choice.ranked, memory))
                 is_done[mesh] = True
-                continue
-            smallest[mesh] = min(smallest.get(mesh, one), one, key=lambda some: some.prediction.memory)
-            self.left[mesh] -= 1
-            if not self.left[mesh]:
-                dropped.append(smallest[mesh])
         return ranked, dropped
 
-    def _with_memory(self, one: Ranked) -> Ranked:
-        peak = stack_memory(one.candidate, self.model, self.sequence).peak
-        return replace(one, prediction=replace(one.prediction, memory=peak))
+    def _smallest(self, some: list[tuple[int, int, _Choice]]) -> Ranked:
+        """Of choices, by what they hold at least, the one that holds the least."""
+        best: tuple[int, int, _Choice] | None = None
+        for least, turn, choice in sorted(some, key=lambda one: one[:2]):
+            if best and best[0] <= least:
+                break
+            found = self._memory(choice.candidate), turn, choice
+            best = min(best or found, found, key=lambda one: one[:2])
+        assert best, "a mesh has choices"
+        memory, _, choice = best
+        one = choice.ranked or Ranked(choice.candidate, self._predicted(choice), "", choice.measured)
+        return _with_memory(one, memory)
+
+    def _memory(self, candidate: Candidate) -> int:
+        return stack_memory(candidate, self.model, self.sequence).peak
+
+    def _least_memory(self, candidate: Candidate) -> int:
+        division = Division(candidate, microbatch=self.sequence.batch)
+        return least_memory(division, self.model, self.sequence)
+
+
+def _with_memory(one: Ranked, memory: int) -> Ranked:
+    return replace(one, prediction=replace(one.prediction, memory=memory))
 
 
 def _order(one: Ranked) -> tuple:
