@@ -193,7 +193,7 @@ def plan(
     *,
     only: Sequence[Candidate] | None = None,
     profile: "Profile | None" = None,
-    keep: int | None = None,
+    keep: int | None = 5,
 ) -> Plan:
     """Choose how the ranks of a cluster share sequences (WallFacer section 3.4, with more to choose from).
 
@@ -207,7 +207,7 @@ def plan(
         cluster: where.
         only: the attentions to choose from, instead of all.
         profile: what was measured; it goes before what is predicted.
-        keep: how many plans to rank, None for all; memory is predicted for no more than that takes.
+        keep: how many plans to rank, None for all, which takes longer: memory is predicted for no more than that takes.
 
     Returns:
         The plan.
