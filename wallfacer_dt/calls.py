@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +66,8 @@ def agreed_call(
     def signature() -> Iterator[tuple[str, Hashable]]:
         yield from (further or {}).items()
         yield from _signature(options, inputs).items()
-        yield "the documents", digest(inputs.documents[1])
+        bounds = call.plan.sequences.mask.documents
+        yield "the documents", digest(np.concatenate(bounds) if bounds else None)
         yield "what mask_mod captures", options.captured.contents
         yield "the kernel that runs", f"{call.kernel.name}, {call.kernel.version}"
 

@@ -64,11 +64,11 @@ def boundaries(documents: Tensor, kind: str, length: int) -> tuple[tuple[int, ..
     return tuple(rows[:1]) if all(row == rows[0] for row in rows) else tuple(rows)
 
 
-def digest(documents: Tensor | None) -> str:
+def digest(numbers: Tensor | np.ndarray | None) -> str:
     """What ranks compare: the same for the same numbers, whatever integers hold them."""
-    if documents is None:
+    if numbers is None:
         return "none"
-    return hashlib.blake2b(documents.numpy().astype(np.int64).tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(numbers, np.int64), digest_size=8).hexdigest()
 
 
 def _short(values: np.ndarray) -> str:
