@@ -4,7 +4,7 @@ import gc
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from math import inf
@@ -520,29 +520,69 @@ def test_flex_attention_looks_the_mask_up(shape: tuple[int, int], monkeypatch: p
     assert worst(compiled(*block[:3]), flex.KERNEL.forward(*block[:3], block.how)) <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_is_compiled_once_for_masks_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever block of whatever packing: Dynamo gives up after eight."""
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
+    """Of flex_attention, compiled on the CPU as it is on CUDA, but not fused."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr(flex, "flex_attention", torch.compile(flex_attention, backend=counter, fullgraph=True))
+    return counter
+
+
+def asked(mask: Callable[..., Tensor], rows: int, columns: int, first: int) -> BlockMask:
+    """A mask_mod as kernels are given it, of the first rows and of columns from another one."""
+    name, captured = recorded_mask(mask, (3000, 3000), "cpu")
+    answers = Answers.of(name, Captured(captured), 1, [range(4)], torch.device("cpu"))
+    return answers.block(range(4), np.array([[0, rows]]), np.array([[first, first + columns]]))
+
+
+def test_flex_is_compiled_once_for_masks_of_a_kind(programs: CompileCounter) -> None:
+    """Whatever block of whatever packing."""
     tags = torch.arange(3000) // 700
     for number, packed in enumerate((tags, tags // 2, tags.flip(0))):
 
         def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor, ids: Tensor = packed) -> Tensor:
             return (ids[q] == ids[k]) & (q >= k)
 
-        name, captured = recorded_mask(documents, (3000, 3000), "cpu")
         for rows, columns in ((300, 200), (150, 260), (400, 130), (256, 256)):
-            answers = Answers.of(name, Captured(captured), 1, [range(4)], torch.device("cpu"))
             block = ordinary(rows, columns, head_dim=8).to(torch.float32)
-            mask = answers.block(range(4), np.array([[0, rows]]), np.array([[number, number + columns]]))
+            mask = asked(documents, rows, columns, number)
             out, lse = flex.attend(*block[:3], mask, SCALE)
             want = reference.forward(*block[:3], How(FULL, SCALE, mask))
             assert worst_error([(out, want[0])]) <= 1e-5
             assert lse.shape == want[1].shape
-    assert counter.frame_count <= 3
+    assert programs.frame_count <= 3
+
+
+MASK_MODS: list[Callable[..., Tensor]] = [
+    lambda b, h, q, k: (q >= k) & (q // 90 == k // 90),
+    lambda b, h, q, k: (q >= k) | (k < 50),
+    lambda b, h, q, k: (q - k).abs() < 40 * (h + 1),
+]
+
+
+@pytest.mark.usefixtures("programs")
+def test_a_mask_in_a_band_is_made_once() -> None:
+    """For an evaluation and training, as long as the mask lives."""
+    block = ordinary(64, 64, head_dim=8).to(torch.float32)
+    mask = listed(torch.rand(1, 1, 64, 64) < 0.5)
+    with torch.inference_mode():
+        masks = [None, mask, asked(MASK_MODS[0], 64, 64, 1)]
+    bands = CAUSAL, Band(-9, 3)
+    flex._unmasked.clear()
+    with mock.patch.object(flex, "create_block_mask", wraps=create_block_mask) as create:
+        for how in (How(band, SCALE, each) for each in masks for band in bands):
+            with torch.inference_mode():
+                flex.forward(*block[:3], how)
+            whole = reference.forward(*block[:3], how)
+            flex.backward(block.grad_out, *block[:3], *whole, how)
+    assert create.call_count == len(masks) * len(bands)
+    made = ref(flex._blocks(How(CAUSAL, SCALE, mask), block.q, block.k))
+    del how, mask, masks
+    create.reset_mock()
+    gc.collect()
+    assert made() is None
 
 
 def triton_merging(monkeypatch: pytest.MonkeyPatch, interpret: str) -> ModuleType:

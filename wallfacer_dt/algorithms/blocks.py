@@ -187,8 +187,9 @@ def _block(
     whole: MaskMod, batch: int | None, heads: range | None, queries: Spans, keys: Spans, device: torch.device
 ) -> BlockMask:
     """A BlockMask of rows and columns whose positions in the whole sequence are these."""
-    q_at, k_at = (torch.from_numpy(positions(spans).astype(np.int64)).to(device) for spans in (queries, keys))
+    rows, columns = length_of(queries), length_of(keys)
     first = 0 if heads is None else heads.start
+    shape = batch, None if heads is None else len(heads)
 
     def local(q_at: Tensor) -> MaskMod:
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -196,9 +197,9 @@ def _block(
 
         return mask_mod
 
-    rows, columns = length_of(queries), length_of(keys)
-    shape = batch, None if heads is None else len(heads)
-    with outside_dispatch(), torch.no_grad():
+    # What is kept in an evaluation is for training, too.
+    with outside_dispatch(), torch.inference_mode(False), torch.no_grad():
+        q_at, k_at = (torch.from_numpy(positions(spans).astype(np.int64)).to(device) for spans in (queries, keys))
         # torch asks about all pairs at once.
         parts = [
             create_block_mask(local(q_at[some]), *shape, len(q_at[some]), columns, device=device, BLOCK_SIZE=SIZE)

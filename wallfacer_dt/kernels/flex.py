@@ -11,16 +11,23 @@ d out / d lse_i = w_i (out_i - out), that of lse_i is w_i (rowsum(grad_out * out
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
-from wallfacer_dt.agreement.meeting import outside_dispatch
-from wallfacer_dt.kernels.block import FULL, BlockKernel, Gradients, How, Need, no_softcap, refuse
+from wallfacer_dt.agreement.meeting import kept, outside_dispatch
+from wallfacer_dt.kernels.block import FULL, Band, BlockKernel, Gradients, How, Need, no_softcap, refuse
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite
+
+_KEPT = 64  # bands and shapes, of each mask and without one
+# As long as the mask is, as in visible.py.
+_masked: WeakKeyDictionary[BlockMask, dict[Any, BlockMask]] = WeakKeyDictionary()
+_unmasked: dict[Any, BlockMask] = {}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -41,16 +48,24 @@ def _blocks(how: How, q: Tensor, k: Tensor) -> BlockMask | None:
     band, mask = how.band, how.mask
     if band == FULL:
         return mask
-    # Tensors, so that other bounds are not another compilation.
-    bounds = [-(1 << 62) if band.low is None else band.low, 1 << 62 if band.high is None else band.high]
-    low, high = torch.tensor(bounds, device=q.device).unbind(0)
+    store = _unmasked if mask is None else _masked.setdefault(mask, {})
+    key = band, q.shape[2], k.shape[2], q.device
+    return kept(store, key, _KEPT, lambda: _in_band(mask, *key))
+
+
+def _in_band(mask: BlockMask | None, band: Band, rows: int, columns: int, device: torch.device) -> BlockMask:
+    # Tensors, so that other bounds are not another compilation; filled there, as a copy would be waited for.
+    bounds = -(1 << 62) if band.low is None else band.low, 1 << 62 if band.high is None else band.high
 
     def in_band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001  (as torch calls it)
         return (j - i >= low) & (j - i <= high)
 
-    seen = in_band if mask is None else and_masks(in_band, mask.mask_mod)
-    batch, heads = (None, None) if mask is None else mask.shape[:2]
-    return create_block_mask(seen, batch, heads, q.shape[2], k.shape[2], device=q.device)
+    # What is kept in an evaluation is for training, too.
+    with torch.inference_mode(False), torch.no_grad():
+        low, high = (torch.full((), bound, device=device) for bound in bounds)
+        seen = in_band if mask is None else and_masks(in_band, mask.mask_mod)
+        batch, heads = (None, None) if mask is None else mask.shape[:2]
+        return create_block_mask(seen, batch, heads, rows, columns, device=device)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
