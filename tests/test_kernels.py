@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
+from itertools import product
 from math import inf
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -560,6 +561,20 @@ MASK_MODS: list[Callable[..., Tensor]] = [
     lambda b, h, q, k: (q >= k) | (k < 50),
     lambda b, h, q, k: (q - k).abs() < 40 * (h + 1),
 ]
+
+
+def test_flex_takes_many_masks(programs: CompileCounter) -> None:
+    """In both directions, with and without bands, of two head dims: Dynamo by itself gives up after eight programs."""
+    for mask_mod, head_dim, (rows, columns) in product(MASK_MODS, (8, 16), ((256, 256), (130, 200))):
+        block = ordinary(rows, columns, head_dim=head_dim).to(torch.float32)
+        for band in (FULL, CAUSAL):
+            how = How(band, SCALE, asked(mask_mod, rows, columns, 7))
+            whole = reference.forward(*block[:3], how)
+            want = *whole, *reference.backward(block.grad_out, *block[:3], *whole, how)
+            with torch._C._AutoDispatchBelowAutograd():  # as in the attention operator
+                got = *flex.forward(*block[:3], how), *flex.backward(block.grad_out, *block[:3], *whole, how)
+            assert worst(got, want) <= 1e-5
+    assert programs.frame_count > 20
 
 
 @pytest.mark.usefixtures("programs")

@@ -1,7 +1,9 @@
 """Blocks with masks on CUDA: torch's flex_attention, fused with the mask that it is given.
 
-It takes gradients by autograd, for which it computes the block's output again. Not run on CUDA so far; on CPU
-flex_attention was run without its fused kernels, in both directions (there torch refuses gradients, but for the tests).
+It takes gradients by autograd, for which it computes the block's output again: the operator that would not,
+flex_attention_backward, torch 2.11.0's Dynamo does not trace. Not run on CUDA so far; on CPU flex_attention was run
+without its fused kernels, in both directions (there torch refuses gradients, but for the tests), on torch 2.11.0,
+2.13.0, 2.14.1 and 2.15.0, as was Dynamo's configuration, which is private.
 
 Note [Gradients of one block from autograd]
 A block gives out_i and lse_i, and the row's result is out = sum_i w_i out_i with w_i = exp(lse_i - lse) and
@@ -33,7 +35,11 @@ _unmasked: dict[Any, BlockMask] = {}
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
     """out and lse of one block by flex_attention, differentiable on CUDA; no mask: all is visible."""
     run: Callable = _fused() if q.is_cuda else flex_attention
-    out, aux = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    # Every mask is another program, in either direction, with and without bounds and at lengths that vary. Dynamo's
+    # limit of 8 is for what should be one; its last, 256, remains, for masks that are another program at every step.
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=config.accumulated_recompile_limit):
+        out, aux = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 
