@@ -483,12 +483,18 @@ def test_a_block_is_at_most_two_calls(chosen: tuple, data: st.DataObject) -> Non
     mesh, length, order, mask = chosen
     index = data.draw(st.integers(0, mesh[0] * mesh[1] - 1))
     resident = data.draw(st.sampled_from(["q", "kv"]))
+    name = data.draw(st.sampled_from(["2d", "rings"] + ["published"] * (mesh[0] % mesh[1] == 0)))
     for backward in (False, True):
-        schedule = schedule_of(mesh, index, length, order=order, mask=mask, resident=resident, backward=backward)
+        schedule = schedule_of(
+            mesh, index, length, order=order, mask=mask, resident=resident, backward=backward, schedule=name
+        )
         # What ranks of Ulysses put together lies apart in contiguous order; and under a window every member of a team,
-        # and every document that is dealt out by itself, has rows at a distance of its own.
+        # and every document that is dealt out by itself, has rows at a distance of its own. Of the published schedule
+        # both sides are a team's rows.
         most = mesh[2] if order == "contiguous" else 1
-        if mask.left is not None:
+        if name == "published":
+            most *= 2 * mesh[1]
+        elif mask.left is not None:
             most = 6 if order == "document_head_tail" else most * mesh[1]
         assert max(calls_of(schedule)) <= max(2, most)
 
