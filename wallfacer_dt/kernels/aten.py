@@ -252,7 +252,8 @@ def _supports(need: Need) -> bool | str:
     if need.device_type != "cuda" or need.dtype not in HALF or head_dim > 256:
         return (
             "runs on cpu, and on cuda in bfloat16 or float16 with a head dim of at most 256; got "
-            f"{need.device_type}, {need.dtype}, head dim {head_dim}: cast q, k and v, or pass kernel='reference'"
+            f"{need.device_type}, {need.dtype}, head dim {head_dim}: cast q, k and v, or pass kernel='reference' "
+            "('efficient' on cuda, float32 too)"
         )
     major, minor = need.capability or (9, 0)
     if major < 8:
