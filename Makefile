@@ -61,9 +61,10 @@ torches: $(TORCHES:%=.venvs/torch-%/stamp)  ## tests of private APIs on other ve
 mutants: .venv/stamp-dev  ## break the code line by line and see tests fail (MUTANTS="--sample 10", "--only word")
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
-gpu: .venv/stamp-recipes  ## what only a GPU can show, on one, in at most 20 minutes (GPU_ARGS="--device cpu" tries it)
-	@$(BIN)/python -m tests.gpu $(GPU_ARGS); checks=$$?; \
-	$(BIN)/python -m recipes.benchmarks.gpu $(GPU_ARGS) && exit $$checks
+gpu: .venv/stamp-recipes  ## what only a GPU can show, on one, in MINUTES=20 (GPU_ARGS="--device cpu" tries it)
+	@end=$$(($$(date +%s) + 60 * $(or $(MINUTES),20))); \
+	$(BIN)/python -m tests.gpu $(GPU_ARGS) --seconds $$((end - $$(date +%s))); checks=$$?; \
+	$(BIN)/python -m recipes.benchmarks.gpu $(GPU_ARGS) --seconds $$((end - $$(date +%s))) && exit $$checks
 
 docs: $(firstword $(wildcard .venv/stamp-dev) .venv/stamp-docs)  ## serve the documentation on http://127.0.0.1:8000
 	$(MKDOCS) serve

@@ -1,20 +1,26 @@
 """That the scripts for a GPU have no mistakes of their own: their stages on the CPU, in small."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from recipes.benchmarks.gpu.__main__ import STAGES
-from recipes.benchmarks.gpu.stages import Place, attempted, page, record
+from recipes.benchmarks.gpu.stages import Place, attempted, page, record, versions
 from tests.gpu.__main__ import STAGES as CHECKS
 
 EVERY = {**CHECKS, **STAGES}
-QUICK = ["versions", "kernels", "segments", "merging", "waiting", "loops"]
+QUICK = ["kernels", "segments", "merging", "waiting", "loops"]
 
 
 def test_that_all_end_within_20_minutes() -> None:
     assert set(EVERY) == {*QUICK, "ranks", "nccl", "training"}
-    assert sum(seconds for _, seconds in (*STAGES.values(), *CHECKS.values())) <= 20 * 60
+    assert sum(seconds for _, seconds in (*STAGES.values(), *CHECKS.values())) + 2 * 30 <= 20 * 60
 
 
 @pytest.mark.parametrize(("stages", "stage"), [
@@ -29,7 +35,7 @@ def test_a_stage(stages: dict, stage: str, tmp_path: Path) -> None:
     for each in found:
         record(tmp_path / "records.jsonl", stage, each)
     text = page(tmp_path / "records.jsonl", stages)
-    assert f"## {stage}\n\n{len(found)} cases, 0 failed" in text
+    assert f"## {stage}\n\n{stages[stage][0].__doc__}\n\n{len(found)} cases, 0 failed" in text
     assert "**" not in text
 
 
@@ -37,3 +43,85 @@ def test_what_fails_is_shown(tmp_path: Path) -> None:
     record(tmp_path / "records.jsonl", "ranks", {"case": "causal", "error": "ValueError: no"})
     shown = page(tmp_path / "records.jsonl", CHECKS)
     assert "1 cases, 1 failed, 0 refused.\n\n- **causal**: ValueError: no" in shown
+
+
+def test_that_kernels_which_take_long_to_compile_come_last() -> None:
+    names = [case.split()[0] for case, _ in CHECKS["kernels"][0](Place("cpu"))]
+    assert set(names[names.index("flex") :]) == {"flex"}
+    assert {"flash", "flash_attn", "flash_attn_3", "flash_attn_4", "reference"} < set(names)
+
+
+@pytest.mark.parametrize(("module", "stages"), [("tests.gpu", CHECKS), ("recipes.benchmarks.gpu", STAGES)])
+def test_that_what_no_time_is_left_for_is_named(module: str, stages: dict, tmp_path: Path) -> None:
+    """Before anything is tried, too: what all is found on comes first."""
+    command = [sys.executable, "-m", module, "--device", "cpu", "--out", str(tmp_path), "--seconds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    lines = (tmp_path / f"{module}.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"stage": name, "case": "the stage", "error": "not run, for want of time"} for name in ("versions", *stages)
+    ]
+    assert done.stdout.count("**: not run") == len(stages) + 1
+
+
+def test_what_all_is_found_on() -> None:
+    ((_, run),) = versions(Place("cpu"))
+    found = run()
+    assert list(found)[:2] == ["commit", "machine"]
+    assert {"torch", "numpy"} < set(found)
+
+
+SLOW = """
+import subprocess, sys, time
+from pathlib import Path
+from recipes.benchmarks.gpu.stages import main
+
+def slow(place):
+    def run():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path({out!r}, "child").write_text(str(child.pid))
+        child.wait()
+    yield "quick", lambda: {{}}
+    yield "slow", run
+
+if __name__ == "__main__":
+    sys.exit(main("slow", {{"slow": (slow, {seconds}), "next": (slow, 0)}}))
+"""
+
+
+@pytest.mark.parametrize("how", ["cut off", "told to end"])
+def test_that_what_is_cut_off_ends_with_all_that_it_started(how: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW.format(out=str(tmp_path), seconds=20 if how == "cut off" else 500))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    command = [sys.executable, "-m", "slow", "--device", "cpu", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL)
+    child, end = tmp_path / "child", time.monotonic() + 60
+    try:
+        while not (child.exists() and child.read_text()) and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        if how == "told to end":
+            process.terminate()
+        assert process.wait(60) == (1 if how == "cut off" else 143)
+    finally:
+        process.kill()
+        process.wait()
+    pid = int(child.read_text())
+    try:
+        while _is_running(pid) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not _is_running(pid)
+    finally:
+        if _is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+    if how == "cut off":
+        *_, first, second, third = map(json.loads, (tmp_path / "slow.jsonl").read_text().splitlines())
+        assert first == {"stage": "slow", "case": "quick"}
+        assert second["error"] == "cut off after 20 s; what would follow was not run"
+        assert third["error"] == "not run, for want of time"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -6,14 +6,14 @@ python -m tests.gpu --out runs/gpu
 import sys
 
 from recipes.benchmarks.gpu.stages import main
-from tests.gpu.calls import nccl, ranks, waiting
+from tests.gpu.calls import nccl, ranks, training, waiting
 from tests.gpu.kernels import kernels, merging, segments
 
 STAGES = {
     "kernels": (kernels, 240), "segments": (segments, 90), "merging": (merging, 60), "ranks": (ranks, 240),
-    "waiting": (waiting, 60), "nccl": (nccl, 60),
+    "waiting": (waiting, 60), "nccl": (nccl, 60), "training": (training, 150),
 }  # fmt: skip
-"""In this order, with seconds."""
+"""In this order, with seconds, after 30 of versions."""
 
 if __name__ == "__main__":
     sys.exit(main("tests.gpu", STAGES))

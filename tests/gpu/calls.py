@@ -1,7 +1,10 @@
-"""Whole calls of attention on one device: four processes that share it, one rank of NCCL, and no waiting hosts."""
+"""Whole calls on one device: four processes that share it, one rank of NCCL, no waiting hosts, training."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.benchmarks.gpu.stages import Cases, Place, Record
 from tests.cases import rms
+from tests.gpu.kernels import WORST
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
 from wallfacer_dt.testing import RankPool, attention_oracle
 from wallfacer_dt.testing.fake import fake_world
@@ -51,7 +55,7 @@ def ranks(place: Place) -> Cases:
 
 def _on_ranks(pool: RankPool, *case: Any) -> Record:
     worst = max(pool.run(_on_rank, *case))
-    if worst > 4:
+    if worst > WORST:
         raise AssertionError(f"errors of {worst:.1f} roundings of a typical entry")
     return {"worst": round(worst, 2)}
 
@@ -99,7 +103,7 @@ class _Inner(nn.Module):
 def waiting(place: Place) -> Cases:
     """That the host waits for the device nowhere in the loop: torch raises at the first such place."""
     for name in CALLS:
-        if name not in ("published", "mask_mod"):
+        if name != "published":
             yield name, partial(_waiting, place, name)
 
 
@@ -142,6 +146,22 @@ def _one_rank(place: Place) -> Record:
         return {"worst": error}
     finally:
         dist.destroy_process_group()
+
+
+def training(place: Place) -> Cases:
+    """A few steps of the recipe that trains on bytes, where its command line can be read."""
+
+    def run() -> Record:
+        if find_spec("typer") is None:
+            return {"refused": "the recipe needs typer, which is not installed"}
+        sizes = ["--sequence", "16384", "--dim", "512"] if place.is_gpu else ["--sequence", "256", "--batch", "1"]
+        command = [sys.executable, "-m", "recipes.train_bytes", "train", "--steps", "4", *sizes]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise AssertionError(done.stderr[-400:])
+        return {"said": done.stdout.strip().splitlines()[-1]}
+
+    yield "recipes.train_bytes, 4 steps", run
 
 
 def _error(found: Tensor, want: Tensor) -> float:

@@ -21,7 +21,12 @@ from wallfacer_dt.kernels.registry import names, select_kernel
 from wallfacer_dt.layout import length_of
 from wallfacer_dt.testing import worst_error
 
-WORST = 4.0  # times the error of the reference kernel, which rounds once
+WORST = 2.0
+"""Times the error of one call of the reference kernel, or one rounding of a typical entry where that is more.
+
+The reference computes in float32 and rounds once, with 0.3 of that: no fused kernel, which rounds probabilities too,
+stays within twice as much (torch's on the CPU, in bfloat16: 1.3 times for out, 3.7 for dv; 0.9 roundings at most).
+"""
 Attend = Callable[..., tuple[Tensor, ...]]
 """out, lse, dq, dk and dv from a kernel, q, k, v, the output's gradient, and the output and lse of whole rows."""
 
@@ -35,10 +40,10 @@ BANDS = [FULL, CAUSAL, Band(0, None), Band(-40, 7), Band(-40, 0), Band(5, None),
 
 def kernels(place: Place) -> Cases:
     """Every kernel that runs here, forward and backward, against float64; operands that are not aligned among them."""
-    shapes, bands = (SHAPES, BANDS) if place.is_gpu else (SHAPES[1:6:3], BANDS[1:4])
-    for name in names():
+    bands = BANDS if place.is_gpu else BANDS[1:4]
+    for name in sorted(names(), key="flex".__eq__):  # which takes seconds to compile for every one of them: the last
         for dtype in place.dtypes:
-            for shape in shapes:
+            for shape in SHAPES if place.is_gpu else SHAPES[1:6:3]:
                 seen = torch.rand(shape[:2], device=place.device) < 0.7
                 for band in bands:
                     for mask, softcap in ((None, 0.0), (None, 5.0), (_listed(seen), 0.0)):
@@ -130,7 +135,7 @@ def _against_float64(
         allowed = max(rms(its, right), torch.finfo(dtype).eps * max(rms(right), 0.1))
         ratios[part] = round(rms(mine, right) / allowed, 2)
     if max(ratios.values()) > WORST:
-        raise AssertionError(f"errors of {ratios} times the reference's")
+        raise AssertionError(f"errors of {ratios} times what is one call's")
     return {"worst": max(ratios.values())}
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipes.benchmarks.gpu.stages import Cases, Place, Record
 from wallfacer_dt import ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
@@ -22,7 +23,10 @@ from wallfacer_dt.testing.fake import fake_world
 
 
 def loops(place: Place) -> Cases:
-    """One rank of a larger mesh, hops being copies at a given rate, beside one flash call of as much work."""
+    """One rank of a larger mesh, hops being copies at a rate, or for nothing; beside one flash call of as much work.
+
+    Torch's own ring is timed with hops for nothing only.
+    """
     meshes = [(4, 1), (8, 1), (4, 2), (2, 4), (16, 4)] if place.is_gpu else [(2, 2)]
     for ring, team in meshes:
         for rate in (None, 400, 100, 40) if place.is_gpu else (None,):
@@ -49,11 +53,12 @@ def _loop(place: Place, ring: int, team: int, rate: float | None) -> Record:
             if team == 1:
                 theirs = _torch_ring(q.detach(), k.detach(), v.detach(), grad_out, mesh["cp_ring"])
                 found |= {f"torch's ring, {what}": place.milliseconds(run) for what, run in theirs.items()}
-    # As many pairs: head-tail's tokens see half of the sequence.
+    # As many pairs: head-tail's tokens see half of the sequence. Without a choice torch takes cuDNN on some devices.
     key, value = (place.drawn(kv_heads, max(1, size * tokens // 2), dim) for _ in range(2))
     alone = partial(F.scaled_dot_product_attention, q, key, value, enable_gqa=True)
-    found["one call, forward ms"] = place.milliseconds(alone)
-    found["one call, ms"] = place.milliseconds(lambda: alone().backward(grad_out))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        found["one call, forward ms"] = place.milliseconds(alone)
+        found["one call, ms"] = place.milliseconds(lambda: alone().backward(grad_out))
     return {name: round(x, 3) for name, x in found.items()}
 
 

@@ -1,16 +1,19 @@
 """Stages on one GPU, one after the other: records, their page, the timer, and short stages.
 
 Each runs in a process of its own, since an error of CUDA spoils a process. Records are written as they come, so that
-what was cut off keeps what it had; ``--device cpu`` tries a script itself.
+what was cut off keeps what it had; ``--device cpu`` tries a script itself. Only torch and numpy need be there.
 """
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from importlib import metadata
@@ -44,19 +47,14 @@ class Place(NamedTuple):
 
     def milliseconds(self, run: Callable[[], object]) -> float:
         """Median of some runs after three that do not count."""
-        taken = []
+        taken, wait = [], torch.cuda.synchronize if self.is_gpu else int
         for _ in range(23 if self.is_gpu else 6):
-            self.wait()
+            wait()
             start = time.perf_counter()
             run()
-            self.wait()
+            wait()
             taken.append(1e3 * (time.perf_counter() - start))
         return statistics.median(taken[3:])
-
-    def wait(self) -> None:
-        """Until the device has nothing left to do."""
-        if self.is_gpu:
-            torch.cuda.synchronize()
 
     def drawn(self, heads: int, length: int, dim: int = 64) -> Tensor:
         """One (1, heads, length, dim) that needs a gradient."""
@@ -79,28 +77,45 @@ def attempted(case: str, run: Callable[[], Record]) -> Record:
 
 def main(module: str, stages: Stages) -> int:
     """Run a module's stages from its command line, write records and a page; 1 if a case failed."""
+    stages = {"versions": (versions, 30), **stages}  # what all that follows was found on
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="Folder of what is found.")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script.")
-    parser.add_argument("--stage", default="", help="Only this one, in this process.")
+    parser.add_argument("--seconds", type=float, default=1200, help="All stages end within so many.")
+    parser.add_argument("--stage", choices=stages, help="Only this one, in this process, beside earlier records.")
     given = parser.parse_args()
+    end = time.monotonic() + given.seconds
+    given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / f"{module}.jsonl"
     if given.stage:
         for case in stages[given.stage][0](Place(given.device)):
             record(file, given.stage, attempted(*case))
+        file.with_suffix(".md").write_text(page(file, stages))
         return 0
-    given.out.mkdir(parents=True, exist_ok=True)
     file.write_text("")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its stage ends with it
     for name, (_, seconds) in stages.items():
         command = [sys.executable, "-m", module, "--stage", name, "--out", str(given.out), "--device", given.device]
-        try:
-            if code := subprocess.run(command, timeout=seconds, check=False).returncode:
-                record(file, name, {"case": "the stage", "error": f"ended with {code}"})
-        except subprocess.TimeoutExpired:
-            record(file, name, {"case": "the stage", "error": f"cut off after {seconds:.0f} s"})
+        if error := _ended(command, min(seconds, end - time.monotonic())):
+            record(file, name, {"case": "the stage", "error": error})
         file.with_suffix(".md").write_text(page(file, stages))
     print(text := page(file, stages))
     return int("**" in text)
+
+
+def _ended(command: list[str], seconds: float) -> str:
+    """Run a command, and end it with all that it started; what is to be said of how it ended."""
+    if seconds <= 0:
+        return "not run, for want of time"
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return f"ended with {code}" if (code := process.wait(seconds)) else ""
+    except subprocess.TimeoutExpired:
+        return f"cut off after {seconds:.0f} s; what would follow was not run"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def record(file: Path, stage: str, found: Record) -> None:
@@ -117,7 +132,8 @@ def page(file: Path, stages: Stages) -> str:
         mine = [found for found in records if found["stage"] == stage]
         failed = [found for found in mine if "error" in found]
         refused = [found for found in mine if "refused" in found]
-        lines.append(f"## {stage}\n\n{len(mine)} cases, {len(failed)} failed, {len(refused)} refused.\n")
+        lines.append(f"## {stage}\n\n{stages[stage][0].__doc__}\n")
+        lines.append(f"{len(mine)} cases, {len(failed)} failed, {len(refused)} refused.\n")
         lines += [f"- **{found['case']}**: {found['error']}" for found in failed]
         shown = [found for found in mine if found not in failed and found not in refused]
         if len(shown) > 50:
@@ -132,16 +148,13 @@ def page(file: Path, stages: Stages) -> str:
 
 def versions(place: Place) -> Cases:
     """Of everything that computes."""
-    packages = ("torch", "triton", "flash-attn", "flash_attn_3", "flash-attn-4")
-    found: Record = {}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
+    found: Record = {"commit": commit(), "machine": machine()}
     if place.is_gpu:
+        driver = Path("/proc/driver/nvidia/version")
         found |= {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-        found |= {"cuda": torch.version.cuda, "nccl": torch.cuda.nccl.version()}
+        found |= {"driver": driver.read_text().split("\n")[0] if driver.exists() else "?", "cuda": torch.version.cuda}
+    names = ("torch", "triton", "numpy", "flash", "nvidia")  # cuDNN and NCCL are NVIDIA's
+    found |= {x.name: x.version for x in metadata.distributions() if str(x.name).lower().startswith(names)}
     yield "versions", lambda: found
 
 
@@ -153,24 +166,9 @@ def merging(place: Place) -> Cases:
 
 
 def _merging(place: Place, dtype: torch.dtype, rows: int) -> Record:
-    out, lse = (
-        torch.randn(1, 32, rows, *dim, device=place.device, dtype=accumulation_dtype(dtype)) for dim in ((128,), ())
-    )
+    wide = accumulation_dtype(dtype)
+    out, lse = (torch.randn(1, 32, rows, *dim, device=place.device, dtype=wide) for dim in ((128,), ()))
     more = torch.randn(1, rows, 32, 128, device=place.device).to(dtype).transpose(1, 2), torch.randn_like(lse)
     found = {"ms": place.milliseconds(lambda: merge_(out, lse, *more))}
     with mock.patch("wallfacer_dt.kernels.merge._has_triton", return_value=False):
         return found | {"plain ms": place.milliseconds(lambda: merge_(out, lse, *more))}
-
-
-def training(place: Place) -> Cases:
-    """A few steps of the recipe that trains on bytes."""
-
-    def run() -> Record:
-        sizes = ["--sequence", "16384", "--dim", "512"] if place.is_gpu else ["--sequence", "256", "--batch", "1"]
-        command = [sys.executable, "-m", "recipes.train_bytes", "train", "--steps", "4", *sizes]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        if done.returncode:
-            raise AssertionError(done.stderr[-400:])
-        return {"said": done.stdout.strip().splitlines()[-1]}
-
-    yield "recipes.train_bytes, 4 steps", run
