@@ -1,7 +1,7 @@
 """Stand-ins for what computes attention on CUDA, computed on any device as their sources say.
 
-Signatures of flash-attn 2.8.3, of its repository at 0251105 (FlashAttention-3 and -4) and of torch 2.13.0. What they
-refuse or get wrong is here too: how bounds are clipped, operands that are not aligned, head dims.
+Signatures of flash-attn 2.8.3, of its repository at 0251105 (FlashAttention-3), of flash-attn-4 4.0.0b36 and of torch
+2.13.0. What they refuse or get wrong is here too: how bounds are clipped, operands that are not aligned, head dims.
 """
 
 from collections.abc import Callable
@@ -54,10 +54,9 @@ def visible_3(some: Lengths, causal: bool, left: int, right: int) -> Tensor:
 
 def visible_4(some: Lengths, causal: bool, left: int | None, right: int | None) -> Tensor:
     """Of FlashAttention-4: ``_resolve_causal_local_window``."""
-    right = 0 if causal else right
-    if left is not None and right is not None and left + right < 0:
-        return _visible(some.rows, some.columns, None, None)
-    return _visible(some.rows, some.columns, left, right)
+    if left is not None and right is not None and left < 0 and right < 0:
+        left = right = None
+    return _visible(some.rows, some.columns, left, 0 if causal else right)
 
 
 def _seen(
@@ -129,6 +128,10 @@ def _backward(
         x.copy_(whole[0] if is_ragged else whole)
 
 
+deterministic_calls: list[tuple[str, bool]] = []
+"""Of every backward of a package, whose it is, and whether it was to be deterministic."""
+
+
 class FlashAttention2:
     """``flash_attn.flash_attn_interface``."""
 
@@ -172,6 +175,7 @@ class FlashAttention2:
     ):  # fmt: skip
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         seen = _seen(q, k, lengths, visible_2, causal, window_size_left, window_size_right)
+        deterministic_calls.append(("flash_attn", deterministic))
         _backward(dout, q, k, v, out, softmax_lse, softmax_scale, softcap, seen, [dq, dk, dv])
         return softmax_lse
 
@@ -201,33 +205,47 @@ class FlashAttention3:
     ):  # fmt: skip
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         seen = _seen(q, k, lengths, visible_3, is_causal, window_size_left, window_size_right)
+        deterministic_calls.append(("flash_attn_3", deterministic))
         _backward(dout, q, k, v, out, softmax_lse, softmax_scale, softcap, seen, [dq, dk, dv])
         return softmax_lse
 
 
 class FlashAttention4:
-    """``flash_attn.cute.interface``; of its many arguments those that are given."""
+    """``flash_attn.cute.interface`` of 4.0.0b36. What nobody gives is not computed."""
 
     @staticmethod
     def _flash_attn_fwd(
-        q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-        causal=False, softcap=None, window_size_left=None, window_size_right=None, return_lse=False,
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+        window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None,
+        intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
+        block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None,
+        q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None,
+        seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
     ):  # fmt: skip
+        assert qv is out is lse is None
         assert softcap != 0.0
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         seen = _seen(q, k, lengths, visible_4, causal, window_size_left, window_size_right)
         out, lse = _forward(q, k, v, softmax_scale, softcap or 0.0, seen, -torch.inf)
-        return out, lse if return_lse else None, None, None
+        # Without return_lse it is there only where q, k or v needs a gradient. The last three are of sparse MLA.
+        return out, lse if return_lse else None, None, None, None
 
     @staticmethod
     def _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        deterministic=False,
+        window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2,
+        num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2,
+        AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None,
+        score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
+        learnable_sink=None,
     ):  # fmt: skip
+        assert dq is dk is dv is None
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         seen = _seen(q, k, lengths, visible_4, causal, window_size_left, window_size_right)
+        deterministic_calls.append(("flash_attn_4", deterministic))
         _backward(dout, q, k, v, out, lse, softmax_scale, softcap, seen, [dq, dk, dv])
         return dq, dk, dv
 

@@ -33,7 +33,7 @@ from tests.cases import rms
 from tests.strategies import examples
 from wallfacer_dt.algorithms.blocks import Answers, Captured, recorded_mask
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference, registry, visible
-from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
 from wallfacer_dt.kernels.merge import merge_, output_factor, output_from, sinks_gradient, with_sinks
 from wallfacer_dt.kernels.registry import register_kernel, select_kernel
 from wallfacer_dt.kernels.windows import flash_windows
@@ -352,6 +352,24 @@ def test_a_package_is_attention_of_its_block(name: str, block: Block, offset: in
     """Wherever its operands start in memory, and with more rows than keys, where bounds are clipped."""
     shifted = [_shifted(x, offset) for x in block[:4]]
     assert_right(flash_standins.KERNELS[name], Block(*shifted, *block[4:]))
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@PACKAGES
+def test_a_package_is_deterministic_where_torch_is_to_be(name: str, is_asked: bool) -> None:
+    """In blocks and in segments; what has no deterministic backward is refused, see `REFUSED`."""
+    block, calls = ordinary(6, 6), flash_standins.deterministic_calls
+    calls.clear()
+    torch.use_deterministic_algorithms(is_asked)
+    try:
+        assert_right(flash_standins.KERNELS[name], block)
+        kernel, cu = flash_standins.KERNELS[name], torch.tensor([0, 2, 6], dtype=torch.int32)
+        how = block.how._replace(seen=Ragged(cu, cu, 4, 4, -1, 0, None, None))
+        q, k, v, grad_out = (x[:1] for x in (block.q, block.k, block.v, block.grad_out))
+        kernel.backward(grad_out, q, k, v, *kernel.forward(q, k, v, how), how)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls == [(name.removesuffix(" on the CPU"), is_asked)] * 2
 
 
 def _shifted(x: Tensor, offset: int) -> Tensor:
