@@ -23,10 +23,7 @@ from wallfacer_dt.testing.fake import fake_world
 
 
 def loops(place: Place) -> Cases:
-    """One rank of a larger mesh, hops being copies at a rate, or for nothing; beside one flash call of as much work.
-
-    Torch's own ring is timed with hops for nothing only.
-    """
+    """One rank of a larger mesh, hops at a rate or, as in torch's own ring, for nothing; beside one flash call."""
     meshes = [(4, 1), (8, 1), (4, 2), (2, 4), (16, 4)] if place.is_gpu else [(2, 2)]
     for ring, team in meshes:
         for rate in (None, 400, 100, 40) if place.is_gpu else (None,):
