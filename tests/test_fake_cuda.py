@@ -2,7 +2,8 @@
 
 The bodies of both operators run as on a GPU, on one rank of a world that does not exist, down to torch's fused kernels,
 in whose place its meta functions answer. Missing are numbers; autograd's engine, which wants a stream of the device
-(nodes are called here, one after the other); flex_attention, whose masks are read on the host; Triton's merge.
+(nodes are called here, one after the other); masks, which are written down on the device, and flex_attention, which is
+given them; Triton's merge, in whose place the plain one runs.
 
 The same on torch's CPU wheel and, where there is no GPU, on its CUDA wheels.
 """
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -135,7 +138,8 @@ def operands(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
                 faults.append(f"{name}'s rows have stride {x.stride(-1)}")
             if any(start * x.itemsize % 16 for start in (x.storage_offset(), *rows)):
                 faults.append(f"{name} is not aligned: offset {x.storage_offset()}, strides {x.stride()}")
-            if x.shape[-1] % 8 or x.shape[-1] > 256:
+            # What is added to scores has their columns.
+            if name != "attn_bias" and (x.shape[-1] % 8 or x.shape[-1] > 256):
                 faults.append(f"{name} has head dim {x.shape[-1]}")
     return [f"{func}: {fault}" for fault in faults]
 
@@ -195,6 +199,8 @@ VARIANTS = {
     "sinks": Variant("function BNLH", dims=(100, 64), length=149, batch=2, rotate="q", rank=-1, has_sinks=True),
     "strided": Variant("function BNLH", length=151, rotate="kv", rank=2, is_strided=True),
     "no multiple": Variant("style BLNH", dtype=torch.float16, heads=(6, 2), dims=(12, 20), rotate="kv"),
+    "efficient": Variant("function BLNH", dims=(20, 36), length=151, rotate="kv", rank=1, kernel="efficient"),
+    "cudnn": Variant("style BLNH", dims=(20, 36), length=151, batch=2, rotate="q", rank=-1, kernel="cudnn"),
 }
 
 
@@ -273,3 +279,27 @@ def test_calls_on_cuda(mesh: str, mask: str, variant: str, monkeypatch: pytest.M
                 is_one_enough = (mesh, mask) == ("published", "documents")
                 assert ways == {False, True} or (is_one_enough and len(ways) == 1)
                 assert not (has_been_called and watch.sent)
+                kernel = VARIANTS[variant].kernel
+                assert all((kernel == "auto") or f"_{kernel}_" in name for name in watch.fused)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_compiled_forward_is_one_operator(mask: str) -> None:
+    """For every mask, whole graphs; a backward is traced by autograd's engine, which wants a device."""
+    graphs = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    with fake_world(4, 1):
+        call = Call("hybrid", mask, VARIANTS["wide"])
+        attend = torch.compile(call.attend, fullgraph=True, backend=aot_autograd(fw_compiler=kept))
+        more = {name: MODE.from_tensor(x) for name, x in call.tensors.items()}
+        with MODE:
+            q, k, v, like = (call._made(shape) for shape in call.shapes)
+            out = attend(q, k, v, **more)
+        assert (out.shape, out.stride(), out.dtype, out.device) == (like.shape, like.stride(), like.dtype, like.device)
+    (graph,) = graphs
+    calls = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert calls == [torch.ops.wallfacer_dt.attention.default]
