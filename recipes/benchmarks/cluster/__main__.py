@@ -38,13 +38,13 @@ def main(
     page: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = _PAGE,
 ) -> None:
     """Measure what the record does not have yet, and write the report."""
-    record = page.with_suffix(".jsonl.gz")
+    record, at = page.with_suffix(".jsonl.gz"), commit(page)  # at which this runs, whatever becomes of the checkout
     some = [case for case in (number_cases() if numbers else (*cases(), *paper_cases())) if only in case.name]
     try:
         known = {} if again or numbers else read(record)
         wanted = [] if report_only else [case for case in some if case not in known]
         for machines, group in groupby(wanted, key=lambda case: case.machines):
-            _on(machines, list(group), rounds, record, numbers=numbers)
+            _on(machines, list(group), rounds, record, at, numbers=numbers)
         results = {} if numbers else read(record)
         if not numbers and not results:
             raise ClusterError("the record is empty: measure something first")
@@ -56,8 +56,7 @@ def main(
         _CONSOLE.print(f"report: {page}")
 
 
-def _on(machines: Machines, some: list[Case], rounds: int, record: Path, *, numbers: bool) -> None:
-    at = commit(record)  # at which this runs, whatever becomes of the checkout meanwhile
+def _on(machines: Machines, some: list[Case], rounds: int, record: Path, at: str, *, numbers: bool) -> None:
     with started(machines) as cluster:
         check_network(cluster)
         if numbers:
