@@ -158,9 +158,9 @@ def test_a_device_runs_in_order_and_after_what_was_waited_for(clock: Clock) -> N
     clock.sleep(1.5)  # a host that comes late: the device catches up
     one.compute(1.0)
     assert clock.now == pytest.approx(6.1)
+    assert (one.busy, one.held) == pytest.approx((5.0, 5.0))  # what the host was late is no kernel's
     one.compute(1.0)
     assert clock.now == pytest.approx(6.6)
-    assert (one.busy, one.held) == pytest.approx((6.0, 6.0))  # what the host was late is no kernel's
     one.begin()
     assert (one.busy, one.held) == (0, 0)
 
@@ -291,7 +291,7 @@ def test_record_round_trip(tmp_path: Path) -> None:
     for way in lines[0]["ways"].values():
         del way["held"]
     for broken in (False, True):
-        path.write_bytes(gzip.compress(f"{json.dumps([lines[0]] if broken else lines[0])}\n".encode()))
+        path.write_bytes(gzip.compress(f"{json.dumps(lines[0] | {'ways': []} if broken else lines[0])}\n".encode()))
         with pytest.raises(FileError, match="line 1") if broken else nullcontext():
             assert read(path) == {CASE: first}
 
