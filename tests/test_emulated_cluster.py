@@ -452,6 +452,8 @@ def test_what_is_far_slower_than_the_fastest_runs_once() -> None:
     assert {name: len(one.rounds) for name, one in found.ways.items()} == {
         name: 1 if name in (RING, PREDICTED) else 2 for name in found.ways
     }
+    found = run.measure(Silent(half := replace(CASE, ratio=0.5)), LINKS, half, 2, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
+    assert {len(one.rounds) for one in found.ways.values()} == {1}
 
 
 def test_wrong_number_is_refused() -> None:
