@@ -1,5 +1,7 @@
 """The emulated cluster: its clocked device, cases, record and report, what it refuses, and that nothing of it stays."""
 
+import gzip
+import json
 import os
 import resource
 import shutil
@@ -8,9 +10,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,14 @@ from recipes.benchmarks.cluster.report import over, regret, write
 from recipes.benchmarks.cluster.run import PREDICTED, PROFILED
 from recipes.benchmarks.cluster.watcher import environment
 from recipes.benchmarks.pictures import Panel, draw
+from recipes.benchmarks.report import commit
 from tests.machines import needs_network
 from wallfacer_dt import Cluster, Kernels, Link
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, How, Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning.attention import Costs, programs_of
 from wallfacer_dt.planning.predict import attention_cost
+from wallfacer_dt.reading import FileError
 
 MACHINES = Machines(2, 4, (50.0, 25.0), inside=100.0)
 CASE = Case(MACHINES, 16, 4, "causal", 1.0)
@@ -71,7 +75,10 @@ def test_cases_are_what_the_planner_is_held_to() -> None:
     every = list(cases())
     assert len(every) == len(set(every)) >= 60
     assert {case.machines.ranks for case in every} == {8, 12, 16}
-    assert {case.mask for case in every} == {"full", "causal", "window"}
+    crossed = {(case.mask, case.ratio) for case in every}
+    assert crossed == {*product(("full", "causal", "window"), (0.5, 1.0, 3.0))}
+    assert len({case.machines for case in every if case.mask == "window"}) >= 4
+    assert len({case.machines for case in every if case.machines.has_adapters}) >= 2
     assert {min(case.heads for case in every), max(case.heads for case in every)} == {1, 32}
     for case in every:
         for way in contenders(case).values():
@@ -151,10 +158,23 @@ def test_a_device_runs_in_order_and_after_what_was_waited_for(clock: Clock) -> N
     clock.sleep(1.5)  # a host that comes late: the device catches up
     one.compute(1.0)
     assert clock.now == pytest.approx(6.1)
+    assert (one.busy, one.held) == pytest.approx((5.0, 5.0))  # what the host was late is no kernel's
     one.compute(1.0)
     assert clock.now == pytest.approx(6.6)
     one.begin()
-    assert one.busy == 0
+    assert (one.busy, one.held) == (0, 0)
+
+
+def test_a_device_tells_for_how_long_its_rank_really_slept(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.sleep(seconds + 0.25))
+    one = device.Device()
+    one.begin()
+    for _ in range(2):
+        one.compute(1.0)  # of which the second makes up for what the first was too long
+    assert (clock.now, one.busy, one.held) == (2.25, 2.0, 2.25)
+    one.wait(lambda: (clock.sleep(1.0), torch.ones(1))[1])
+    one.compute(1.0)
+    assert (one.busy, one.held) == (3.0, 3.5)
 
 
 @pytest.fixture
@@ -266,6 +286,14 @@ def test_record_round_trip(tmp_path: Path) -> None:
     append(path, again := replace(first, commit="def"))
     assert read(path) == {CASE: again, other.case: other}
     assert [one.name for one in path.parent.iterdir()] == [path.name]
+    # Older records do not have what devices held; and no others are without it.
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    for way in lines[0]["ways"].values():
+        del way["held"]
+    for broken in (False, True):
+        path.write_bytes(gzip.compress(f"{json.dumps(lines[0] | {'ways': []} if broken else lines[0])}\n".encode()))
+        with pytest.raises(FileError, match="line 1") if broken else nullcontext():
+            assert read(path) == {CASE: first}
 
 
 def test_what_was_chosen_is_judged() -> None:
@@ -297,6 +325,36 @@ def test_the_record_is_the_pages(tmp_path: Path) -> None:
     assert all("made in" in line for pair in differing for line in pair)
 
 
+def test_what_a_page_is_made_of_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what else was changed is."""
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    page = Path("docs/cluster.md")
+    page.parent.mkdir()
+    for name in (
+        "docs/cluster.md",
+        "docs/cluster.jsonl.gz",
+        "docs/cluster_papers.png",
+        "docs/clusters.md",
+        "cluster.md",
+    ):
+        Path(name).write_text("one")
+    who = ("-c", "user.name=one", "-c", "user.email=one@example.com")
+    for words in (("init",), ("add", "."), (*who, "commit", "--message=one")):
+        subprocess.run(["git", *words], check=True, capture_output=True)
+    clean = commit(page)
+    assert "dirty" not in clean
+    for path in page.parent.glob("cluster[._]*"):
+        path.write_text("other")
+    assert commit(page) == clean
+    assert commit() == f"{clean}-dirty"
+    for name in ("docs/clusters.md", "cluster.md"):
+        Path(name).write_text("other")
+        assert commit(page) == f"{clean}-dirty"
+        Path(name).write_text("one")
+
+
 def test_report_keeps_what_people_wrote(tmp_path: Path) -> None:
     page = tmp_path / "cluster.md"
     mark = "<!-- What follows is made by python -m recipes.benchmarks.cluster -->"
@@ -315,6 +373,7 @@ class Silent:
 
     def __init__(self, case: Case, factor: float = 1.0) -> None:
         self.case, self.factor, self.network = case, factor, self
+        self.late, self.ring_is_slow = 0.0, False
         self.asked: list[str] = []
 
     def received(self) -> list[int]:
@@ -328,7 +387,11 @@ class Silent:
         way = next(one for one in ways.values() if asdict(one) == fields["way"])
         cost = attention_cost(way, self.case.model, self.case.sequence, replace(LINKS, kernels=self.case.kernels))
         busy = [[self.factor * line.compute] * 8 for line in (cost.forward, cost.backward)]
-        return {n: {"seconds": 1.0, "busy": b} for n, b in zip(("forward", "backward"), busy, strict=True)}
+        seconds = 2.0 if fields["way"] == asdict(ways[RING]) and self.ring_is_slow else 1.0
+        return {
+            n: {"seconds": seconds, "busy": b, "held": [one + self.late for one in b]}
+            for n, b in zip(("forward", "backward"), busy, strict=True)
+        }
 
 
 def test_ways_take_turns_and_devices_are_the_planners() -> None:
@@ -345,6 +408,52 @@ def test_ways_take_turns_and_devices_are_the_planners() -> None:
     for factor in (1.02, 0.98, float("nan")):
         with pytest.raises(network.ClusterError, match="a device computed"):
             run.measure(Silent(CASE, factor), LINKS, CASE, 1, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
+
+
+def test_equal_work_has_an_equal_bound_on_every_mesh() -> None:
+    """Under a window, too, where ranks have more and less to do; as in the record."""
+    found = set()
+    for machines in (Machines(4, 2, (50.0,) * 4), Machines(8, 1, (25.0,) * 8)):
+        case = Case(machines, 4, 4, "window", 1.0)
+        links = Cluster(8, machines.per_node, Link(1e9, 1e-3), Link(1e9, 1e-3), kernels=case.kernels)
+        some = run.bound(case, links)  # of links so fast that only devices count
+        found.add(some)
+        share = case.sequence.pairs() * case.heads * case.head_dim / 8
+        assert some[0] > 4 * share / case.kernels.forward
+        assert some[1] > 10 * share / case.kernels.backward
+    assert len(found) == 1
+    bounds = {sum(one.bound) for case, one in read(PAGE.with_suffix(".jsonl.gz")).items() if case.name in WINDOWS}
+    assert len(bounds) == 1
+
+
+WINDOWS = (
+    "16 ranks, 25 Mbit/s; 4/4 heads, window, ratio 1",
+    "4 x 4 ranks, 100 Mbit/s a node; 4/4 heads, window, ratio 1",
+)
+
+
+def test_a_rank_that_oversleeps_is_recorded_and_beyond_a_limit_refused() -> None:
+    for late in (0.1, 0.2):
+        cluster = Silent(CASE)
+        cluster.late = late
+        found = None
+        with pytest.raises(network.ClusterError, match="overslept by 20%") if late > run.HELD else nullcontext():
+            found = run.measure(cluster, LINKS, CASE, 1, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
+        if found is not None:
+            one = found.ways[RING]
+            assert one.held == pytest.approx([busy + late for busy in one.busy])
+            assert one.overslept == pytest.approx(2 * late / sum(one.busy))
+
+
+def test_what_is_far_slower_than_the_fastest_runs_once() -> None:
+    cluster = Silent(CASE)
+    cluster.ring_is_slow = True
+    found = run.measure(cluster, LINKS, CASE, 2, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
+    assert {name: len(one.rounds) for name, one in found.ways.items()} == {
+        name: 1 if name in (RING, PREDICTED) else 2 for name in found.ways
+    }
+    found = run.measure(Silent(half := replace(CASE, ratio=0.5)), LINKS, half, 2, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
+    assert {len(one.rounds) for one in found.ways.values()} == {1}
 
 
 def test_wrong_number_is_refused() -> None:

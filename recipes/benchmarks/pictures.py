@@ -30,10 +30,7 @@ class Panel:
 def draw(
     path: Path, rows: Sequence[Sequence[Panel]], styles: Mapping[str, Mapping[str, Any]], size: tuple[float, float]
 ) -> str:
-    """Draw rows of panels into a PNG of a size in inches; gives it in Markdown.
-
-    Styles are matplotlib's, by name of a curve; the legend has their order.
-    """
+    """Draw rows of panels into a PNG of a size in inches, by matplotlib's styles of curves; gives it in Markdown."""
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     grid = figure.add_gridspec(len(rows), max(map(len, rows)))
     entries: dict[str, Any] = {}

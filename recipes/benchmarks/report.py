@@ -35,13 +35,10 @@ class Table:
 
 
 def write(page: Path, command: str, parts: Iterable[Table | str]) -> None:
-    """Write what a program, a module's name, finds under a page's text, which stays as it is, once all is there.
-
-    A page that cannot be read, or is no text, is refused (ValueError) before anything is made.
-    """
+    """Write what a module finds under a page's text, which stays, once all is there; no text is a ValueError before."""
     mark = f"<!-- What follows is made by python -m {command} -->"
     text = read_bytes(page, _MOST_BYTES).decode().partition(mark)[0] if page.exists() else f"# {page.stem}\n\n"
-    start, at = time.perf_counter(), commit()  # at which this began: its own pictures are changes, too
+    start, at = time.perf_counter(), commit(page)  # at which this began
     made = []
     for part in parts:
         made.append(part.markdown() if isinstance(part, Table) else part)
@@ -62,10 +59,16 @@ def run(name: str, parts: Callable[[Path], Iterable[Table | str]]) -> None:
     typer.run(main)
 
 
-def commit() -> str:
-    """The commit of this checkout, marked where it has changes."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+def commit(page: Path | None = None) -> str:
+    """The commit of this checkout, marked where more has changes than a page and what is beside it under its name."""
+
+    def git(*words: str) -> list[str]:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.splitlines()
+
+    own = {path.resolve() for path in page.parent.glob(f"{page.stem}[._]*")} if page else set()
+    top, at = git("rev-parse", "--show-toplevel"), git("describe", "--always") or ["unknown"]
+    others = any(Path(*top, name).resolve() not in own for name in git("diff", "--name-only", "HEAD"))
+    return at[0] + "-dirty" * others
 
 
 def machine() -> str:

@@ -79,17 +79,21 @@ def attention_events(
 
 
 def compute_seconds(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
-) -> float:
-    """Seconds of computing in the :func:`attention_events` of a rank that computes most, in whatever placement."""
-    _, program = _program_of_most(candidate, sequence, backward=backward)
-    times = Counter(step.sizes for step in program if isinstance(step, Attended))
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool,
+    together: bool = False,
+) -> float:  # fmt: skip
+    """Seconds of computing in the :func:`attention_events` of a rank that computes most, in whatever placement.
 
-    def seconds(heads: tuple[int, int]) -> float:
-        costs = Costs.of_heads(heads, kernels, model, sequence, backward=backward)
-        return sum(n * costs.of(sizes) for sizes, n in times.items())
+    That is one of :func:`programs_of`, told the same.
+    """
 
-    return max(sum(seconds(heads) for heads in groups if heads[0]) for groups in head_patterns(candidate, model))
+    def seconds(program: Program, groups: Groups) -> float:
+        times = Counter(step.sizes for step in program if isinstance(step, Attended))
+        costs = (Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups if heads[0])
+        return sum(n * one.of(sizes) for one in costs for sizes, n in times.items())
+
+    programs = programs_of(candidate, sequence, together=together, backward=backward).values()
+    return max(seconds(program, groups) for program in programs for groups in head_patterns(candidate, model))
 
 
 def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:

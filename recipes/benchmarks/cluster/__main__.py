@@ -6,6 +6,7 @@ What was measured is in the record, which a later run goes on with; the report i
 """
 
 import sys
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -13,13 +14,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from recipes.benchmarks.cluster.cases import Case, Machines, cases, number_cases
+from recipes.benchmarks.cluster.cases import Case, Machines, cases, contenders, number_cases
 from recipes.benchmarks.cluster.launch import started
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.papers import paper_cases
 from recipes.benchmarks.cluster.record import append, read
 from recipes.benchmarks.cluster.report import write
-from recipes.benchmarks.cluster.run import check_network, check_numbers, measure, warm_up
+from recipes.benchmarks.cluster.run import check_network, check_numbers, measure
 from recipes.benchmarks.report import commit
 from wallfacer_dt import Cluster as Links
 from wallfacer_dt.reading import FileError
@@ -37,13 +38,13 @@ def main(
     page: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = _PAGE,
 ) -> None:
     """Measure what the record does not have yet, and write the report."""
-    record = page.with_suffix(".jsonl.gz")
+    record, at = page.with_suffix(".jsonl.gz"), commit(page)  # at which this runs, whatever becomes of the checkout
     some = [case for case in (number_cases() if numbers else (*cases(), *paper_cases())) if only in case.name]
     try:
         known = {} if again or numbers else read(record)
         wanted = [] if report_only else [case for case in some if case not in known]
         for machines, group in groupby(wanted, key=lambda case: case.machines):
-            _on(machines, list(group), rounds, record, numbers=numbers)
+            _on(machines, list(group), rounds, record, at, numbers=numbers)
         results = {} if numbers else read(record)
         if not numbers and not results:
             raise ClusterError("the record is empty: measure something first")
@@ -55,8 +56,7 @@ def main(
         _CONSOLE.print(f"report: {page}")
 
 
-def _on(machines: Machines, some: list[Case], rounds: int, record: Path, *, numbers: bool) -> None:
-    at = commit()  # at which this runs, whatever becomes of the checkout meanwhile
+def _on(machines: Machines, some: list[Case], rounds: int, record: Path, at: str, *, numbers: bool) -> None:
     with started(machines) as cluster:
         check_network(cluster)
         if numbers:
@@ -64,7 +64,8 @@ def _on(machines: Machines, some: list[Case], rounds: int, record: Path, *, numb
                 for name, error in check_numbers(cluster, case).items():
                     _CONSOLE.print(f"{case.name}: {name} is off by {error:.1e}")
             return
-        warm_up(cluster, some[0])
+        way = next(iter(contenders(some[0]).values()))
+        cluster.ask("turn", case=asdict(some[0]), way=asdict(way))  # what the first call of all does once
         links = Links.from_json(cluster.ask("links"))
         _CONSOLE.print(f"{machines.name}: {links.intra}, {links.inter} over {links.nics}")
         for case in some:

@@ -30,12 +30,9 @@ class Machines:
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what are no machines."""
-        if not 1 <= self.nodes * self.per_node <= _MOST_RANKS or self.nodes < 1 or len(self.rates) != self.nodes:
-            raise ValueError(
-                f"{self.nodes} nodes of {self.per_node} ranks with {len(self.rates)} rates are no machines"
-            )
-        if not min(self.rates) > 0 or not (self.inside is None or self.inside > 0) or self.latency < 0:
-            raise ValueError("rates must be above 0, and a latency at least 0")
+        are_some = 1 <= self.nodes == len(self.rates) and 1 <= self.ranks <= _MOST_RANKS and self.latency >= 0
+        if not are_some or not min(self.rates) > 0 or not (self.inside is None or self.inside > 0):
+            raise ValueError(f"{self} are no machines")
 
     @property
     def ranks(self) -> int:
@@ -70,12 +67,9 @@ class Case:
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what is no attention."""
-        if self.mask not in ("full", "causal", "window"):
-            raise ValueError(f"mask must be full, causal or window, got {self.mask!r}")
-        if not self.ratio > 0 or self.stands_for < 0 or min(self.heads, self.kv_heads, self.head_dim) < 1:
-            raise ValueError("a ratio, heads and a head dim must be above 0, and stands_for at least 0")
-        if self.tokens < 1:
-            raise ValueError(f"{self.heads} heads, with a ratio of {self.ratio}, leave a rank no tokens")
+        are_some = self.ratio > 0 <= self.stands_for and min(self.heads, self.kv_heads, self.head_dim) > 0
+        if self.mask not in ("full", "causal", "window") or not are_some or self.tokens < 1:
+            raise ValueError(f"{self} is no attention")
         _ = self.model, self.sequence, self.kernels  # which refuse the rest
 
     @property
@@ -107,11 +101,7 @@ class Case:
 
     @property
     def kernels(self) -> Kernels:
-        """Of devices as fast as the ratio has it.
-
-        Beside the rate all is as on the planner's H100 with the tokens that these stand for: the backward, what a call
-        costs beside, and merging.
-        """
+        """Of devices as fast as the ratio has it; what else there is takes as much of that as on the planner's H100."""
         real, longer = Kernels(), self.stands_for / self.tokens if self.stands_for else 256
         machines = self.machines
         share = min(machines.rates) * 1e6 / 8 / (1 if machines.has_adapters else machines.per_node)
@@ -136,10 +126,7 @@ PUBLISHED = "WallFacer as published"
 
 
 def contenders(case: Case) -> dict[str, Candidate]:
-    """The ways that have a name and fit, the ring first; by its payload what rotates, as by default.
-
-    Of a paper's cases, which take longest, on 16 ranks and more those that the paper compares.
-    """
+    """The ways that have a name and fit, the ring first; of a paper's cases on 16 ranks and more, those it compares."""
     nodes, inside, ranks = case.machines.nodes, case.machines.per_node, case.machines.ranks
     if case.figure == METP:
         return {METP: Candidate(ranks, feed_forward="metp")}
@@ -178,10 +165,8 @@ def cases() -> Iterator[Case]:
         for heads in ((16, 16), (16, 4), (2, 2)):
             for mask, ratio in (("full", 3.0), ("full", 0.5), ("causal", 1.0)):
                 yield Case(machines, *heads, mask, ratio)
-        if machines.ranks == 16:
-            yield Case(machines, 1, 1, "full", 3.0)
-            yield Case(machines, 32, 8, "causal", 3.0)
-            yield Case(machines, 4, 4, "window", 1.0)
+        yield from (Case(machines, *others) for others in _OTHERS.get(machines, ()))
+    yield from (Case(_ADAPTERS, *others) for others in _CROSSED)
     # On a flat network; what a message costs a host weighs half of what it does on the faster one.
     for heads in (2, 1):
         yield Case(SLOWER, heads, heads, "full", 3.0)
@@ -204,3 +189,11 @@ MACHINES = (
     Machines(4, 4, (100.0,) * 4, inside=200.0),
 )
 SLOWER = Machines(16, 1, (12.5,) * 16)
+_ADAPTERS = Machines(4, 4, (25.0,) * 4, has_adapters=True, inside=200.0)
+_ON_16 = ((1, 1, "full", 3.0), (32, 8, "causal", 3.0), (4, 4, "window", 1.0))
+_WINDOWS = ((4, 4, "window", 3.0), (4, 4, "window", 0.5))
+_CROSSED = ((16, 4, "full", 1.0), (16, 4, "causal", 0.5), (2, 2, "full", 3.0))
+_OTHERS = dict(
+    zip((MACHINES[i] for i in (0, 3, 4, 5)), (_WINDOWS, _WINDOWS + _CROSSED[:2], _ON_16, _ON_16), strict=True)
+)
+"""Cases by machines so that every mask meets every ratio, and windows more than one cluster."""

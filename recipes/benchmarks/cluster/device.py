@@ -31,11 +31,13 @@ class Device:
 
     def __init__(self) -> None:
         self.kernels: Kernels | None = None  # its rates; None: nothing may run on it
-        self.busy = self._free = 0.0  # seconds in which it has computed since ``begin``; when it is free
+        self.busy = self.held = 0.0  # seconds since ``begin`` that its kernels take, and took as the rank really slept
+        self._free = self._left = 0.0  # when it is free, and the rank woke up
 
     def begin(self) -> None:
         """Begin to count; nothing is queued."""
-        self.busy, self._free = 0.0, time.perf_counter()
+        self.busy = self.held = 0.0
+        self._free = self._left = time.perf_counter()
 
     def wait(self, wait: Callable[[], Tensor]) -> Tensor:
         """Wait for a transfer, before which nothing that follows begins."""
@@ -48,9 +50,14 @@ class Device:
 
     def compute(self, seconds: float) -> None:
         """Compute for so long, after all that came before."""
+        begins = max(self._free, self._left)
         self._free += seconds
         self.busy += seconds
-        time.sleep(max(0.0, self._free - time.perf_counter()))
+        self._left = max(begins, self._free)
+        if (rest := self._free - time.perf_counter()) > 0:
+            time.sleep(rest)
+            self._left = time.perf_counter()
+        self.held += self._left - begins
 
 
 _MM = torch.mm

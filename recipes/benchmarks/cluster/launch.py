@@ -24,11 +24,7 @@ class Cluster:
     process: subprocess.Popen[str]  # from which ranks are forked; the first of them reads commands and writes answers
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Have all ranks do something together, one of ``Rank``'s methods, and give rank 0's answer.
-
-        Raises:
-            ClusterError: ranks have ended.
-        """
+        """Have all ranks do something together, one of ``Rank``'s methods; rank 0's answer, or a ClusterError."""
         assert self.process.stdin is not None
         try:
             print(json.dumps({"do": do, **fields}), file=self.process.stdin, flush=True)
@@ -51,11 +47,7 @@ class Cluster:
 
 @contextmanager
 def started(machines: Machines, prefix: str = PREFIX) -> Iterator[Cluster]:
-    """Make the network and start the ranks; at the end, or however this process ends, all is removed.
-
-    Raises:
-        ClusterError: this machine cannot have a cluster, or has one, or the ranks did not start.
-    """
+    """Make the network and start the ranks; at the end, or however this process ends, all is removed."""
     with watched(prefix):
         remove(prefix)
         folder = STATE / prefix

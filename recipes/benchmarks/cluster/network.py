@@ -99,11 +99,7 @@ class Network:
         )
 
     def make(self) -> None:
-        """Make switches, namespaces and links, and limit these.
-
-        Raises:
-            ClusterError: this kernel cannot.
-        """
+        """Make switches, namespaces and links, and limit these (ClusterError: this kernel cannot)."""
         machines = self.machines
         self._switch("b")
         for node in range(machines.nodes):
@@ -181,11 +177,7 @@ class Network:
 
 
 def enter(namespace: str) -> None:
-    """Move this process, which has one thread yet, into a network namespace.
-
-    Raises:
-        OSError: it cannot.
-    """
+    """Move this process, which has one thread yet, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as file:
         if libc.setns(file.fileno(), _NEWNET):

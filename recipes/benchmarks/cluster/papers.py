@@ -13,26 +13,25 @@ from recipes.benchmarks.report import K
 from wallfacer_dt import ModelShape
 from wallfacer_dt.planning.gpus import GPUS
 
-STRONG, WEAK, OVERLAP = "figure 9", "figure 10", "table 2"
+STRONG, WEAK, LONG, OVERLAP = "figure 9", "figure 10", "figure 7", "table 2"
 """WallFacer's, and Ring Attention's: what hides a hop."""
 
 _NODE, _ADAPTER, _OF_MANY = 80.0, 25.0, 0.4  # Mbit/s here; and of 32 ranks, whose cores are as few, such a part
 
 
 def paper_cases() -> Iterator[Case]:
-    """WallFacer's figures 9 and 10 (DiT 1B on A100s, GPT 7B on H100s), Ring Attention's table 2, METP's figure 7.
-
-    WallFacer's figure 7 has the same models on the most GPUs; METP's is of its feed-forward and its attention.
-    """
+    """WallFacer's figures 9, 10 and 7 (DiT 1B on A100s, GPT 7B on H100s), Ring Attention's table 2, METP's figure 7."""
     for per_node in (4, 8, 16):
         yield _dit(2, per_node, 128 * K, STRONG)
     for per_node in (4, 8):
         yield _dit(4, per_node, 128 * K, STRONG)
-    for nodes, per_node in ((2, 8), (4, 4)):
+    for nodes, per_node in ((2, 8), (4, 4), (2, 16), (4, 8)):
         yield _dit(nodes, per_node, 16 * K * nodes * per_node, WEAK)
     for nodes in (2, 4):
         for adapter in (50e9, 25e9):
-            yield _gpt(nodes, 128 * K, adapter)
+            yield _gpt(nodes, 128 * K, adapter, STRONG)
+    yield _gpt(4, 256 * K, 50e9, WEAK)
+    yield _gpt(4, 512 * K, 50e9, LONG)
     flat, ratios = Machines(8, 1, (_ADAPTER,) * 8), (3.0, 2.0, 1.5, 1.0, 0.75, 0.5)
     yield from (Case(flat, 16, 16, "full", ratio, figure=OVERLAP) for ratio in ratios)
     yield from (Case(flat, 1, 1, "full", ratio, 256, METP) for ratio in ratios)
@@ -46,11 +45,11 @@ def _dit(nodes: int, per_node: int, tokens: int, figure: str) -> Case:
     return _case(machines, DIT_1B, "full", "a100", ETHERNET.bandwidth / per_node, tokens, f"{figure}, DiT")
 
 
-def _gpt(nodes: int, tokens: int, adapter: float) -> Case:
+def _gpt(nodes: int, tokens: int, adapter: float, figure: str) -> Case:
     """GPT 7B: 32 heads of 128, causal; eight H100s a node, an InfiniBand adapter for each."""
     rate = _ADAPTER * (_OF_MANY if nodes > 2 else 1)
     machines = Machines(nodes, 8, (rate,) * nodes, has_adapters=True, inside=rate * GPUS["h100"].intra / adapter)
-    return _case(machines, GPT_7B, "causal", "h100", adapter, tokens, f"{STRONG}, GPT, {adapter * 8e-9:.0f} Gbit/s")
+    return _case(machines, GPT_7B, "causal", "h100", adapter, tokens, f"{figure}, GPT, {adapter * 8e-9:.0f} Gbit/s")
 
 
 def _case(machines: Machines, model: ModelShape, mask: str, gpu: str, share: float, tokens: int, figure: str) -> Case:

@@ -28,21 +28,11 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+import wallfacer_dt as wf
 from recipes.benchmarks.cluster import device
 from recipes.benchmarks.cluster.cases import DTYPE, Case, Machines
 from recipes.benchmarks.cluster.network import OUT, Network, enter, run_first
 from recipes.benchmarks.memory.layers import Attention, FeedForward
-from wallfacer_dt import (
-    Cluster,
-    METPAttentionParallel,
-    METPParallel,
-    RingParallel,
-    TokenOrder,
-    context_mesh,
-    context_parallel_attention,
-    profile,
-    sequence_positions,
-)
 from wallfacer_dt.agreement import agree
 from wallfacer_dt.collectives import functional
 from wallfacer_dt.mesh import context_groups, temporary_groups
@@ -66,11 +56,11 @@ class Rank:
         with _messages():
             return Probe.on("cpu", self.machines.per_node).links().as_json()
 
-    def choose(self, case: Case, cluster: Cluster, top: int) -> dict[str, Any]:
+    def choose(self, case: Case, cluster: wf.Cluster, top: int) -> dict[str, Any]:
         """What is predicted to be the fastest, and what is when the best few are run."""
         began = time.perf_counter()
         with _clocked(case), _messages():
-            chosen, seen = profile(
+            chosen, seen = wf.profile(
                 case.model, case.sequence, "cpu", top=top, iterations=1, turns=1, cluster=cluster, kernel=device.KERNEL
             )
         return {
@@ -79,7 +69,7 @@ class Rank:
         }  # fmt: skip
 
     def turn(self, case: Case, way: Candidate) -> dict[str, Any]:
-        """Of forward and backward: seconds until the last rank is done, and by rank in which its device computed."""
+        """Of forward and backward: seconds until the last rank is done, and by rank those of its device."""
         if way.feed_forward == "metp" or way.projections == "metp":
             return self._metp(case, way)
         shape = (case.heads, case.kv_heads, case.kv_heads)
@@ -97,13 +87,13 @@ class Rank:
         x = torch.randn(1, case.tokens, hidden, dtype=DTYPE, requires_grad=True)
         with _clocked(case), self._mesh(way) as mesh, patch.object(torch, "mm", device.product):
             block: nn.Module = FeedForward(hidden, DTYPE)
-            style: ParallelStyle = METPParallel(up="up", down="down", activation="gelu", check=False)
+            style: ParallelStyle = wf.METPParallel(up="up", down="down", activation="gelu", check=False)
             if way.projections == "metp":
                 block = Attention(hidden, case.heads, DTYPE, flash=True)
                 moves = {"rotate": way.rotate, "rotate_forward": way.rotate_forward, "kernel": device.KERNEL}
-                style = METPAttentionParallel(
+                style = wf.METPAttentionParallel(
                     query="query", key="key", value="value", output="out", head_dim=case.head_dim, check=False,
-                    attention=RingParallel(check=False, **moves),
+                    attention=wf.RingParallel(check=False, **moves),
                 )  # fmt: skip
             parallelize_module(block, mesh, style)
             out, forward = _timed(lambda: block(x))
@@ -120,7 +110,7 @@ class Rank:
         told = {"is_causal": sequence.is_causal, "window_size": sequence.window_size}
         truth = attention_oracle(*whole, dtype=None, **told)
         with self._mesh(way) as mesh:
-            own = sequence_positions(sequence.length, TokenOrder(way.order, mesh))
+            own = wf.sequence_positions(sequence.length, wf.TokenOrder(way.order, mesh))
             leaves = [x[:, :, own].requires_grad_() for x in whole[:3]]
             out = self._attention(way, case, mesh, kernel="auto")(*leaves)
             found = (out.detach(), *torch.autograd.grad(out, leaves, whole[3][:, :, own]))
@@ -137,7 +127,7 @@ class Rank:
     @contextmanager
     def _mesh(self, it: Candidate) -> Iterator[DeviceMesh]:
         """A mesh for one turn: gloo's threads, of every group, wake up all the while."""
-        mesh = context_mesh("cpu", it.ring, it.team, ulysses=it.ulysses, placement=it.placement)
+        mesh = wf.context_mesh("cpu", it.ring, it.team, ulysses=it.ulysses, placement=it.placement)
         with temporary_groups(mesh):
             # What a call does once on a new mesh is no part of a turn.
             context_groups(mesh)
@@ -148,8 +138,8 @@ class Rank:
             dist.barrier()
 
     def _attention(self, it: Candidate, case: Case, mesh: DeviceMesh, kernel: str) -> Callable[..., Tensor]:
-        order, sequence = TokenOrder(it.order, mesh), case.sequence
-        return lambda q, k, v: context_parallel_attention(
+        order, sequence = wf.TokenOrder(it.order, mesh), case.sequence
+        return lambda q, k, v: wf.context_parallel_attention(
             q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
             schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, kernel=kernel,
         )  # fmt: skip
@@ -161,13 +151,13 @@ def _clocked(case: Case) -> AbstractContextManager[object]:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """What work gives; seconds from when all begin to when the last is done; and by rank those of its device."""
+    """What work gives; seconds until the last is done; and by rank its device's ``busy`` and ``held``."""
     begin = float(_everyones(time.perf_counter()).max()) + _LEAD  # one machine, one clock
     time.sleep(max(0.0, begin - time.perf_counter()))
     device.DEVICE.begin()
     result = work()
-    ends, busy = _everyones(time.perf_counter(), device.DEVICE.busy).T
-    return result, {"seconds": float(ends.max()) - begin, "busy": busy.tolist()}
+    ends, busy, held = _everyones(time.perf_counter(), device.DEVICE.busy, device.DEVICE.held).T
+    return result, {"seconds": float(ends.max()) - begin, "busy": busy.tolist(), "held": held.tolist()}
 
 
 def _everyones(*values: float) -> Tensor:
@@ -179,11 +169,7 @@ def _everyones(*values: float) -> Tensor:
 
 
 class _Messages:
-    """The collectives, with all-to-alls as NCCL makes them: a message to and from everybody who has some.
-
-    gloo's sends empty ones, too, a millisecond of a core with 16 ranks; and a rank says that it is ready to receive
-    behind what it sends. And broadcasts as by NCCL's rings, where gloo's first rank sends the whole to several.
-    """
+    """The collectives, with all-to-alls and broadcasts as NCCL makes them (docs/planner.md, an emulated cluster)."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops._c10d_functional, name)
@@ -224,10 +210,7 @@ def _coming(arrived: Tensor, works: Iterable[Any]) -> Tensor:
 
 @contextmanager
 def _messages() -> Iterator[None]:
-    """Single messages; and ranks do not compare their calls.
-
-    On devices that goes beside their work. Here it takes milliseconds of what all ranks share, cores and links.
-    """
+    """Single messages; and ranks do not compare their calls, which on devices goes beside their work."""
     with patch.object(functional, "_ops", _Messages()), patch.object(agree, "_meeting", lambda *_: None):
         yield
 

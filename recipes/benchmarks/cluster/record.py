@@ -23,10 +23,11 @@ class Measured:
     rounds: tuple[tuple[float, float], ...]  # seconds, by round
     busy: tuple[float, float]  # seconds in which the busiest device computed
     node_bytes: int  # that came into the busiest node, headers included, in both together
+    held: tuple[float, float] | None = None  # seconds for which a device held its rank, at most; None: unknown
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) times that are none."""
-        pairs = (self.predicted, self.busy, *self.rounds)
+        pairs = (self.predicted, self.busy, *self.rounds, *([self.held] if self.held else []))
         if not self.rounds or not all(seconds > 0 for pair in pairs for seconds in pair) or self.node_bytes < 0:
             raise ValueError("seconds must be above 0, of at least one round, and bytes at least 0")
 
@@ -42,10 +43,24 @@ class Measured:
         return (max(sums) - min(sums)) / self.seconds
 
     @property
+    def medians(self) -> list[float]:
+        """Of forward and of backward."""
+        return [statistics.median(some) for some in zip(*self.rounds, strict=True)]
+
+    @property
     def over_busy(self) -> list[float]:
         """Of forward and backward, the median time over that in which the busiest device computes."""
-        seconds = (statistics.median(some) for some in zip(*self.rounds, strict=True))
-        return [one / busy for one, busy in zip(seconds, self.busy, strict=True)]
+        return [one / busy for one, busy in zip(self.medians, self.busy, strict=True)]
+
+    @property
+    def errors(self) -> list[float]:
+        """The error of forward and of backward alone."""
+        return [told / one - 1 for told, one in zip(self.predicted, self.medians, strict=True)]
+
+    @property
+    def overslept(self) -> float:
+        """For how much longer than it computes a device held its rank, as a part of that; 0 if unknown."""
+        return sum(self.held or self.busy) / sum(self.busy) - 1
 
     @property
     def error(self) -> float:
@@ -72,11 +87,7 @@ class Result:
 
 
 def read(path: Path) -> dict[Case, Result]:
-    """By case its last result; none where there is no file.
-
-    Raises:
-        ValueError: the file is no such record, or cut short.
-    """
+    """By case its last result; none where there is no file; a FileError where it is no such record."""
     return {result.case: result for result in _results(path)}
 
 
@@ -93,7 +104,9 @@ def _results(path: Path) -> list[Result]:
     results = []
     for number, given in enumerate(read_packed_lines(path, _MOST_BYTES) if path.exists() else (), 1):
         try:
-            results.append(make(Result, given))
-        except ValueError as error:
+            # Older ones do not say for how long devices held their ranks.
+            ways = {name: {"held": None, **way} for name, way in given["ways"].items()}
+            results.append(make(Result, {**given, "ways": ways}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileError(path, f"is no record, line {number}: {error}") from error
     return results

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from recipes.benchmarks import report
 from recipes.benchmarks.cluster import report_papers
@@ -54,11 +54,18 @@ def over(result: Result, name: str) -> float | None:
 
 def _tables(results: Mapping[Case, Result]) -> Iterator[Table]:
     every = [one for result in results.values() for one in set(result.ways.values())]
+    chosen = [result.ways[PROFILED] for case, result in results.items() if case.ratio < 1 and not case.figure]
     rows = [
         _summed("regret of what is profiled, %", [100 * regret(r, PROFILED) for r in results.values()], ".1f"),
         _summed("regret of what is predicted, %", [100 * regret(r, PREDICTED) for r in results.values()], ".1f"),
         _summed("predicted above measured, %", [100 * one.error for one in every], "+.1f"),
-        _summed("spread of the rounds, %", [100 * one.spread for one in every], ".1f"),
+        _summed("the same, forward or backward alone", [100 * error for one in every for error in one.errors], "+.1f"),
+        *(
+            _summed(f"busy, {way}, ratio 0.5, %", [100 / one.over_busy[which] for one in chosen], ".1f")
+            for which, way in enumerate(("forward", "backward"))
+        ),
+        _summed("kernels slept above their time, %", [100 * one.overslept for one in every if one.held], ".1f"),
+        _summed("spread of the rounds, %", [100 * one.spread for one in every if len(one.rounds) > 1], ".1f"),
         *(
             _summed(f"{name} / profiled", [x for r in results.values() if (x := over(r, name)) is not None], ".2f")
             for name in (RING, ULYSSES, USP, PUBLISHED)
@@ -71,16 +78,16 @@ def _tables(results: Mapping[Case, Result]) -> Iterator[Table]:
     )
     yield Table("All cases", ["what", "cases", "least", "median", "most"], rows, note)
     head = [
-        "case", "fastest", "s", "profiled", "s", "/ bound", "busy", "regret", "regret of predicted", "predicted, %",
-        *(f"{name} /" for name in (RING, ULYSSES, USP, PUBLISHED)),
+        "case", "fastest", "s", "profiled", "s", "/ bound", "busy", "forward", "backward", "regret",
+        "regret of predicted", "predicted, %", *(f"{name} /" for name in (RING, ULYSSES, USP, PUBLISHED)),
     ]  # fmt: skip
     yield Table("Case by case", head, [_row(result) for result in results.values()], _NOTE)
 
 
 _NOTE = (
-    "Seconds of forward and backward, medians. Busy: of the profiled way, the busiest device. Predicted: above what "
-    "was measured, of all ways the least and the most. Ring / is how many times as long as what was profiled it takes, "
-    "and so on."
+    "Seconds of forward and backward, medians. Busy: of the profiled way, the busiest device, in both together, and in "
+    "each alone. Predicted: above what was measured, of all ways the least and the most. Ring / is how many times as "
+    "long as what was profiled it takes, and so on."
 )
 
 
@@ -92,6 +99,7 @@ def _row(result: Result) -> list[str]:
     return [
         result.case.name, named, f"{result.ways[first].seconds:.2f}", str(chosen.way), f"{chosen.seconds:.2f}",
         f"{chosen.seconds / sum(result.bound):.2f}", f"{sum(chosen.busy) / chosen.seconds:.0%}",
+        *(f"{1 / over_busy:.0%}" for over_busy in chosen.over_busy),
         f"{regret(result, PROFILED):.0%}", f"{regret(result, PREDICTED):.0%}",
         f"{min(errors):+.0f} to {max(errors):+.0f}",
         *("-" if x is None else f"{x:.2f}" for x in others),
@@ -118,8 +126,7 @@ def draw(path: Path, results: Mapping[Case, Result]) -> None:
     times.plot(bounds, range(len(names)), "|", color=BLACK, ms=9, label="bound")
     times.set(xscale="log", xlabel="time / ring's", yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
     times.set_yticklabels(names, fontsize=7)
-    times.xaxis.set_major_locator(FixedLocator([0.25, 0.35, 0.5, 0.7, 1, 1.4, 2]))
-    times.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    times.set_xticks(ticks := [0.25, 0.35, 0.5, 0.7, 1, 1.4, 2], [f"{ratio:g}" for ratio in ticks])
     times.xaxis.set_minor_locator(NullLocator())
     _scatter(errors, results, lambda one, _: 100 * one.error)
     errors.axvspan(-15, 15, color=FAINT, alpha=0.15, lw=0)

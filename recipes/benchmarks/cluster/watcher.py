@@ -25,11 +25,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def watched(prefix: str, *, patience: float = 15) -> Iterator[None]:
-    """Have the network of this prefix, and its processes, removed when this ends, or when this process does.
-
-    It waits for another run of the prefix that is ending, and raises a ClusterError if that is still there after
-    ``patience`` seconds, or this machine cannot have a network.
-    """
+    """Have this prefix' network and processes removed when this, or this process, ends; one run of it at a time."""
     check_host()
     lock = _locked(prefix, patience)
     command = [sys.executable, "-m", "recipes.benchmarks.cluster.watcher", prefix]

@@ -1,7 +1,4 @@
-"""Measure METP's memory beside others' on fake ranks, with the paper's formulas, and write the report (a minute).
-
-python -m recipes.benchmarks.memory
-"""
+"""`python -m recipes.benchmarks.memory`: METP's memory beside others' on fake ranks, and by formula (a minute)."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path

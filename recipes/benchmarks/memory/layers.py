@@ -8,13 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as styles
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipes.benchmarks.memory.formulas import Kind, Layer
@@ -89,20 +83,21 @@ def make(
     if contender == "fsdp":
         return _with_fsdp(module, mesh, flash=flash)
     plan = _tp_plan(module) if contender == "tp" else {"": _metp_style(module, flash=flash)}
-    return parallelize_module(module, mesh, plan, src_data_rank=None)
+    return styles.parallelize_module(module, mesh, plan, src_data_rank=None)
 
 
-def _tp_plan(module: FeedForward | Attention) -> dict[str, ParallelStyle]:
+def _tp_plan(module: FeedForward | Attention) -> dict[str, styles.ParallelStyle]:
     """Megatron's tensor and sequence parallelism from torch's own styles."""
-    back = RowwiseParallel(output_layouts=Shard(1))
+    back = styles.RowwiseParallel(output_layouts=Shard(1))
     if isinstance(module, FeedForward):
-        return {"up": ColwiseParallel(input_layouts=Shard(1)), "down": back}
+        return {"up": styles.ColwiseParallel(input_layouts=Shard(1)), "down": back}
     # x is gathered once, for all three projections.
-    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    return {"": gather, "query": ColwiseParallel(), "key": ColwiseParallel(), "value": ColwiseParallel(), "out": back}
+    gather = styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    columns = {name: styles.ColwiseParallel() for name in ("query", "key", "value")}
+    return {"": gather, **columns, "out": back}
 
 
-def _metp_style(module: FeedForward | Attention, *, flash: bool) -> ParallelStyle:
+def _metp_style(module: FeedForward | Attention, *, flash: bool) -> styles.ParallelStyle:
     if isinstance(module, FeedForward):
         return METPParallel(up="up", down="down", activation="gelu", check=False)
     inner = WallFacerParallel(kernel="flash" if flash else "reference", check=False)
@@ -115,7 +110,7 @@ def _with_fsdp(module: FeedForward | Attention, mesh: DeviceMesh, *, flash: bool
     """FSDP2, one projection gathered at a time as in the paper's tables, and Ulysses for attention."""
     if isinstance(module, Attention):
         style = UlyssesParallel(kernel="flash" if flash else "reference", check=False)
-        parallelize_module(module, mesh, {"inner": style}, src_data_rank=None)
+        styles.parallelize_module(module, mesh, {"inner": style}, src_data_rank=None)
     for child in (*(child for child in module.modules() if isinstance(child, nn.Linear)), module):
         fully_shard(child, mesh=mesh, reshard_after_forward=True)
     return module

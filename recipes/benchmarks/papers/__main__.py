@@ -1,7 +1,4 @@
-"""Predict WallFacer's figures 7, 9 and 10, and write the report (a minute on two cores).
-
-python -m recipes.benchmarks.papers
-"""
+"""`python -m recipes.benchmarks.papers`: WallFacer's figures 7, 9 and 10, predicted (a minute on two cores)."""
 
 from collections.abc import Iterator
 from pathlib import Path

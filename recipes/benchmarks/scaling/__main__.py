@@ -1,7 +1,4 @@
-"""Predict attention on 8 to 1024 ranks, beside a lower bound, and write the report (minutes).
-
-python -m recipes.benchmarks.scaling
-"""
+"""`python -m recipes.benchmarks.scaling`: attention on 8 to 1024 ranks, predicted, beside a lower bound (minutes)."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
