@@ -579,7 +579,7 @@ def test_what_is_looked_at_late_is_not_overlooked(
     where = cluster(*ranks, intra=Link(100 * link, 1e-6), inter=Link(link, 1e-5))
     # What memory they need does not matter here, and takes longest.
     with mock.patch.object(_Search, "_memory", return_value=0):
-        every, few = plan(model, sequence, where), plan(model, sequence, where, keep=keep)
+        every, few = (plan(model, sequence, where, keep=some) for some in (None, keep))
     assert few.ranked == every.ranked[:keep]
     assert [*every.ranked] == sorted(every.ranked, key=_order)
 

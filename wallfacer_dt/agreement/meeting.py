@@ -13,7 +13,7 @@ the same for all of its members (torch 2.13.0).
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
@@ -59,10 +59,12 @@ def outside_dispatch() -> Iterator[None]:
 
 def kept(store: dict[Any, Any], key: Hashable, most: int, make: Callable[[], Any]) -> Any:
     """What is kept under a key, or made now. The latest comes last, and of more than ``most`` the first goes."""
-    store[key] = store.pop(key) if key in store else make()
+    found = store.pop(key, kept)  # which is no value
+    store[key] = found = make() if found is kept else found
     while len(store) > most:
-        del store[next(iter(store))]
-    return store[key]
+        with suppress(KeyError, RuntimeError):  # another thread has removed it, or is about to
+            del store[next(iter(store))]
+    return found
 
 
 class Pending(NamedTuple):

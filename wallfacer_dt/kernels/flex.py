@@ -13,6 +13,7 @@ d out / d lse_i = w_i (out_i - out), that of lse_i is w_i (rowsum(grad_out * out
 
 from collections.abc import Callable
 from functools import cache
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,10 +27,10 @@ from wallfacer_dt.kernels.block import FULL, Band, BlockKernel, Gradients, How, 
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite
 
-_KEPT = 64  # bands and shapes, of each mask and without one
+_KEPT = 64  # bands and shapes of each mask
 # As long as the mask is, as in visible.py.
-_masked: WeakKeyDictionary[BlockMask, dict[Any, BlockMask]] = WeakKeyDictionary()
-_unmasked: dict[Any, BlockMask] = {}
+_in_bands: WeakKeyDictionary[BlockMask, dict[Any, BlockMask]] = WeakKeyDictionary()
+_configuring = Lock()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float
     # Every mask is another program, in either direction, with and without bounds and at lengths that vary. Dynamo's
     # limit of 8 is for what should be one; its last, 256, remains, for masks that are another program at every step.
     config = torch._dynamo.config
-    with config.patch(recompile_limit=config.accumulated_recompile_limit):
+    # Of all threads in torch 2.11, which would otherwise take it from each other.
+    with _configuring, config.patch(recompile_limit=config.accumulated_recompile_limit):
         out, aux = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
@@ -54,9 +56,10 @@ def _blocks(how: How, q: Tensor, k: Tensor) -> BlockMask | None:
     band, mask = how.band, how.mask
     if band == FULL:
         return mask
-    store = _unmasked if mask is None else _masked.setdefault(mask, {})
     key = band, q.shape[2], k.shape[2], q.device
-    return kept(store, key, _KEPT, lambda: _in_band(mask, *key))
+    if mask is None:
+        return _in_band(None, *key)
+    return kept(_in_bands.setdefault(mask, {}), key, _KEPT, lambda: _in_band(mask, *key))
 
 
 def _in_band(mask: BlockMask | None, band: Band, rows: int, columns: int, device: torch.device) -> BlockMask:

@@ -57,9 +57,9 @@ class Plan:
         model: that was planned for.
         sequence: likewise.
         cluster: likewise.
-        ranked: what was measured, fastest first, then what is predicted, likewise; the first is chosen. One for every
-            mesh, placement and schedule, with the rotations and layers that suit it best.
-        dropped: what does not fit into memory, likewise.
+        ranked: what was measured, fastest first, then what is predicted, likewise, as many as were asked for. The first
+            is chosen. Of a mesh, placement and schedule one, with the rotations and layers that suit it best.
+        dropped: those of which nothing fits into memory, as far as the search came, each with what holds least.
         considered: how many attentions there were to choose from.
     """
 
@@ -352,7 +352,7 @@ class _Search:
         """Those that fit, best first, of every mesh one; and those of which no choice fits, as small as can be."""
         limit = self.cluster.memory
         ranked, dropped = [], []
-        too_large: dict[int, list[tuple[int, int, _Choice]]] = {}
+        too_large: dict[int, list[tuple[int, _Choice]]] = {}
         is_done = [False] * len(self.left)
         heapq.heapify(self.queue)
         while self.queue and len(ranked) != keep:
@@ -363,32 +363,36 @@ class _Search:
             if is_done[mesh]:
                 continue
             # What it holds at least is quick to say; what it holds takes longest.
-            memory = self._least_memory(choice.candidate) if choice.ranked is None else self._memory(choice.candidate)
+            memory = self._memory(choice.candidate) if choice.ranked else self._least_memory(choice.candidate)
             if limit is not None and memory > limit:
-                too_large.setdefault(mesh, []).append((memory, turn, choice))
+                too_large.setdefault(mesh, []).append((memory, choice))
                 self.left[mesh] -= 1
                 if not self.left[mesh]:
                     dropped.append(self._smallest(too_large[mesh]))
             elif choice.ranked is None:
-                one = Ranked(choice.candidate, self._predicted(choice), "", choice.measured)
+                one = self._ranked(choice)
                 heapq.heappush(self.queue, (_order(one), mesh, turn, replace(choice, ranked=one)))
             else:
                 ranked.append(_with_memory(choice.ranked, memory))
                 is_done[mesh] = True
         return ranked, dropped
 
-    def _smallest(self, some: list[tuple[int, int, _Choice]]) -> Ranked:
-        """Of choices, by what they hold at least, the one that holds the least."""
-        best: tuple[int, int, _Choice] | None = None
-        for least, turn, choice in sorted(some, key=lambda one: one[:2]):
-            if best and best[0] <= least:
+    def _smallest(self, some: list[tuple[int, _Choice]]) -> Ranked:
+        """Of choices, by what they hold at least, the one that holds the least; of several the fastest."""
+        smallest: int | None = None
+        alike: list[_Choice] = []
+        for least, choice in sorted(some, key=lambda one: one[0]):
+            if smallest is not None and smallest < least:
                 break
-            found = self._memory(choice.candidate), turn, choice
-            best = min(best or found, found, key=lambda one: one[:2])
-        assert best, "a mesh has choices"
-        memory, _, choice = best
-        one = choice.ranked or Ranked(choice.candidate, self._predicted(choice), "", choice.measured)
-        return _with_memory(one, memory)
+            memory = self._memory(choice.candidate)
+            if smallest is None or memory < smallest:
+                smallest, alike = memory, []
+            alike += [choice] * (memory == smallest)
+        assert smallest is not None, "a mesh has choices"
+        return _with_memory(min(map(self._ranked, alike), key=_order), smallest)
+
+    def _ranked(self, choice: _Choice) -> Ranked:
+        return choice.ranked or Ranked(choice.candidate, self._predicted(choice), "", choice.measured)
 
     def _memory(self, candidate: Candidate) -> int:
         return stack_memory(candidate, self.model, self.sequence).peak

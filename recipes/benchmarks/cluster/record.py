@@ -23,7 +23,7 @@ class Measured:
     rounds: tuple[tuple[float, float], ...]  # seconds, by round
     busy: tuple[float, float]  # seconds in which the busiest device computed
     node_bytes: int  # that came into the busiest node, headers included, in both together
-    held: tuple[float, float] | None = None  # seconds for which a device held its rank, at most; None: unknown
+    held: tuple[float, float] | None = None  # seconds a device held its rank, at most, in the best round; None: unknown
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) times that are none."""

@@ -105,7 +105,7 @@ def bound(case: Case, links: Links) -> tuple[float, float]:
 def least_compute(ways: Iterable[Candidate], case: Case) -> tuple[float, float]:
     """Of forward and backward, the seconds that the device with most to do computes at least, by the best of ways."""
     model, sequence = case.model, case.sequence
-    told = {"together": sequence.mask.spares_hops}  # else all ranks of one way have as much to do
+    told = {"together": sequence.mask.spares_hops}  # else ranks have about as much to do
     forward, backward = (
         min(compute_seconds(way, model, sequence, case.kernels, backward=which, **told) for way in ways)
         for which in (False, True)

@@ -93,7 +93,8 @@ def main(module: str, stages: Stages) -> int:
         file.with_suffix(".md").write_text(page(file, stages))
         return 0
     file.write_text("")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its stage ends with it
+    for ended in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ended, lambda *_: sys.exit(143))  # so that its stage ends with it
     for name, (_, seconds) in stages.items():
         command = [sys.executable, "-m", module, "--stage", name, "--out", str(given.out), "--device", given.device]
         if error := _ended(command, min(seconds, end - time.monotonic())):
