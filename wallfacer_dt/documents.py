@@ -68,7 +68,7 @@ def digest(numbers: Tensor | np.ndarray | None) -> str:
     """What ranks compare: the same for the same numbers, whatever integers hold them."""
     if numbers is None:
         return "none"
-    return hashlib.blake2b(np.ascontiguousarray(numbers, np.int64), digest_size=8).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(numbers, np.int64).data, digest_size=8).hexdigest()
 
 
 def _short(values: np.ndarray) -> str:

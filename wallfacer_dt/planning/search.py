@@ -378,11 +378,11 @@ class _Search:
         return ranked, dropped
 
     def _smallest(self, some: list[tuple[int, _Choice]]) -> Ranked:
-        """Of choices, by what they hold at least, the one that holds the least; of several the fastest."""
+        """Of choices, by what they hold at least, the one that holds the least."""
         smallest: int | None = None
         alike: list[_Choice] = []
         for least, choice in sorted(some, key=lambda one: one[0]):
-            if smallest is not None and smallest < least:
+            if smallest is not None and smallest <= least:
                 break
             memory = self._memory(choice.candidate)
             if smallest is None or memory < smallest:
