@@ -98,3 +98,9 @@ def test_digests_differ_where_documents_do() -> None:
     # By content, not by layout.
     strided = torch.stack([other, other], -1)[..., 0]
     assert digest(strided) == digest(other)
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([3, 3, 7, 9]), torch.tensor([[0, 0, 1], [0, 2, 2]])])
+def test_the_same_numbers_are_the_same_documents(ids: Tensor) -> None:
+    assert digest(ids) == digest(ids.to(torch.int32)) == digest(ids.flatten())
+    assert digest(ids) != digest(ids + 1)

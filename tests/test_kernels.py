@@ -577,7 +577,7 @@ def test_flex_is_compiled_once_for_masks_of_a_kind(programs: CompileCounter) -> 
 MASK_MODS: list[Callable[..., Tensor]] = [
     lambda b, h, q, k: (q >= k) & (q // 90 == k // 90),
     lambda b, h, q, k: (q >= k) | (k < 50),
-    lambda b, h, q, k: (q - k).abs() < 40 * (h + 1),
+    lambda b, h, q, k: (q - k).abs() < 40 * (h + 1),  # no comparison: a mask
 ]
 
 
