@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 from tests import flash_standins
 from tests.cases import rms
 from tests.strategies import examples
+from wallfacer_dt.algorithms.arithmetic import Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import Answers, Captured, recorded_mask
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference, registry, visible
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
@@ -642,7 +643,8 @@ def test_merging_in_triton(dtype: torch.dtype, shape: tuple[int, ...], monkeypat
     got = out.clone(), lse.clone()
     part = slice(0, length + 8)
     merge_(out[:, :, part], lse[:, :, part], more_out[:, :, part], more_lse[:, :, part])
-    merging.merge_(*(x[:, :, part] for x in (*got, more_out, more_lse)))
+    mine, more = ([x[:, :, part] for x in some] for some in (got, (more_out, more_lse)))
+    merging.merge(mine, more, mine)
     for mine, want in zip(got, (out, lse), strict=True):
         unseen = want == -torch.inf
         assert unseen.equal(mine == -torch.inf)
@@ -651,10 +653,32 @@ def test_merging_in_triton(dtype: torch.dtype, shape: tuple[int, ...], monkeypat
         assert worst_error([(mine.masked_fill(hidden, 0), want.masked_fill(hidden, 0))]) <= 8 * torch.finfo(wide).eps
 
 
+def test_the_second_partial_result_widens_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same kernel, whatever the layouts; the third is merged in place."""
+    triton_merging(monkeypatch, "1")
+    monkeypatch.setattr("wallfacer_dt.kernels.merge._is_fused", lambda out: True)
+    torch.manual_seed(0)
+    outs = [torch.randn(2, 5, 3, 12).bfloat16().transpose(1, 2)[..., :10] for _ in range(3)]
+    some = [(out, torch.randn(2, 3, 5)) for out in outs]
+    operand, arithmetic = Operand((outs[0],)), Forward(Scores(reference.KERNEL, 1.0), 10)
+    arithmetic.combine(operand, some[0])
+    assert operand.partial is some[0]
+    arithmetic.combine(operand, some[1])
+    wide = operand.partial
+    arithmetic.combine(operand, some[2])
+    assert operand.partial is wide
+    lses = torch.stack([lse for _, lse in some]).double()
+    want = sum(out.double() * w.unsqueeze(-1) for out, w in zip(outs, lses.softmax(0), strict=True))
+    assert [x.dtype for x in wide] == [torch.float32] * 2
+    assert worst_error([(wide[0].double(), want), (wide[1].double(), lses.logsumexp(0))]) <= 1e-6
+
+
 def test_the_kernel_in_triton_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one: what the interpreter lets pass, a compiler may refuse."""
     merging = triton_merging(monkeypatch, "0")
-    pointers = dict.fromkeys(("out", "lse", "more_lse"), "*fp32") | {"more_out": "*bf16"}
+    pointers = dict.fromkeys(("lse", "more_lse", "to_out", "to_lse"), "*fp32") | dict.fromkeys(
+        ("out", "more_out"), "*bf16"
+    )
     constants = {"WIDTH": 128, "ROWS": 32}
     kernel = merging.merge_rows
     types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}

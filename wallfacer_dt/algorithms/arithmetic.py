@@ -19,7 +19,15 @@ from wallfacer_dt.algorithms.segments import Segments, Work
 from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.collectives.send_buffer import Layout
 from wallfacer_dt.kernels.block import BlockKernel, How
-from wallfacer_dt.kernels.merge import accumulation_dtype, as_dtype, merge_, output_factor, output_from, row_delta
+from wallfacer_dt.kernels.merge import (
+    accumulation_dtype,
+    as_dtype,
+    merge_,
+    merged,
+    output_factor,
+    output_from,
+    row_delta,
+)
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.rows import cut
 
@@ -145,6 +153,14 @@ class Forward(Arithmetic):
                 _, (k, v, *shared) = _taken(keys.data, tile, tile.k)
                 k = _with_shared(k, *shared) if shared else k
                 self.add(query, scores.kernel.forward(q, k, v, scores.how(tile, q, k)), tile, rows)
+
+    def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
+        """As of any arithmetic; on CUDA what is narrow is widened as it is merged."""
+        wide = merged(*operand.partial, *more) if operand.partial else ()
+        if wide:
+            operand.partial = wide
+        else:
+            Arithmetic.combine(self, operand, more)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """Of queries that have seen no key."""

@@ -29,15 +29,33 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
 
     Either lse, or both, may be -inf where no key was visible; ``out`` is 0 there.
     """
-    if out.is_cuda and not isinstance(out, FakeTensor) and _has_triton():
-        from wallfacer_dt.kernels.merge_triton import merge_ as fused
+    if _is_fused(out):
+        from wallfacer_dt.kernels.merge_triton import merge
 
-        fused(out, lse, more_out, more_lse)
+        merge((out, lse), (more_out, more_lse), (out, lse))
         return
     # -inf less a finite number: of a row that neither has seen the weight is 0, not NaN.
     weight = (more_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
     out.lerp_(as_dtype(more_out, out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, more_lse, out=lse)
+
+
+def merged(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, ...]:
+    """A narrow partial result merged with another one, in the accumulation dtype; empty where no one kernel does it."""
+    wide = accumulation_dtype(out.dtype)
+    if out.dtype == wide or not _is_fused(out):
+        return ()
+    from wallfacer_dt.kernels.merge_triton import merge
+
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    into = torch.empty_like(out, dtype=wide), torch.empty_like(lse, dtype=wide)
+    merge((out, lse), (more_out, more_lse), into)
+    return into
+
+
+def _is_fused(out: Tensor) -> bool:
+    """Whether partial results are merged in Triton."""
+    return out.is_cuda and not isinstance(out, FakeTensor) and _has_triton()
 
 
 @cache
