@@ -644,7 +644,7 @@ def test_merging_in_triton(dtype: torch.dtype, shape: tuple[int, ...], monkeypat
     part = slice(0, length + 8)
     merge_(out[:, :, part], lse[:, :, part], more_out[:, :, part], more_lse[:, :, part])
     mine, more = ([x[:, :, part] for x in some] for some in (got, (more_out, more_lse)))
-    merging.merge(mine, more, mine)
+    merging.merge_into(mine, more, mine)
     for mine, want in zip(got, (out, lse), strict=True):
         unseen = want == -torch.inf
         assert unseen.equal(mine == -torch.inf)

@@ -22,8 +22,8 @@ from wallfacer_dt.kernels.block import BlockKernel, How
 from wallfacer_dt.kernels.merge import (
     accumulation_dtype,
     as_dtype,
+    merge,
     merge_,
-    merged,
     output_factor,
     output_from,
     row_delta,
@@ -156,7 +156,7 @@ class Forward(Arithmetic):
 
     def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
         """As of any arithmetic; on CUDA what is narrow is widened as it is merged."""
-        wide = merged(*operand.partial, *more) if operand.partial else ()
+        wide = merge(*operand.partial, *more) if operand.partial else ()
         if wide:
             operand.partial = wide
         else:

@@ -4,7 +4,6 @@ With partial results (out_i, lse_i) over disjoint keys, the whole is sum_i out_i
 lse = logsumexp_i lse_i: the online softmax of Ring Attention (section 3) and of WallFacer's combine.
 """
 
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.kernels.visible import finite
+
+_HAS_TRITON = find_spec("triton") is not None  # torch brings it for CUDA on Linux
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,9 +31,9 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     Either lse, or both, may be -inf where no key was visible; ``out`` is 0 there.
     """
     if _is_fused(out):
-        from wallfacer_dt.kernels.merge_triton import merge
+        from wallfacer_dt.kernels.merge_triton import merge_into
 
-        merge((out, lse), (more_out, more_lse), (out, lse))
+        merge_into((out, lse), (more_out, more_lse), (out, lse))
         return
     # -inf less a finite number: of a row that neither has seen the weight is 0, not NaN.
     weight = (more_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
@@ -40,28 +41,22 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     torch.logaddexp(lse, more_lse, out=lse)
 
 
-def merged(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, ...]:
+def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, ...]:
     """A narrow partial result merged with another one, in the accumulation dtype; empty where no one kernel does it."""
     wide = accumulation_dtype(out.dtype)
     if out.dtype == wide or not _is_fused(out):
         return ()
-    from wallfacer_dt.kernels.merge_triton import merge
+    from wallfacer_dt.kernels.merge_triton import merge_into
 
     out = out if out.stride(-1) == 1 else out.contiguous()
     into = torch.empty_like(out, dtype=wide), torch.empty_like(lse, dtype=wide)
-    merge((out, lse), (more_out, more_lse), into)
+    merge_into((out, lse), (more_out, more_lse), into)
     return into
 
 
 def _is_fused(out: Tensor) -> bool:
     """Whether partial results are merged in Triton."""
-    return out.is_cuda and not isinstance(out, FakeTensor) and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    """torch brings it for CUDA on Linux."""
-    return find_spec("triton") is not None
+    return out.is_cuda and not isinstance(out, FakeTensor) and _HAS_TRITON
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

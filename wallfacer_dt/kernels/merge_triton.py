@@ -46,7 +46,7 @@ Partial = tuple[Tensor, Tensor]
 """out (B, N, L, H) and lse (B, N, L)."""
 
 
-def merge(partial: Partial, more: Partial, into: Partial) -> None:
+def merge_into(partial: Partial, more: Partial, into: Partial) -> None:
     """See :func:`wallfacer_dt.kernels.merge.merge_`; ``into`` may be the first itself."""
     tensors = [x if x.ndim == 3 or x.stride(-1) == 1 else x.contiguous() for x in (*partial, *more)] + [*into]
     assert into[0].stride(-1) == 1, "partial results are this package's own"

@@ -171,5 +171,5 @@ def _merging(place: Place, dtype: torch.dtype, rows: int) -> Record:
     out, lse = (torch.randn(1, 32, rows, *dim, device=place.device, dtype=wide) for dim in ((128,), ()))
     more = torch.randn(1, rows, 32, 128, device=place.device).to(dtype).transpose(1, 2), torch.randn_like(lse)
     found = {"ms": place.milliseconds(lambda: merge_(out, lse, *more))}
-    with mock.patch("wallfacer_dt.kernels.merge._has_triton", return_value=False):
+    with mock.patch("wallfacer_dt.kernels.merge._is_fused", return_value=False):
         return found | {"plain ms": place.milliseconds(lambda: merge_(out, lse, *more))}
