@@ -86,14 +86,17 @@ def compute_seconds(
 
     That is one of :func:`programs_of`, told the same.
     """
-
-    def seconds(program: Program, groups: Groups) -> float:
-        times = Counter(step.sizes for step in program if isinstance(step, Attended))
-        costs = (Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups if heads[0])
-        return sum(n * one.of(sizes) for one in costs for sizes, n in times.items())
-
     programs = programs_of(candidate, sequence, together=together, backward=backward).values()
-    return max(seconds(program, groups) for program in programs for groups in head_patterns(candidate, model))
+    computed = [Counter(step.sizes for step in program if isinstance(step, Attended)) for program in programs]
+    patterns = [
+        [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups if heads[0]]
+        for groups in head_patterns(candidate, model)
+    ]
+    return max(
+        sum(n * one.of(sizes) for one in costs for sizes, n in times.items())
+        for times in computed
+        for costs in patterns
+    )
 
 
 def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
