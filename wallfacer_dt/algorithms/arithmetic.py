@@ -22,8 +22,8 @@ from wallfacer_dt.kernels.block import BlockKernel, How
 from wallfacer_dt.kernels.merge import (
     accumulation_dtype,
     as_dtype,
-    merge,
     merge_,
+    merge_widening,
     output_factor,
     output_from,
     row_delta,
@@ -156,11 +156,11 @@ class Forward(Arithmetic):
 
     def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
         """As of any arithmetic; on CUDA what is narrow is widened as it is merged."""
-        wide = merge(*operand.partial, *more) if operand.partial else ()
-        if wide:
-            operand.partial = wide
-        else:
+        wide = merge_widening(*operand.partial, *more) if operand.partial else None
+        if wide is None:
             Arithmetic.combine(self, operand, more)
+        else:
+            operand.partial = wide
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """Of queries that have seen no key."""

@@ -41,11 +41,14 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     torch.logaddexp(lse, more_lse, out=lse)
 
 
-def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, ...]:
-    """A narrow partial result merged with another one, in the accumulation dtype; empty where no one kernel does it."""
+def merge_widening(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A narrow partial result merged with another one, (B, N, L, H) and (B, N, L), in the accumulation dtype.
+
+    By one kernel; None where there is none, or where ``out`` is in that dtype already, for :func:`merge_`.
+    """
     wide = accumulation_dtype(out.dtype)
     if out.dtype == wide or not _is_fused(out):
-        return ()
+        return None
     from wallfacer_dt.kernels.merge_triton import merge_into
 
     out = out if out.stride(-1) == 1 else out.contiguous()
