@@ -155,10 +155,18 @@ def test_tensor_ranks_have_a_part_of_all_but_what_they_gather() -> None:
 
 @pytest.mark.parametrize("size", [(4, 2), (4, 4), pytest.param((8, 4), marks=pytest.mark.whole)])
 @examples(5)
-@given(sequences=st.sampled_from([1, 2, 4]), tight=st.floats(0.3, 1.5), causal=st.booleans())
-def test_the_chosen_is_the_fastest_that_fits(size: tuple[int, int], sequences: int, tight: float, causal: bool) -> None:
+@given(
+    sequences=st.sampled_from([1, 2, 4]),
+    tight=st.floats(0.3, 1.5),
+    causal=st.booleans(),
+    window=st.sampled_from([None, 20, 100]),
+)
+def test_the_chosen_is_the_fastest_that_fits(
+    size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None
+) -> None:
     """Every division with every attention predicted: none that fits is faster by more than 1% (see _TRIED)."""
-    where, sequence = cluster(*size), replace(SEQUENCE, is_causal=causal)
+    bounds = None if window is None else (window, 0 if causal else window)
+    where, sequence = cluster(*size), replace(SEQUENCE, is_causal=causal, window_size=bounds)
     typical = division_memory(next(divisions(MODEL, sequence, where, sequences)), MODEL, sequence).peak
     where = replace(where, memory=int(tight * typical))
     best: dict[int, float] = {}
