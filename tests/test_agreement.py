@@ -26,7 +26,7 @@ from tests.disagreements import (
 )
 from wallfacer_dt import context_mesh
 from wallfacer_dt.agreement.agree import _naming_call, agree, hear_all
-from wallfacer_dt.agreement.meeting import Meeting, Pending
+from wallfacer_dt.agreement.meeting import Meeting, Pending, kept
 from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.testing import RankPool
@@ -211,3 +211,21 @@ def test_not_everything_is_remembered() -> None:
     for likeness in range(5000):
         meeting.remember(likeness)
     assert list(meeting.seen) == list(range(5000 - 1024, 5000))
+
+
+def test_what_is_kept_is_given_while_other_threads_remove_some() -> None:
+    class Busy(dict[str, int]):
+        times = 0
+
+        def __iter__(self) -> Iterator[str]:
+            self.times += 1
+            if self.times == 1:
+                raise RuntimeError("dictionary changed size during iteration")
+            return iter(list(self.keys()))
+
+    store = Busy(old=1)
+    assert kept(store, "new", 1, lambda: 2) == 2
+    assert store.pop("new") == 2
+    assert not store
+    assert kept(store, "none", 1, lambda: None) is None
+    assert kept(store, "none", 1, lambda: 3) is None

@@ -89,7 +89,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["cut off", "told to end"])
+@pytest.mark.parametrize("how", ["cut off", "SIGTERM", "SIGHUP"])
 def test_that_what_is_cut_off_ends_with_all_that_it_started(how: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW.format(out=str(tmp_path), seconds=20 if how == "cut off" else 500))
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
@@ -99,8 +99,8 @@ def test_that_what_is_cut_off_ends_with_all_that_it_started(how: str, tmp_path: 
     try:
         while not (child.exists() and child.read_text()) and process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
-        if how == "told to end":
-            process.terminate()
+        if how != "cut off":
+            process.send_signal(signal.Signals[how])
         assert process.wait(60) == (1 if how == "cut off" else 143)
     finally:
         process.kill()
