@@ -32,7 +32,7 @@ class Machines:
         """Refuse (ValueError) what are no machines."""
         are_some = 1 <= self.nodes == len(self.rates) and 1 <= self.ranks <= _MOST_RANKS and self.latency >= 0
         if not are_some or not min(self.rates) > 0 or not (self.inside is None or self.inside > 0):
-            raise ValueError(f"{self} are no machines")
+            raise ValueError(f"nodes, ranks, a rate above 0 for each node, and a latency at least 0 are needed: {self}")
 
     @property
     def ranks(self) -> int:
@@ -67,9 +67,12 @@ class Case:
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what is no attention."""
-        are_some = self.ratio > 0 <= self.stands_for and min(self.heads, self.kv_heads, self.head_dim) > 0
-        if self.mask not in ("full", "causal", "window") or not are_some or self.tokens < 1:
-            raise ValueError(f"{self} is no attention")
+        if self.mask not in ("full", "causal", "window"):
+            raise ValueError(f"mask must be full, causal or window, got {self.mask!r}")
+        if not self.ratio > 0 or self.stands_for < 0 or min(self.heads, self.kv_heads, self.head_dim) < 1:
+            raise ValueError("a ratio, heads and a head dim must be above 0, and stands_for at least 0")
+        if self.tokens < 1:
+            raise ValueError(f"{self.heads} heads, with a ratio of {self.ratio}, leave a rank no tokens")
         _ = self.model, self.sequence, self.kernels  # which refuse the rest
 
     @property
@@ -193,7 +196,7 @@ _ADAPTERS = Machines(4, 4, (25.0,) * 4, has_adapters=True, inside=200.0)
 _ON_16 = ((1, 1, "full", 3.0), (32, 8, "causal", 3.0), (4, 4, "window", 1.0))
 _WINDOWS = ((4, 4, "window", 3.0), (4, 4, "window", 0.5))
 _CROSSED = ((16, 4, "full", 1.0), (16, 4, "causal", 0.5), (2, 2, "full", 3.0))
-_OTHERS = dict(
-    zip((MACHINES[i] for i in (0, 3, 4, 5)), (_WINDOWS, _WINDOWS + _CROSSED[:2], _ON_16, _ON_16), strict=True)
-)
+_OTHERS = {
+    MACHINES[0]: _WINDOWS, MACHINES[3]: _WINDOWS + _CROSSED[:2], MACHINES[4]: _ON_16, MACHINES[5]: _ON_16
+}  # fmt: skip
 """Cases by machines so that every mask meets every ratio, and windows more than one cluster."""

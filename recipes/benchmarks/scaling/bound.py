@@ -28,7 +28,13 @@ class _Group(NamedTuple):
     key: int
 
     def cost(self, area: float) -> float:
-        """The least rows to receive, each counted as often as tensors are received for it, to have an area."""
+        """The least rows to receive, each counted as often as tensors are received for it, to have an area.
+
+        >>> _Group(1, 2, 8, 2, 2).cost(4)
+        0.0
+        >>> _Group(1, 2, 8, 2, 2).cost(16)
+        8.0
+        """
         least = max(self.own, area / (self.shared * self.length))
         most = min(self.length, area / (self.shared * self.own))
         columns = min(max(sqrt(area * self.query / self.key), least), most)
