@@ -242,6 +242,9 @@ class FlashAttention4:
         learnable_sink=None,
     ):  # fmt: skip
         assert dq is dk is dv is None
+        # On compute capability 9.x. Accumulators are of head dims rounded to 32, what is added to them to 16.
+        assert all(-x.shape[-1] % 32 == -x.shape[-1] % 16 for x in (q, v))
+        assert q.shape[-1] == v.shape[-1] or ((q.shape[-1], v.shape[-1]) == (192, 128) and q.shape[-2] == k.shape[-2])
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         seen = _seen(q, k, lengths, visible_4, causal, window_size_left, window_size_right)
@@ -344,13 +347,13 @@ class Aten:
     ):  # fmt: skip
         _check_cudnn(query, key, value, grad_out, out)
         assert logsumexp.is_contiguous()
-        assert logsumexp.shape == query.shape[:-1], "it is unsqueezed"
+        assert logsumexp.shape == (*query.shape[:-1], 1), "The dim for input_names::Stats is invalid"
         assert (max_q, max_k) == (query.shape[2], key.shape[2])
         assert attn_bias is cum_seq_q is cum_seq_k is None
         kv_heads = key.shape[1]
         key, value = (x.repeat_interleave(query.shape[1] // kv_heads, 1) for x in (key, value))
         scores = _scores(query, key, None, is_causal, scale)
-        dq, dk, dv = _gradients(grad_out, query, key, value, out, logsumexp, scores, scale)
+        dq, dk, dv = _gradients(grad_out, query, key, value, out, logsumexp.squeeze(-1), scores, scale)
         return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
 
 

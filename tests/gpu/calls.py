@@ -11,12 +11,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.benchmarks.gpu.stages import Cases, Place, Record
+from recipes.train_bytes.model import ByteGPT, ModelConfig
 from tests.cases import rms
 from tests.gpu.kernels import WORST
-from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
+from wallfacer_dt import (
+    METPAttentionParallel,
+    METPParallel,
+    TokenOrder,
+    WallFacerParallel,
+    context_mesh,
+    context_parallel_attention,
+    sequence_positions,
+    shard_sequence,
+)
+from wallfacer_dt.kernels.block import HALF
 from wallfacer_dt.testing import RankPool, attention_oracle
 from wallfacer_dt.testing.fake import fake_world
 
@@ -40,27 +52,33 @@ MESHES = [{"ring": 4}, {"ring": 2, "team": 2}, {"team": 4}, {"ulysses": 2, "ring
 
 
 def ranks(place: Place) -> Cases:
-    """Attention on four processes that share the device, against one in float64; eager, and some compiled."""
-    pool = RankPool(4, timeout=300)
-    try:
-        for axes in MESHES if place.is_gpu else MESHES[1:2]:
-            for name in CALLS:
-                if name != "published" or axes == MESHES[1]:
-                    yield f"{axes} {name}", partial(_on_ranks, pool, place, axes, name, False)
-        for name in ("causal, head_tail", "window") if place.is_gpu else ():
-            yield f"compiled {name}", partial(_on_ranks, pool, place, MESHES[1], name, True)
-    finally:
-        pool.close()
+    """Attention on four ranks that share the device, against one in float64; eager, and some compiled.
+
+    Threads, and processes where no team gathers: gloo does not gather what is on a GPU.
+    """
+    for threads in (True, False):
+        pool = RankPool(4, timeout=300, threads=threads)
+        try:
+            for axes in MESHES if place.is_gpu else MESHES[1:3]:
+                for name in CALLS if threads or "team" not in axes else ():
+                    if name != "published" or axes == MESHES[1]:
+                        yield f"{axes} {name}", partial(_on_ranks, _on_rank, pool, place, axes, name, threads)
+            for name in ("causal, head_tail", "window") if place.is_gpu and not threads else ():
+                yield f"compiled {name}", partial(_on_ranks, _on_rank, pool, place, MESHES[3], name, False, True)
+            if threads:
+                yield "a model with METP", partial(_on_ranks, _model_on_rank, pool, place)
+        finally:
+            pool.close()
 
 
-def _on_ranks(pool: RankPool, *case: Any) -> Record:
-    worst = max(pool.run(_on_rank, *case))
+def _on_ranks(run: Callable[..., float], pool: RankPool, *case: Any) -> Record:
+    worst = max(pool.run(run, *case))
     if worst > WORST:
         raise AssertionError(f"errors of {worst:.1f} roundings of a typical entry")
     return {"worst": round(worst, 2)}
 
 
-def _on_rank(place: Place, axes: Record, name: str, compiled: bool) -> float:
+def _on_rank(place: Place, axes: Record, name: str, threads: bool, compiled: bool = False) -> float:
     """The largest error of output and gradients, in roundings of a typical entry."""
     torch.manual_seed(0)
     dtype, length = place.dtypes[0], 1024 if place.is_gpu else 64
@@ -77,11 +95,47 @@ def _on_rank(place: Place, axes: Record, name: str, compiled: bool) -> float:
         style = WallFacerParallel(layout="BNLH", check=False, order=order, **options)
         attend = torch.compile(parallelize_module(_Inner(), mesh, style), fullgraph=True)
     out = attend(*mine)
-    out.backward(shard_sequence(grad_out.to(place.device), order, dim=2))
+    # Of a device autograd's own thread otherwise, which is no rank among threads.
+    with torch.autograd.set_multithreading_enabled(not threads):
+        out.backward(shard_sequence(grad_out.to(place.device), order, dim=2))
     unit = torch.finfo(dtype).eps if place.is_gpu else 1e-5
     found = (out.detach(), *(x.grad for x in mine if x.grad is not None))
     wanted = (shard_sequence(x, order, dim=2) for x in (exact.out, exact.dq, exact.dk, exact.dv))
     return max(_error(x.cpu().double(), want) / unit for x, want in zip(found, wanted, strict=True))
+
+
+@torch.autograd.set_multithreading_enabled(False)
+def _model_on_rank(place: Place) -> float:
+    """A gradient's error of a model with METP, whose styles prove themselves, over that of the model in one process."""
+    exact, whole = _gradient(place, None), _gradient(place, place.dtypes[0])
+    with_metp = _gradient(place, place.dtypes[0], mesh=context_mesh(place.device, 2, 2))
+    return _error(with_metp, exact) / max(_error(whole, exact), 1e-6)
+
+
+def _gradient(place: Place, dtype: torch.dtype | None, mesh: DeviceMesh | None = None) -> Tensor:
+    """Of the loss by the embedding, in float32 or, under autocast, in a dtype."""
+    torch.manual_seed(0)
+    model = ByteGPT(ModelConfig(dim=256, layers=2, heads=8, kv_heads=4)).to(place.device)
+    tokens = torch.randint(256, (1, 513 if place.is_gpu else 65)).to(place.device)
+    given, wanted, positions = tokens[:, :-1], tokens[:, 1:], torch.arange(tokens.shape[1] - 1, device=place.device)
+    with torch.autocast(place.device, dtype or torch.bfloat16, enabled=dtype in HALF):
+        if mesh is not None:
+            order = TokenOrder("head_tail", mesh)
+            inner = WallFacerParallel(is_causal=True, order=order)
+            names = {name: name for name in ("query", "key", "value", "output")}
+            attention = METPAttentionParallel(**names, head_dim=32, rotary="half", attention=inner)
+            feed_forward = METPParallel(up="up", gate="gate", down="down", activation="silu")
+            plan = {"layers.*.attention": attention, "layers.*.feed_forward": feed_forward}
+            model = parallelize_module(model, mesh, plan, src_data_rank=None)
+            given, wanted = (shard_sequence(x, order, dim=1) for x in (given, wanted))
+            positions = sequence_positions(len(positions), order)
+        logits = model(given, positions)
+    logits.float().log_softmax(-1).gather(-1, wanted.unsqueeze(-1)).sum().backward()
+    grad = model.embedding.weight.grad
+    assert grad is not None
+    if mesh is not None:
+        dist.all_reduce(grad)
+    return grad.double()
 
 
 def _options(name: str, mesh: Any, length: int) -> tuple[TokenOrder, Record]:

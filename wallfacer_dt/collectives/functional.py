@@ -15,13 +15,21 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from wallfacer_dt.agreement.progress import Waiting
-from wallfacer_dt.collectives.groups import group_ranks, group_size
+from wallfacer_dt.collectives.groups import group_ranks, group_size, is_sent_by
 
 _ops = torch.ops._c10d_functional
 
 
 def all_gather(buffer: Tensor, group: str) -> Tensor:
-    """Start gathering ``buffer`` (n,) from every rank of the group: pending (size * n,), by rank."""
+    """Start gathering ``buffer`` (n,) from every rank of the group: pending (size * n,), by rank.
+
+    Refuses (ValueError) a buffer on a device in a group of gloo, which would read it as the host's memory, and crash.
+    """
+    if buffer.is_cuda and is_sent_by(group, buffer.device, "gloo"):
+        raise ValueError(
+            "gloo cannot gather what is on cuda: initialise the process group with 'nccl' or 'cpu:gloo,cuda:nccl', or "
+            "use a mesh without cp_team"
+        )
     return _ops.all_gather_into_tensor(buffer, group_size(group), group)
 
 

@@ -1,5 +1,6 @@
 """Process groups by name."""
 
+import torch
 import torch.distributed as dist
 
 # Private; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
@@ -21,6 +22,11 @@ def group_size(name: str) -> int:
 def group_rank(name: str) -> int:
     """This rank's number in the named process group."""
     return int(name.split()[1]) if name.startswith(_ABSENT) else _group(name).rank()
+
+
+def is_sent_by(name: str, device: torch.device, backend: str) -> bool:
+    """Whether a backend sends tensors of a device in the named process group."""
+    return f"{device.type}:{backend}" in dist.get_backend_config(_group(name)).split(",")
 
 
 def group_ranks(name: str) -> list[int]:

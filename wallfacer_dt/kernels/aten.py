@@ -197,7 +197,7 @@ def _cudnn_forward(
 ) -> tuple[Tensor, Tensor]:
     operands = [x.contiguous() for x in loadable([q, k, v])]
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*operands, None, True, 0.0, is_causal, False, scale=scale)
-    return cropped(out, v), lse.reshape(q.shape[:-1])  # of some versions (B, N, Lq, 1)
+    return cropped(out, v), lse.reshape(q.shape[:-1])  # (B, N, Lq, 1); of fake tensors without the 1
 
 
 def _cudnn_backward(
@@ -206,8 +206,8 @@ def _cudnn_backward(
 ) -> Gradients:  # fmt: skip
     operands = [x.contiguous() for x in loadable([grad_out, q, k, v, out])]
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        *operands, lse.contiguous(), *_no_dropout(q), None, None, None, q.shape[2], k.shape[2], 0.0, is_causal,
-        scale=scale,
+        *operands, lse.unsqueeze(-1).contiguous(), *_no_dropout(q), None, None, None, q.shape[2], k.shape[2], 0.0,
+        is_causal, scale=scale,
     )  # fmt: skip
     return cropped(dq, q), cropped(dk, k), cropped(dv, v)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.kernels.block import HALF, NO_MASK, BlockKernel, Gradients, Need
-from wallfacer_dt.kernels.windows import Launch, Windowed
+from wallfacer_dt.kernels.windows import Launch, Widths, Windowed, one_width, rounded
 
 
 class Package(NamedTuple):
@@ -32,13 +32,13 @@ class Package(NamedTuple):
     forward: Callable[..., tuple[Tensor, Tensor]]  # as `run_forward` of `Windowed`
     backward: Callable[..., Gradients]
     limits: Callable[[Need], str]  # what else it cannot run, or an empty string
-    one_width: bool = True  # v must have the head dim of q
+    widths: Widths = one_width
 
 
 def kernel(package: Package, load: Callable[[str], Any] = import_module) -> BlockKernel:
     """A package as a block kernel; ``load`` makes of its module's name the module, when it is called."""
     functions = partial(load, package.module)
-    windowed = Windowed(package.name, functions, package.forward, package.backward, package.one_width)
+    windowed = Windowed(package.name, functions, package.forward, package.backward, package.widths)
     supports, version = partial(_supports, package), _version(package.distribution)
     return BlockKernel(
         package.name, windowed.forward, windowed.backward, supports, version, takes_bands=True, takes_segments=True
@@ -109,6 +109,22 @@ def _as_flash_attn_4(need: Need) -> str:
         "has head dims of at most 128, on compute capability 9.x 256, on 10.x and 11.x 192 with values of 128, and 256 "
         f"without a soft cap; got {need.head_dim} and {need.value_dim}"
     )
+
+
+def _widths_4(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """On compute capability 9.x in multiples of 32, and one width but for MLA's; elsewhere each in a multiple of 8.
+
+    There its backward keeps accumulators of head dims rounded to 32 and fills them rounded to 16: gradients are wrong
+    for 80 (seen on an H200), by its source for all that the two round apart. Grouped heads of two widths it refuses,
+    and of others it compiles some.
+    """
+    major, _ = Need.of(q, v, masked=False, softcap=0.0).capability or (9, 0)
+    if major != 9:
+        return rounded(q.shape[-1]), rounded(v.shape[-1])
+    width, value_width = rounded(q.shape[-1], 32), rounded(v.shape[-1], 32)
+    if (width, value_width) == (192, 128) and q.shape[1] == k.shape[1]:
+        return width, value_width
+    return max(width, value_width), max(width, value_width)
 
 
 def _forward_2(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
@@ -189,7 +205,7 @@ PACKAGES = (
     ),
     Package(
         "flash_attn_4", "flash-attn-4", "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd"),
-        (9, 10, 11, 12), _forward_4, _backward_4, _as_flash_attn_4, one_width=False,
+        (9, 10, 11, 12), _forward_4, _backward_4, _as_flash_attn_4, _widths_4,
     ),
 )  # fmt: skip
 KERNELS = tuple(map(kernel, PACKAGES))

@@ -34,14 +34,21 @@ _configuring = Lock()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
-    """out and lse of one block by flex_attention, differentiable on CUDA; no mask: all is visible."""
+    """out and lse of one block by flex_attention, differentiable on CUDA; no mask: all is visible.
+
+    Never by its kernel for decoding, which takes all query heads of a key head at once: from 65 rows and 2 of them on
+    that finds no shape which fits an H200 ("No choices exist for backend", torch 2.11.0).
+    """
     run: Callable = _fused() if q.is_cuda else flex_attention
     # Every mask is another program, in either direction, with and without bounds and at lengths that vary. Dynamo's
     # limit of 8 is for what should be one; its last, 256, remains, for masks that are another program at every step.
     config = torch._dynamo.config
     # Of all threads in torch 2.11, which would otherwise take it from each other.
     with _configuring, config.patch(recompile_limit=config.accumulated_recompile_limit):
-        out, aux = run(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        out, aux = run(
+            q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True),
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        )  # fmt: skip
     return out, aux.lse
 
 

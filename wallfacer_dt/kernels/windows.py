@@ -83,6 +83,16 @@ class Launch(NamedTuple):
         return (self.left, self.right) == (-1, 0)
 
 
+Widths = Callable[[Tensor, Tensor, Tensor], tuple[int, int]]
+"""From q, k and v the head dims that a kernel is given, of q and k, and of v."""
+
+
+def one_width(q: Tensor, _: Tensor, v: Tensor) -> tuple[int, int]:
+    """The larger of the two head dims, in a multiple of 8."""
+    widest = rounded(max(q.shape[-1], v.shape[-1]))
+    return widest, widest
+
+
 @dataclass(frozen=True)
 class Windowed:
     """A kernel of windows and segments: what it computes of blocks."""
@@ -94,7 +104,7 @@ class Windowed:
     run_forward: Callable[..., tuple[Tensor, Tensor]]
     # From them, grad_out, q, k, v, the whole rows' out and lse, contiguous, and a launch to dq, dk, dv.
     run_backward: Callable[..., Gradients]
-    one_width: bool = True  # v must have the head dim of q
+    widths: Widths = one_width
     has_softcap: bool = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -105,8 +115,8 @@ class Windowed:
         windows = flash_windows(how.seen, q.shape[2], k.shape[2])
         parts = []
         for window in windows:
-            operands = self._operands(window, rows=(q,), columns=(k, v))
-            out_BLNH, lse = self.run_forward(self.functions(), *operands, _launch(window, how))
+            operands = self._loadable((q, k, v), _cut(window, q, k, v))
+            out_BLNH, lse = self.run_forward(self.functions(), *_by_tokens(operands), _launch(window, how))
             # Every row sees a key; an infinite sum is one of scores that are not numbers.
             parts.append((cropped(out_BLNH.transpose(1, 2), v), lse.masked_fill(lse.isinf(), torch.nan)))
         if [(w.start, w.stop) for w in windows] == [(0, q.shape[2])]:
@@ -128,9 +138,11 @@ class Windowed:
         windows = flash_windows(how.seen, q.shape[2], k.shape[2])
         parts = []
         for window in windows:
-            go_BLNH, q_BLNH, out_BLNH, *kv = self._operands(window, rows=(grad_out, q, out), columns=(k, v))
+            cut = *_cut(window, q, k, v), *(x[:, :, window.start : window.stop] for x in (grad_out, out))
+            q_BLNH, k_BLNH, v_BLNH, go_BLNH, out_BLNH = _by_tokens(self._loadable((q, k, v), cut))
             known = finite(lse[:, :, window.start : window.stop]).contiguous()
-            grads = self.run_backward(self.functions(), go_BLNH, q_BLNH, *kv, out_BLNH, known, _launch(window, how))
+            given = go_BLNH, q_BLNH, k_BLNH, v_BLNH, out_BLNH, known
+            grads = self.run_backward(self.functions(), *given, _launch(window, how))
             parts.append([cropped(x.transpose(1, 2), like) for x, like in zip(grads, (q, k, v), strict=True)])
         if [(w.start, w.stop, w.columns) for w in windows] == [(0, q.shape[2], k.shape[2])]:
             dq, dk, dv = parts[0]
@@ -145,7 +157,8 @@ class Windowed:
 
     def _forward_of_segments(self, q: Tensor, k: Tensor, v: Tensor, how: How, ragged: Ragged) -> tuple[Tensor, Tensor]:
         batch = q.shape[0]
-        out_TNH, lse_NT = self.run_forward(self.functions(), *self._flat(q, k, v), _launch(ragged, how))
+        operands = self._loadable((q, k, v), _flat(q, k, v))
+        out_TNH, lse_NT = self.run_forward(self.functions(), *operands, _launch(ragged, how))
         out = cropped(out_TNH.unflatten(0, (batch, -1)).transpose(1, 2), v)
         lse = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
         lse = lse.masked_fill(lse.isinf(), torch.nan)
@@ -158,7 +171,9 @@ class Windowed:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How, ragged: Ragged
     ) -> Gradients:
         known = finite(lse).transpose(0, 1).flatten(1).contiguous()
-        grads = self.run_backward(self.functions(), *self._flat(grad_out, q, k, v, out), known, _launch(ragged, how))
+        q_TNH, k_TNH, v_TNH, go_TNH, out_TNH = self._loadable((q, k, v), _flat(q, k, v, grad_out, out))
+        given = go_TNH, q_TNH, k_TNH, v_TNH, out_TNH, known
+        grads = self.run_backward(self.functions(), *given, _launch(ragged, how))
         parts = []
         for x, like, nothing in zip(
             grads, (q, k, v), (ragged.masked_rows, ragged.masked_keys, ragged.masked_keys), strict=True
@@ -167,14 +182,25 @@ class Windowed:
             parts.append(grad if nothing is None else grad.masked_fill(nothing.unsqueeze(-1), 0))
         return parts[0], parts[1], parts[2]
 
-    def _flat(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors (B, N, L, H) as (B * L, N, H), as kernels load them."""
-        return loadable([x.transpose(1, 2).flatten(0, 1) for x in tensors], one_width=self.one_width)
+    def _loadable(self, qkv: tuple[Tensor, Tensor, Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+        """What is like q, like k and, all others, like v in its head dim, as the kernel loads it."""
+        width, value_width = self.widths(*qkv)
+        return loadable(operands, (width, width, *[value_width for _ in operands[2:]]))
 
-    def _operands(self, window: Window, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> list[Tensor]:
-        """The tensors (B, N, L, H) cut to a window, as (B, L, N, H), as kernels load them."""
-        cut = [x[:, :, window.start : window.stop] for x in rows] + [x[:, :, : window.columns] for x in columns]
-        return [x.transpose(1, 2) for x in loadable(cut, one_width=self.one_width)]
+
+def _cut(window: Window, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N, L, H) cut to a window."""
+    return q[:, :, window.start : window.stop], k[:, :, : window.columns], v[:, :, : window.columns]
+
+
+def _by_tokens(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """(B, N, L, H) as (B, L, N, H)."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    """(B, N, L, H) as (B * L, N, H)."""
+    return [x.transpose(1, 2).flatten(0, 1) for x in tensors]
 
 
 def _launch(seen: Window | Ragged, how: How) -> Launch:
@@ -182,17 +208,21 @@ def _launch(seen: Window | Ragged, how: How) -> Launch:
     return Launch(seen.left, seen.right, how.scale, how.softcap, lengths)
 
 
-def loadable(tensors: Sequence[Tensor], *, one_width: bool = False) -> list[Tensor]:
-    """Tensors with head dims in multiples of 8, perhaps one for all, in memory where kernels can load them.
+def loadable(tensors: Sequence[Tensor], widths: Sequence[int] = ()) -> list[Tensor]:
+    """Tensors in these head dims, or their own in multiples of 8, in memory where kernels can load them.
 
     Each of their rows starts at a multiple of 16 bytes and is contiguous.
     """
-    widest = max(x.shape[-1] for x in tensors)
-    return [_loadable(x, widest if one_width else x.shape[-1]) for x in tensors]
+    widths = widths or [rounded(x.shape[-1]) for x in tensors]
+    return [_loadable(x, width) for x, width in zip(tensors, widths, strict=True)]
+
+
+def rounded(width: int, multiple: int = 8) -> int:
+    return width + -width % multiple
 
 
 def _loadable(x: Tensor, width: int) -> Tensor:
-    x = padded(x, width + -width % 8)
+    x = padded(x, width)
     starts = [x.storage_offset(), *(step for step, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)]
     is_loadable = x.stride(-1) == 1 and all(start * x.itemsize % _ALIGNMENT == 0 for start in starts)
     # Not contiguous(), which keeps what is so already, wherever it starts.

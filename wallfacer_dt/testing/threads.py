@@ -42,7 +42,7 @@ class Threads:
         _set_thread_isolation_mode(True)
         _install_threaded_pg()
         # DeviceMesh tells its ranks apart by thread on a backend of this name.
-        dist.Backend.register_backend("threaded", self._make_group, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("threaded", self._make_group, extended_api=True, devices=["cpu", "cuda"])
         store = dist.HashStore()
         for rank in range(size):
             threading.Thread(target=self._serve, args=(rank, store), daemon=True).start()

@@ -3,42 +3,51 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipes.benchmarks.gpu.stages import Cases, Place, Record
 from wallfacer_dt import ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
+from wallfacer_dt.kernels.block import FULL, How, Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.dry_run import attention_peaks
 from wallfacer_dt.testing.fake import fake_world
 
+_KERNELS = "flash", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4"
+
 
 def loops(place: Place) -> Cases:
-    """One rank of a larger mesh, hops at a rate or, as in torch's own ring, for nothing; beside one flash call."""
+    """One rank of a larger mesh, hops at a rate or, as in torch's own ring, for nothing; beside one kernel call."""
     meshes = [(4, 1), (8, 1), (4, 2), (2, 4), (16, 4)] if place.is_gpu else [(2, 2)]
-    for ring, team in meshes:
-        for rate in (None, 400, 100, 40) if place.is_gpu else (None,):
-            yield f"ring {ring} x team {team}, hops at {rate} GB/s", partial(_loop, place, ring, team, rate)
+    for kernel in _KERNELS if place.is_gpu else _KERNELS[:1]:
+        for ring, team in meshes if kernel == "flash" else meshes[1:3]:
+            for rate in (None, 400, 100, 40) if place.is_gpu and kernel == "flash" else (None,):
+                case = f"{kernel}, ring {ring} x team {team}, hops at {rate} GB/s"
+                yield case, partial(_loop, place, kernel, ring, team, rate)
+    for ring in (4, 8) if place.is_gpu else ():
+        yield f"torch's ring of {ring}", partial(_torch_ring, place, ring)
 
 
-def _loop(place: Place, ring: int, team: int, rate: float | None) -> Record:
+def _loop(place: Place, kernel: str, ring: int, team: int, rate: float | None) -> Record:
     size, tokens = ring * team, 8192 if place.is_gpu else 16
-    heads, kv_heads, dim = 32, 8, 128
-    q, k, v = (place.drawn(n, tokens, dim) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (place.drawn(n, tokens, 128) for n in (32, 8, 8))
+    need = Need.of(q, v, masked=False, softcap=0.0)
+    try:
+        select_kernel(kernel, need)
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
     grad_out = torch.randn_like(q)
     with fake_world(size, 1):
         mesh = context_mesh(place.device, ring, team)
         order = TokenOrder("head_tail", mesh)
-        attend = partial(context_parallel_attention, q, k, v, mesh, is_causal=True, order=order)
+        attend = partial(context_parallel_attention, q, k, v, mesh, is_causal=True, order=order, kernel=kernel)
 
         def both() -> None:
             attend().backward(grad_out)
@@ -47,16 +56,25 @@ def _loop(place: Place, ring: int, team: int, rate: float | None) -> Record:
             found = {"forward ms": place.milliseconds(attend), "ms": place.milliseconds(both)}
         if place.is_gpu and rate is None:
             found |= _launches_and_memory(both, ring, team, size * tokens)
-            if team == 1:
-                theirs = _torch_ring(q.detach(), k.detach(), v.detach(), grad_out, mesh["cp_ring"])
-                found |= {f"torch's ring, {what}": place.milliseconds(run) for what, run in theirs.items()}
-    # As many pairs: head-tail's tokens see half of the sequence. Without a choice torch takes cuDNN on some devices.
-    key, value = (place.drawn(kv_heads, max(1, size * tokens // 2), dim) for _ in range(2))
-    alone = partial(F.scaled_dot_product_attention, q, key, value, enable_gqa=True)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found["one call, forward ms"] = place.milliseconds(alone)
-        found["one call, ms"] = place.milliseconds(lambda: alone().backward(grad_out))
-    return {name: round(x, 3) for name, x in found.items()}
+    return {name: round(x, 3) for name, x in (found | _one_call(place, kernel, size * tokens // 2, tokens)).items()}
+
+
+@cache
+def _one_call(place: Place, kernel: str, length: int, rows: int) -> Record:
+    """As many pairs: head-tail's tokens see half of the sequence."""
+    q, k, v = (place.drawn(n, max(1, size), 128).detach() for n, size in ((32, rows), (8, length), (8, length)))
+    grad_out, how, one = (
+        torch.randn_like(q),
+        How(FULL, 128**-0.5),
+        select_kernel(kernel, Need.of(q, v, masked=False, softcap=0.0)),
+    )
+
+    def both() -> None:
+        out, lse = one.forward(q, k, v, how)
+        one.backward(grad_out, q, k, v, out, lse, how)
+
+    forward = place.milliseconds(lambda: one.forward(q, k, v, how))
+    return {"one call, forward ms": forward, "one call, ms": place.milliseconds(both)}
 
 
 def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length: int) -> Record:
@@ -73,7 +91,7 @@ def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length:
         torch.cuda.synchronize()
     shape, sequence = ModelShape(32 * 128, 32, 8), SequenceShape(length, is_causal=True)
     ways = [Candidate(ring, team, order="head_tail", rotate=rotate) for rotate in ("kv", "q")]
-    peaks = [attention_peaks(way, shape, sequence, 1, by_tokens=False) for way in ways]
+    peaks = [attention_peaks(way, shape, sequence, 1, by_tokens=True) for way in ways]
     return {
         "host ms": host,
         "launches": len([event for event in profile.events() or () if event.device_type.name == "CUDA"]),
@@ -120,13 +138,12 @@ def _copying(rate: float) -> Iterator[None]:
         yield
 
 
-def _torch_ring(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
-    """Forward, and both, of torch's own causal ring attention, head and tail dealt out, hop by hop.
-
-    Private; run on fake CUDA tensors only, with CUDA wheels of torch 2.11.0 and 2.14.1.
-    """
+def _torch_ring(place: Place, size: int) -> Record:
+    """Torch's own causal ring attention, head and tail dealt out, hop by hop; private, run on torch 2.11.0."""
     torch_cp.set_rotate_method("alltoall")
     torch_cp._cp_options.enable_load_balance = True
+    q, k, v = (place.drawn(n, 8192, 128).detach() for n in (32, 8, 8))
+    grad_out = torch.randn_like(q)
 
     @torch.no_grad()
     def forward() -> Any:
@@ -139,4 +156,6 @@ def _torch_ring(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mesh: DeviceM
             mesh, grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset
         )
 
-    return {"forward ms": forward, "ms": both}
+    with fake_world(size, 1):
+        mesh = context_mesh(place.device, size, 1)["cp_ring"]
+        return {"forward ms": round(place.milliseconds(forward), 3), "ms": round(place.milliseconds(both), 3)}

@@ -57,8 +57,9 @@ class Place(NamedTuple):
         return statistics.median(taken[3:])
 
     def drawn(self, heads: int, length: int, dim: int = 64) -> Tensor:
-        """One (1, heads, length, dim) that needs a gradient."""
-        return torch.randn(1, heads, length, dim, device=self.device).to(self.dtypes[0]).requires_grad_()
+        """One (1, heads, length, dim) that needs a gradient, in memory by tokens as a projection leaves it."""
+        x = torch.randn(1, length, heads, dim, device=self.device).to(self.dtypes[0])
+        return x.transpose(1, 2).requires_grad_()
 
 
 Cases = Iterator[tuple[str, Callable[[], Record]]]
