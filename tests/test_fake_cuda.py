@@ -11,7 +11,7 @@ The same on torch's CPU wheel and, where there is no GPU, on its CUDA wheels.
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.pairwise import tiers
 from wallfacer_dt import TokenOrder, WallFacerParallel, context_mesh, context_parallel_attention, shard_sequence
+from wallfacer_dt.collectives.functional import all_gather
 from wallfacer_dt.ops import BODIES
+from wallfacer_dt.testing import RankPool
 from wallfacer_dt.testing.fake import fake_world
 
 FUSED = ("_flash_attention_", "_scaled_dot_product_", "_efficient_attention_", "_cudnn_attention_")
@@ -303,3 +305,19 @@ def test_a_compiled_forward_is_one_operator(mask: str) -> None:
     (graph,) = graphs
     calls = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     assert calls == [torch.ops.wallfacer_dt.attention.default]
+
+
+def gathered() -> str:
+    """On a rank of gloo: what gathering a tensor of a GPU says."""
+    with MODE:
+        buffer = torch.empty(4, device="cuda")
+    try:
+        all_gather(buffer, torch.distributed.group.WORLD.group_name)
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_gloo_gathers_nothing_on_cuda(ranks: Callable[[int], RankPool]) -> None:
+    """It reads a device's memory as the host's, and ends the process (torch 2.11.0 on an H200)."""
+    assert all(text.startswith("gloo cannot gather what is on cuda: ") for text in ranks(2).run(gathered))

@@ -1,5 +1,5 @@
 """torch's fused attention kernels, called below autograd (private aten ops; run on torch 2.11.0, 2.13.0, 2.14.1 and
-2.15.0, CPU only so far: on CUDA with fake tensors).
+2.15.0 on the CPU, on CUDA with 2.11.0 on an H200, with the others with fake tensors).
 
 Traps of the CPU's: a last dim whose stride is not 1 is read as if it were, log-sum-exps come with odd strides,
 gradients need not be contiguous, v must have q's head dim (so the smaller is padded). An empty block kills the process,
@@ -13,7 +13,8 @@ row that sees no key has lse 0.
 
 cuDNN's (MHA.cpp, sdp_utils.cpp): it is given no bias, since -inf there gave NaN, its stand-in -65504 hides nothing from
 a row that sees no key, and gradients were NaN for some lengths (pytorch issues 139298, 177842, 196678). Nor does it
-take a single key. It keeps plans by the layout of q, k and v, not of out, grad_out and lse: here all are contiguous.
+take a single key. It keeps plans by the layout of q, k and v, not of out, grad_out and lse: here all are contiguous. Where a
+plan cannot be made, the next call of its kind crashes.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Blocks with masks on CUDA: torch's flex_attention, fused with the mask that it is given.
 
 It takes gradients by autograd, for which it computes the block's output again: the operator that would not,
-flex_attention_backward, torch 2.11.0's Dynamo does not trace. Not run on CUDA so far; on CPU flex_attention was run
-without its fused kernels, in both directions (there torch refuses gradients, but for the tests), on torch 2.11.0,
-2.13.0, 2.14.1 and 2.15.0, as was Dynamo's configuration, which is private.
+flex_attention_backward, torch 2.11.0's Dynamo does not trace. Run on an H200 with torch 2.11.0, and on the CPU without
+its fused kernels, in both directions (there torch refuses gradients, but for the tests), with 2.11.0, 2.13.0, 2.14.1
+and 2.15.0, as was Dynamo's configuration, which is private.
 
 Note [Gradients of one block from autograd]
 A block gives out_i and lse_i, and the row's result is out = sum_i w_i out_i with w_i = exp(lse_i - lse) and
@@ -36,8 +36,8 @@ _configuring = Lock()
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
     """out and lse of one block by flex_attention, differentiable on CUDA; no mask: all is visible.
 
-    Never by its kernel for decoding, which takes all query heads of a key head at once: from 65 rows and 2 of them on
-    that finds no shape which fits an H200 ("No choices exist for backend", torch 2.11.0).
+    Never by its kernel for decoding, which takes all query heads of a key head at once: for some lengths under 128 that
+    finds no shape which fits an H200 ("No choices exist for backend", torch 2.11.0).
     """
     run: Callable = _fused() if q.is_cuda else flex_attention
     # Every mask is another program, in either direction, with and without bounds and at lengths that vary. Dynamo's

@@ -1,6 +1,6 @@
 """Merging as one Triton kernel: out and lse are read once, and written once, where they were or wider elsewhere.
 
-Imported where they are on CUDA. Run under Triton's interpreter on the CPU (3.7.1), compiled for sm_90, not run there.
+Imported where they are on CUDA. Run on an H200 (Triton 3.6.0) and under Triton's interpreter on the CPU (3.7.1).
 """
 
 from typing import Any
