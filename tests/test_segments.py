@@ -183,6 +183,23 @@ def test_segments_cover_the_visible_pairs_once(chosen: tuple) -> None:
         assert np.array_equal(count, visible & asked)
 
 
+_A_SEGMENT = st.tuples(st.integers(0, 30), st.integers(1, 5), st.integers(0, 30), st.integers(1, 5))
+
+
+@examples(300)
+@given(st.lists(_A_SEGMENT, min_size=1, max_size=12))
+def test_each_segment_is_in_the_first_call_where_it_follows_all_others(drawn: list[tuple[int, ...]]) -> None:
+    some = [(q, q + n, k, k + m) for q, n, k, m in sorted(drawn)]
+    calls: list[list[tuple[int, ...]]] = []
+    for q, q_stop, k, k_stop in some:
+        free = [call for call in calls if q >= call[-1][1] and k >= call[-1][3]]
+        if not free:
+            free.append([])
+            calls += free
+        free[0].append((q, q_stop, k, k_stop))
+    assert [call.tolist() for call in segments._apart(np.array(some))] == [[*map(list, call)] for call in calls]
+
+
 @examples(300)
 @given(
     length=st.integers(1, 60), left=st.integers(0, 30), right=st.none() | st.integers(0, 9), data=st.data(),

@@ -240,16 +240,21 @@ def _distinct(x: Ints) -> Ints:
 
 
 def _apart(some: Ints) -> list[Ints]:
-    if (some[1:, ::2] >= some[:-1, 1::2]).all():
-        return [some]
-    ends: list[tuple[int, int]] = []
-    chosen = []
-    for q, q_stop, k, k_stop in some.tolist():
-        number = next((i for i, end in enumerate(ends) if q >= end[0] and k >= end[1]), len(ends))
-        ends[number:] = [(q_stop, k_stop), *ends[number + 1 :]]
-        chosen.append(number)
-    numbers = np.array(chosen)
-    return [some[numbers == number] for number in range(len(ends))]
+    """Each goes to the first call in which it shares neither queries nor keys with those before it."""
+    q, q_stop, k, k_stop = some.T
+    # Where all before have ended as all others begin, every call is free again; two in between are never in one.
+    later = np.minimum.accumulate(k[::-1])[::-1][1:]
+    ended = (q[1:] >= np.maximum.accumulate(q_stop)[:-1]) & (later >= np.maximum.accumulate(k_stop)[:-1])
+    starts = np.flatnonzero(np.append(True, ended))
+    sizes = np.diff(starts, append=len(some))
+    numbers = np.zeros(len(some), np.int64)
+    numbers[starts[sizes == 2] + 1] = 1
+    for start, size in zip(starts[sizes > 2].tolist(), sizes[sizes > 2].tolist(), strict=True):
+        ends: list[tuple[int, int]] = []
+        for at, (q, q_stop, k, k_stop) in enumerate(some[start : start + size].tolist(), start):
+            numbers[at] = next((i for i, end in enumerate(ends) if q >= end[0] and k >= end[1]), len(ends))
+            ends[numbers[at] :] = [(q_stop, k_stop), *ends[numbers[at] + 1 :]]
+    return [some[numbers == number] for number in range(numbers.max() + 1)] if numbers.any() else [some]
 
 
 def _before(k: Spans, at: Ints) -> Ints:
