@@ -242,8 +242,8 @@ class FlashAttention4:
         learnable_sink=None,
     ):  # fmt: skip
         assert dq is dk is dv is None
-        # On compute capability 9.x. Accumulators are of head dims rounded to 32, what is added to them to 16.
-        assert all(-x.shape[-1] % 32 == -x.shape[-1] % 16 for x in (q, v))
+        # On compute capability 9.x: accumulators are of head dims rounded to 32, what is added to 16, up to 128.
+        assert all(n > 128 or -n % 32 == -n % 16 for n in (q.shape[-1], v.shape[-1]))
         assert q.shape[-1] == v.shape[-1] or ((q.shape[-1], v.shape[-1]) == (192, 128) and q.shape[-2] == k.shape[-2])
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k

@@ -790,7 +790,10 @@ def test_what_auto_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             select_kernel("auto", CUDA)
             select_kernel("flash", CUDA)
-    assert [record.message for record in caplog.records] == ["kernel='auto' is 'flash' on cuda"]
+            select_kernel("auto", CUDA._replace(capability=(9, 0)))
+    first, on_hopper = (record.message for record in caplog.records)
+    assert first == "kernel='auto' is 'flash' on cuda"
+    assert on_hopper.startswith(first + ", where an H200 took half as long with 'flash_attn_4' and, ")
 
 
 @pytest.mark.parametrize("kernel", ["flash", "flex"])
@@ -1005,3 +1008,21 @@ def test_not_a_number_reaches_all_that_depends_on_it(name: str) -> None:
         assert want.isnan().any()
         assert mine.isnan().equal(want.isnan())
         assert worst_error([(mine.nan_to_num(0), want.nan_to_num(0))]) <= 1e-12
+
+
+@pytest.mark.parametrize(("capability", "heads", "dims", "given"), [
+    ((9, 0), (4, 2), (80, 80), (96, 96)), ((9, 0), (4, 2), (24, 20), (24, 24)),
+    ((9, 0), (4, 4), (104, 104), (128, 128)), ((9, 0), (4, 4), (136, 136), (136, 136)),
+    ((9, 0), (4, 4), (64, 128), (128, 128)), ((9, 0), (2, 1), (40, 8), (64, 64)),
+    ((9, 0), (3, 3), (192, 128), (192, 128)), ((9, 0), (4, 2), (192, 128), (192, 192)),
+    ((9, 0), (3, 3), (192, 112), (192, 128)), (None, (4, 2), (80, 80), (96, 96)),
+    ((10, 0), (4, 2), (192, 128), (192, 128)), ((10, 0), (4, 2), (80, 36), (80, 40)),
+    ((12, 0), (4, 4), (64, 40), (64, 64)), ((12, 0), (4, 4), (80, 128), (96, 128)),
+])  # fmt: skip
+def test_head_dims_that_flash_attention_4_is_given(
+    capability: tuple[int, int] | None, heads: tuple[int, int], dims: tuple[int, int], given: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(flash_attn, "capability_of", lambda _: capability)
+    q, k, v = (torch.empty(1, n, 5, dim) for n, dim in zip((heads[0], *heads[1:] * 2), (dims[0], *dims), strict=True))
+    assert flash_attn._widths_4(q, k, v) == given

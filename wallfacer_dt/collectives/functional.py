@@ -1,8 +1,9 @@
 """The operations, on the raw ``_c10d_functional`` ops (private; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0).
 
 All take flat contiguous buffers: these ops split dim 0 whatever the caller meant. All are traceable and run on
-gloo and NCCL alike; point-to-point transfers are an all-to-all with one nonzero split, because the functional
-send and receive of torch 2.13 are missing in 2.11 and write into buffers that their schemas call functional.
+gloo and NCCL alike, but that gloo gathers nothing on CUDA; point-to-point transfers are an all-to-all with one nonzero
+split, because the functional send and receive of torch 2.13 are missing in 2.11 and write into buffers that their
+schemas call functional.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,13 @@ _ops = torch.ops._c10d_functional
 def all_gather(buffer: Tensor, group: str) -> Tensor:
     """Start gathering ``buffer`` (n,) from every rank of the group: pending (size * n,), by rank.
 
-    Refuses (ValueError) a buffer on a device in a group of gloo, which would read it as the host's memory, and crash.
+    Refuses (ValueError) a buffer on a GPU in a group of gloo, whose gathering into one tensor would read it as the
+    host's memory, and end the process.
     """
     if buffer.is_cuda and is_sent_by(group, buffer.device, "gloo"):
         raise ValueError(
-            "gloo cannot gather what is on cuda: initialise the process group with 'nccl' or 'cpu:gloo,cuda:nccl', or "
-            "use a mesh without cp_team"
+            "gloo does not gather what is on cuda into one tensor: initialise the process group with 'nccl' or "
+            "'cpu:gloo,cuda:nccl'"
         )
     return _ops.all_gather_into_tensor(buffer, group_size(group), group)
 

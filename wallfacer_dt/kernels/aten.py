@@ -13,8 +13,8 @@ row that sees no key has lse 0.
 
 cuDNN's (MHA.cpp, sdp_utils.cpp): it is given no bias, since -inf there gave NaN, its stand-in -65504 hides nothing from
 a row that sees no key, and gradients were NaN for some lengths (pytorch issues 139298, 177842, 196678). Nor does it
-take a single key. It keeps plans by the layout of q, k and v, not of out, grad_out and lse: here all are contiguous.
-Where a plan cannot be made, the next call of its kind crashes.
+take a single key. Its lse is (B, N, Lq, 1), both ways. It keeps plans by the layout of q, k and v, not of out, grad_out
+and lse: here all are contiguous. Where a plan could not be made, the next call of its kind crashes.
 """
 
 from collections.abc import Callable
@@ -198,7 +198,7 @@ def _cudnn_forward(
 ) -> tuple[Tensor, Tensor]:
     operands = [x.contiguous() for x in loadable([q, k, v])]
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*operands, None, True, 0.0, is_causal, False, scale=scale)
-    return cropped(out, v), lse.reshape(q.shape[:-1])  # (B, N, Lq, 1); of fake tensors without the 1
+    return cropped(out, v), lse.squeeze(-1)
 
 
 def _cudnn_backward(

@@ -134,12 +134,16 @@ class Need(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, v: Tensor, *, masked: bool, softcap: float) -> "Need":
         """What a call on q (B, N, L, H) and v (B, Nkv, L, Hv) asks."""
-        kind = q.device.type
-        # Of fake tensors there may be no device.
-        has_device = kind == "cuda" and torch.cuda.is_available()
-        capability = torch.cuda.get_device_capability(q.device) if has_device else None
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(kind, q.dtype, q.shape[-1], v.shape[-1], masked, softcap, capability, deterministic)
+        return cls(
+            q.device.type, q.dtype, q.shape[-1], v.shape[-1], masked, softcap, capability_of(q.device), deterministic
+        )
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Of a CUDA device; None elsewhere, and where there is no such device, as there may be none of fake tensors."""
+    has_device = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if has_device else None
 
 
 class Supports(Protocol):

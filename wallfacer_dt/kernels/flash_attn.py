@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt.kernels.block import HALF, NO_MASK, BlockKernel, Gradients, Need
+from wallfacer_dt.kernels.block import HALF, NO_MASK, BlockKernel, Gradients, Need, capability_of
 from wallfacer_dt.kernels.windows import Launch, Widths, Windowed, one_width, rounded
 
 
@@ -112,19 +112,24 @@ def _as_flash_attn_4(need: Need) -> str:
 
 
 def _widths_4(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """On compute capability 9.x in multiples of 32, and one width but for MLA's; elsewhere each in a multiple of 8.
+    """Head dims whose gradients are right (4.0.0b36), on the device of q.
 
-    There its backward keeps accumulators of head dims rounded to 32 and fills them rounded to 16: gradients are wrong
-    for 80 (seen on an H200), by its source for all that the two round apart. Grouped heads of two widths it refuses,
-    and of others it compiles some.
+    On compute capability 9.x its backward keeps accumulators of head dims to 128 rounded to 32, and fills them rounded
+    to 16: seen on an H200, gradients are wrong for 80, and by its source for all that the two round apart. Grouped
+    heads of two widths it refuses there, and of others it compiles some. On 12.x, by its source, it looks past the end
+    of v where the head dim of v, and not that of q, is no multiple of 32.
     """
-    major, _ = Need.of(q, v, masked=False, softcap=0.0).capability or (9, 0)
-    if major != 9:
-        return rounded(q.shape[-1]), rounded(v.shape[-1])
-    width, value_width = rounded(q.shape[-1], 32), rounded(v.shape[-1], 32)
-    if (width, value_width) == (192, 128) and q.shape[1] == k.shape[1]:
+    major, _ = capability_of(q.device) or (9, 0)
+    width, value_width = (_width_4(x.shape[-1], major) for x in (q, v))
+    if major != 9 or ((width, value_width) == (192, 128) and q.shape[1] == k.shape[1]):
         return width, value_width
-    return max(width, value_width), max(width, value_width)
+    widest = _width_4(max(width, value_width), major)
+    return widest, widest
+
+
+def _width_4(n: int, major: int) -> int:
+    is_wrong = major == 12 or (major == 9 and n <= 128 and rounded(n, 16) != rounded(n, 32))
+    return rounded(n, 32 if is_wrong else 8)
 
 
 def _forward_2(flash: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
