@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,24 @@ from wallfacer_dt import METPAttentionParallel, METPParallel, ModelShape, Sequen
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
-from wallfacer_dt.planning import Candidate
+from wallfacer_dt.planning import Candidate, dry_run, memory
 from wallfacer_dt.planning.alive import Alive
+
+
+@contextmanager
+def kernels_without_workspace() -> Iterator[None]:
+    """As trackers see memory, which do not look into a kernel."""
+    with mock.patch.object(dry_run, "_workspace", lambda *_: 0):  # noqa: PT008  (which would hold tensors)
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    for known in (memory._of_rank, memory._projected_of_rank):
+        known.cache_clear()
 
 
 class Bodies(TorchDispatchMode):

@@ -71,6 +71,36 @@ def test_what_all_is_found_on() -> None:
     assert {"torch", "numpy"} < set(found)
 
 
+MEETING = """
+import sys, time
+from pathlib import Path
+from recipes.benchmarks.gpu.stages import main
+
+def meets(mine, other):
+    def run():
+        Path({out!r}, mine).touch()
+        while not Path({out!r}, other).exists():
+            time.sleep(0.05)
+        return {{}}
+    return lambda _: iter([("met", run)])
+
+if __name__ == "__main__":
+    sys.exit(main("meeting", {{"first": (meets("a", "b"), 60), "second": (meets("b", "a"), 60)}}))
+"""
+
+
+def test_stages_at_once(tmp_path: Path) -> None:
+    (tmp_path / "meeting.py").write_text(MEETING.format(out=str(tmp_path)))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    command = [sys.executable, "-m", "meeting", "--device", "cpu", "--out", str(tmp_path), "--at-once"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    found = [json.loads(line) for line in (tmp_path / "meeting.jsonl").read_text().splitlines()]
+    assert sorted((each["stage"], each["case"]) for each in found) == [
+        ("first", "met"), ("second", "met"), ("versions", "versions"),
+    ]  # fmt: skip
+
+
 SLOW = """
 import subprocess, sys, time
 from pathlib import Path

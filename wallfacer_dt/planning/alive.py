@@ -3,11 +3,11 @@
 torch's ``MemTracker`` sees an operator of this package as one op, and what it makes and drops inside as nothing. Here
 the operator's body runs under the mode, as in ``wallfacer_dt.testing.count_collectives``. Storages are followed by weak
 references, and their sizes read again at every op that is no view, if they may change as FSDP's do. What one op
-allocates and frees in itself (a kernel's workspace) is not seen.
+allocates and frees in itself (a kernel's workspace) is not seen, but may be told.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from wallfacer_dt.planning.meta import call
 _BODIES = {**BODIES, **METP_BODIES}
 _COPIED_FIRST = ("all_reduce", "broadcast")
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
+Workspace = Callable[[Any, tuple], int]
 
 
 class Alive(TorchDispatchMode):
@@ -34,11 +35,12 @@ class Alive(TorchDispatchMode):
     Args:
         *given: tensors that are there already.
         are_resized: storages may be resized while they are followed.
+        workspace: from an op and its arguments the bytes that it allocates and frees in itself.
     """
 
-    def __init__(self, *given: Tensor, are_resized: bool = True) -> None:
+    def __init__(self, *given: Tensor, are_resized: bool = True, workspace: Workspace = lambda *_: 0) -> None:
         super().__init__()
-        self._are_resized = are_resized
+        self._are_resized, self._workspace = are_resized, workspace
         self._refs: dict[int, weakref.ref] = {}
         self._in_flight: dict[int, list[Any]] = {}
         self.peak = self.largest = 0
@@ -77,7 +79,7 @@ class Alive(TorchDispatchMode):
                 result = self._sent(func, args, result)
         is_new = self._follow((result,) if type(result) is Tensor else tree_leaves(result))
         if is_new or (self._are_resized and not is_view):
-            self.peak = max(self.peak, self.now)
+            self.peak = max(self.peak, self.now + self._workspace(func, args))
         return result
 
     def _sent(self, func: Any, args: tuple, result: Any) -> Any:

@@ -6,10 +6,10 @@ python -m recipes.benchmarks.gpu --out runs/gpu
 import sys
 
 from recipes.benchmarks.gpu.loops import loops
-from recipes.benchmarks.gpu.stages import main, merging
+from recipes.benchmarks.gpu.stages import main
 
-STAGES = {"merging": (merging, 60), "loops": (loops, 180)}
-"""In this order, with seconds, after 30 of versions."""
+STAGES = {"loops": (loops, 240)}
+"""With seconds, after 30 of versions."""
 
 if __name__ == "__main__":
     sys.exit(main("recipes.benchmarks.gpu", STAGES))

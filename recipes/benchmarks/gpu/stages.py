@@ -1,4 +1,4 @@
-"""Stages on one GPU, one after the other: records, their page, the timer, and short stages.
+"""Stages on one GPU, one after the other or at once: records, their page, the timer, and versions.
 
 Each runs in a process of its own, since an error of CUDA spoils a process. Records are written as they come, so that
 what was cut off keeps what it had; ``--device cpu`` tries a script itself. Only torch and numpy need be there.
@@ -15,17 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from recipes.benchmarks.report import commit, machine
-from wallfacer_dt.kernels.merge import accumulation_dtype, merge_
 
 Record = dict[str, Any]
 
@@ -83,6 +80,7 @@ def main(module: str, stages: Stages) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="Folder of what is found.")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script.")
     parser.add_argument("--seconds", type=float, default=1200, help="All stages end within so many.")
+    parser.add_argument("--at-once", action="store_true", help="All stages beside each other: numbers, no times.")
     parser.add_argument("--stage", choices=stages, help="Only this one, in this process, beside earlier records.")
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
@@ -96,28 +94,41 @@ def main(module: str, stages: Stages) -> int:
     file.write_text("")
     for ended in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ended, lambda *_: sys.exit(143))  # so that its stage ends with it
-    for name, (_, seconds) in stages.items():
-        command = [sys.executable, "-m", module, "--stage", name, "--out", str(given.out), "--device", given.device]
-        if error := _ended(command, min(seconds, end - time.monotonic())):
+    command = [sys.executable, "-m", module, "--out", str(given.out), "--device", given.device, "--stage"]
+    for names in [[*stages]] if given.at_once else [[name] for name in stages]:
+        limits = {name: min(stages[name][1], end - time.monotonic()) for name in names}
+        for name, error in _ended(command, limits):
             record(file, name, {"case": "the stage", "error": error})
         file.with_suffix(".md").write_text(page(file, stages))
     print(text := page(file, stages))
     return int("**" in text)
 
 
-def _ended(command: list[str], seconds: float) -> str:
-    """Run a command, and end it with all that it started; what is to be said of how it ended."""
-    if seconds <= 0:
-        return "not run, for want of time"
-    process = subprocess.Popen(command, start_new_session=True)
+def _ended(command: list[str], limits: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Run stages beside each other, and end each with all that it started; what is to be said of how they ended."""
+    start, running = time.monotonic(), {}
     try:
-        return f"ended with {code}" if (code := process.wait(seconds)) else ""
-    except subprocess.TimeoutExpired:
-        return f"cut off after {seconds:.0f} s; what would follow was not run"
+        for name, seconds in limits.items():
+            if seconds > 0:
+                running[name] = subprocess.Popen([*command, name], start_new_session=True)
+            else:
+                yield name, "not run, for want of time"
+        for name, seconds in [(name, limits[name]) for name in running]:
+            try:
+                if code := running[name].wait(max(0, start + seconds - time.monotonic())):
+                    yield name, f"ended with {code}"
+            except subprocess.TimeoutExpired:
+                yield name, f"cut off after {seconds:.0f} s; what would follow was not run"
+            _end(running.pop(name))
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for process in running.values():
+            _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def record(file: Path, stage: str, found: Record) -> None:
@@ -158,19 +169,3 @@ def versions(place: Place) -> Cases:
     names = ("torch", "triton", "numpy", "flash", "nvidia")  # cuDNN and NCCL are NVIDIA's
     found |= {x.name: x.version for x in metadata.distributions() if str(x.name).lower().startswith(names)}
     yield "versions", lambda: found
-
-
-def merging(place: Place) -> Cases:
-    """The merge of a partial result, beside plain operations."""
-    rows = 8192 if place.is_gpu else 64
-    for dtype in place.dtypes:
-        yield f"{dtype} (1, 32, {rows}, 128)", partial(_merging, place, dtype, rows)
-
-
-def _merging(place: Place, dtype: torch.dtype, rows: int) -> Record:
-    wide = accumulation_dtype(dtype)
-    out, lse = (torch.randn(1, 32, rows, *dim, device=place.device, dtype=wide) for dim in ((128,), ()))
-    more = torch.randn(1, rows, 32, 128, device=place.device).to(dtype).transpose(1, 2), torch.randn_like(lse)
-    found = {"ms": place.milliseconds(lambda: merge_(out, lse, *more))}
-    with mock.patch("wallfacer_dt.kernels.merge._is_fused", return_value=False):
-        return found | {"plain ms": place.milliseconds(lambda: merge_(out, lse, *more))}

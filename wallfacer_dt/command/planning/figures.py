@@ -114,7 +114,7 @@ def _left_out(model: ModelShape) -> Iterator[str]:
     else:
         yield "in the time: FSDP's traffic of the embedding; of the output projection a layer's counts"
     yield "in the time: norms, rotary embedding and other elementwise work, the loss, the optimizer, loading data"
-    yield "in memory: workspace of kernels, the CUDA context, buffers of NCCL, what the allocator loses"
+    yield "in memory: workspace of kernels but torch's flash, CUDA's context, NCCL's buffers, what the allocator loses"
 
 
 def _of_model(known: KnownModel) -> Iterator[str]:
