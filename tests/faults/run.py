@@ -50,7 +50,7 @@ RECIPES = {
 """Options of recipes that are small."""
 # Seconds after which an agent looks at its ranks; after a tenth, which is its own, it ends those that wait for one that
 # is gone before they have said so, if the machine is busy.
-_MONITORED = 0.5
+_MONITORED = 1.5
 # What recipes import once they run.
 _IMPORTED_LATE = {"train_dit": ("sklearn.datasets",)}
 _TELLS = re.compile(
