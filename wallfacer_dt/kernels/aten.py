@@ -198,7 +198,7 @@ def _cudnn_forward(
 ) -> tuple[Tensor, Tensor]:
     operands = [x.contiguous() for x in loadable([q, k, v])]
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*operands, None, True, 0.0, is_causal, False, scale=scale)
-    return cropped(out, v), lse.squeeze(-1)
+    return cropped(out, v), lse.squeeze(3)
 
 
 def _cudnn_backward(

@@ -218,6 +218,7 @@ def loadable(tensors: Sequence[Tensor], widths: Sequence[int] = ()) -> list[Tens
 
 
 def rounded(width: int, multiple: int = 8) -> int:
+    """A head dim rounded up to a multiple."""
     return width + -width % multiple
 
 

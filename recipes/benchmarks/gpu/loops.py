@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from recipes.benchmarks.gpu.stages import Cases, Place, Record
 from wallfacer_dt import ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
-from wallfacer_dt.kernels.block import FULL, How, Need
+from wallfacer_dt.kernels.block import FULL, BlockKernel, How, Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.dry_run import attention_peaks
@@ -38,9 +38,8 @@ def loops(place: Place) -> Cases:
 def _loop(place: Place, kernel: str, ring: int, team: int, rate: float | None) -> Record:
     size, tokens = ring * team, 8192 if place.is_gpu else 16
     q, k, v = (place.drawn(n, tokens, 128) for n in (32, 8, 8))
-    need = Need.of(q, v, masked=False, softcap=0.0)
     try:
-        select_kernel(kernel, need)
+        one = select_kernel(kernel, Need.of(q, v, masked=False, softcap=0.0))
     except ValueError as refusal:
         return {"refused": str(refusal)}
     grad_out = torch.randn_like(q)
@@ -55,29 +54,26 @@ def _loop(place: Place, kernel: str, ring: int, team: int, rate: float | None) -
         with _copying(rate) if place.is_gpu and rate else nullcontext():
             found = {"forward ms": place.milliseconds(attend), "ms": place.milliseconds(both)}
         if place.is_gpu and rate is None:
-            found |= _launches_and_memory(both, ring, team, size * tokens)
-    return {name: round(x, 3) for name, x in (found | _one_call(place, kernel, size * tokens // 2, tokens)).items()}
+            given = sum(x.nbytes for x in (q, k, v, grad_out))
+            found |= _launches_and_memory(both, ring, team, size * tokens, given)
+    return {name: round(x, 3) for name, x in (found | _one_call(place, one, size * tokens // 2, tokens)).items()}
 
 
 @cache
-def _one_call(place: Place, kernel: str, length: int, rows: int) -> Record:
+def _one_call(place: Place, kernel: BlockKernel, length: int, rows: int) -> Record:
     """As many pairs: head-tail's tokens see half of the sequence."""
     q, k, v = (place.drawn(n, max(1, size), 128).detach() for n, size in ((32, rows), (8, length), (8, length)))
-    grad_out, how, one = (
-        torch.randn_like(q),
-        How(FULL, 128**-0.5),
-        select_kernel(kernel, Need.of(q, v, masked=False, softcap=0.0)),
-    )
+    grad_out, how = torch.randn_like(q), How(FULL, 128**-0.5)
 
     def both() -> None:
-        out, lse = one.forward(q, k, v, how)
-        one.backward(grad_out, q, k, v, out, lse, how)
+        out, lse = kernel.forward(q, k, v, how)
+        kernel.backward(grad_out, q, k, v, out, lse, how)
 
-    forward = place.milliseconds(lambda: one.forward(q, k, v, how))
+    forward = place.milliseconds(lambda: kernel.forward(q, k, v, how))
     return {"one call, forward ms": forward, "one call, ms": place.milliseconds(both)}
 
 
-def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length: int) -> Record:
+def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length: int, given: int) -> Record:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -92,12 +88,11 @@ def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length:
     shape, sequence = ModelShape(32 * 128, 32, 8), SequenceShape(length, is_causal=True)
     ways = [Candidate(ring, team, order="head_tail", rotate=rotate) for rotate in ("kv", "q")]
     most = min(attention_peaks(way, shape, sequence, 1, by_tokens=True).most for way in ways)
-    there = 4 * length // (ring * team) * 128 * (32 + 8)  # q, k, v and the output's gradient, two bytes an entry
     return {
         "host ms": host,
         "launches": len([event for event in profile.events() or () if event.device_type.name == "CUDA"]),
         "peak MiB": peak / 2**20,
-        "planner, MiB": (most - there) / 2**20,
+        "planner, MiB": (most - given) / 2**20,
     }
 
 
