@@ -1,7 +1,6 @@
 """Every kernel against attention in float64 and autograd, and the merging of partial results."""
 
 import gc
-import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -18,20 +17,16 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
-import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from tests import flash_standins
 from tests.cases import rms
 from tests.strategies import examples
-from wallfacer_dt.algorithms.arithmetic import Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import Answers, Captured, recorded_mask
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference, registry, visible
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
@@ -616,74 +611,6 @@ def test_a_mask_in_a_band_is_made_once() -> None:
     create.reset_mock()
     gc.collect()
     assert made() is None
-
-
-def triton_merging(monkeypatch: pytest.MonkeyPatch, interpret: str) -> ModuleType:
-    """Triton reads this when a kernel is made."""
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    monkeypatch.delitem(sys.modules, "wallfacer_dt.kernels.merge_triton", raising=False)
-    return importlib.import_module("wallfacer_dt.kernels.merge_triton")
-
-
-@pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 70, 33), (1, 2, 5, 128)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_merging_in_triton(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of larger tensors, laid out by tokens; rows that see nothing on either side, or both, and NaN."""
-    torch.manual_seed(0)
-    merging = triton_merging(monkeypatch, "1")
-    batch, heads, length, width = shape
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    out = torch.randn(batch, heads, length + 9, width, dtype=wide)
-    more_out = torch.randn(batch, length + 9, heads, width).to(dtype).transpose(1, 2)
-    lse, more_lse = (torch.randn(batch, heads, length + 9, dtype=wide) for _ in range(2))
-    for x, its, rows in ((out, lse, slice(0, 4)), (more_out, more_lse, slice(2, 5))):
-        x[:, :, rows], its[:, :, rows] = 0, -torch.inf
-    out[..., 6, :] = more_out[..., 7, :] = lse[..., 7] = more_lse[..., 0] = torch.nan
-    got = out.clone(), lse.clone()
-    part = slice(0, length + 8)
-    merge_(out[:, :, part], lse[:, :, part], more_out[:, :, part], more_lse[:, :, part])
-    mine, more = ([x[:, :, part] for x in some] for some in (got, (more_out, more_lse)))
-    merging.merge_into(mine, more, mine)
-    for mine, want in zip(got, (out, lse), strict=True):
-        unseen = want == -torch.inf
-        assert unseen.equal(mine == -torch.inf)
-        assert want.isnan().equal(mine.isnan())
-        hidden = unseen | want.isnan()
-        assert worst_error([(mine.masked_fill(hidden, 0), want.masked_fill(hidden, 0))]) <= 8 * torch.finfo(wide).eps
-
-
-def test_the_second_partial_result_widens_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the same kernel, whatever the layouts; the third is merged in place."""
-    triton_merging(monkeypatch, "1")
-    monkeypatch.setattr("wallfacer_dt.kernels.merge._is_fused", lambda out: True)
-    torch.manual_seed(0)
-    outs = [torch.randn(2, 5, 3, 12).bfloat16().transpose(1, 2)[..., :10] for _ in range(3)]
-    some = [(out, torch.randn(2, 3, 5)) for out in outs]
-    operand, arithmetic = Operand((outs[0],)), Forward(Scores(reference.KERNEL, 1.0), 10)
-    arithmetic.combine(operand, some[0])
-    assert operand.partial is some[0]
-    arithmetic.combine(operand, some[1])
-    wide = operand.partial
-    arithmetic.combine(operand, some[2])
-    assert operand.partial is wide
-    lses = torch.stack([lse for _, lse in some]).double()
-    want = sum(out.double() * w.unsqueeze(-1) for out, w in zip(outs, lses.softmax(0), strict=True))
-    assert [x.dtype for x in wide] == [torch.float32] * 2
-    assert worst_error([(wide[0].double(), want), (wide[1].double(), lses.logsumexp(0))]) <= 1e-6
-
-
-def test_the_kernel_in_triton_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one: what the interpreter lets pass, a compiler may refuse."""
-    merging = triton_merging(monkeypatch, "0")
-    pointers = dict.fromkeys(("lse", "more_lse", "to_out", "to_lse"), "*fp32") | dict.fromkeys(
-        ("out", "more_out"), "*bf16"
-    )
-    constants = {"WIDTH": 128, "ROWS": 32}
-    kernel = merging.merge_rows
-    types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-    source = ASTSource(kernel, types, constexprs=constants)
-    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
 def test_a_stand_in_for_an_output_in_float64_of_gradients_whose_squares_underflow() -> None:

@@ -221,7 +221,7 @@ class Call(NamedTuple):
 
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             queries, keys = Operand(tuple(tensors[:1])), Operand(tuple(tensors[1:]))
-            arithmetic = Forward(self._scores(heads), value_dim)
+            arithmetic = Forward(self._scores(heads), value_dim, stays_wide=sinks is not None)
             partial, _ = self._execute(schedule, arithmetic, heads, queries, keys)
             if sinks is not None:
                 out, lse = partial

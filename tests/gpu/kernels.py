@@ -16,7 +16,7 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import Work, plan_work
 from wallfacer_dt.kernels import reference
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need
-from wallfacer_dt.kernels.merge import accumulation_dtype, merge_
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.registry import names, select_kernel
 from wallfacer_dt.layout import length_of
 from wallfacer_dt.testing import worst_error
@@ -140,25 +140,48 @@ def _against_float64(
 
 
 def merging(place: Place) -> Cases:
-    """The merge of a partial result."""
+    """Partial results merged and added up: the second of them, one in between, and the last."""
     rows = 8192 if place.is_gpu else 64
     for dtype in place.dtypes:
-        yield f"{dtype} (1, 32, {rows}, 128)", partial(_merging, place, dtype, rows)
+        wide = accumulation_dtype(dtype)
+        for step, before, after in (("second", dtype, wide), ("third", wide, wide), ("last", wide, dtype)):
+            for what in (_merging, _adding):
+                case = f"{what.__name__[1:]} the {step}, {dtype} (1, 32, {rows}, 128)"
+                yield case, partial(what, place, rows, before, dtype, after)
 
 
-def _merging(place: Place, dtype: torch.dtype, rows: int) -> Record:
+def _partials(place: Place, rows: int, *dtypes: torch.dtype) -> list[Tensor]:
+    """One by heads, one by tokens."""
     torch.manual_seed(0)
-    wide = accumulation_dtype(dtype)
-    out, lse = (torch.randn(1, 32, rows, *more, device=place.device, dtype=wide) for more in ((128,), ()))
-    more_out = torch.randn(1, rows, 32, 128, device=place.device).to(dtype).transpose(1, 2)
-    more_lse = torch.randn_like(lse)
+    mine, more = (torch.randn(1, *dims, 128, device=place.device) for dims in ((32, rows), (rows, 32)))
+    return [x.to(dtype) for x, dtype in zip((mine, more.transpose(1, 2)), dtypes, strict=True)]
+
+
+def _merging(place: Place, rows: int, before: torch.dtype, more: torch.dtype, after: torch.dtype) -> Record:
+    out, more_out = _partials(place, rows, before, more)
+    lse, more_lse = torch.randn(2, 1, 32, rows, device=place.device, dtype=accumulation_dtype(more))
     more_lse[..., :7] = -torch.inf
     want_lse = torch.logaddexp(lse.double(), more_lse.double())
     parts = ((out, lse), (more_out, more_lse))
     want = sum((x.double() * (its.double() - want_lse).exp().unsqueeze(-1) for x, its in parts), torch.zeros(()))
-    mine = out.clone(), lse.clone()
-    merge_(*mine, more_out, more_lse)
-    error = worst_error([(mine[0].double(), want)])
-    if error > 64 * torch.finfo(wide).eps:
-        raise AssertionError(f"error {error:.1e}")
-    return {"worst": error}
+    operand, forward = Operand((more_out,), parts[0]), Forward(Scores(reference.KERNEL, 1.0), 128)
+    forward.combine(operand, parts[1], last=after == more)
+    return _rounded(operand.partial, (want, want_lse))
+
+
+def _adding(place: Place, rows: int, before: torch.dtype, more: torch.dtype, after: torch.dtype) -> Record:
+    x, y = _partials(place, rows, before, more)
+    want = x.double() + y.double()
+    operand = Operand((y,), (x,))
+    Backward(Scores(reference.KERNEL, 1.0)).combine(operand, (y,), last=after == more)
+    return _rounded(operand.partial, (want,))
+
+
+def _rounded(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> Record:
+    """Each computed in the accumulation dtype, and rounded to its own."""
+    errors = [
+        worst_error([(x.double(), right)]) / torch.finfo(x.dtype).eps for x, right in zip(found, want, strict=True)
+    ]
+    if not max(errors) <= 64:
+        raise AssertionError(f"errors of {errors} roundings")
+    return {"worst": max(errors)}

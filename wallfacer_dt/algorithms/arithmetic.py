@@ -6,7 +6,7 @@ inputs' dtype.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -16,14 +16,16 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.segments import Segments, Work
+from wallfacer_dt.algorithms.steps import Side
 from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.collectives.send_buffer import Layout
 from wallfacer_dt.kernels.block import BlockKernel, How
 from wallfacer_dt.kernels.merge import (
     accumulation_dtype,
     as_dtype,
+    combined,
+    is_fused,
     merge_,
-    merge_widening,
     output_factor,
     output_from,
     row_delta,
@@ -74,8 +76,14 @@ class Scores:
     softcap: float = 0.0  # s becomes softcap * tanh(s / softcap); 0 for none
     asked: Asked | None = None  # the mask, where there is one to be asked
 
-    def calls(self, segments: Segments) -> Sequence[Tile]:
-        """As the kernel takes them: at once, one by one, or in pieces that need no band."""
+    def calls(self, work: Work) -> Iterator[tuple[Tile, bool]]:
+        """As the kernel takes them: at once, one by one, or in pieces that need no band; and whether it is the last."""
+        for segments in work:
+            tiles = self._tiles(segments)
+            for tile in tiles:
+                yield tile, segments is work[-1] and tile is tiles[-1]
+
+    def _tiles(self, segments: Segments) -> Sequence[Tile]:
         if self.kernel.takes_segments and segments.is_ragged:
             return (Tile(*segments.extents, ragged=segments),)
         return segments.bands if self.kernel.takes_bands else segments.tiles
@@ -95,8 +103,11 @@ class Arithmetic(ABC):
     gives_to_keys: ClassVar[bool]  # whether something is computed for the keys, too, as a backward does
 
     @abstractmethod
-    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
-        """Compute segments, and combine what comes of them with the operands' partial results."""
+    def attend(self, query: Operand, keys: Operand, work: Work, completed: Collection[Side] = ()) -> None:
+        """Compute segments, and combine what comes of them with the operands' partial results.
+
+        ``completed``: nothing more is combined with those of these sides.
+        """
 
     @abstractmethod
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
@@ -119,18 +130,28 @@ class Arithmetic(ABC):
         dtypes = self.home_dtypes(len(partial), dtype)
         return tuple([as_dtype(x, own) for x, own in zip(partial, dtypes, strict=True)])
 
-    def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
-        """Combine a partial result with the operand's, which is changed in place once it is wide."""
+    @abstractmethod
+    def fused(self, partial: Sequence[Tensor], more: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Two partial results as one in ``dtype``, by one kernel each."""
+
+    def combine(self, operand: Operand, more: Sequence[Tensor], *, last: bool = False) -> None:
+        """Combine a partial result with the operand's, which is changed in place once it is wide.
+
+        ``last``: nothing more is, so that it can be written as it is wanted.
+        """
         if not operand.partial:
             operand.partial = tuple(more)
-            return
-        operand.partial = _widened(operand.partial)  # and what was narrow is let go
-        self.combine_(operand.partial, more)
+        elif is_fused(operand.partial[0]):
+            dtype = operand.data[0].dtype
+            operand.partial = self.fused(operand.partial, more, dtype if last else accumulation_dtype(dtype))
+        else:
+            operand.partial = _widened(operand.partial)  # and what was narrow is let go
+            self.combine_(operand.partial, more)
 
-    def add(self, operand: Operand, more: Sequence[Tensor], tile: Tile, rows: Rows | None) -> None:
+    def add(self, operand: Operand, more: Sequence[Tensor], tile: Tile, rows: Rows | None, *, last: bool) -> None:
         """Combine what a tile gives with the operand's partial result, in these rows or, None, in all."""
         if rows is None:
-            self.combine(operand, more)
+            self.combine(operand, more, last=last)
         else:
             operand.partial = _widened(operand.partial or self.nothing(operand))
             self.combine_(_parts(operand.partial, tile, rows), more)
@@ -142,25 +163,22 @@ class Forward(Arithmetic):
 
     scores: Scores
     value_dim: int
+    stays_wide: bool = False  # something else is to be done with what comes of it, before it is rounded
     gives_to_keys: ClassVar[bool] = False
 
-    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
+    def attend(self, query: Operand, keys: Operand, work: Work, completed: Collection[Side] = ()) -> None:
         """Merge what segments give into the queries' partial result."""
         scores = self.scores
-        for segments in work:
-            for tile in scores.calls(segments):
-                rows, (q,) = _taken(query.data, tile, tile.q)
-                _, (k, v, *shared) = _taken(keys.data, tile, tile.k)
-                k = _with_shared(k, *shared) if shared else k
-                self.add(query, scores.kernel.forward(q, k, v, scores.how(tile, q, k)), tile, rows)
+        for tile, is_last in scores.calls(work):
+            rows, (q,) = _taken(query.data, tile, tile.q)
+            _, (k, v, *shared) = _taken(keys.data, tile, tile.k)
+            k = _with_shared(k, *shared) if shared else k
+            more = scores.kernel.forward(q, k, v, scores.how(tile, q, k))
+            self.add(query, more, tile, rows, last=is_last and "q" in completed)
 
-    def combine(self, operand: Operand, more: Sequence[Tensor]) -> None:
-        """As of any arithmetic; on CUDA what is narrow is widened as it is merged."""
-        wide = merge_widening(*operand.partial, *more) if operand.partial else None
-        if wide is None:
-            Arithmetic.combine(self, operand, more)
-        else:
-            operand.partial = wide
+    def fused(self, partial: Sequence[Tensor], more: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Merged."""
+        return combined(partial, more, accumulation_dtype(dtype) if self.stays_wide else dtype)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, Tensor]:
         """Of queries that have seen no key."""
@@ -185,6 +203,10 @@ class Sums(Arithmetic):
         """The sum of nothing."""
         return tuple(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in operand.data)
 
+    def fused(self, partial: Sequence[Tensor], more: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Added."""
+        return tuple([combined((mine,), (theirs,), dtype)[0] for mine, theirs in zip(partial, more, strict=True)])
+
     def combine_(self, partial: Sequence[Tensor], more: Sequence[Tensor]) -> None:
         """Add a partial sum."""
         for mine, theirs in zip(partial, more, strict=True):
@@ -198,7 +220,7 @@ class Backward(Sums):
     scores: Scores
     gives_to_keys: ClassVar[bool] = True
 
-    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
+    def attend(self, query: Operand, keys: Operand, work: Work, completed: Collection[Side] = ()) -> None:
         """Add the segments' gradients to both operands' partial results."""
         if not work:
             return
@@ -206,14 +228,14 @@ class Backward(Sums):
         if query.out is None:
             query.out = output_from(grad_out, *factor)
         given = q, grad_out, query.out, lse
-        for segments in work:
-            for tile in scores.calls(segments):
-                rows, (q, grad_out, out, lse) = _taken(given, tile, tile.q)
-                key_rows, (own, v, *shared) = _taken(keys.data, tile, tile.k)
-                k = _with_shared(own, *shared) if shared else own
-                dq, dk, dv = scores.kernel.backward(grad_out, q, k, v, out, lse, scores.how(tile, q, k))
-                self.add(query, (dq,), tile, rows)
-                self.add(keys, _key_grads(dk, dv, own.shape[-1]) if shared else (dk, dv), tile, key_rows)
+        for tile, is_last in scores.calls(work):
+            rows, (q, grad_out, out, lse) = _taken(given, tile, tile.q)
+            key_rows, (own, v, *shared) = _taken(keys.data, tile, tile.k)
+            k = _with_shared(own, *shared) if shared else own
+            dq, dk, dv = scores.kernel.backward(grad_out, q, k, v, out, lse, scores.how(tile, q, k))
+            self.add(query, (dq,), tile, rows, last=is_last and "q" in completed)
+            more = _key_grads(dk, dv, own.shape[-1]) if shared else (dk, dv)
+            self.add(keys, more, tile, key_rows, last=is_last and "kv" in completed)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The gradients of an operand that took no part."""

@@ -74,7 +74,7 @@ def execute(
                 case Start():
                     run.start(step.transfer)
                 case Wait():
-                    run.wait(step.transfer)
+                    run.wait(step)
     return run.result("q"), run.result("kv") if arithmetic.gives_to_keys else ()
 
 
@@ -109,7 +109,7 @@ class _Run:
         """Attend a block of the resident side and a rotating block."""
         resident, rotating = self.blocks[step.resident][step.rows], self.rotating[step.block]
         query, keys = (resident, rotating) if step.resident == "q" else (rotating, resident)
-        self.arithmetic.attend(query, keys, step.work)
+        self.arithmetic.attend(query, keys, step.work, step.completes)
         if step.frees:
             del self.rotating[step.block]
 
@@ -138,8 +138,9 @@ class _Run:
             case Exchange():
                 return self._shares(transfer)
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, step: Wait) -> None:
         """Wait for a transfer and take up what it brought."""
+        transfer, is_last = step.transfer, bool(step.completes)
         pending, places = self.pending.pop(transfer)
         self.awaited = transfer
         buffer = received(pending)
@@ -156,7 +157,7 @@ class _Run:
                     self.arithmetic.combine_(arrived, block.partial)
                 block.partial, block.sent_partial = arrived, Sent(buffer, places)
             case Hop(into=0):
-                self.arithmetic.combine(blocks[0], _cut(places.views(buffer), blocks[0]))
+                self.arithmetic.combine(blocks[0], _cut(places.views(buffer), blocks[0]), last=is_last)
             case Hop():
                 blocks[TEAM].partial = places.views(buffer)
             case Gather() if transfer.side == self.schedule.resident:
@@ -167,8 +168,8 @@ class _Run:
             case Exchange():
                 # One's own rows, to which is added what the others computed for them.
                 own = self._own(transfer.side)
-                for share in _each(buffer, places):
-                    self.arithmetic.combine(own, _cut(share, own))
+                for share in (shares := _each(buffer, places)):
+                    self.arithmetic.combine(own, _cut(share, own), last=is_last and share is shares[-1])
 
     def result(self, side: Side) -> tuple[Tensor, ...]:
         """What was computed for the own shard of a side."""

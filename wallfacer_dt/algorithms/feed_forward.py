@@ -11,7 +11,7 @@ computed anew in the backward and never sent or kept.
 Operands are (1, 1, rows, ...), as attention's are (B, N, L, H).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -97,8 +97,8 @@ class FeedForward(Sums):
     own: Units
     gives_to_keys: ClassVar[bool] = False
 
-    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
-        """Add the units to the tokens' output."""
+    def attend(self, query: Operand, keys: Operand, work: Work, completed: Collection[Side] = ()) -> None:  # noqa: ARG002
+        """Add the units to the tokens' output, in place."""
         units = self.own.like(keys.data)
         if not query.partial:
             query.partial = self.nothing(query)
@@ -129,8 +129,8 @@ class FeedForwardBackward(Sums):
     grad_out: Tensor
     gives_to_keys: ClassVar[bool] = True
 
-    def attend(self, query: Operand, keys: Operand, work: Work) -> None:
-        """Add the gradients of tokens and units to both operands' partial results."""
+    def attend(self, query: Operand, keys: Operand, work: Work, completed: Collection[Side] = ()) -> None:  # noqa: ARG002
+        """Add the gradients of tokens and units to both operands' partial results, in place."""
         for operand in (query, keys):
             if not operand.partial:
                 operand.partial = self.nothing(operand)

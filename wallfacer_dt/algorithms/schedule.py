@@ -19,7 +19,7 @@ would wait for a gather, and for the exchange at the end.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from wallfacer_dt.algorithms.blocks import Answers
 from wallfacer_dt.algorithms.holdings import Holdings
@@ -27,7 +27,7 @@ from wallfacer_dt.algorithms.published import published
 from wallfacer_dt.algorithms.rings import rings
 from wallfacer_dt.algorithms.segments import Sees
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import SIDES, Attend, Gather, Schedule, Side, Start, Step
+from wallfacer_dt.algorithms.steps import SIDES, Attend, Exchange, Gather, Hop, Schedule, Side, Start, Step, Wait
 from wallfacer_dt.algorithms.two_dimensional import two_dimensional
 from wallfacer_dt.mesh import Coordinate
 
@@ -116,6 +116,10 @@ def _made(
         for block, (at, step) in last.items():
             if block > 0 or is_gathered:
                 steps[at] = replace(step, frees=True)
+    for side in SIDES:
+        given = {at: step for at, step in enumerate(steps) if _gives_to_own(step, side, resident, is_gathered)}
+        for at, step in [*given.items()][-1:]:
+            steps[at] = replace(step, completes=(*step.completes, side))
     teams = [sum(sizes[rotating][first : first + place.team]) for first in range(0, len(sizes[rotating]), place.team)]
     return Schedule(
         tuple(steps),
@@ -124,3 +128,13 @@ def _made(
         (max(sizes["q"]), max(sizes["kv"])),
         max(teams) if is_gathered else None,
     )
+
+
+def _gives_to_own(step: Step, side: Side, resident: Side, is_gathered: bool) -> TypeGuard[Attend | Wait]:
+    """Whether something is combined with what was computed for one's own shard of a side."""
+    match step:
+        case Attend():
+            return bool(step.work) and not (step.rows if side == resident else step.block or is_gathered)
+        case Wait(Exchange() | Hop(partial=True, into=0)):
+            return step.transfer.side == side
+    return False

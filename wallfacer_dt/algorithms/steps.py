@@ -88,9 +88,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for a started transfer and take up what it brought."""
+    """Wait for a started transfer and take up what it brought; ``completes`` as an :class:`Attend` does."""
 
     transfer: Transfer
+    completes: tuple[Side, ...] = ()
 
     def __str__(self) -> str:
         return f"wait  {self.transfer}"
@@ -101,7 +102,7 @@ class Attend:
     """Attend rows of the resident side and a rotating block.
 
     ``rows``: which block of the resident side: 0 is one's own, ``TEAM`` all others'. ``frees``: the rotating block is
-    not needed afterwards.
+    not needed afterwards. ``completes``: the sides of whose own shard nothing more is computed, nor comes home.
     """
 
     resident: Side
@@ -111,6 +112,7 @@ class Attend:
     stays: tuple[int, ...]  # the inner indices whose rows are attended of the resident side
     moves: tuple[int, ...]  # and those whose rows the rotating block holds
     frees: bool = False
+    completes: tuple[Side, ...] = ()
 
     @property
     def part(self) -> Literal["local", "peer"]:

@@ -4,6 +4,7 @@ With partial results (out_i, lse_i) over disjoint keys, the whole is sum_i out_i
 lse = logsumexp_i lse_i: the online softmax of Ring Attention (section 3) and of WallFacer's combine.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -25,41 +26,38 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def is_fused(x: Tensor) -> bool:
+    """Whether partial results like this one are combined by one kernel, in Triton."""
+    return x.is_cuda and not isinstance(x, FakeTensor) and _HAS_TRITON
+
+
+def combined(partial: Sequence[Tensor], more: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """By that kernel (out, lse) merged with another one, or (x,) with one added: the first of them in ``dtype``.
+
+    Computed in the accumulation dtype, and in place where the first has that dtype already.
+    """
+    from wallfacer_dt.kernels.merge_triton import combine_into
+
+    x, *lse = partial
+    into = tuple(partial)
+    if x.dtype != dtype:
+        into = torch.empty_like(x, dtype=dtype), *[torch.empty_like(n) for n in lse]
+    combine_into(partial, more, into)
+    return into
+
+
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Merge a partial result (B, N, L, H), (B, N, L) into ``out`` and ``lse``, in place.
+    """Merge a partial result (B, N, L, H), (B, N, L) into ``out`` and ``lse``, which are wide, in place.
 
     Either lse, or both, may be -inf where no key was visible; ``out`` is 0 there.
     """
-    if _is_fused(out):
-        from wallfacer_dt.kernels.merge_triton import merge_into
-
-        merge_into((out, lse), (more_out, more_lse), (out, lse))
+    if is_fused(out):
+        combined((out, lse), (more_out, more_lse), out.dtype)
         return
     # -inf less a finite number: of a row that neither has seen the weight is 0, not NaN.
     weight = (more_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
     out.lerp_(as_dtype(more_out, out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, more_lse, out=lse)
-
-
-def merge_widening(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A narrow partial result merged with another one, (B, N, L, H) and (B, N, L), in the accumulation dtype.
-
-    By one kernel; None where there is none, or where ``out`` is in that dtype already, for :func:`merge_`.
-    """
-    wide = accumulation_dtype(out.dtype)
-    if out.dtype == wide or not _is_fused(out):
-        return None
-    from wallfacer_dt.kernels.merge_triton import merge_into
-
-    out = out if out.stride(-1) == 1 else out.contiguous()
-    into = torch.empty_like(out, dtype=wide), torch.empty_like(lse, dtype=wide)
-    merge_into((out, lse), (more_out, more_lse), into)
-    return into
-
-
-def _is_fused(out: Tensor) -> bool:
-    """Whether partial results are merged in Triton."""
-    return out.is_cuda and not isinstance(out, FakeTensor) and _HAS_TRITON
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
