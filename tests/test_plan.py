@@ -155,7 +155,7 @@ def test_plans_under_a_window_are_in_their_order(ranks: int, window: int, bandwi
     with mock.patch("wallfacer_dt.planning.search.stack_memory", return_value=mock.Mock(peak=0)):
         ranked = plan(model, sequence, Cluster(ranks, 1, link, link, kernels=kernels), keep=None).ranked
     assert len(ranked) > 4
-    seconds = [one.prediction.seconds for one in ranked]
+    seconds = [one.prediction.seconds + one.handicap for one in ranked]
     assert all(one <= other * (1 + 1e-3) for one, other in pairwise(seconds))
 
 
@@ -354,10 +354,10 @@ def test_placements_that_are_left_out_are_others_again(ranks: int, per_node: int
 
 def test_the_best_is_first_and_every_line_says_why() -> None:
     made = plan(MODEL, SEQUENCE, cluster(), keep=None)
-    seconds = [one.seconds for one in made.ranked]
+    seconds = [one.seconds + one.handicap for one in made.ranked]
     assert all(before <= after * 1.01 for before, after in pairwise(seconds))
     assert made.chosen == made.ranked[0].candidate
-    assert made.ranked[0].why.startswith("fastest: ")
+    assert made.ranked[0].why.startswith("best: ")
     assert all(one.why and "\n" not in one.why for one in made.ranked)
     assert made.ranked[-1].why.startswith("+")
 
@@ -585,6 +585,30 @@ def test_what_is_looked_at_late_is_not_overlooked(
         every, few = (plan(model, sequence, where, keep=some) for some in (None, keep))
     assert few.ranked == every.ranked[:keep]
     assert [*every.ranked] == sorted(every.ranked, key=_order)
+
+
+@pytest.mark.parametrize(
+    ("length", "bandwidth", "saved"),
+    [(2**12, 1e8, 0.547), (2**12, 3e8, 0.027), (2**12, 1e9, 0.045), (2**14, 3e9, 0.023), (2**16, 1e8, 0.002)],
+)
+def test_a_team_goes_first_where_it_saves_3_percent_of_attention(length: int, bandwidth: float, saved: float) -> None:
+    """Which no layer but attention is part of."""
+    link, sequence = Link(bandwidth, 1e-6), SequenceShape(length)
+    where = cluster(16, 1, intra=link, inter=link)
+    model = ModelShape(hidden=64, heads=1, head_dim=64)
+    for layers in (1, 3):
+        ranked = plan(replace(model, layers=layers), sequence, where, keep=None).ranked
+        for one in ranked:
+            cost = attention_cost(one.candidate, model, sequence, where)
+            of_attention = layers * (cost.forward.seconds + cost.backward.seconds)
+            assert one.handicap == pytest.approx(0.03 * of_attention if one.candidate.team > 1 else 0)
+        alone = min(one.seconds for one in ranked if one.candidate.team == 1)
+        fastest = min(one.seconds for one in ranked)
+        assert 1 - fastest / alone == pytest.approx(saved, abs=5e-4)
+        assert (ranked[0].candidate.team > 1) == (saved > 0.03)
+        behind = [one.why for one in ranked if one.seconds < 0.9999 * ranked[0].seconds]
+        assert all(why.endswith("%: a team goes first where it saves 3% of attention") for why in behind)
+        assert bool(behind) == (saved < 0.03)
 
 
 def test_what_is_run_is_of_different_meshes_or_schedules() -> None:

@@ -29,7 +29,8 @@ from wallfacer_dt import (
     sequence_positions,
     shard_sequence,
 )
-from wallfacer_dt.kernels.block import HALF
+from wallfacer_dt.kernels.block import HALF, Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.testing import RankPool, attention_oracle
 from wallfacer_dt.testing.fake import fake_world
 
@@ -49,6 +50,9 @@ CALLS: dict[str, Record] = {
     "queries rotate": {"rotate": "q", "rotate_forward": "q"},
     "published": {"schedule": "published"},
 }
+_HEAD_DIM = 64
+KERNELS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_4")
+"""By name, where they are; all other calls leave the choice to ``auto``."""
 MESHES = [{"ring": 4}, {"ring": 2, "team": 2}, {"team": 4}, {"ulysses": 2, "ring": 2}]
 
 
@@ -67,6 +71,10 @@ def ranks(place: Place) -> Cases:
             for name in ("causal, head_tail", "window") if place.is_gpu and not threads else ():
                 yield f"compiled {name}", partial(_on_ranks, _on_rank, pool, place, MESHES[3], name, False, True)
             if threads:
+                for kernel in KERNELS:
+                    for name in ("full", "causal, head_tail", "window", "documents"):
+                        case = f"{MESHES[1]} {name}, by {kernel}"
+                        yield case, partial(_by_kernel, pool, place, MESHES[1], name, kernel)
                 yield "a model with METP", partial(_on_ranks, _model_on_rank, pool, place)
         finally:
             pool.close()
@@ -79,14 +87,27 @@ def _on_ranks(run: Callable[..., float], pool: RankPool, *case: Any) -> Record:
     return {"worst": round(worst, 2)}
 
 
-def _on_rank(place: Place, axes: Record, name: str, threads: bool, compiled: bool = False) -> float:
+def _by_kernel(pool: RankPool, place: Place, axes: Record, name: str, kernel: str) -> Record:
+    """On threads, unless it refuses such calls."""
+    q = torch.empty(1, 1, 1, _HEAD_DIM, device=place.device, dtype=place.dtypes[0])
+    try:
+        select_kernel(kernel, Need.of(q, q, masked=False, softcap=0.0))
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
+    return _on_ranks(_on_rank, pool, place, axes, name, True, False, kernel)
+
+
+def _on_rank(
+    place: Place, axes: Record, name: str, threads: bool, compiled: bool = False, kernel: str = "auto"
+) -> float:
     """The largest error of output and gradients, in roundings of a typical entry."""
     torch.manual_seed(0)
     dtype, length = place.dtypes[0], 1024 if place.is_gpu else 64
-    q, k, v, grad_out = (torch.randn(1, n, length, 64).to(dtype) for n in (8, 2, 2, 8))
+    q, k, v, grad_out = (torch.randn(1, n, length, _HEAD_DIM).to(dtype) for n in (8, 2, 2, 8))
     mesh = context_mesh(place.device, **axes)
     order, options = _options(name, mesh, length)
-    ways = {"rotate", "rotate_forward", "schedule"}
+    options["kernel"] = kernel
+    ways = {"rotate", "rotate_forward", "schedule", "kernel"}
     exact = attention_oracle(q, k, v, grad_out, **{key: x for key, x in options.items() if key not in ways})
     if "sinks" in options:
         options["sinks"] = options["sinks"].to(place.device)

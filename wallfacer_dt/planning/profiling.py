@@ -262,17 +262,18 @@ def _by_first(make: Callable[[], Any]) -> Any:
 
 
 def shortlist(given: Plan, top: int) -> list[Ranked]:
-    """The best few, of each mesh and schedule only the best; fewer where there are no more.
+    """A plan's choice, and those predicted to be fastest, of each mesh and schedule only the best.
 
     Args:
         given: a plan.
         top: how many.
 
     Returns:
-        The best first.
+        The choice first; fewer where there are no more.
     """
     chosen: dict[Any, Ranked] = {}
-    for one in given.ranked:
+    first, *others = given.ranked
+    for one in (first, *sorted(others, key=lambda one: one.prediction.seconds)):
         it = one.candidate
         chosen.setdefault((it.axes, it.schedule, it.order), one)
         if len(chosen) == top:

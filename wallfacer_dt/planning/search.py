@@ -1,4 +1,11 @@
-"""The search: every candidate predicted, what does not fit dropped, the rest ranked, each with a line that says why."""
+"""The search: every candidate predicted, what does not fit dropped, the rest ranked, each with a line that says why.
+
+Note [What predictions do not tell apart]
+Predicted times are right to a few percent. A team's rank gathers, merges and exchanges more than one of a ring or of
+Ulysses alone, and is right where that saves time on links: where a team is predicted to save less than 3% of
+attention's time, what has none goes first. On emulated clusters a predicted choice was slower than a ring or USP
+by up to 3.6% without this, always by a team (docs/benchmarks/cluster.md).
+"""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -36,12 +43,14 @@ class Ranked:
         prediction: of a step.
         why: it is where it is, in one line.
         measured: seconds of a step, where they were measured.
+        handicap: seconds by which a team is ranked behind what is predicted of it.
     """
 
     candidate: Candidate
     prediction: Prediction
     why: str
     measured: float | None = None
+    handicap: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -57,8 +66,9 @@ class Plan:
         model: that was planned for.
         sequence: likewise.
         cluster: likewise.
-        ranked: what was measured, fastest first, then what is predicted, likewise, as many as were asked for. The first
-            is chosen. Of a mesh, placement and schedule one, with the rotations and layers that suit it best.
+        ranked: what was measured, fastest first, then what is predicted, likewise, but that a team must save more: see
+            Note [What predictions do not tell apart]. As many as were asked for; the first is chosen. Of a mesh,
+            placement and schedule one, with the rotations and layers that suit it best.
         dropped: those of which nothing fits into memory, as far as the search came, each with what holds least.
         considered: how many attentions there were to choose from.
     """
@@ -243,6 +253,7 @@ def plan(
     return Plan(model, sequence, cluster, explained, too_large, len(some))
 
 
+_CLOSE = 0.03  # of attention's time
 _UNKNOWN = -1  # bytes, so that a choice is looked at before those that are as fast
 
 
@@ -254,6 +265,7 @@ class _Choice:
     candidate: Candidate
     cost: AttentionCost  # of attention, as if its projections were plain, and of one rank alone
     measured: float | None
+    handicap: float
     ranked: Ranked | None = None
 
 
@@ -305,7 +317,7 @@ class _Search:
             kinds = (replace(some[0], projections="plain", **_KEPT | {side: one}) for one in sides)
             seconds = min(compute_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds)
             spent.append(Spent(seconds, seconds))
-        return min(self._least_step(one, spent) for one in with_layers(some[0], model))
+        return _rounded(min(self._least_step(one, spent) for one in with_layers(some[0], model)) * (1 - 1e-9))
 
     def _open(self, meshes: "_Meshes") -> None:
         """Have the choices of some meshes wait for their turn."""
@@ -322,15 +334,19 @@ class _Search:
         # Ranks that run together may wait for less than one alone, as what others send late is not in the way.
         of = Spent.without_waits if sequence.mask.spares_hops else Spent.of
         spent = [of(way.line) for way in cost.ways]
+        handicap = 0.0
+        if attention.team > 1:
+            handicap = _CLOSE * model.layers * (cost.forward.seconds + cost.backward.seconds)
         for candidate in with_layers(attention, model):
             measured = profile.seconds(candidate, model, sequence) if profile else None
-            least = (measured is None, measured or 0.0, self._least_step(candidate, spent), _UNKNOWN)
-            yield _Choice(least, candidate, cost, measured)
+            seconds = self._least_step(candidate, spent)
+            least = (measured is None, measured or 0.0, _rounded((seconds + handicap) * (1 - 1e-9)), _UNKNOWN)
+            yield _Choice(least, candidate, cost, measured, handicap)
 
     def _least_step(self, candidate: Candidate, attention: Sequence[Spent]) -> float:
         """Seconds that no step of a candidate is below if attention takes this at least."""
         layer = Layer(Division(candidate, microbatch=self.sequence.batch), self.model, self.sequence, self.cluster)
-        return _rounded(least_step(layer, *self._with_projections(candidate, attention)) * (1 - 1e-9))
+        return least_step(layer, *self._with_projections(candidate, attention))
 
     def _with_projections(self, candidate: Candidate, attention: Sequence[Spent]) -> Sequence[Spent]:
         """What attention takes at least; under METP what it would take of all heads at once, and its projections.
@@ -392,7 +408,7 @@ class _Search:
         return _with_memory(min(map(self._ranked, alike), key=_order), smallest)
 
     def _ranked(self, choice: _Choice) -> Ranked:
-        return choice.ranked or Ranked(choice.candidate, self._predicted(choice), "", choice.measured)
+        return choice.ranked or Ranked(choice.candidate, self._predicted(choice), "", choice.measured, choice.handicap)
 
     def _memory(self, candidate: Candidate) -> int:
         return stack_memory(candidate, self.model, self.sequence).peak
@@ -410,7 +426,7 @@ def _order(one: Ranked) -> tuple:
     """What was measured first, then the fastest; of equally fast ones the one that sends less."""
     p, it = one.prediction, one.candidate
     axes = sum(size > 1 for size in it.axes)
-    predicted = _rounded(p.seconds), p.node_bytes, p.rank_bytes, axes, it.schedule != "2d", p.seconds
+    predicted = _rounded(p.seconds + one.handicap), p.node_bytes, p.rank_bytes, axes, it.schedule != "2d", p.seconds
     return one.measured is None, one.measured or 0.0, *predicted
 
 
@@ -422,7 +438,7 @@ def _rounded(seconds: float) -> float:
 def _because(one: Ranked, first: Ranked) -> Ranked:
     p, best = one.prediction, first.prediction
     if one is first:
-        how = "measured fastest" if one.measured is not None else "fastest"
+        how = "measured fastest" if one.measured is not None else "best"
         hidden = p.exposed / p.seconds if p.seconds else 0.0
         into_node = f", {said_bytes(p.node_bytes)} come into a node" if p.node_bytes else ""
         return replace(one, why=f"{how}: {hidden:.0%} of the step is waiting{into_node}")
@@ -433,6 +449,8 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
         return replace(one, why="not measured")
     if _rounded(p.seconds) == _rounded(best.seconds):
         return replace(one, why=_as_fast(p, best))
+    if slower < 0:
+        return replace(one, why=f"{slower:+.1%}: a team goes first where it saves {_CLOSE:.0%} of attention")
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
         return replace(one, why=f"{slower:+.0%}: waits {said_seconds(waits)} longer{_more_bytes(p, best)}")

@@ -29,7 +29,8 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
           intra, inter  bandwidth, latency
           kernels       forward, backward, linear, overhead, merge, copy, half_rows
         considered  how many attentions there were to choose from
-        ranked[]    why, measured (or null); what was measured first, fastest first, as many as --top
+        ranked[]    why, measured (or null), handicap (seconds by which a team is ranked behind its prediction); what
+                    was measured first, fastest first, as many as --top
           candidate     ring, team, ulysses, placement, schedule, rotate, rotate_forward, order, feed_forward,
                         projections, checkpoint
           prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory
