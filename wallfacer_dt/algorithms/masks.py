@@ -5,7 +5,7 @@ around the diagonal (causal, sliding window), cut at the ends of i's document; o
 whichever is later.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class Mask:
     # Empty: one document.
     documents: tuple[tuple[int, ...], ...] = ()
     asked: bool = False  # an arbitrary mask instead of all these, which ``blocks.Answers`` asks
+    _bounds: list[np.ndarray] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Bring bounds beyond any position to where positions can be added to them in 64 bits."""
@@ -45,7 +46,9 @@ class Mask:
 
     def bounds(self, row: int) -> np.ndarray:
         """Where a row's documents begin, and where the last one ends."""
-        return np.array(self.documents[row] if self.documents else (0, UNBOUNDED))
+        if not self._bounds:  # of thousands of documents it takes as long as what it is asked for
+            self._bounds[:] = map(np.array, self.documents or ((0, UNBOUNDED),))
+        return self._bounds[row if self.documents else 0]
 
     def reach(self, row: int, queries: Spans) -> Spans:
         """By span of queries, the positions of all keys that some of them see: of those and no other."""

@@ -209,10 +209,11 @@ def _row_of_batch(q: Spans, k: Spans, mask: Mask, row: int) -> list[Call]:
     if not len(q) or not len(k):
         return []
     if mask.left is None:
-        whole = _whole(q, k, mask, row)
+        bounds = mask.bounds(row)
+        whole = _whole(q, k, mask, bounds)
         if whole is not None:
             return whole
-        found = (_calls(*_stairs(q, k, mask, mask.bounds(row), between)) for between in (True, False))
+        found = (_calls(*_stairs(q, k, mask, bounds, between)) for between in (True, False))
     else:
         paired = _windows(q, k, mask, row)
         found = (_calls(*some) for some in (paired, _triangles(*paired)))
@@ -265,22 +266,33 @@ def _before(k: Spans, at: Ints) -> Ints:
     return stored_at(k)[i] + np.clip(at - k[i, 0], 0, k[i, 1] - k[i, 0])
 
 
-def _whole(q: Spans, k: Spans, mask: Mask, row: int) -> list[Call] | None:
-    """The call where all queries that see any keys see the same ones, as in most blocks of a ring; None elsewhere."""
-    ends = q - [0, 1]  # its first query and its last, between which what is seen does not move back
-    seen = _before(k, mask.reach(row, np.stack([ends, ends + 1], -1).reshape(-1, 2)).reshape(-1)).reshape(-1, 4)
-    seen, of_last = seen[:, :2], seen[:, 2:]
-    if (seen != of_last).any():
+def _seen(k: Spans, mask: Mask, bounds: Ints, spans: Spans) -> tuple[Ints, Ints, Ints, Ints]:
+    """Of spans of queries, each in one document: its number, its first key, and the first row that an end does not see."""
+    document = np.searchsorted(bounds, spans[:, 0], "right")
+    ahead = UNBOUNDED if mask.right is None else mask.right + 1
+    high, last = (
+        _before(k, np.minimum(bounds[document], np.maximum(some + ahead, mask.prefix)))
+        for some in (spans[:, 0], spans[:, 1] - 1)
+    )
+    return document, _before(k, bounds[document - 1]), high, last
+
+
+def _whole(q: Spans, k: Spans, mask: Mask, bounds: Ints) -> list[Call] | None:
+    """The calls where all queries of a span see the same keys, as in most blocks of others; None elsewhere."""
+    spans = _cut_at(q, bounds)
+    _, low, high, last = _seen(k, mask, bounds, spans)
+    if (high != last).any():
         return None
-    some = np.flatnonzero(seen[:, 0] < seen[:, 1])
-    if not len(some):
+    at = stored_at(spans)
+    segments = np.stack([at, at + spans[:, 1] - spans[:, 0], low, high], -1)[low < high]
+    if not len(segments):
         return []
-    low, high = seen[some[0]].tolist()
-    # One key after none is the first step of stairs.
-    if high - low == 1 or (seen[some] != seen[some[0]]).any():
-        return None
-    rows = stored_at(q)[some[0]], stored_at(q)[some[-1]] + q[some[-1], 1] - q[some[-1], 0]
-    return [(_FULL, np.array([[*rows, low, high]]))]
+    starts = np.flatnonzero(np.append(True, (segments[1:, 2:] != segments[:-1, 2:]).any(1)))
+    segments = np.concatenate([segments[starts, :1], segments[np.append(starts[1:], len(segments)) - 1, 1:]], -1)
+    calls = [(_FULL, some) for some in _apart(segments)]
+    # Single queries that see one key more each may be stairs, and fewer calls.
+    are_stairs = len(calls) == 2 and (segments[:, 1] - segments[:, 0] == 1).all()
+    return None if are_stairs or len(calls) > _MOST else calls
 
 
 def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tuple[Ints, Ints]:
@@ -288,18 +300,14 @@ def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tupl
 
     ``between``: that row moves along from one span of queries to the next, too, where it happens to lie one further.
     """
-    ahead = UNBOUNDED if mask.right is None else mask.right + 1
     # Between two of these positions, in a span of queries, the last row that is seen stands still or moves along.
     cuts = [bounds]
     if mask.right is not None:
+        ahead = mask.right + 1
         cuts += [k.reshape(-1) - ahead, bounds - ahead, np.array([mask.prefix - ahead])]
-    starts, stops = _cut_at(q, np.concatenate(cuts)).T
-    document = np.searchsorted(bounds, starts, "right")
-    low = _before(k, bounds[document - 1])
-    high, last = (
-        _before(k, np.minimum(bounds[document], np.maximum(some + ahead, mask.prefix))) for some in (starts, stops - 1)
-    )
-    lengths, moves = stops - starts, last > high
+    spans = _cut_at(q, np.concatenate(cuts))
+    document, low, high, last = _seen(k, mask, bounds, spans)
+    lengths, moves = spans[:, 1] - spans[:, 0], last > high
     step = np.where(document[1:] == document[:-1], high[1:] - last[:-1], _JUMP)
     at = np.cumsum(lengths) - lengths
     firsts = _segment_starts(moves, np.where((step >= 0) & (step <= between), step, _JUMP), lengths)

@@ -104,7 +104,8 @@ def _seen(place: Coordinate, sequences: Sequences) -> Iterator[tuple[np.ndarray,
     queries, keys = (sequences.inner(side, place) for side in ("q", "kv"))
     for row in range(mask.rows):
         q_shards, k_shards = queries[row % len(queries)], keys[row % len(keys)]
-        q, k = in_order(enumerate(q_shards)), in_order(enumerate(k_shards))
+        q = in_order(enumerate(q_shards))
+        k = q if k_shards is q_shards else in_order(enumerate(k_shards))
         for first in range(0, len(q.span), _AT_A_TIME):
             some, which = mask.pairs(row, q.span[first : first + _AT_A_TIME], k.span)
             yield q.member[first + some], k.member[which]

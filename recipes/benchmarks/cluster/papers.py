@@ -8,7 +8,7 @@ as there. What else a device does (a backward, merging, a launch) takes as much 
 from collections.abc import Iterator
 
 from recipes.benchmarks.cluster.cases import METP, METP_ATTENTION, Case, Machines
-from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_7B
+from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_3B, GPT_7B
 from recipes.benchmarks.report import K
 from wallfacer_dt import ModelShape
 from wallfacer_dt.planning.gpus import GPUS
@@ -20,7 +20,7 @@ _NODE, _ADAPTER, _OF_MANY = 80.0, 25.0, 0.4  # Mbit/s here; and of 32 ranks, who
 
 
 def paper_cases() -> Iterator[Case]:
-    """WallFacer's figures 9, 10 and 7 (DiT 1B on A100s, GPT 7B on H100s), Ring Attention's table 2, METP's figure 7."""
+    """WallFacer's figures 9, 10 and 7 (DiT 1B on A100s, GPTs on H100s), Ring Attention's table 2, METP's figure 7."""
     for per_node in (4, 8, 16):
         yield _dit(2, per_node, 128 * K, STRONG)
     for per_node in (4, 8):
@@ -32,6 +32,8 @@ def paper_cases() -> Iterator[Case]:
             yield _gpt(nodes, 128 * K, adapter, STRONG)
     yield _gpt(4, 256 * K, 50e9, WEAK)
     yield _gpt(4, 512 * K, 50e9, LONG)
+    for tokens in (128 * K, 256 * K, 512 * K):
+        yield _gpt(4, tokens, 50e9, LONG, GPT_3B)
     flat, ratios = Machines(8, 1, (_ADAPTER,) * 8), (3.0, 2.0, 1.5, 1.0, 0.75, 0.5)
     yield from (Case(flat, 16, 16, "full", ratio, figure=OVERLAP) for ratio in ratios)
     yield from (Case(flat, 1, 1, "full", ratio, 256, METP) for ratio in ratios)
@@ -45,11 +47,12 @@ def _dit(nodes: int, per_node: int, tokens: int, figure: str) -> Case:
     return _case(machines, DIT_1B, "full", "a100", ETHERNET.bandwidth / per_node, tokens, f"{figure}, DiT")
 
 
-def _gpt(nodes: int, tokens: int, adapter: float, figure: str) -> Case:
-    """GPT 7B: 32 heads of 128, causal; eight H100s a node, an InfiniBand adapter for each."""
+def _gpt(nodes: int, tokens: int, adapter: float, figure: str, model: ModelShape = GPT_7B) -> Case:
+    """Causal, 32 heads of 128 or, GPT 3B, 16 of 256; eight H100s a node, an InfiniBand adapter for each."""
     rate = _ADAPTER * (_OF_MANY if nodes > 2 else 1)
     machines = Machines(nodes, 8, (rate,) * nodes, has_adapters=True, inside=rate * GPUS["h100"].intra / adapter)
-    return _case(machines, GPT_7B, "causal", "h100", adapter, tokens, f"{figure}, GPT, {adapter * 8e-9:.0f} Gbit/s")
+    figure += f", GPT{' 3B' * (model is GPT_3B)}, {adapter * 8e-9:.0f} Gbit/s"
+    return _case(machines, model, "causal", "h100", adapter, tokens, figure)
 
 
 def _case(machines: Machines, model: ModelShape, mask: str, gpu: str, share: float, tokens: int, figure: str) -> Case:
