@@ -2,10 +2,12 @@
 
 import importlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -116,6 +118,7 @@ def test_the_second_partial_result_widens_the_first(stays_wide: bool) -> None:
     torch.manual_seed(0)
     outs = [torch.randn(2, 5, 3, 12).bfloat16().transpose(1, 2)[..., :10] for _ in range(4)]
     some = [(out, torch.randn(2, 3, 5)) for out in outs]
+    want = [(out.clone(), lse.clone()) for out, lse in some]
     operand, forward = Operand((outs[0],)), Forward(Scores(reference.KERNEL, 1.0), 10, stays_wide)
     forward.combine(operand, some[0])
     assert operand.partial is some[0]
@@ -124,13 +127,13 @@ def test_the_second_partial_result_widens_the_first(stays_wide: bool) -> None:
     forward.combine(operand, some[2])
     assert operand.partial == wide
     assert [x.dtype for x in wide] == [torch.float32] * 2
-    assert_merged(wide, some[:3], 1e-6)
+    assert_merged(wide, want[:3], 1e-6)
     forward.combine(operand, some[3], last=True)
     assert [x.dtype for x in operand.partial] == [torch.float32 if stays_wide else torch.bfloat16, torch.float32]
-    assert_merged(operand.partial, some, 1e-6 if stays_wide else 2**-7)
-    operand.partial = tuple(x.clone() for x in some[0])
-    forward.combine(operand, some[1], last=True)
-    assert_merged(operand.partial, some[:2], 1e-6 if stays_wide else 2**-7)
+    assert_merged(operand.partial, want, 1e-6 if stays_wide else 2**-7)
+    operand.partial = want[0][0], want[0][1].clone()
+    forward.combine(operand, want[1], last=True)
+    assert_merged(operand.partial, want[:2], 1e-6 if stays_wide else 2**-7)
 
 
 def assert_merged(got: tuple[Tensor, ...], some: list[tuple[Tensor, Tensor]], tolerance: float) -> None:
@@ -151,7 +154,10 @@ def test_the_kernel_compiles_for_a_gpu(merges: bool, combining: Callable[[str], 
     pointers = dict.fromkeys((*statistics, "to_out"), "*fp32") | dict.fromkeys(("out", "more_out"), "*bf16")
     types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(kernel, types, constexprs=constants)
-    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    told = [what for what, _ in groupby(re.findall(r"ld\.global|bar\.sync|st\.global", ptx))]
+    # What a warp writes in place no other has yet to read.
+    assert told == ["ld.global", *["bar.sync"] * merges, "st.global"]
 
 
 HERE = threading.local()
@@ -222,6 +228,7 @@ WHOLE = Case(dtype="bfloat16", shard=16)
         ("auto", {"ring": 4, "team": 1, "schedule": "published"}, False), ("auto", {"schedule": "published"}, False),
         ("kv", {"ring": 1, "ulysses": 2}, False), ("q", {"is_causal": True, "order": "head_tail"}, False),
         ("kv", {"ring": 4, "team": 1}, True), ("q", {"ring": 1, "team": 4}, True),
+        ("kv", {"ring": 4, "team": 1, "is_causal": True}, True),
     ], ids=str,
 )  # fmt: skip
 def test_the_last_partial_result_is_written_as_it_is_wanted(

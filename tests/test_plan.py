@@ -543,6 +543,10 @@ def test_as_fast_is_what_is_ranked_by_bytes() -> None:
     assert _because(ranked(9.9904, 200), first).why == "as fast, but more bytes cross nodes"
     assert _because(ranked(9.9904, 100), first).why == "as fast, and receives as much"
     assert _because(ranked(9.993, 50), first).why == "+0%: waits 3 ms longer, less of it hidden"
+    team = replace(ranked(9.9904, 50), handicap=0.3)
+    assert _because(team, first).why == "as fast: what has a team goes first where it saves 300 ms"
+    faster = replace(team, prediction=replace(team.prediction, seconds=9.8))
+    assert _because(faster, first).why == "-1.9%: what has a team goes first where it saves 300 ms"
 
 
 def test_the_same_sizes_are_equal_however_they_are_said() -> None:
@@ -607,8 +611,25 @@ def test_a_team_goes_first_where_it_saves_3_percent_of_attention(length: int, ba
         assert 1 - fastest / alone == pytest.approx(saved, abs=5e-4)
         assert (ranked[0].candidate.team > 1) == (saved > 0.03)
         behind = [one.why for one in ranked if one.seconds < 0.9999 * ranked[0].seconds]
-        assert all(why.endswith("%: a team goes first where it saves 3% of attention") for why in behind)
+        assert all("%: what has a team goes first where it saves " in why for why in behind)
         assert bool(behind) == (saved < 0.03)
+
+
+def test_a_margin_is_a_number() -> None:
+    for margin in (-0.1, math.nan):
+        with pytest.raises(ValueError, match=f"margin must be at least 0, got {margin}"):
+            plan(MODEL, SEQUENCE, cluster(), margin=margin)
+
+
+def test_what_is_run_is_the_choice_and_the_fastest() -> None:
+    link, sequence, model = Link(3e8, 1e-6), SequenceShape(2**12), ModelShape(hidden=64, heads=1, head_dim=64)
+    where = cluster(16, 1, intra=link, inter=link)
+    choice, fastest = (plan(model, sequence, where, margin=margin) for margin in (0.03, 0))
+    assert (choice.chosen.team, fastest.chosen.team > 1) == (1, True)
+    some = shortlist(fastest, 3, choice.ranked[:1])
+    assert some[:2] == [choice.ranked[0], fastest.ranked[0]]
+    assert len(some) == 3
+    assert [one.seconds for one in some[1:]] == sorted(one.seconds for one in some[1:])
 
 
 def test_what_is_run_is_of_different_meshes_or_schedules() -> None:

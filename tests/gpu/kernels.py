@@ -15,7 +15,7 @@ from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Score
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import Work, plan_work
 from wallfacer_dt.kernels import reference
-from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need
+from wallfacer_dt.kernels.block import CAUSAL, FULL, HALF, Band, BlockKernel, How, Need
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.registry import names, select_kernel
 from wallfacer_dt.layout import length_of
@@ -166,7 +166,7 @@ def _merging(place: Place, rows: int, before: torch.dtype, more: torch.dtype, af
     want = sum((x.double() * (its.double() - want_lse).exp().unsqueeze(-1) for x, its in parts), torch.zeros(()))
     operand, forward = Operand((more_out,), parts[0]), Forward(Scores(reference.KERNEL, 1.0), 128)
     forward.combine(operand, parts[1], last=after == more)
-    return _rounded(operand.partial, (want, want_lse))
+    return _rounded(operand.partial, (want, want_lse), after)
 
 
 def _adding(place: Place, rows: int, before: torch.dtype, more: torch.dtype, after: torch.dtype) -> Record:
@@ -174,14 +174,16 @@ def _adding(place: Place, rows: int, before: torch.dtype, more: torch.dtype, aft
     want = x.double() + y.double()
     operand = Operand((y,), (x,))
     Backward(Scores(reference.KERNEL, 1.0)).combine(operand, (y,), last=after == more)
-    return _rounded(operand.partial, (want,))
+    return _rounded(operand.partial, (want,), after)
 
 
-def _rounded(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> Record:
-    """Each computed in the accumulation dtype, and rounded to its own."""
+def _rounded(found: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype) -> Record:
+    """Each computed in the accumulation dtype, and the first rounded to this one."""
+    if found[0].dtype != dtype:
+        raise AssertionError(f"{found[0].dtype} where {dtype} is wanted")
     errors = [
         worst_error([(x.double(), right)]) / torch.finfo(x.dtype).eps for x, right in zip(found, want, strict=True)
     ]
-    if not max(errors) <= 64:
+    if not max(errors) <= (4 if dtype in HALF else 64):
         raise AssertionError(f"errors of {errors} roundings")
     return {"worst": max(errors)}

@@ -54,7 +54,8 @@ class Operand:
         data: keys: (k, v) or (k, v, k_shared), the last (B, 1, L, Hs) being the end of every head's key. Queries: (q,)
             forward, (q, grad_out, lse) backward, and what has come from elsewhere with a factor in place of ``out``.
         partial: forward, for queries: (out, lse). Backward: gradients of q, or of the keys' data. Empty until the
-            first call of a kernel, then as the kernel gave it, and from the second on in the accumulation dtype.
+            first call of a kernel, then as the kernel gave it, and from the second on in the accumulation dtype; when
+            it is complete perhaps in the inputs'.
         out: backward, for queries: their output, or one that has the same rowsum(grad_out * out).
         sent: data where it was received, to be sent on as it is.
         sent_partial: partial likewise.

@@ -62,8 +62,8 @@ def execute(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What a schedule computes for this rank's own queries and keys.
 
-    In the forward (out, lse) for queries and nothing for keys, in the backward gradients; as a kernel gave them, or in
-    the accumulation dtype.
+    In the forward (out, lse) for queries and nothing for keys, in the backward gradients; as a kernel gave them, in the
+    accumulation dtype, or rounded to the inputs'.
     """
     run = _Run(schedule, arithmetic, groups, {"q": queries, "kv": keys})
     with Waiting(run, run.ranks):

@@ -267,7 +267,7 @@ def _before(k: Spans, at: Ints) -> Ints:
 
 
 def _seen(k: Spans, mask: Mask, bounds: Ints, spans: Spans) -> tuple[Ints, Ints, Ints, Ints]:
-    """Of spans of queries, each in one document: its number, its first key, and the first row that an end does not see."""
+    """Of spans of queries, each in one document: its number, its first key, and what its two ends see up to."""
     document = np.searchsorted(bounds, spans[:, 0], "right")
     ahead = UNBOUNDED if mask.right is None else mask.right + 1
     high, last = (

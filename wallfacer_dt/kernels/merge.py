@@ -34,14 +34,13 @@ def is_fused(x: Tensor) -> bool:
 def combined(partial: Sequence[Tensor], more: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """By that kernel (out, lse) merged with another one, or (x,) with one added: the first of them in ``dtype``.
 
-    Computed in the accumulation dtype, and in place where the first has that dtype already.
+    Computed in the accumulation dtype, and in place of what is, and shall be, in that dtype.
     """
     from wallfacer_dt.kernels.merge_triton import combine_into
 
-    x, *lse = partial
-    into = tuple(partial)
-    if x.dtype != dtype:
-        into = torch.empty_like(x, dtype=dtype), *[torch.empty_like(n) for n in lse]
+    wide = accumulation_dtype(dtype)
+    wanted = zip(partial, (dtype, wide), strict=False)
+    into = tuple([x if x.dtype == own == wide else torch.empty_like(x, dtype=own) for x, own in wanted])
     combine_into(partial, more, into)
     return into
 

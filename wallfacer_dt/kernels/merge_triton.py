@@ -1,6 +1,7 @@
 """Merging partial results, and adding them up, as one Triton kernel: read once, and written once as they are wanted.
 
-Imported where they are on CUDA. Run under Triton's interpreter on the CPU (3.7.1); merging on an H200, too (3.6.0).
+Imported where they are on CUDA. Run under Triton's interpreter on the CPU (3.7.1), and compiled for sm_90. On an H200
+(3.6.0) an earlier one ran, which merged alone.
 """
 
 import math
@@ -42,6 +43,8 @@ def combine_rows(
         largest = tl.where(largest == float("-inf"), 0.0, largest)  # of rows that have seen no key
         weight_mine, weight_theirs = tl.exp(mine - largest), tl.exp(theirs - largest)
         total = weight_mine + weight_theirs  # not a number if one of them is none
+        # Warps load an lse anew for the rows that they weigh, and it may be where it is written.
+        tl.debug_barrier()
         tl.store(to_lse + b * to_lse_b + n * to_lse_n + l * to_lse_l, largest + tl.log(total), is_row)
         share = weight_theirs / tl.where(total == 0.0, 1.0, total)
         tl.store(at_to, x + (y - x) * share[:, None], is_element)
@@ -63,7 +66,7 @@ def combine_into(partial: Partial, more: Partial, into: Partial) -> None:
         tensors += [*some, None][:2]
         strides += [n for each in some for n in each.stride()] + [0, 0, 0] * (not lse)
     batch, heads, length, *widths = into[0].shape
-    width, rows = math.prod(widths), batch * heads * length
+    width, rows = max(1, math.prod(widths)), batch * heads * length
     padded = triton.next_power_of_2(width)
     # Who merges a row writes its lse; a sum's rows are perhaps a layer's weights.
     columns = padded if len(into) == 2 else min(padded, _ELEMENTS)

@@ -2,9 +2,9 @@
 
 Note [What predictions do not tell apart]
 Predicted times are right to a few percent. A team's rank gathers, merges and exchanges more than one of a ring or of
-Ulysses alone, and is right where that saves time on links: where a team is predicted to save less than 3% of
-attention's time, what has none goes first. On emulated clusters a predicted choice was slower than a ring or USP
-by up to 3.6% without this, always by a team (docs/benchmarks/cluster.md).
+Ulysses alone, and is right where that saves time on links. So it is ranked behind what is predicted of it by 3% of its
+attention's time, forward and backward. On emulated clusters a predicted choice was slower than a ring or USP by up to
+3.6% without this, and always had a team (docs/benchmarks/cluster.md).
 """
 
 import heapq
@@ -204,6 +204,7 @@ def plan(
     only: Sequence[Candidate] | None = None,
     profile: "Profile | None" = None,
     keep: int | None = 5,
+    margin: float = 0.03,
 ) -> Plan:
     """Choose how the ranks of a cluster share sequences (WallFacer section 3.4, with more to choose from).
 
@@ -218,16 +219,20 @@ def plan(
         only: the attentions to choose from, instead of all.
         profile: what was measured; it goes before what is predicted.
         keep: how many plans to rank, None for all, which takes longer: memory is predicted for no more than that takes.
+        margin: a team is ranked as if its attention took longer by this part, see Note [What predictions do not tell
+            apart].
 
     Returns:
         The plan.
 
     Raises:
         PlanningError: nothing fits into memory.
-        ValueError: ``only`` or ``profile`` are of other ranks.
+        ValueError: ``only`` or ``profile`` are of other ranks, ``keep`` is below 1, or ``margin`` below 0.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1 or None, got {keep}")
+    if not margin >= 0:
+        raise ValueError(f"margin must be at least 0, got {margin}")
     if profile is not None:
         profile.check_is_of(cluster)
     some = list(attentions(model, sequence, cluster) if only is None else only)
@@ -235,7 +240,7 @@ def plan(
     if others or not some:
         given = f"{others[0]} of {others[0].size}" if others else "none"
         raise ValueError(f"only must be attentions of the cluster's {cluster.ranks} ranks, got {given}")
-    search = _Search(model, sequence, cluster, profile)
+    search = _Search(model, sequence, cluster, profile, margin)
     search.add(some)
     ranked, dropped = search.run(keep)
     if not ranked:
@@ -253,7 +258,6 @@ def plan(
     return Plan(model, sequence, cluster, explained, too_large, len(some))
 
 
-_CLOSE = 0.03  # of attention's time
 _UNKNOWN = -1  # bytes, so that a choice is looked at before those that are as fast
 
 
@@ -290,8 +294,10 @@ class _Search:
     and rotations, the least that they compute; then of each choice the least that it takes, what it takes, its memory.
     """
 
-    def __init__(self, model: ModelShape, sequence: SequenceShape, cluster: Cluster, profile: "Profile | None") -> None:
-        self.model, self.sequence, self.cluster, self.profile = model, sequence, cluster, profile
+    def __init__(
+        self, model: ModelShape, sequence: SequenceShape, cluster: Cluster, profile: "Profile | None", margin: float
+    ) -> None:
+        self.model, self.sequence, self.cluster, self.profile, self.margin = model, sequence, cluster, profile, margin
         self.queue: list[tuple[tuple, int, int, _Choice | _Meshes]] = []
         self.left: list[int] = []
 
@@ -336,7 +342,7 @@ class _Search:
         spent = [of(way.line) for way in cost.ways]
         handicap = 0.0
         if attention.team > 1:
-            handicap = _CLOSE * model.layers * (cost.forward.seconds + cost.backward.seconds)
+            handicap = self.margin * model.layers * (cost.forward.seconds + cost.backward.seconds)
         for candidate in with_layers(attention, model):
             measured = profile.seconds(candidate, model, sequence) if profile else None
             seconds = self._least_step(candidate, spent)
@@ -447,10 +453,12 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
         return replace(one, why=f"measured {slower:+.0%}")
     if first.measured is not None:
         return replace(one, why="not measured")
-    if _rounded(p.seconds) == _rounded(best.seconds):
+    is_as_fast = _rounded(p.seconds) == _rounded(best.seconds)
+    if one.handicap > first.handicap and (is_as_fast or p.seconds < best.seconds):
+        how = "as fast" if is_as_fast else f"{slower:+.1%}"
+        return replace(one, why=f"{how}: what has a team goes first where it saves {said_seconds(one.handicap)}")
+    if is_as_fast:
         return replace(one, why=_as_fast(p, best))
-    if slower < 0:
-        return replace(one, why=f"{slower:+.1%}: a team goes first where it saves {_CLOSE:.0%} of attention")
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
         return replace(one, why=f"{slower:+.0%}: waits {said_seconds(waits)} longer{_more_bytes(p, best)}")

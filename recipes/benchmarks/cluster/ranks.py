@@ -57,7 +57,7 @@ class Rank:
             return Probe.on("cpu", self.machines.per_node).links().as_json()
 
     def choose(self, case: Case, cluster: wf.Cluster, top: int) -> dict[str, Any]:
-        """What is predicted to be the fastest, and what is when the best few are run."""
+        """What a plan chooses, and what is fastest when that and those predicted to be fastest are run."""
         began = time.perf_counter()
         with _clocked(case), _messages():
             chosen, seen = wf.profile(

@@ -65,7 +65,7 @@ def profile(
     ] = Path("profile.json"),
     as_document: Json = False,
 ) -> None:
-    """Measure links and kernels, run the few best plans of attention, and choose the fastest.
+    """Measure links and kernels, run the few fastest plans of attention, and choose the fastest.
 
     \b
     torchrun --nproc-per-node 4 -m wallfacer_dt.command profile --seq 4096 --hidden 1024 \\
