@@ -1,6 +1,7 @@
 """Partial results merged, and added up, by Triton's kernel as on CUDA: here under its interpreter, on the CPU."""
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -142,6 +143,15 @@ def assert_merged(got: tuple[Tensor, ...], some: list[tuple[Tensor, Tensor]], to
     want = sum(out.double() * w.unsqueeze(-1) for out, w in zip((x for x, _ in some), lses.softmax(0), strict=True))
     assert worst_error([(got[0].double(), want)]) <= tolerance
     assert worst_error([(got[1].double(), lses.logsumexp(0))]) <= 1e-6
+
+
+@pytest.mark.usefixtures("fused")
+def test_what_has_no_width_is_left_alone() -> None:
+    lse = torch.zeros(1, 1, 4)
+    some = [(torch.randn(1, 1, 4, 3)[..., :0], lse.clone()) for _ in range(2)]
+    into = merge.combined(*some, torch.float32)
+    assert into[1].allclose(lse + math.log(2))
+    assert merge.combined(some[0][:1], some[1][:1], torch.float32)[0].shape == (1, 1, 4, 0)
 
 
 @pytest.mark.parametrize("merges", [True, False])

@@ -544,9 +544,16 @@ def test_as_fast_is_what_is_ranked_by_bytes() -> None:
     assert _because(ranked(9.9904, 100), first).why == "as fast, and receives as much"
     assert _because(ranked(9.993, 50), first).why == "+0%: waits 3 ms longer, less of it hidden"
     team = replace(ranked(9.9904, 50), handicap=0.3)
-    assert _because(team, first).why == "as fast: what has a team goes first where it saves 300 ms"
+    assert _because(team, first).why == "as fast: a team goes first where it saves 300 ms"
     faster = replace(team, prediction=replace(team.prediction, seconds=9.8))
-    assert _because(faster, first).why == "-1.9%: what has a team goes first where it saves 300 ms"
+    assert _because(faster, first).why == "-1.9%: a team goes first where it saves 300 ms"
+    other = replace(faster, prediction=replace(faster.prediction, seconds=9.7), handicap=0.5)
+    assert _because(other, faster).why == "-1.0%: a team goes first where it saves 200 ms"
+    alike = replace(faster, prediction=replace(faster.prediction, seconds=9.8002, node_bytes=400), handicap=0.3001)
+    assert _because(alike, faster).why == "as fast, but more bytes cross nodes"
+    assert _because(replace(alike, prediction=replace(alike.prediction, seconds=9.7998)), faster).why.startswith(
+        "as fast, but"
+    )
 
 
 def test_the_same_sizes_are_equal_however_they_are_said() -> None:
@@ -611,13 +618,13 @@ def test_a_team_goes_first_where_it_saves_3_percent_of_attention(length: int, ba
         assert 1 - fastest / alone == pytest.approx(saved, abs=5e-4)
         assert (ranked[0].candidate.team > 1) == (saved > 0.03)
         behind = [one.why for one in ranked if one.seconds < 0.9999 * ranked[0].seconds]
-        assert all("%: what has a team goes first where it saves " in why for why in behind)
+        assert all("%: a team goes first where it saves " in why for why in behind)
         assert bool(behind) == (saved < 0.03)
 
 
 def test_a_margin_is_a_number() -> None:
-    for margin in (-0.1, math.nan):
-        with pytest.raises(ValueError, match=f"margin must be at least 0, got {margin}"):
+    for margin in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"margin must be at least 0, and a number, got {margin}"):
             plan(MODEL, SEQUENCE, cluster(), margin=margin)
 
 

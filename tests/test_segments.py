@@ -149,6 +149,7 @@ def planned_work(draw: st.DrawFn) -> tuple[Case, list[np.ndarray], list[np.ndarr
 @examples(200)
 @given(st.data())
 def test_blocks_whose_spans_are_seen_as_a_whole_are_no_more_calls_than_stairs(data: st.DataObject) -> None:
+    """In a row of the batch; where rows differ, other windows may make a call more of both."""
     case = data.draw(masked())
     mask = replace(planned(case), asked=False)
     assume(mask.left is None)

@@ -164,10 +164,12 @@ def _merging(place: Place, rows: int, before: torch.dtype, more: torch.dtype, af
     want_lse = torch.logaddexp(lse.double(), more_lse.double())
     parts = ((out, lse), (more_out, more_lse))
     want = sum((x.double() * (its.double() - want_lse).exp().unsqueeze(-1) for x, its in parts), torch.zeros(()))
-    found = [_merged(parts, last=after == more) for _ in range(200 if place.is_gpu else 2)]
-    if not all(torch.equal(x, y) for some in found[1:] for x, y in zip(found[0], some, strict=True)):
-        raise AssertionError("it gives other bits when it is made again")
-    return _rounded(found[0], (want, want_lse), after)
+    found = _merged(parts, last=after == more)
+    for _ in range(200 if place.is_gpu else 2):
+        again = _merged(parts, last=after == more)
+        if not all(torch.equal(x, y) for x, y in zip(found, again, strict=True)):
+            raise AssertionError("it gives other bits when it is made again")
+    return _rounded(found, (want, want_lse), after)
 
 
 def _merged(parts: tuple[tuple[Tensor, Tensor], ...], *, last: bool) -> tuple[Tensor, ...]:

@@ -48,6 +48,8 @@ class Mask:
         """Where a row's documents begin, and where the last one ends."""
         if not self._bounds:  # of thousands of documents it takes as long as what it is asked for
             self._bounds[:] = map(np.array, self.documents or ((0, UNBOUNDED),))
+            for bounds in self._bounds:
+                bounds.setflags(write=False)
         return self._bounds[row if self.documents else 0]
 
     def reach(self, row: int, queries: Spans) -> Spans:

@@ -289,6 +289,8 @@ def _whole(q: Spans, k: Spans, mask: Mask, bounds: Ints) -> list[Call] | None:
         return []
     starts = np.flatnonzero(np.append(True, (segments[1:, 2:] != segments[:-1, 2:]).any(1)))
     segments = np.concatenate([segments[starts, :1], segments[np.append(starts[1:], len(segments)) - 1, 1:]], -1)
+    if (segments[_MOST:, 2] == segments[:-_MOST, 2]).any():
+        return None
     calls = [(_FULL, some) for some in _apart(segments)]
     # Single queries that see one key more each may be stairs, and fewer calls.
     are_stairs = len(calls) == 2 and (segments[:, 1] - segments[:, 0] == 1).all()

@@ -66,14 +66,14 @@ def combine_into(partial: Partial, more: Partial, into: Partial) -> None:
         tensors += [*some, None][:2]
         strides += [n for each in some for n in each.stride()] + [0, 0, 0] * (not lse)
     batch, heads, length, *widths = into[0].shape
-    width, rows = max(1, math.prod(widths)), batch * heads * length
-    padded = triton.next_power_of_2(width)
+    width, rows = math.prod(widths), batch * heads * length
+    padded = triton.next_power_of_2(max(1, width))
     # Who merges a row writes its lse; a sum's rows are perhaps a layer's weights.
     columns = padded if len(into) == 2 else min(padded, _ELEMENTS)
     per_program = max(1, _ELEMENTS // columns)
     wide = tl.float64 if into[0].dtype == torch.float64 else tl.float32
     kernel: Any = combine_rows
     with torch.accelerator.device_index(into[0].device.index):  # Triton runs on the current device
-        kernel[(triton.cdiv(rows, per_program), triton.cdiv(width, columns))](
+        kernel[(triton.cdiv(rows, per_program), triton.cdiv(max(1, width), columns))](
             *tensors, heads, length, width, rows, *strides, DTYPE=wide, WIDTH=columns, ROWS=per_program
         )

@@ -227,12 +227,12 @@ def plan(
 
     Raises:
         PlanningError: nothing fits into memory.
-        ValueError: ``only`` or ``profile`` are of other ranks, ``keep`` is below 1, or ``margin`` below 0.
+        ValueError: ``only`` or ``profile`` are of other ranks, ``keep`` is below 1, or ``margin`` below 0 or infinite.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1 or None, got {keep}")
-    if not margin >= 0:
-        raise ValueError(f"margin must be at least 0, got {margin}")
+    if not 0 <= margin < float("inf"):
+        raise ValueError(f"margin must be at least 0, and a number, got {margin}")
     if profile is not None:
         profile.check_is_of(cluster)
     some = list(attentions(model, sequence, cluster) if only is None else only)
@@ -454,10 +454,11 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     if first.measured is not None:
         return replace(one, why="not measured")
     is_as_fast = _rounded(p.seconds) == _rounded(best.seconds)
-    if one.handicap > first.handicap and (is_as_fast or p.seconds < best.seconds):
-        how = "as fast" if is_as_fast else f"{slower:+.1%}"
-        return replace(one, why=f"{how}: what has a team goes first where it saves {said_seconds(one.handicap)}")
-    if is_as_fast:
+    is_ranked_as_fast = _rounded(p.seconds + one.handicap) == _rounded(best.seconds + first.handicap)
+    if one.handicap > first.handicap and not is_ranked_as_fast and (is_as_fast or p.seconds < best.seconds):
+        how, more = "as fast" if is_as_fast else f"{slower:+.1%}", said_seconds(one.handicap - first.handicap)
+        return replace(one, why=f"{how}: a team goes first where it saves {more}")
+    if is_as_fast or is_ranked_as_fast:
         return replace(one, why=_as_fast(p, best))
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
