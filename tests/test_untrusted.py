@@ -34,7 +34,7 @@ PROFILE = Profile(
 )
 CASE = next(iter(cases()))
 WAYS = {
-    name: record.Measured(way, (0.1, 0.2), ((0.1, 0.2), (0.3, 0.4)), (0.05, 0.1), 1 << 20)
+    name: record.Measured(way, (0.1, 0.2), ((0.1, 0.2), (0.3, 0.4)), (0.05, 0.1), 1 << 20, (0.05, 0.1))
     for name, way in list(contenders(CASE).items())[:2]
 }
 RESULT = record.Result(CASE, "abc", "2 cores", WAYS, (0.1, 0.2), 3.0)

@@ -23,11 +23,11 @@ class Measured:
     rounds: tuple[tuple[float, float], ...]  # seconds, by round
     busy: tuple[float, float]  # seconds in which the busiest device computed
     node_bytes: int  # that came into the busiest node, headers included, in both together
-    held: tuple[float, float] | None = None  # seconds a device held its rank, at most, in the best round; None: unknown
+    held: tuple[float, float]  # seconds a device held its rank, at most, in the best round
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) times that are none."""
-        pairs = (self.predicted, self.busy, *self.rounds, *([self.held] if self.held else []))
+        pairs = (self.predicted, self.busy, self.held, *self.rounds)
         if not self.rounds or not all(seconds > 0 for pair in pairs for seconds in pair) or self.node_bytes < 0:
             raise ValueError("seconds must be above 0, of at least one round, and bytes at least 0")
 
@@ -59,8 +59,8 @@ class Measured:
 
     @property
     def overslept(self) -> float:
-        """For how much longer than it computes a device held its rank, as a part of that; 0 if unknown."""
-        return sum(self.held or self.busy) / sum(self.busy) - 1
+        """For how much longer than it computes a device held its rank, as a part of that."""
+        return sum(self.held) / sum(self.busy) - 1
 
     @property
     def error(self) -> float:
@@ -104,9 +104,7 @@ def _results(path: Path) -> list[Result]:
     results = []
     for number, given in enumerate(read_packed_lines(path, _MOST_BYTES) if path.exists() else (), 1):
         try:
-            # Older ones do not say for how long devices held their ranks.
-            ways = {name: {"held": None, **way} for name, way in given["ways"].items()}
-            results.append(make(Result, {**given, "ways": ways}))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            results.append(make(Result, given))
+        except (TypeError, ValueError) as error:
             raise FileError(path, f"is no record, line {number}: {error}") from error
     return results

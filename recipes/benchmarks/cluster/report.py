@@ -64,7 +64,7 @@ def _tables(results: Mapping[Case, Result]) -> Iterator[Table]:
             _summed(f"busy, {way}, ratio 0.5, %", [100 / one.over_busy[which] for one in chosen], ".1f")
             for which, way in enumerate(("forward", "backward"))
         ),
-        _summed("kernels slept above their time, %", [100 * one.overslept for one in every if one.held], ".1f"),
+        _summed("kernels slept above their time, %", [100 * one.overslept for one in every], ".1f"),
         _summed("spread of the rounds, %", [100 * one.spread for one in every if len(one.rounds) > 1], ".1f"),
         *(
             _summed(f"{name} / profiled", [x for r in results.values() if (x := over(r, name)) is not None], ".2f")

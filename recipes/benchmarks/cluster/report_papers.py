@@ -63,7 +63,6 @@ _METP = (
     "computed while something is sent. The paper's condition is a ratio below 1 (its section 3.2: 1,040 tokens a rank)."
 )
 
-
 _HEADS = (
     "The same, 8 heads, whose weights come a group after the other while keys and values go round the ring: both have "
     "this ratio to what is computed of them. The paper has no figure of it; its condition (section 4.3) is that of the "
