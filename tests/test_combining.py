@@ -150,7 +150,7 @@ def test_what_has_no_width_is_left_alone() -> None:
     lse = torch.zeros(1, 1, 4)
     some = [(torch.randn(1, 1, 4, 3)[..., :0], lse.clone()) for _ in range(2)]
     into = merge.combined(*some, torch.float32)
-    assert into[1].allclose(lse + math.log(2))
+    assert worst_error([(into[1], lse + math.log(2))]) <= 1e-6
     assert merge.combined(some[0][:1], some[1][:1], torch.float32)[0].shape == (1, 1, 4, 0)
 
 
