@@ -39,7 +39,8 @@ SAID = [
     ("killed in the forward", waiting(5, "attention", 1)),
     ("killed in the backward", waiting(5, "the backward of attention", 1)),
     ("killed in the optimizer", waiting(6, "attention", 0)),
-    ("killed in a save", r"step 5 of 8: .*(did not come within 0:00:10, or was lost|waited for .* in vain: )"),
+    # What is kept is written beside the next step.
+    ("killed in a save", r"step [56] of 8: .*(did not come within 0:00:10, or was lost|waited for .* in vain: )"),
     ("leaves the loop", waiting(5, "attention", 0)),
     ("rank 0 is killed in the backward", waiting(5, "the backward of attention", 1, rank=0)),
     ("another version", r"the version of torch.* on every rank of the mesh, got .*rank 2: .*, another"),

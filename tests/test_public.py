@@ -108,7 +108,7 @@ metp_attention_volume
 note_progress
     what
 plan
-    model, sequence, cluster, *, only=None, profile=None, keep=5
+    model, sequence, cluster, *, only=None, profile=None, keep=5, margin=0.03
 profile
     model, sequence, device_type, *, ranks_per_node=None, memory=None, top=4, iterations=3, turns=None,
     build=None, kernel='auto', cluster=None, path=None
