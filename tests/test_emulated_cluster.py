@@ -345,6 +345,7 @@ def test_what_a_page_is_made_of_is_no_change(tmp_path: Path, monkeypatch: pytest
     assert "dirty" not in clean
     for path in page.parent.glob("cluster[._]*"):
         path.write_text("other")
+    Path("docs/cluster.jsonl.gz").unlink()
     assert commit(page) == clean
     assert commit() == f"{clean}-dirty"
     for name in ("docs/clusters.md", "cluster.md"):

@@ -65,9 +65,9 @@ def commit(page: Path | None = None) -> str:
     def git(*words: str) -> list[str]:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.splitlines()
 
-    own = {path.resolve() for path in page.parent.glob(f"{page.stem}[._]*")} if page else set()
+    own = tuple(f"{page.parent.resolve() / page.stem}{end}" for end in "._") if page else ()
     top, at = git("rev-parse", "--show-toplevel"), git("describe", "--always") or ["unknown"]
-    others = any(Path(*top, name).resolve() not in own for name in git("diff", "--name-only", "HEAD"))
+    others = any(not f"{Path(*top, name).resolve()}".startswith(own) for name in git("diff", "--name-only", "HEAD"))
     return at[0] + "-dirty" * others
 
 
