@@ -146,6 +146,15 @@ def assert_merged(got: tuple[Tensor, ...], some: list[tuple[Tensor, Tensor]], to
 
 
 @pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_merging_in_place_is_in_place(dtype: torch.dtype) -> None:
+    out, lse = torch.ones(1, 1, 2, 4, dtype=dtype), torch.zeros(1, 1, 2)
+    merge_(out, lse, 3 * out, lse.clone())
+    assert out.equal(torch.full_like(out, 2))
+    assert worst_error([(lse, torch.full_like(lse, math.log(2)))]) <= 1e-6
+
+
+@pytest.mark.usefixtures("fused")
 def test_what_has_no_width_is_left_alone() -> None:
     lse = torch.zeros(1, 1, 4)
     some = [(torch.randn(1, 1, 4, 3)[..., :0], lse.clone()) for _ in range(2)]

@@ -339,6 +339,13 @@ def test_rows_of_the_batch_are_one_call() -> None:
     assert str(call) == "batch 0: 0:8 x 0:8, batch 1: 0:8 x 0:8, batch 2: 0:3 x 0:3 | 3:8 x 3:8 causal"
 
 
+def test_where_documents_begin_is_not_to_be_written() -> None:
+    """It is kept with a mask, by which schedules are known again."""
+    for mask in (IS_CAUSAL, Mask(documents=((0, 3, 8),))):
+        with pytest.raises(ValueError, match="read-only"):
+            mask.bounds(0)[0] = 1
+
+
 def test_a_window_is_one_call_or_few_tiles() -> None:
     """A narrow window over many blocks: nearly every pair computed is seen, in a call for every block."""
     span = [np.array([[0, 4096]])]

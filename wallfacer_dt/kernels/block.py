@@ -88,7 +88,7 @@ class Forward(Protocol):
         """Return out (B, N, Lq, Hv) in q's dtype and lse (B, N, Lq), float32 or, for float64, float64.
 
         Of queries (B, N, Lq, H), keys (B, Nkv, Lk, H) and values (B, Nkv, Lk, Hv); no length is 0, and Nkv divides N. A
-        row that sees no key has out 0 and lse -inf.
+        row that sees no key has out 0 and lse -inf. What is returned may be written over.
         """
 
 
@@ -101,7 +101,8 @@ class Backward(Protocol):
         """Return dq, dk, dv in the inputs' dtype, of what :class:`Forward` takes.
 
         ``out`` and ``lse`` are those of the whole row, over all blocks; of ``out`` only rowsum(grad_out * out)
-        matters. A row with lse -inf, which sees no key of any block, has no gradient.
+        matters. A row with lse -inf, which sees no key of any block, has no gradient. What is returned may be
+        written over.
         """
 
 

@@ -46,12 +46,14 @@ def combined(partial: Sequence[Tensor], more: Sequence[Tensor], dtype: torch.dty
 
 
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Merge a partial result (B, N, L, H), (B, N, L) into ``out`` and ``lse``, which are wide, in place.
+    """Merge a partial result (B, N, L, H), (B, N, L) into ``out`` and ``lse``, in place.
 
     Either lse, or both, may be -inf where no key was visible; ``out`` is 0 there.
     """
     if is_fused(out):
-        combined((out, lse), (more_out, more_lse), out.dtype)
+        from wallfacer_dt.kernels.merge_triton import combine_into
+
+        combine_into((out, lse), (more_out, more_lse), (out, lse))
         return
     # -inf less a finite number: of a row that neither has seen the weight is 0, not NaN.
     weight = (more_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
