@@ -370,10 +370,12 @@ def _check_efficient(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tenso
 
 
 def _check_cudnn(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> None:
-    """As sdp_utils.cpp does, and that no plan is kept for another layout."""
-    tensors = query, key, value, *others
-    _check(*tensors)
-    assert all(x.is_contiguous() for x in tensors)
+    """As sdp_utils.cpp does, and that no plan is kept for another layout: out and its gradient are as query."""
+    _check(query, key, value, *others)
+    for x in (query, key, value):
+        assert any(y.is_contiguous() for y in (x, x.transpose(1, 2))), "it has gaps"
+    by_tokens = query.stride(1) < query.stride(2)
+    assert all((x.transpose(1, 2) if by_tokens else x).is_contiguous() for x in others)
     assert query.shape[1] % key.shape[1] == 0
     assert key.shape[2] > 1
 

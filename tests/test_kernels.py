@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from tests import flash_standins
 from tests.cases import rms
 from tests.strategies import examples
+from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.algorithms.blocks import Answers, Captured, recorded_mask
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference, registry, visible
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
@@ -34,6 +35,7 @@ from wallfacer_dt.kernels.merge import merge_, output_factor, output_from, sinks
 from wallfacer_dt.kernels.registry import register_kernel, select_kernel
 from wallfacer_dt.kernels.windows import flash_windows
 from wallfacer_dt.testing import worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 FLASH = select_kernel("flash", Need("cpu", torch.float64, 16, 16))
 SCALE = 0.3
@@ -691,6 +693,7 @@ def test_a_stand_in_for_an_output_of_next_to_no_gradient_is_finite() -> None:
 
 CPU = Need("cpu", torch.float32, 64, 64)
 CUDA = Need("cuda", torch.bfloat16, 128, 128)
+HOPPER = CUDA._replace(capability=(9, 0))
 
 
 def test_selecting_a_kernel() -> None:
@@ -699,6 +702,13 @@ def test_selecting_a_kernel() -> None:
         (CPU._replace(dtype=torch.float64, masked=True), "flash"),
         (CUDA, "flash"),
         (CUDA._replace(masked=True), "flex"),
+        (CUDA._replace(capability=(8, 0)), "flash"),
+        (CUDA._replace(capability=(10, 0)), "flash"),
+        (HOPPER, "cudnn"),
+        (HOPPER._replace(masked=True), "flex"),
+        (HOPPER._replace(windowed=True), "flash"),
+        (HOPPER._replace(deterministic=True), "flash"),
+        (HOPPER._replace(value_dim=136), "flash"),
     ]:
         assert select_kernel("auto", need).name == name
     assert select_kernel("flex", CUDA._replace(dtype=torch.float32)).name == "flex"
@@ -717,10 +727,42 @@ def test_what_auto_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             select_kernel("auto", CUDA)
             select_kernel("flash", CUDA)
-            select_kernel("auto", CUDA._replace(capability=(9, 0)))
-    first, on_hopper = (record.message for record in caplog.records)
-    assert first == "kernel='auto' is 'flash' on cuda"
-    assert on_hopper.startswith(first + ", where an H200 took half as long with 'flash_attn_4' and, ")
+            select_kernel("auto", HOPPER)
+            select_kernel("auto", HOPPER._replace(windowed=True))
+    assert [record.message for record in caplog.records] == [
+        "kernel='auto' is 'flash' on cuda",
+        "kernel='auto' is 'cudnn' on compute capability 9.x; where lengths are new at every step name 'flash', as it "
+        "plans each",
+        "kernel='auto' is 'flash' on cuda for windows and documents",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "windowed"),
+    [
+        ({}, False), ({"is_causal": True}, False), ({"window_size": (None, 0)}, False), ({"window_size": (-1, -1)}, False),
+        ({"window_size": (3, 0)}, True), ({"window_size": (None, 2)}, True), ({"is_causal": True, "prefix_length": 2}, True),
+        ({"document_ids": torch.zeros(1, 8, dtype=torch.int64)}, True), ({"cu_seqlens": torch.tensor([0, 8])}, True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_kernel_is_told_of_windows_and_documents(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], windowed: bool
+) -> None:
+    asked, first = [], select_kernel
+
+    def note(kernel: str, need: Need) -> BlockKernel:
+        asked.append(need.windowed)
+        return first(kernel, need)
+
+    for module in ("calls", "validation"):
+        monkeypatch.setattr(f"wallfacer_dt.{module}.select_kernel", note)
+    q = torch.randn(1, 2, 8, 8)
+    with fake_world(1, 0):
+        mesh = context_mesh("cpu", 1, 1)
+        context_parallel_attention(q, q, q, mesh, order=TokenOrder("contiguous", mesh), **options)
+    assert len(asked) > 1
+    assert set(asked) == {windowed}
 
 
 @pytest.mark.parametrize("kernel", ["flash", "flex"])
@@ -895,7 +937,7 @@ def test_flash_is_the_package_that_torch_was_told_to_call(
         select_kernel(asked, CUDA._replace(capability=(7, 5)))
     monkeypatch.setattr(flash_attn, "_missing", lambda package: "")
     with caplog.at_level("INFO"):
-        found = [select_kernel(asked, CUDA) for _ in range(3)]
+        found = [select_kernel(asked, need) for need in (CUDA, HOPPER, CUDA)]
     assert {kernel.name for kernel in found} == {name}
     assert [record.message for record in caplog.records] == [why]
     # Elsewhere nothing is activated.
@@ -911,14 +953,14 @@ def test_an_unknown_implementation_of_torchs_is_not_called_flash(monkeypatch: py
 
 
 def test_an_old_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = CUDA._replace(capability=(9, 0))
     for version, works in [(91500, False), (91501, True)]:
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert select_kernel("auto", HOPPER).name == ("cudnn" if works else "flash")
         if works:
-            assert select_kernel("cudnn", need).name == "cudnn"
+            assert select_kernel("cudnn", HOPPER).name == "cudnn"
         else:
             with pytest.raises(ValueError, match=r"kernel='cudnn' needs cuDNN 9\.15\.1 or later; got 91500"):
-                select_kernel("cudnn", need)
+                select_kernel("cudnn", HOPPER)
 
 
 @ON_CUDA

@@ -116,7 +116,7 @@ def _against_float64(
     wide = [torch.randn(2 * math.prod(size) + 1, dtype=torch.float64).to(place.device, dtype) for size in sizes]
     given = [x[1:].view(2, *size) for x, size in zip(wide, sizes, strict=True)]  # at no multiple of 16 bytes
     try:
-        kernel = select_kernel(name, Need.of(given[0], given[2], masked=masked, softcap=softcap))
+        kernel = select_kernel(name, Need.of(given[0], given[2], masked=masked, softcap=softcap, windowed=False))
     except ValueError as refusal:
         return {"refused": str(refusal)}
     exact = [x.double() for x in given]

@@ -13,8 +13,9 @@ row that sees no key has lse 0.
 
 cuDNN's (MHA.cpp, sdp_utils.cpp): it is given no bias, since -inf there gave NaN, its stand-in -65504 hides nothing from
 a row that sees no key, and gradients were NaN for some lengths (pytorch issues 139298, 177842, 196678). Nor does it
-take a single key. Its lse is (B, N, Lq, 1), both ways. It keeps plans by the layout of q, k and v, not of out, grad_out
-and lse: here all are contiguous. Where a plan could not be made, the next call of its kind crashes.
+take a single key. Its lse is (B, N, Lq, 1), both ways. It keeps plans by the strides of q, k and v, not of out, grad_out
+and lse: here all are without gaps, by heads or by tokens, out and grad_out as q, and lse is contiguous. Where a plan could
+not be made, the next call of its kind crashes.
 """
 
 from collections.abc import Callable
@@ -196,7 +197,7 @@ def _bias_of_heads(visible: Tensor | None, q: Tensor, k: Tensor) -> Tensor | Non
 def _cudnn_forward(
     aten: Any, q: Tensor, k: Tensor, v: Tensor, _visible: None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    operands = [x.contiguous() for x in loadable([q, k, v])]
+    operands = [_dense(x, like=x) for x in loadable([q, k, v])]
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*operands, None, True, 0.0, is_causal, False, scale=scale)
     return cropped(out, v), lse.squeeze(3)
 
@@ -205,12 +206,19 @@ def _cudnn_backward(
     aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     _visible: None, is_causal: bool, scale: float,
 ) -> Gradients:  # fmt: skip
-    operands = [x.contiguous() for x in loadable([grad_out, q, k, v, out])]
+    operands = loadable([grad_out, q, k, v, out])
+    operands = [_dense(x, like=y) for x, y in zip(operands, [operands[1], *operands[1:4], operands[1]], strict=True)]
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         *operands, lse.unsqueeze(-1).contiguous(), *_no_dropout(q), None, None, None, q.shape[2], k.shape[2], 0.0,
         is_causal, scale=scale,
     )  # fmt: skip
     return cropped(dq, q), cropped(dk, k), cropped(dv, v)
+
+
+def _dense(x: Tensor, like: Tensor) -> Tensor:
+    """x (B, N, L, H) without gaps, by tokens or by heads, as the other is."""
+    by_tokens = like.stride(1) < like.stride(2)
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if by_tokens else x.contiguous()
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:

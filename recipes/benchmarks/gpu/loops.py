@@ -39,7 +39,7 @@ def _loop(place: Place, kernel: str, ring: int, team: int, rate: float | None) -
     size, tokens = ring * team, 8192 if place.is_gpu else 16
     q, k, v = (place.drawn(n, tokens, 128) for n in (32, 8, 8))
     try:
-        one = select_kernel(kernel, Need.of(q, v, masked=False, softcap=0.0))
+        one = select_kernel(kernel, Need.of(q, v, masked=False, softcap=0.0, windowed=False))
     except ValueError as refusal:
         return {"refused": str(refusal)}
     grad_out = torch.randn_like(q)
@@ -86,20 +86,20 @@ def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length:
         both()
         torch.cuda.synchronize()
     shape, sequence = ModelShape(32 * 128, 32, 8), SequenceShape(length, is_causal=True)
-    ways = [Candidate(ring, team, order="head_tail", rotate=rotate) for rotate in ("kv", "q")]
-    most = min(attention_peaks(way, shape, sequence, 1, by_tokens=True).most for way in ways)
+    ways = {rotate: Candidate(ring, team, order="head_tail", rotate=rotate) for rotate in ("kv", "q")}
+    peaks = {rotate: attention_peaks(way, shape, sequence, 1, by_tokens=True).most for rotate, way in ways.items()}
     return {
         "host ms": host,
         "launches": len([event for event in profile.events() or () if event.device_type.name == "CUDA"]),
         "peak MiB": peak / 2**20,
-        "planner, MiB": (most - given) / 2**20,
+        **{f"planner, {rotate} rotates, MiB": (most - given) / 2**20 for rotate, most in peaks.items()},
     }
 
 
 @contextmanager
-def _copying(rate: float) -> Iterator[None]:
+def _copying(rate: float, priority: int = 0) -> Iterator[None]:
     """Collectives as copies on a stream of their own, with as long a sleep as they would take at GB/s."""
-    side, pending = torch.cuda.Stream(), {}
+    side, pending = torch.cuda.Stream(priority=priority), {}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(10**6)  # the first one loads it
     begin.record()
