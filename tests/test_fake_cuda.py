@@ -285,6 +285,34 @@ def test_calls_on_cuda(mesh: str, mask: str, variant: str, monkeypatch: pytest.M
                 assert all((kernel == "auto") or f"_{kernel}_" in name for name in watch.fused)
 
 
+class Laid(Watch):
+    """What kernels, or their adapters, have to copy since it has gaps, or lies in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        read = {"contiguous": (0,), "_flash_attention_backward": (0, 4)}.get(name, ())  # grad_out and out
+        copied = [args[i] for i in read if args[i].ndim == 4 and not args[i].is_contiguous()]
+        # An lse is (B, N, L, 1) to cuDNN.
+        self.copied += [f"{name} of {tuple(x.shape)}" for x in copied if x.shape[-1] > 1]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+@pytest.mark.parametrize("mesh", ["ring", "hybrid", "ulysses"])
+def test_what_lies_by_tokens_is_not_copied_for_a_kernel(mesh: str, kernel: str) -> None:
+    """Nor what is sent, gathered and exchanged of it."""
+    with fake_world(4, 1):
+        call = Call(mesh, "causal", Variant("function BLNH", kernel=kernel))
+        with MODE, torch.autograd.set_multithreading_enabled(False), Laid() as watch:
+            call()
+        assert watch.fused
+        assert not watch.copied
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_compiled_forward_is_one_operator(mask: str) -> None:
     """For every mask, whole graphs; a backward is traced by autograd's engine, which wants a device."""

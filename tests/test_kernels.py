@@ -401,6 +401,26 @@ def test_cudnn_is_attention_of_its_block(block: Block, offset: int) -> None:
     assert_right(flash_standins.KERNELS["cudnn on the CPU"], Block(*shifted, *block[4:]))
 
 
+LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads": Tensor.contiguous,
+    "tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "gaps": lambda x: torch.cat([x, x], 2)[:, :, : x.shape[2]],
+}
+"""How (B, N, L, H) may lie in memory."""
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (1, 5)], ids=str)
+def test_cudnn_is_right_however_its_operands_lie(lengths: tuple[int, int]) -> None:
+    """The stand-in sees that plans, which cuDNN keeps by the strides of q, k and v, fit out and its gradient."""
+    kernel, block = flash_standins.KERNELS["cudnn on the CPU"], ordinary(*lengths)
+    out, lse = reference.forward(*block[:3], block.how)
+    want = reference.backward(block.grad_out, *block[:3], out, lse, block.how)
+    for q, k, grad_out, mine in product(LAID.values(), repeat=4):
+        qkv = q(block.q), k(block.k), k(block.v)
+        assert worst(kernel.forward(*qkv, block.how), (out, lse)) <= 1e-12
+        assert worst(kernel.backward(grad_out(block.grad_out), *qkv, mine(out), lse, block.how), want) <= 1e-12
+
+
 @pytest.mark.parametrize(("name", "band", "lengths", "called"), [
     ("efficient", FULL, (40, 70), True), ("efficient", CAUSAL, (40, 70), True),
     ("efficient", Band(-3, 2), (40, 40), True),
@@ -731,8 +751,7 @@ def test_what_auto_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             select_kernel("auto", HOPPER._replace(windowed=True))
     assert [record.message for record in caplog.records] == [
         "kernel='auto' is 'flash' on cuda",
-        "kernel='auto' is 'cudnn' on compute capability 9.x; where lengths are new at every step name 'flash', as it "
-        "plans each",
+        "kernel='auto' is 'cudnn' on compute capability 9.x; it plans each new length: where all are new, name 'flash'",
         "kernel='auto' is 'flash' on cuda for windows and documents",
     ]
 
@@ -740,8 +759,10 @@ def test_what_auto_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("options", "windowed"),
     [
-        ({}, False), ({"is_causal": True}, False), ({"window_size": (None, 0)}, False), ({"window_size": (-1, -1)}, False),
-        ({"window_size": (3, 0)}, True), ({"window_size": (None, 2)}, True), ({"is_causal": True, "prefix_length": 2}, True),
+        ({}, False), ({"is_causal": True}, False),
+        ({"window_size": (None, 0)}, False), ({"window_size": (-1, -1)}, False),
+        ({"window_size": (3, 0)}, True), ({"window_size": (None, 2)}, True),
+        ({"is_causal": True, "prefix_length": 2}, True),
         ({"document_ids": torch.zeros(1, 8, dtype=torch.int64)}, True), ({"cu_seqlens": torch.tensor([0, 8])}, True),
     ],
     ids=str,

@@ -65,6 +65,18 @@ def test_any_strides() -> None:
     assert layout_of([x]).views(packed([x]))[0].equal(x)
 
 
+def test_heads_lie_by_tokens() -> None:
+    """So rows of one sequence have no gaps, and what lies so already is sent as it is."""
+    x = torch.randn(1, 5, 3, 2).transpose(1, 2)
+    (view,) = layout_of([x]).views(packed([x]))
+    assert view.equal(x)
+    assert view[:, :, 1:4].transpose(1, 2).is_contiguous()
+    assert packed([x]).data_ptr() == x.data_ptr()
+    by_heads = x.contiguous()
+    assert packed([by_heads]).data_ptr() != by_heads.data_ptr()
+    assert packed([by_heads]).equal(packed([x]))
+
+
 def test_a_strided_row_is_made_dense() -> None:
     """A column of one head and one token flattens to a strided view without a copy."""
     column, half = torch.arange(6.0).view(2, 1, 3)[..., :1], torch.ones(2, dtype=torch.bfloat16)

@@ -414,9 +414,10 @@ STATISTIC = 8 * 16 * 4 / KIB
         # laid out
         ((8, 1, 1), "BNLH", (16 + 8 * STATISTIC, 16 + 2 * STATISTIC + 16 + 8 + 16)),
         ((8, 1, 1), "BLNH", (16 + 8 * STATISTIC, 16 + 2 * STATISTIC + 16 + 8)),
-        # k and v, others' q, their out and lse; k and v, others' q, dO and two statistics, their dq, dk and dv before
-        # their hop, gradients as they are laid out
-        ((2, 4, 1), "BNLH", (16 + 24 + 24 + 11 * STATISTIC, 16 + 17 + 51 + 24 + 16 + 16)),
+        # k and v, q, which lies otherwise in a buffer, others' q, their out and lse; k and v, others' q, dO and two
+        # statistics, their dq, dk and dv before their hop, gradients as they are laid out
+        ((2, 4, 1), "BNLH", (16 + 8 + 24 + 24 + 11 * STATISTIC, 16 + 17 + 51 + 24 + 16 + 16)),
+        ((2, 4, 1), "BLNH", (16 + 24 + 24 + 11 * STATISTIC, 16 + 17 + 51 + 24 + 16)),
     ],
     ids=str,
 )  # fmt: skip

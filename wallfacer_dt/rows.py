@@ -146,5 +146,11 @@ def cut(x: Tensor, dim: int, start: int, n: int) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """``torch.cat``, which copies even a single tensor."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+    """``torch.cat``, which copies even a single tensor, and puts together by heads what lies by tokens."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    # Of (B, N, L, H), or without a head dim.
+    if first.ndim > 3 and dim == 2 and first.stride(1) < first.stride(2):
+        return torch.cat([x.transpose(1, 2) for x in parts], 1).transpose(1, 2)
+    return torch.cat(list(parts), dim)

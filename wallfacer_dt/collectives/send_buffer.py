@@ -1,7 +1,8 @@
 """Several tensors in one flat buffer, so that what travels together is one transfer.
 
 A buffer has the narrowest dtype among its tensors; wider ones come first, as their bits. No padding, so it is as large
-as its tensors. What is sent is copied once, from where it lies to its place; what arrives is seen in its place.
+as its tensors. What is sent is copied once, from where it lies to its place; what arrives is seen in its place. There
+(B, N, L, H) lie by tokens, as projections and kernels leave them: some tokens of one row of the batch have no gaps.
 """
 
 import math
@@ -52,7 +53,8 @@ class Layout(NamedTuple):
             ratio = place.dtype.itemsize // self.dtype.itemsize
             if (first + place.start) % ratio or any(stride % ratio for stride in over):
                 bits = bits.clone(memory_format=torch.contiguous_format)
-            found.append(bits.view(place.dtype).view(lead + place.shape))
+            wide = bits.view(place.dtype)
+            found.append(wide.as_strided(lead + place.shape, wide.stride()[:-1] + place.strides, wide.storage_offset()))
         return tuple(found)
 
     @property
@@ -69,19 +71,26 @@ def layout(*fields: tuple[Sequence[int], torch.dtype]) -> Layout:
     start = 0
     for i in sorted(range(len(fields)), key=lambda i: -fields[i][1].itemsize):
         shape, dtype = tuple(fields[i][0]), fields[i][1]
-        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         size = math.prod(shape) * dtype.itemsize // carrier.itemsize
-        places[i] = _Place(shape, strides, dtype, start, size)
+        places[i] = _Place(shape, _strides(shape), dtype, start, size)
         start += size
     is_one_dtype = all(dtype == carrier for _, dtype in fields)
     return Layout(carrier, start, tuple(places[i] for i in range(len(fields))), is_one_dtype)
 
 
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) == 4:
+        _, heads, length, width = shape
+        return heads * length * width, width, heads * width, 1
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def pack(tensors: Sequence[Tensor], places: Layout) -> Tensor:
-    """Tensors in a buffer of their own, zeros where it has room for more; a dense tensor alone is its own buffer."""
-    first = tensors[0]
-    if len(tensors) == 1 and first.is_contiguous() and (first.numel(), first.dtype) == (places.size, places.dtype):
-        return first.view(-1)
+    """Tensors in a buffer of their own, zeros where it has room for more; one that lies so is its own buffer."""
+    first, place = tensors[0], places.places[0]
+    is_alone = len(tensors) == 1 and (first.shape, first.dtype) == (place.shape, places.dtype)
+    if is_alone and first.stride() == place.strides:
+        return first.as_strided((places.size,), (1,), first.storage_offset())
     is_full = all(place.shape == x.shape for place, x in zip(places.places, tensors, strict=True))
     is_full = is_full and places.size == sum(place.size for place in places.places)
     buffer = (first.new_empty if is_full else first.new_zeros)(places.size, dtype=places.dtype)

@@ -13,9 +13,9 @@ row that sees no key has lse 0.
 
 cuDNN's (MHA.cpp, sdp_utils.cpp): it is given no bias, since -inf there gave NaN, its stand-in -65504 hides nothing from
 a row that sees no key, and gradients were NaN for some lengths (pytorch issues 139298, 177842, 196678). Nor does it
-take a single key. Its lse is (B, N, Lq, 1), both ways. It keeps plans by the strides of q, k and v, not of out, grad_out
-and lse: here all are without gaps, by heads or by tokens, out and grad_out as q, and lse is contiguous. Where a plan could
-not be made, the next call of its kind crashes.
+take a single key. Its lse is (B, N, Lq, 1), both ways. It keeps plans by the strides of q, k and v, not of out,
+grad_out and lse: here all are without gaps, by heads or by tokens, out and grad_out as q, and lse is contiguous. Where
+a plan could not be made, the next call of its kind crashes.
 """
 
 from collections.abc import Callable
@@ -197,7 +197,7 @@ def _bias_of_heads(visible: Tensor | None, q: Tensor, k: Tensor) -> Tensor | Non
 def _cudnn_forward(
     aten: Any, q: Tensor, k: Tensor, v: Tensor, _visible: None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    operands = [_dense(x, like=x) for x in loadable([q, k, v])]
+    operands = [_dense(x, x) for x in loadable([q, k, v])]
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*operands, None, True, 0.0, is_causal, False, scale=scale)
     return cropped(out, v), lse.squeeze(3)
 
@@ -207,7 +207,8 @@ def _cudnn_backward(
     _visible: None, is_causal: bool, scale: float,
 ) -> Gradients:  # fmt: skip
     operands = loadable([grad_out, q, k, v, out])
-    operands = [_dense(x, like=y) for x, y in zip(operands, [operands[1], *operands[1:4], operands[1]], strict=True)]
+    _, queries, keys, values, _ = operands
+    operands = [_dense(x, y) for x, y in zip(operands, (queries, queries, keys, values, queries), strict=True)]
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         *operands, lse.unsqueeze(-1).contiguous(), *_no_dropout(q), None, None, None, q.shape[2], k.shape[2], 0.0,
         is_causal, scale=scale,

@@ -67,9 +67,9 @@ def _unknown(kernel: str) -> str:
 def select_kernel(kernel: str, need: Need) -> BlockKernel:
     """The block kernel of a name; refuses (ValueError) an unknown one, and one that cannot run the call.
 
-    ``"auto"`` is torch's own: ``"cudnn"`` on compute capability 9.x, where that can run the call and there are no windows
-    and no documents, else ``"flash"``; for masks on CUDA ``"flex"``, for soft caps there ``"flash_attn"``. ``"flash"`` on
-    CUDA is the package that ``activate_flash_attention_impl`` has named. Which it is, is logged once.
+    ``"auto"`` is torch's own: ``"cudnn"`` on compute capability 9.x, where that can run the call and there are no
+    windows and no documents, else ``"flash"``; for masks on CUDA ``"flex"``, for soft caps there ``"flash_attn"``.
+    ``"flash"`` on CUDA is the package that ``activate_flash_attention_impl`` has named. Which it is, is logged once.
     """
     name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
     if name == "flash" and need.device_type == "cuda" and (activated := aten.activated()) in _ACTIVATED:
@@ -100,7 +100,7 @@ def _automatic(need: Need) -> tuple[str, str]:
         if need.windowed:
             return "flash", "on cuda for windows and documents"
         if _OURS["cudnn"].supports(need) is True:
-            return "cudnn", "on compute capability 9.x; where lengths are new at every step name 'flash', as it plans each"
+            return "cudnn", "on compute capability 9.x; it plans each new length: where all are new, name 'flash'"
     return "flash", "on cuda"
 
 
