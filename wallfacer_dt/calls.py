@@ -20,6 +20,7 @@ from wallfacer_dt.algorithms.replicated import Replicated
 from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
 from wallfacer_dt.algorithms.sequences import Sequences, exchanged
 from wallfacer_dt.algorithms.steps import Schedule, Side
+from wallfacer_dt.collectives.functional import check_gather
 from wallfacer_dt.collectives.groups import group_rank
 from wallfacer_dt.documents import boundaries, digest
 from wallfacer_dt.inputs import AttentionInputs
@@ -88,6 +89,7 @@ def make_call(options: Options, inputs: AttentionInputs) -> "Call":
         setting, groups = options.setting, plan.groups
         here = groups_here(setting.mesh, setting.place, setting.groups)
         plan = replace(plan, groups=Groups(setting.place, *here, groups.context, groups.context_ranks))
+    _check_gathers(plan, inputs.q.device)
     windowed = options.setting.options.is_windowed or bool(inputs.documents[0])
     need = Need.of(inputs.q, inputs.v, masked=bool(options.mask), softcap=options.softcap, windowed=windowed)
     answers = None
@@ -139,6 +141,16 @@ def _plan(
 
 
 _kept_plan = lru_cache(256)(_plan)
+
+
+def _check_gathers(plan: _Plan, device: torch.device) -> None:
+    """Refuse (ValueError) what is to be gathered where the backend cannot, before anything is sent."""
+    groups, are_all = plan.groups, bool(plan.replicated.count)
+    of_team = plan.options.setting.options.schedule != "rings"
+    gathers = (groups.ulysses, are_all), (groups.ring, are_all), (groups.team, are_all or of_team)
+    for size, (group, is_made) in zip(groups.place.axes, gathers, strict=True):
+        if size > 1 and is_made:
+            check_gather(device, group)
 
 
 def groups_here(mesh: str, place: Coordinate, groups: tuple[str, str, str]) -> tuple[str, str, str]:

@@ -22,17 +22,21 @@ _ops = torch.ops._c10d_functional
 
 
 def all_gather(buffer: Tensor, group: str) -> Tensor:
-    """Start gathering ``buffer`` (n,) from every rank of the group: pending (size * n,), by rank.
+    """Start gathering ``buffer`` (n,) from every rank of the group: pending (size * n,), by rank."""
+    check_gather(buffer.device, group)
+    return _ops.all_gather_into_tensor(buffer, group_size(group), group)
 
-    Refuses (ValueError) a buffer on a GPU in a group of gloo, whose gathering into one tensor would read it as the
-    host's memory, and end the process.
+
+def check_gather(device: torch.device, group: str) -> None:
+    """Refuse (ValueError) to gather what is on a GPU in a group of gloo.
+
+    Its gathering into one tensor would read a device's memory as the host's, and end the process.
     """
-    if buffer.is_cuda and is_sent_by(group, buffer.device, "gloo"):
+    if device.type == "cuda" and is_sent_by(group, device, "gloo"):
         raise ValueError(
             "gloo does not gather what is on cuda into one tensor: initialise the process group with 'nccl' or "
             "'cpu:gloo,cuda:nccl'"
         )
-    return _ops.all_gather_into_tensor(buffer, group_size(group), group)
 
 
 def permute(buffer: Tensor, to: int, source: int, size: int, group: str) -> Tensor:
