@@ -973,6 +973,16 @@ def test_an_unknown_implementation_of_torchs_is_not_called_flash(monkeypatch: py
     assert select_kernel("auto", CPU).name == "flash"
 
 
+def test_auto_leaves_cudnn_out_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert select_kernel("auto", HOPPER).name == "flash"
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0")
+    assert select_kernel("auto", HOPPER).name == "cudnn"
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert select_kernel("auto", HOPPER).name == "flash"
+    assert select_kernel("cudnn", HOPPER).name == "cudnn"
+
+
 def test_an_old_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, works in [(91500, False), (91501, True)]:
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)

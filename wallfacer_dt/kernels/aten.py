@@ -18,6 +18,7 @@ grad_out and lse: here all are without gaps, by heads or by tokens, out and grad
 a plan could not be made, the next call of its kind crashes.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -285,6 +286,12 @@ def activated() -> str | None:
     # Not in every version of torch.
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
+
+
+def prefers_cudnn(capability: tuple[int, int] | None) -> bool:
+    """Whether ``scaled_dot_product_attention`` takes cuDNN's before flash there; on 10.x, too, where none was run."""
+    is_left_out = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or not torch.backends.cuda.cudnn_sdp_enabled()
+    return capability is not None and capability[0] == 9 and not is_left_out
 
 
 def _supports_efficient(need: Need) -> bool | str:

@@ -96,7 +96,7 @@ def _automatic(need: Need) -> tuple[str, str]:
         return "flex", "for masks on cuda"
     if need.softcap:
         return "flash_attn", "for soft caps on cuda"
-    if need.capability and need.capability[0] == 9 and aten.activated() is None:
+    if aten.prefers_cudnn(need.capability) and aten.activated() is None:
         if need.windowed:
             return "flash", "on cuda for windows and documents"
         if _OURS["cudnn"].supports(need) is True:
