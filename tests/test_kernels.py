@@ -978,9 +978,23 @@ def test_auto_leaves_cudnn_out_as_torch_does(monkeypatch: pytest.MonkeyPatch) ->
     assert select_kernel("auto", HOPPER).name == "flash"
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0")
     assert select_kernel("auto", HOPPER).name == "cudnn"
+    with torch.backends.cudnn.flags(enabled=False):
+        assert select_kernel("auto", HOPPER).name == "flash"
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
     assert select_kernel("auto", HOPPER).name == "flash"
     assert select_kernel("cudnn", HOPPER).name == "cudnn"
+
+
+def test_cudnn_is_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ValueError, match="kernel='cudnn' needs cuDNN, which this torch has been built without"):
+        select_kernel("cudnn", HOPPER)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3004000)  # MIOpen's
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert select_kernel("auto", HOPPER).name == "flash"
+    with pytest.raises(ValueError, match="kernel='cudnn' runs on NVIDIA's GPUs"):
+        select_kernel("cudnn", HOPPER)
 
 
 def test_an_old_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,15 @@ def test_a_longer_place_is_filled_up_with_zeros() -> None:
     assert pack([x, y], places._replace(size=places.size + 3))[-3:].eq(0).all()
 
 
+def test_one_tensor_in_a_longer_buffer_is_filled_up_with_zeros() -> None:
+    """And not with what lies behind it in memory."""
+    for whole in (torch.ones(6, 3), torch.ones(2, 3)):
+        x = whole[:2]
+        places = layout_of([x])
+        buffer = pack([x], places._replace(size=places.size + 4))
+        assert buffer.tolist() == [1] * 6 + [0] * 4
+
+
 def test_any_strides() -> None:
     x = torch.arange(6.0).view(2, 3).T
     assert layout_of([x]).views(packed([x]))[0].equal(x)
@@ -75,6 +84,8 @@ def test_heads_lie_by_tokens() -> None:
     by_heads = x.contiguous()
     assert packed([by_heads]).data_ptr() != by_heads.data_ptr()
     assert packed([by_heads]).equal(packed([x]))
+    one = torch.randn(1, 1, 5, 2)  # head, by heads and by tokens
+    assert packed([one]).data_ptr() == one.data_ptr()
 
 
 def test_a_strided_row_is_made_dense() -> None:

@@ -290,8 +290,9 @@ def activated() -> str | None:
 
 def prefers_cudnn(capability: tuple[int, int] | None) -> bool:
     """Whether ``scaled_dot_product_attention`` takes cuDNN's before flash there; on 10.x, too, where none was run."""
-    is_left_out = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or not torch.backends.cuda.cudnn_sdp_enabled()
-    return capability is not None and capability[0] == 9 and not is_left_out
+    is_wanted = torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()
+    is_wanted = is_wanted and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    return capability is not None and capability[0] == 9 and is_wanted
 
 
 def _supports_efficient(need: Need) -> bool | str:
@@ -319,7 +320,11 @@ def _supports_cudnn(need: Need) -> bool | str:
         return "has no deterministic backward"
     if need.capability and need.capability[0] < 8:
         return f"runs on compute capability 8.0 and later; got {need.capability[0]}.{need.capability[1]}"
+    if torch.version.hip:  # whose devices are cuda's, and MIOpen's version is cuDNN's
+        return "runs on NVIDIA's GPUs"
     version = torch.backends.cudnn.version() if need.capability else None
+    if torch.version.cuda and need.capability and version is None:
+        return "needs cuDNN, which this torch has been built without"
     # What sdp_utils.cpp wants before it prefers it: earlier ones are wrong for lengths that 128 does not divide.
     if version is not None and version <= 91500:
         return f"needs cuDNN 9.15.1 or later; got {version}"

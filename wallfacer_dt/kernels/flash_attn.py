@@ -2,8 +2,8 @@
 
 Each is imported when it is first chosen: by name, or the first one for soft caps on CUDA. Called are the functions
 below their autograd, of flash-attn 2.8.3 (``flash_attn.flash_attn_interface``), of its repository at 0251105
-(``hopper/flash_attn_interface.py``) and of flash-attn-4 4.0.0b36 (``flash_attn/cute/interface.py``). All
-were run on an H200; the tests run these adapters with stand-ins of the same signatures.
+(``hopper/flash_attn_interface.py``) and of flash-attn-4 4.0.0b36 (``flash_attn/cute/interface.py``). All were run on
+an H200; the tests run these adapters with stand-ins of the same signatures.
 
 Sinks are no kernel's affair here: a sink is in a row's sum once, and a kernel would add it in every block.
 """

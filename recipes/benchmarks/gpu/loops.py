@@ -29,13 +29,14 @@ def loops(place: Place) -> Cases:
     for kernel in _KERNELS if place.is_gpu else _KERNELS[:1]:
         for ring, team in meshes if kernel == "flash" else meshes[1:3]:
             for rate in (None, 400, 100, 40) if place.is_gpu and kernel == "flash" else (None,):
-                case = f"{kernel}, ring {ring} x team {team}, hops at {rate} GB/s"
-                yield case, partial(_loop, place, kernel, ring, team, rate)
+                for priority in (0, -1) if rate and ring == 8 else (0,):
+                    case = f"{kernel}, ring {ring} x team {team}, hops at {rate} GB/s" + ", first" * -priority
+                    yield case, partial(_loop, place, kernel, ring, team, rate, priority)
     for ring in (4, 8) if place.is_gpu else ():
         yield f"torch's ring of {ring}", partial(_torch_ring, place, ring)
 
 
-def _loop(place: Place, kernel: str, ring: int, team: int, rate: float | None) -> Record:
+def _loop(place: Place, kernel: str, ring: int, team: int, rate: float | None, priority: int) -> Record:
     size, tokens = ring * team, 8192 if place.is_gpu else 16
     q, k, v = (place.drawn(n, tokens, 128) for n in (32, 8, 8))
     try:
@@ -51,11 +52,10 @@ def _loop(place: Place, kernel: str, ring: int, team: int, rate: float | None) -
         def both() -> None:
             attend().backward(grad_out)
 
-        with _copying(rate) if place.is_gpu and rate else nullcontext():
+        with _copying(rate, priority) if place.is_gpu and rate else nullcontext():
             found = {"forward ms": place.milliseconds(attend), "ms": place.milliseconds(both)}
         if place.is_gpu and rate is None:
-            given = sum(x.nbytes for x in (q, k, v, grad_out))
-            found |= _launches_and_memory(both, ring, team, size * tokens, given)
+            found |= _launches_and_memory(both, ring, team, size * tokens, sum(x.nbytes for x in (q, k, v, grad_out)))
     return {name: round(x, 3) for name, x in (found | _one_call(place, one, size * tokens // 2, tokens)).items()}
 
 
@@ -97,7 +97,7 @@ def _launches_and_memory(both: Callable[[], None], ring: int, team: int, length:
 
 
 @contextmanager
-def _copying(rate: float, priority: int = 0) -> Iterator[None]:
+def _copying(rate: float, priority: int) -> Iterator[None]:
     """Collectives as copies on a stream of their own, with as long a sleep as they would take at GB/s."""
     side, pending = torch.cuda.Stream(priority=priority), {}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
