@@ -754,9 +754,8 @@ BY_BACKEND = """\
 
 WallFacerParallel on a mesh `ulysses=2, ring=2`. The first three columns are eager on the CPU with that `kernel=`;
 DTensors and `torch.compile(fullgraph=True, backend="aot_eager")` have `kernel="auto"`. Under CUDA stands which kernel
-`"auto"` is there (on compute capability 9.x `cudnn` for `flash`, but for windows and documents), or the refusal, both
-of which are decided from names and dtypes: **nothing in these two columns was run**. Rows that all columns refuse in
-the same words are left out here.
+`"auto"` is there, or the refusal, both of which are decided from names and dtypes: **nothing in these two columns was
+run**. Rows that all columns refuse in the same words are left out here.
 """
 
 BY_RANK = """\

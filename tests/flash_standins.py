@@ -350,10 +350,15 @@ class Aten:
         assert logsumexp.shape == (*query.shape[:-1], 1), "The dim for input_names::Stats is invalid"
         assert (max_q, max_k) == (query.shape[2], key.shape[2])
         assert attn_bias is cum_seq_q is cum_seq_k is None
-        kv_heads = key.shape[1]
+        kv_heads, keys = key.shape[1], key.shape[2]
         key, value = (x.repeat_interleave(query.shape[1] // kv_heads, 1) for x in (key, value))
         scores = _scores(query, key, None, is_causal, scale)
         dq, dk, dv = _gradients(grad_out, query, key, value, out, logsumexp.squeeze(-1), scores, scale)
+        overflows = logsumexp < -88.7  # in float32, and what is multiplied with it is 0
+        if keys % 128 == 64 and not is_causal:
+            dq = dq.masked_fill(overflows, torch.nan)
+        if query.shape[2] == 1 and overflows.any():
+            dk, dv = dk * torch.nan, dv * torch.nan
         return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
 
 

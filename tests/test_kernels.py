@@ -27,7 +27,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from tests import flash_standins
 from tests.cases import rms
 from tests.strategies import examples
-from wallfacer_dt import TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.algorithms.blocks import Answers, Captured, recorded_mask
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference, registry, visible
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
@@ -35,7 +34,6 @@ from wallfacer_dt.kernels.merge import merge_, output_factor, output_from, sinks
 from wallfacer_dt.kernels.registry import register_kernel, select_kernel
 from wallfacer_dt.kernels.windows import flash_windows
 from wallfacer_dt.testing import worst_error
-from wallfacer_dt.testing.fake import fake_world
 
 FLASH = select_kernel("flash", Need("cpu", torch.float64, 16, 16))
 SCALE = 0.3
@@ -421,6 +419,19 @@ def test_cudnn_is_right_however_its_operands_lie(lengths: tuple[int, int]) -> No
         assert worst(kernel.backward(grad_out(block.grad_out), *qkv, mine(out), lse, block.how), want) <= 1e-12
 
 
+@pytest.mark.parametrize("name", ["cudnn on the CPU", "flash of CUDA on the CPU", "efficient on the CPU"])
+@pytest.mark.parametrize("lengths", [(40, 64), (64, 64), (70, 192), (192, 192), (1, 128), (1, 64)], ids=str)
+def test_rows_whose_scores_are_very_negative(name: str, lengths: tuple[int, int]) -> None:
+    """Of which exp(-lse) is no float32: the stand-in of cuDNN gives NaN where some of its versions do."""
+    block, far = ordinary(*lengths), 120 / SCALE
+    block.q[..., 0], block.k[..., 0], block.more_k[..., 0] = 1.0, -far, -far
+    for band in (FULL, CAUSAL) if lengths[0] == lengths[1] else (FULL,):
+        expected = oracle(some := block._replace(band=band))
+        assert expected.whole_lse.max() < -100
+        got = run(flash_standins.KERNELS[name], some, expected)
+        assert worst(got, (*expected[:2], *expected.grads)) <= 1e-12 * far
+
+
 @pytest.mark.parametrize(("name", "band", "lengths", "called"), [
     ("efficient", FULL, (40, 70), True), ("efficient", CAUSAL, (40, 70), True),
     ("efficient", Band(-3, 2), (40, 40), True),
@@ -722,13 +733,7 @@ def test_selecting_a_kernel() -> None:
         (CPU._replace(dtype=torch.float64, masked=True), "flash"),
         (CUDA, "flash"),
         (CUDA._replace(masked=True), "flex"),
-        (CUDA._replace(capability=(8, 0)), "flash"),
-        (CUDA._replace(capability=(10, 0)), "flash"),
-        (HOPPER, "cudnn"),
-        (HOPPER._replace(masked=True), "flex"),
-        (HOPPER._replace(windowed=True), "flash"),
-        (HOPPER._replace(deterministic=True), "flash"),
-        (HOPPER._replace(value_dim=136), "flash"),
+        (HOPPER, "flash"),
     ]:
         assert select_kernel("auto", need).name == name
     assert select_kernel("flex", CUDA._replace(dtype=torch.float32)).name == "flex"
@@ -748,42 +753,9 @@ def test_what_auto_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             select_kernel("auto", CUDA)
             select_kernel("flash", CUDA)
             select_kernel("auto", HOPPER)
-            select_kernel("auto", HOPPER._replace(windowed=True))
-    assert [record.message for record in caplog.records] == [
-        "kernel='auto' is 'flash' on cuda",
-        "kernel='auto' is 'cudnn' on compute capability 9.x; it plans each new length: where all are new, name 'flash'",
-        "kernel='auto' is 'flash' on cuda for windows and documents",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "windowed"),
-    [
-        ({}, False), ({"is_causal": True}, False),
-        ({"window_size": (None, 0)}, False), ({"window_size": (-1, -1)}, False),
-        ({"window_size": (3, 0)}, True), ({"window_size": (None, 2)}, True),
-        ({"is_causal": True, "prefix_length": 2}, True),
-        ({"document_ids": torch.zeros(1, 8, dtype=torch.int64)}, True), ({"cu_seqlens": torch.tensor([0, 8])}, True),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_kernel_is_told_of_windows_and_documents(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], windowed: bool
-) -> None:
-    asked, first = [], select_kernel
-
-    def note(kernel: str, need: Need) -> BlockKernel:
-        asked.append(need.windowed)
-        return first(kernel, need)
-
-    for module in ("calls", "validation"):
-        monkeypatch.setattr(f"wallfacer_dt.{module}.select_kernel", note)
-    q = torch.randn(1, 2, 8, 8)
-    with fake_world(1, 0):
-        mesh = context_mesh("cpu", 1, 1)
-        context_parallel_attention(q, q, q, mesh, order=TokenOrder("contiguous", mesh), **options)
-    assert len(asked) > 1
-    assert set(asked) == {windowed}
+    first, on_hopper = (record.message for record in caplog.records)
+    assert first == "kernel='auto' is 'flash' on cuda"
+    assert on_hopper.startswith(first + ", where an H200 took half as long with 'flash_attn_3' and 'flash_attn_4', ")
 
 
 @pytest.mark.parametrize("kernel", ["flash", "flex"])
@@ -973,18 +945,6 @@ def test_an_unknown_implementation_of_torchs_is_not_called_flash(monkeypatch: py
     assert select_kernel("auto", CPU).name == "flash"
 
 
-def test_auto_leaves_cudnn_out_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert select_kernel("auto", HOPPER).name == "flash"
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0")
-    assert select_kernel("auto", HOPPER).name == "cudnn"
-    with torch.backends.cudnn.flags(enabled=False):
-        assert select_kernel("auto", HOPPER).name == "flash"
-    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    assert select_kernel("auto", HOPPER).name == "flash"
-    assert select_kernel("cudnn", HOPPER).name == "cudnn"
-
-
 def test_cudnn_is_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -992,7 +952,6 @@ def test_cudnn_is_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         select_kernel("cudnn", HOPPER)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3004000)  # MIOpen's
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert select_kernel("auto", HOPPER).name == "flash"
     with pytest.raises(ValueError, match="kernel='cudnn' runs on NVIDIA's GPUs"):
         select_kernel("cudnn", HOPPER)
 
@@ -1000,7 +959,6 @@ def test_cudnn_is_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, works in [(91500, False), (91501, True)]:
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        assert select_kernel("auto", HOPPER).name == ("cudnn" if works else "flash")
         if works:
             assert select_kernel("cudnn", HOPPER).name == "cudnn"
         else:

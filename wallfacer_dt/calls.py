@@ -90,8 +90,7 @@ def make_call(options: Options, inputs: AttentionInputs) -> "Call":
         here = groups_here(setting.mesh, setting.place, setting.groups)
         plan = replace(plan, groups=Groups(setting.place, *here, groups.context, groups.context_ranks))
     _check_gathers(plan, inputs.q.device)
-    windowed = options.setting.options.is_windowed or bool(inputs.documents[0])
-    need = Need.of(inputs.q, inputs.v, masked=bool(options.mask), softcap=options.softcap, windowed=windowed)
+    need = Need.of(inputs.q, inputs.v, masked=bool(options.mask), softcap=options.softcap)
     answers = None
     if options.mask:
         mine = [range(*some.q) for some in plan.heads]

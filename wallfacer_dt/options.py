@@ -144,11 +144,6 @@ class AttentionOptions:
         return self.is_causal or self.mask_mod is not None or self.window != (-1, -1)
 
     @property
-    def is_windowed(self) -> bool:
-        """Whether a window or a prefix says what a query sees, beside ``is_causal``."""
-        return bool(self.prefix_length) or self.window not in ((-1, -1), (-1, 0))
-
-    @property
     def order_name(self) -> str:
         """Of the token order; empty where there is none, which only attention without a mask can do without."""
         return "" if self.order is None else self.order.name

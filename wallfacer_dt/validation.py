@@ -59,9 +59,7 @@ def check_call(inputs: AttentionInputs, setting: Setting) -> None:
     if not torch.compiler.is_compiling():
         sharding.check(inputs, setting.groups)
         masked, softcap = bool(setting.mask_key), setting.options.softcap or 0.0
-        windowed = setting.options.is_windowed or bool(inputs.documents[0])
-        need = Need.of(inputs.q, inputs.v, masked=masked, softcap=softcap, windowed=windowed)
-        select_kernel(setting.options.kernel, need)
+        select_kernel(setting.options.kernel, Need.of(inputs.q, inputs.v, masked=masked, softcap=softcap))
 
 
 def kind_of(inputs: AttentionInputs) -> Hashable:

@@ -91,7 +91,7 @@ def _by_kernel(pool: RankPool, place: Place, axes: Record, name: str, kernel: st
     """On threads, unless it refuses such calls."""
     q = torch.empty(1, 1, 1, _HEAD_DIM, device=place.device, dtype=place.dtypes[0])
     try:
-        select_kernel(kernel, Need.of(q, q, masked=False, softcap=0.0, windowed=False))
+        select_kernel(kernel, Need.of(q, q, masked=False, softcap=0.0))
     except ValueError as refusal:
         return {"refused": str(refusal)}
     return _on_ranks(_on_rank, pool, place, axes, name, True, False, kernel)

@@ -35,6 +35,8 @@ SHAPES = [
     (1, 77, 8, 2, 64, 64), (300, 100, 4, 4, 64, 64), (128, 128, 3, 3, 192, 128), (65, 65, 2, 1, 256, 256),
 ]  # fmt: skip
 """Rows, columns, heads, key heads, head dim and that of values."""
+FAR = [(192, 192), (70, 64), (1, 128), (333, 200)]
+"""Rows and columns with scores so low that exp(-lse) is no float32: some of cuDNN's backwards give NaN there."""
 BANDS = [FULL, CAUSAL, Band(0, None), Band(-40, 7), Band(-40, 0), Band(5, None), Band(None, -9), Band(0, 99)]
 
 
@@ -54,6 +56,10 @@ def kernels(place: Place) -> Cases:
                             case,
                             partial(_against_float64, place, name, dtype, shape, attend, mask is not None, softcap),
                         )
+            for lengths in FAR:
+                shape, attend = (*lengths, 4, 2, 64, 64), partial(_one_block, How(FULL, 0.1))
+                case = f"{name} {dtype} {shape} scores of about -100"
+                yield case, partial(_against_float64, place, name, dtype, shape, attend, about=-100.0)
 
 
 def segments(place: Place) -> Cases:
@@ -108,22 +114,24 @@ def _segments(
 
 def _against_float64(
     place: Place, name: str, dtype: torch.dtype, shape: tuple[int, ...], attend: Attend, masked: bool = False,
-    softcap: float = 0.0,
+    softcap: float = 0.0, about: float = 0.0,
 ) -> Record:  # fmt: skip
     rows, columns, heads, kv_heads, dim, value_dim = shape
     torch.manual_seed(0)
     sizes = ((heads, rows, dim), (kv_heads, columns, dim), (kv_heads, columns, value_dim), (heads, rows, value_dim))
     wide = [torch.randn(2 * math.prod(size) + 1, dtype=torch.float64).to(place.device, dtype) for size in sizes]
     given = [x[1:].view(2, *size) for x, size in zip(wide, sizes, strict=True)]  # at no multiple of 16 bytes
+    if about:
+        given[0][..., 0], given[1][..., 0] = 1, about / 0.1
     try:
-        kernel = select_kernel(name, Need.of(given[0], given[2], masked=masked, softcap=softcap, windowed=False))
+        kernel = select_kernel(name, Need.of(given[0], given[2], masked=masked, softcap=softcap))
     except ValueError as refusal:
         return {"refused": str(refusal)}
     exact = [x.double() for x in given]
     # Of the whole rows, which see more than this block.
     out = torch.randn_like(exact[3]).to(dtype)
     _, lse, *_ = attend(reference.KERNEL, *exact, out.double(), torch.zeros_like(exact[3][..., 0]))
-    lse = torch.logaddexp(lse, torch.randn_like(lse)).to(accumulation_dtype(dtype))
+    lse = torch.logaddexp(lse, about + torch.randn_like(lse)).to(accumulation_dtype(dtype))
     want = attend(reference.KERNEL, *exact, out.double(), lse.double())
     found = [attend(each, *given, out, lse) for each in (kernel, reference.KERNEL)]
     ratios = {}

@@ -15,10 +15,11 @@ cuDNN's (MHA.cpp, sdp_utils.cpp): it is given no bias, since -inf there gave NaN
 a row that sees no key, and gradients were NaN for some lengths (pytorch issues 139298, 177842, 196678). Nor does it
 take a single key. Its lse is (B, N, Lq, 1), both ways. It keeps plans by the strides of q, k and v, not of out,
 grad_out and lse: here all are without gaps, by heads or by tokens, out and grad_out as q, and lse is contiguous. Where
-a plan could not be made, the next call of its kind crashes.
+a plan could not be made, the next call of its kind crashes. For rows whose lse is below -88.7, of which exp(-lse) is
+infinite, the backward of some versions on compute capability 9.x gives NaN: where all keys are seen and 64 of them are
+more than a multiple of 128 (pytorch issue 196678, cudnn-frontend 628), and for a single query (cudnn-frontend 1072).
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ class Dense:
     # From torch's operators, grad_out, q, k, v, out, lse and these to dq, dk and dv.
     run_backward: Callable[..., Gradients]
     # Whether it can be told what rows see. Otherwise the reference computes such blocks, which are small squares of
-    # narrow windows, and single keys.
+    # narrow windows, and single queries and keys.
     is_told: bool = True
     operators: Callable[[], Any] = lambda: torch.ops.aten
 
@@ -106,7 +107,7 @@ def _is_square(how: How, q: Tensor, k: Tensor) -> bool:
 
 
 def _needs_no_telling(how: How, q: Tensor, k: Tensor) -> bool:
-    return k.shape[2] > 1 and (how.seen == FULL or (how.seen == CAUSAL and q.shape[2] == k.shape[2]))
+    return min(q.shape[2], k.shape[2]) > 1 and (how.seen == FULL or (how.seen == CAUSAL and q.shape[2] == k.shape[2]))
 
 
 def _seen(how: How, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
@@ -207,6 +208,8 @@ def _cudnn_backward(
     aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     _visible: None, is_causal: bool, scale: float,
 ) -> Gradients:  # fmt: skip
+    if not is_causal and k.shape[2] % 128 == 64:
+        return _in_two(aten, grad_out, q, k, v, out, lse, scale)
     operands = loadable([grad_out, q, k, v, out])
     _, queries, keys, values, _ = operands
     operands = [_dense(x, y) for x, y in zip(operands, (queries, queries, keys, values, queries), strict=True)]
@@ -215,6 +218,17 @@ def _cudnn_backward(
         is_causal, scale=scale,
     )  # fmt: skip
     return cropped(dq, q), cropped(dk, k), cropped(dv, v)
+
+
+def _in_two(
+    aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> Gradients:
+    """Gradients of keys that all rows see, the last 32 by themselves."""
+    first, last = (
+        _cudnn_backward(aten, grad_out, q, k[:, :, some], v[:, :, some], out, lse, None, False, scale)
+        for some in (slice(-32), slice(-32, None))
+    )
+    return first[0] + last[0], torch.cat([first[1], last[1]], 2), torch.cat([first[2], last[2]], 2)
 
 
 def _dense(x: Tensor, like: Tensor) -> Tensor:
@@ -286,13 +300,6 @@ def activated() -> str | None:
     # Not in every version of torch.
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
-
-
-def prefers_cudnn(capability: tuple[int, int] | None) -> bool:
-    """Whether ``scaled_dot_product_attention`` takes cuDNN's before flash there; on 10.x, too, where none was run."""
-    is_wanted = torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()
-    is_wanted = is_wanted and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-    return capability is not None and capability[0] == 9 and is_wanted
 
 
 def _supports_efficient(need: Need) -> bool | str:

@@ -121,7 +121,6 @@ class Need(NamedTuple):
         softcap: of the scores, 0.0 for none.
         capability: of the CUDA device; None elsewhere, and where there is no such device.
         deterministic: whether the same call must give the same bits: ``torch.use_deterministic_algorithms``.
-        windowed: whether rows see other bands than all keys or those up to their own: windows, documents, a prefix.
     """
 
     device_type: str
@@ -132,14 +131,14 @@ class Need(NamedTuple):
     softcap: float = 0.0
     capability: tuple[int, int] | None = None
     deterministic: bool = False
-    windowed: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, *, masked: bool, softcap: float, windowed: bool) -> "Need":
+    def of(cls, q: Tensor, v: Tensor, *, masked: bool, softcap: float) -> "Need":
         """What a call on q (B, N, L, H) and v (B, Nkv, L, Hv) asks."""
-        deterministic, capability = torch.are_deterministic_algorithms_enabled(), capability_of(q.device)
-        dims = q.shape[-1], v.shape[-1]
-        return cls(q.device.type, q.dtype, *dims, masked, softcap, capability, deterministic, windowed)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(
+            q.device.type, q.dtype, q.shape[-1], v.shape[-1], masked, softcap, capability_of(q.device), deterministic
+        )
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:

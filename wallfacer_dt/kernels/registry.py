@@ -11,6 +11,7 @@ _log = logging.getLogger(__name__)
 _OURS = {kernel.name: kernel for kernel in (*aten.KERNELS, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
 _ACTIVATED = {"FA3": "flash_attn_3", "FA4": "flash_attn_4"}
 """By torch's name of an implementation of flash attention, our adapter: torch's own unpacks two results of some."""
+_FASTER = ", where an H200 took half as long with 'flash_attn_3' and 'flash_attn_4', and, without windows, with 'cudnn'"
 _registered: dict[str, BlockKernel] = {}
 
 
@@ -67,8 +68,7 @@ def _unknown(kernel: str) -> str:
 def select_kernel(kernel: str, need: Need) -> BlockKernel:
     """The block kernel of a name; refuses (ValueError) an unknown one, and one that cannot run the call.
 
-    ``"auto"`` is torch's own: ``"cudnn"`` on compute capability 9.x, where that can run the call and there are no
-    windows and no documents, else ``"flash"``; for masks on CUDA ``"flex"``, for soft caps there ``"flash_attn"``.
+    ``"auto"`` is torch's own, ``"flash"``, for masks on CUDA ``"flex"``, for soft caps there ``"flash_attn"``.
     ``"flash"`` on CUDA is the package that ``activate_flash_attention_impl`` has named. Which it is, is logged once.
     """
     name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
@@ -84,7 +84,8 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
         who = f"kernel={kernel!r} is {name!r} {reason}, which" if reason else f"kernel={kernel!r}"
         raise ValueError(f"{who} {answer or 'does not support this call'}")
     if reason:
-        _say(kernel, name, reason)
+        is_slower = name == "flash" and need.capability is not None and need.capability[0] == 9
+        _say(kernel, name, reason + _FASTER * is_slower)
     return aten.CUDA if found is aten.CPU and need.device_type == "cuda" else found
 
 
@@ -96,11 +97,6 @@ def _automatic(need: Need) -> tuple[str, str]:
         return "flex", "for masks on cuda"
     if need.softcap:
         return "flash_attn", "for soft caps on cuda"
-    if aten.prefers_cudnn(need.capability) and aten.activated() is None:
-        if need.windowed:
-            return "flash", "on cuda for windows and documents"
-        if _OURS["cudnn"].supports(need) is True:
-            return "cudnn", "on compute capability 9.x; it plans each new length: where all are new, name 'flash'"
     return "flash", "on cuda"
 
 

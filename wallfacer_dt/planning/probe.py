@@ -118,8 +118,7 @@ class Probe:
         dtype = sequence.dtype
         q, grad = (self._random(sequence.batch, model.heads, rows, model.dim, dtype=dtype) for _ in range(2))
         k, v = (self._random(sequence.batch, model.keys, columns, model.dim, dtype=dtype) for _ in range(2))
-        windowed = sequence.window_size is not None
-        kernel = select_kernel("auto", Need.of(q, v, masked=False, softcap=0.0, windowed=windowed))
+        kernel = select_kernel("auto", Need.of(q, v, masked=False, softcap=0.0))
         how = How(FULL, model.dim**-0.5)
         out, lse = kernel.forward(q, k, v, how)
         forward = self._repeated(lambda: kernel.forward(q, k, v, how))

@@ -40,7 +40,7 @@ def _loop(place: Place, kernel: str, ring: int, team: int, rate: float | None, p
     size, tokens = ring * team, 8192 if place.is_gpu else 16
     q, k, v = (place.drawn(n, tokens, 128) for n in (32, 8, 8))
     try:
-        one = select_kernel(kernel, Need.of(q, v, masked=False, softcap=0.0, windowed=False))
+        one = select_kernel(kernel, Need.of(q, v, masked=False, softcap=0.0))
     except ValueError as refusal:
         return {"refused": str(refusal)}
     grad_out = torch.randn_like(q)
