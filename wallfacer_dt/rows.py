@@ -150,7 +150,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     first = parts[0]
     if len(parts) == 1:
         return first
-    # Of (B, N, L, H), or without a head dim.
+    # Of (B, N, L, H); without H they lie by heads anyway.
     if first.ndim > 3 and dim == 2 and first.stride(1) < first.stride(2):
         return torch.cat([x.transpose(1, 2) for x in parts], 1).transpose(1, 2)
     return torch.cat(list(parts), dim)
