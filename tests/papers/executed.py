@@ -34,13 +34,14 @@ RANK = 1
 def attention_on(
     way: Candidate, model: ModelShape, sequence: SequenceShape, rank: int
 ) -> Iterator[tuple[DeviceMesh, tuple[Tensor, ...], Callable[[], Tensor]]]:
-    """The mesh, a rank's shards of q, k and v, and the call that attends them."""
+    """The mesh, a rank's shards of q, k and v, which lie by tokens, and the call that attends them."""
     with fake_world(way.size, rank):
         mesh = context_mesh("cpu", way.ring, way.team, ulysses=way.ulysses, placement=way.placement)
         rows = shard_sizes(sequence.length, way.axes)[int((ranks_of(way) == rank).nonzero())]
-        shapes = [(sequence.batch, heads, rows, model.dim) for heads in (model.heads, model.keys, model.keys)]
+        shapes = [(sequence.batch, rows, heads, model.dim) for heads in (model.heads, model.keys, model.keys)]
         with FakeTensorMode():
-            inputs = tuple(torch.empty(shape, dtype=sequence.dtype, requires_grad=True) for shape in shapes)
+            by_tokens = (torch.empty(shape, dtype=sequence.dtype) for shape in shapes)
+            inputs = tuple(x.transpose(1, 2).requires_grad_() for x in by_tokens)
             attend = partial(
                 context_parallel_attention, *inputs, mesh, is_causal=sequence.is_causal,
                 order=TokenOrder(way.order, mesh), schedule=way.schedule, rotate=way.rotate,
