@@ -35,7 +35,7 @@ SHAPES = [
     (1, 77, 8, 2, 64, 64), (300, 100, 4, 4, 64, 64), (128, 128, 3, 3, 192, 128), (65, 65, 2, 1, 256, 256),
 ]  # fmt: skip
 """Rows, columns, heads, key heads, head dim and that of values."""
-FAR = [(192, 192), (70, 64), (1, 128), (333, 200)]
+FAR = [(192, 192), (70, 64), (1, 128), (2, 128), (70, 128), (333, 200)]
 """Rows and columns with scores so low that exp(-lse) is no float32: some of cuDNN's backwards give NaN there."""
 BANDS = [FULL, CAUSAL, Band(0, None), Band(-40, 7), Band(-40, 0), Band(5, None), Band(None, -9), Band(0, 99)]
 
@@ -56,7 +56,7 @@ def kernels(place: Place) -> Cases:
                             case,
                             partial(_against_float64, place, name, dtype, shape, attend, mask is not None, softcap),
                         )
-            for lengths in FAR:
+            for lengths in FAR if place.is_gpu else FAR[:1]:
                 shape, attend = (*lengths, 4, 2, 64, 64), partial(_one_block, How(FULL, 0.1))
                 case = f"{name} {dtype} {shape} scores of about -100"
                 yield case, partial(_against_float64, place, name, dtype, shape, attend, about=-100.0)

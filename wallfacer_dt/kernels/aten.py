@@ -327,6 +327,10 @@ def _supports_cudnn(need: Need) -> bool | str:
         return "has no deterministic backward"
     if need.capability and need.capability[0] < 8:
         return f"runs on compute capability 8.0 and later; got {need.capability[0]}.{need.capability[1]}"
+    if need.capability and need.capability[0] in (10, 11):
+        # Nothing was run there; pytorch issue 193893 (outputs, without an error), cudnn-frontend 744 (gradients).
+        here = ".".join(map(str, need.capability))
+        return f"is known to be wrong on compute capability 10.x; got {here}: pass kernel='flash' or 'flash_attn_4'"
     if torch.version.hip:  # whose devices are cuda's, and MIOpen's version is cuDNN's
         return "runs on NVIDIA's GPUs"
     version = torch.backends.cudnn.version() if need.capability else None

@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 _OURS = {kernel.name: kernel for kernel in (*aten.KERNELS, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
 _ACTIVATED = {"FA3": "flash_attn_3", "FA4": "flash_attn_4"}
 """By torch's name of an implementation of flash attention, our adapter: torch's own unpacks two results of some."""
-_FASTER = ", where an H200 took half as long with 'flash_attn_3' and 'flash_attn_4', and, without windows, with 'cudnn'"
+_FASTER = ", where an H200 took half as long with 'flash_attn_3' or 'flash_attn_4'"
 _registered: dict[str, BlockKernel] = {}
 
 
