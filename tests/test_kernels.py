@@ -805,7 +805,8 @@ REFUSED = [
     ("cudnn", {"value_dim": 192}, "runs on cuda, .* with head dims of at most 128; got .* head dim 192"),
     ("cudnn", {"deterministic": True}, "has no deterministic backward"),
     ("cudnn", {"capability": (7, 5)}, "runs on compute capability 8.0 and later; got 7.5"),
-    ("cudnn", {"capability": (10, 3)}, "is known to be wrong on compute capability 10.x; got 10.3"),
+    ("cudnn", {"capability": (11, 0)}, "is known to be wrong on the family of compute capability 10.x; got 11.0"),
+    ("cudnn", {"capability": (10, 3)}, "is known to be wrong on the family of compute capability 10.x; got 10.3"),
     ("flash", {"capability": (7, 5)}, "runs on compute capability 8.0 and later; got 7.5"),
     (
         "flash",

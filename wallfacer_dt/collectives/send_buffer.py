@@ -88,7 +88,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def pack(tensors: Sequence[Tensor], places: Layout) -> Tensor:
     """Tensors in a buffer of their own, zeros where it has room for more; one that lies so is its own buffer."""
     first, place = tensors[0], places.places[0]
-    # Of one row steps say nothing.
+    # A dim of one is never stepped along.
     steps = zip(first.shape, first.stride(), place.strides, strict=True)
     is_alone = len(tensors) == 1 and first.dtype == places.dtype and first.shape == place.shape
     if is_alone and places.size == place.size and all(n == 1 or step == own for n, step, own in steps):

@@ -223,7 +223,7 @@ def _cudnn_backward(
 def _in_two(
     aten: Any, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> Gradients:
-    """Gradients of keys that all rows see, the last 32 by themselves."""
+    """Gradients of keys (B, Nkv, Lk, H) that all rows see, the last 32 by themselves: no length is 64 modulo 128."""
     first, last = (
         _cudnn_backward(aten, grad_out, q, k[:, :, some], v[:, :, some], out, lse, None, False, scale)
         for some in (slice(-32), slice(-32, None))
@@ -328,9 +328,10 @@ def _supports_cudnn(need: Need) -> bool | str:
     if need.capability and need.capability[0] < 8:
         return f"runs on compute capability 8.0 and later; got {need.capability[0]}.{need.capability[1]}"
     if need.capability and need.capability[0] in (10, 11):
-        # Nothing was run there; pytorch issue 193893 (outputs, without an error), cudnn-frontend 744 (gradients).
+        # pytorch issue 193893 (outputs, without an error), cudnn-frontend 744 (gradients); 11.x is of that family.
         here = ".".join(map(str, need.capability))
-        return f"is known to be wrong on compute capability 10.x; got {here}: pass kernel='flash' or 'flash_attn_4'"
+        remedy = "pass kernel='flash' or 'flash_attn_4'"
+        return f"is known to be wrong on the family of compute capability 10.x; got {here}: {remedy}"
     if torch.version.hip:  # whose devices are cuda's, and MIOpen's version is cuDNN's
         return "runs on NVIDIA's GPUs"
     version = torch.backends.cudnn.version() if need.capability else None
