@@ -287,15 +287,15 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
 of 525
-4.930 s, 73.9 GB, fastest: 1% of the step is waiting
+5.581 s, 73.9 GB, fastest: 1% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-4.994 s, 73.9 GB, +1.3%: computes 118 ms longer, in smaller tiles
+5.640 s, 73.9 GB, +1.0%: computes 118 ms longer, in smaller tiles
   shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
-5.038 s, 50.3 GB, +2.2%: waits 108 ms longer
-  replicas 2 x context 8, 8 microbatches of 1: ulysses 8, head-tail
-5.056 s, 73.9 GB, +2.6%: computes 108 ms longer, in smaller tiles
+5.689 s, 73.9 GB, +1.9%: computes 108 ms longer, in smaller tiles
   context 16, 4 microbatches of 4: ulysses 4 x team 4, ulysses in node, 2d, rotates q, head-tail
-1: 5.613, 2: 5.105, 4: 4.930, 8: 4.994, 16: 5.056
+5.689 s, 50.3 GB, +1.9%: waits 108 ms longer
+  replicas 2 x context 8, 8 microbatches of 1: ulysses 8, head-tail
+1: 6.264, 2: 5.757, 4: 5.581, 8: 5.640, 16: 5.689
 enough: 4""",
     )
 
@@ -325,14 +325,14 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
 of 84
-13.469 s, 94.5 GB, fastest: 0% of the step is waiting
+16.606 s, 94.5 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail, METP
-13.795 s, 68.9 GB, +2.4%: computes 272 ms longer, layers but for attention twice
+16.933 s, 68.9 GB, +2.0%: computes 272 ms longer, layers but for attention twice
   shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
-14.081 s, 67.4 GB, +4.5%: waits 340 ms longer
+17.218 s, 67.4 GB, +3.7%: waits 340 ms longer
   shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
-14.112 s, 67.4 GB, +4.8%: computes 339 ms longer, layers but for attention twice
+17.249 s, 67.4 GB, +3.9%: computes 339 ms longer, layers but for attention twice
   context 4 x tensor 2: team 4, 2d, rotates q, head-tail, checkpoint attention
-1: 14.533, 2: 14.081, 4: 13.795, 8: 13.469
+1: 17.670, 2: 17.218, 4: 16.933, 8: 16.606
 enough: 8""",
     )

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,8 +13,23 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape, plan, profile
+from wallfacer_dt import (
+    Cluster,
+    Kernels,
+    Link,
+    ModelShape,
+    Plan,
+    Profile,
+    SequenceShape,
+    calls,
+    plan,
+    profile,
+    register_kernel,
+)
 from wallfacer_dt import mesh as mesh_module
+from wallfacer_dt.kernels import reference, registry
+from wallfacer_dt.kernels.block import BlockKernel, Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning import Candidate, Measured, PlanningError, probe, profiling
 from wallfacer_dt.planning.probe import Probe, fitted
 
@@ -26,7 +40,7 @@ WHERE = Cluster(4, 2, Link(1e9), Link(1e8))
 
 def measured_links() -> Cluster:
     with mock.patch.multiple(probe, _SECONDS=0.01, _LARGEST=2**20, _LONG=0.02):  # what is measured does not matter
-        return Probe.on("cpu", 2).cluster(MODEL, SEQUENCE, memory=10**9)
+        return Probe.on("cpu", 2).cluster(MODEL, SEQUENCE, memory=10**9, kernel="reference")
 
 
 @pytest.mark.ranks
@@ -35,7 +49,7 @@ def test_every_rank_measures_the_same_cluster(ranks) -> None:
     assert all(one == found[0] for one in found)
     cluster = found[0]
     assert (cluster.ranks, cluster.ranks_per_node, cluster.nodes, cluster.memory) == (4, 2, 2, 10**9)
-    assert cluster.device_type == "cpu"
+    assert (cluster.device_type, cluster.kernels.attention) == ("cpu", "reference")
     assert Cluster.from_json(cluster.as_json()) == cluster
 
 
@@ -247,8 +261,9 @@ def test_an_error_of_the_rank_that_plans_ends_all(ranks, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("cluster", "others", "message"),
     [
-        (WHERE, {"memory": 10**9}, "a cluster has ranks_per_node and memory itself"),
-        (WHERE, {"ranks_per_node": 2}, "a cluster has ranks_per_node and memory itself"),
+        (WHERE, {"memory": 10**9}, "a cluster has ranks_per_node, memory and kernels.attention itself"),
+        (WHERE, {"ranks_per_node": 2}, "a cluster has ranks_per_node, memory and kernels.attention itself"),
+        (WHERE, {"kernel": "reference"}, "a cluster has ranks_per_node, memory and kernels.attention itself"),
         (replace(WHERE, ranks=8), {}, "the cluster has 8 ranks, and there are 4"),
     ],
 )
@@ -265,6 +280,11 @@ def test_a_file_of_other_ranks_is_refused_before_plans_run(ranks, tmp_path: Path
     found = ranks(4).run(errors, path)
     message = "the profile is of 4 ranks, 4 a node, the cluster has 4, 2 a node"
     assert found == [("ValueError", message)] + 3 * [("RuntimeError", f"rank 0 could not plan: ValueError: {message}")]
+    other = replace(WHERE, kernels=Kernels(attention="reference"))
+    ((kind, said), *_) = ranks(4).run(errors, path, replace(other, ranks_per_node=4))
+    assert (kind, said) == (
+        "ValueError", "the profile is of kernel='auto', the cluster's rates are of kernel='reference'"
+    )  # fmt: skip
     assert path.read_text() == before
 
 
@@ -285,15 +305,56 @@ def test_that_nothing_fits_is_said_on_every_rank(ranks) -> None:
     assert found[0][1].startswith("nothing fits: memory is 10 B a rank")
 
 
-def test_a_kernel_goes_with_a_cluster_alone(tmp_path: Path) -> None:
-    """What is measured with it must not be taken for what the one that is chosen by itself takes."""
-    asked = (ModelShape(64, 4), SequenceShape(256), "cpu")
-    with pytest.raises(ValueError, match="kernel must be one of"):
-        profile(*asked, kernel="flsh", cluster=WHERE)
-    wrong: list[dict[str, Any]] = [{}, {"cluster": WHERE, "build": lambda _: print}]
-    for others in (*wrong, {"cluster": WHERE, "path": tmp_path / "profile.json"}):
-        with pytest.raises(ValueError, match="kernel='reference' goes with cluster"):
-            profile(*asked, kernel="reference", **others)
+def kernel_of_a_profile(path: str) -> tuple[Plan, list[str], list[str]]:
+    """A plan, and which kernels computed rates and steps."""
+    asked: list[str] = []
+
+    def noted(kernel: str, need: Need) -> BlockKernel:
+        asked.append(kernel)
+        return select_kernel(kernel, need)
+
+    with (
+        mock.patch.multiple(probe, _SECONDS=0.01, _LARGEST=2**20, _LONG=0.02),
+        mock.patch.object(probe, "select_kernel", noted),
+        mock.patch.object(calls, "select_kernel", noted),
+    ):
+        made, _ = profile(
+            MODEL, SEQUENCE, "cpu", ranks_per_node=2, top=1, iterations=1, turns=1, kernel="reference", path=path
+        )
+    return made, asked[:1], sorted(set(asked[1:]))
+
+
+@pytest.mark.ranks
+def test_the_kernel_that_is_asked_for_is_measured_runs_and_is_kept(ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "profile.json")
+    for made, first, then in ranks(4).run(kernel_of_a_profile, path):
+        assert (made.cluster.kernels.attention, first, then) == ("reference", ["reference"], ["reference"])
+        assert made.attention_options["kernel"] == "reference"
+    file = Profile.load(path)
+    assert file.cluster.kernels.attention == "reference"
+    with pytest.raises(ValueError, match="the profile is of kernel='reference', the cluster's rates are of kernel='au"):
+        plan(MODEL, SEQUENCE, WHERE, profile=file)
+    plan(MODEL, SEQUENCE, replace(WHERE, kernels=Kernels(attention="reference")), profile=file)
+
+
+def kernel_of_one_rank() -> tuple[str, str]:
+    if dist.get_rank() != 2:
+        register_kernel("mine", reference.forward, reference.backward, lambda _: True)
+    try:
+        profile(MODEL, SEQUENCE, "cpu", ranks_per_node=2, kernel="mine")
+    except PlanningError as error:
+        return error.about, str(error)
+    finally:
+        registry._registered.pop("mine", None)
+    return "", ""
+
+
+@pytest.mark.ranks
+def test_a_kernel_that_one_rank_lacks_is_refused_by_all(ranks) -> None:
+    found = ranks(4).run(kernel_of_one_rank)
+    assert all(one == found[0] for one in found)
+    assert found[0][0] == "kernel"
+    assert found[0][1].startswith("rank 2: kernel must be one of ('auto', ")
 
 
 def planned_by_first() -> tuple[Plan, tuple[int, ...]]:

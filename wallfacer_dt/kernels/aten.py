@@ -334,8 +334,9 @@ def _supports_cudnn(need: Need) -> bool | str:
         return f"is known to be wrong on the family of compute capability 10.x; got {here}: {remedy}"
     if torch.version.hip:  # whose devices are cuda's, and MIOpen's version is cuDNN's
         return "runs on NVIDIA's GPUs"
-    version = torch.backends.cudnn.version() if need.capability else None
-    if torch.version.cuda and need.capability and version is None:
+    is_here = need.capability is not None and not need.is_elsewhere
+    version = torch.backends.cudnn.version() if is_here else None
+    if torch.version.cuda and is_here and version is None:
         return "needs cuDNN, which this torch has been built without"
     # What sdp_utils.cpp wants before it prefers it: earlier ones are wrong for lengths that 128 does not divide.
     if version is not None and version <= 91500:

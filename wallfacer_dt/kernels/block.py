@@ -121,6 +121,7 @@ class Need(NamedTuple):
         softcap: of the scores, 0.0 for none.
         capability: of the CUDA device; None elsewhere, and where there is no such device.
         deterministic: whether the same call must give the same bits: ``torch.use_deterministic_algorithms``.
+        is_elsewhere: whether the device is another machine's, so that what is installed on this one says nothing.
     """
 
     device_type: str
@@ -131,6 +132,7 @@ class Need(NamedTuple):
     softcap: float = 0.0
     capability: tuple[int, int] | None = None
     deterministic: bool = False
+    is_elsewhere: bool = False
 
     @classmethod
     def of(cls, q: Tensor, v: Tensor, *, masked: bool, softcap: float) -> "Need":

@@ -56,7 +56,7 @@ def _supports(package: Package, need: Need) -> bool | str:
     if need.capability and need.capability[0] not in package.majors:
         here, known = ".".join(map(str, need.capability)), ", ".join(f"{major}.x" for major in package.majors)
         return f"runs on compute capability {known}; got {here}"
-    return package.limits(need) or _missing(package) or True
+    return package.limits(need) or (not need.is_elsewhere and _missing(package)) or True
 
 
 @cache

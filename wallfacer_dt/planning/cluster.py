@@ -48,7 +48,7 @@ class Link:
 class Kernels:
     """What one rank computes, all ranks being at it.
 
-    The defaults are round numbers for one H100 in 16 bits, not measurements; ``profile`` measures.
+    The defaults are round numbers for one H100 in 16 bits and for no kernel in particular; ``profile`` measures.
 
     Attributes:
         forward: of attention in blocks of many queries, floating point operations per second: 4 for every query, key
@@ -59,6 +59,7 @@ class Kernels:
         merge: bytes per second at which partial results are read and written.
         copy: seconds that a rank's processor is busy with a byte that it sends or receives; 0 where others do that.
         half_rows: of how many queries a block has half of these rates (Hockney's n1/2).
+        attention: the kernel of attention that they are of, by name; it is what a plan's styles take.
     """
 
     forward: float = 500e12
@@ -68,10 +69,11 @@ class Kernels:
     merge: float = 2e12
     copy: float = 0.0
     half_rows: float = 0.0
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what are no rates."""
-        for one in fields(self):
+        for one in fields(self)[:-1]:
             value, is_rate = getattr(self, one.name), one.name in ("forward", "backward", "linear", "merge")
             if not (math.isfinite(value) and (value > 0 if is_rate else value >= 0)):
                 least = "above 0" if is_rate else "at least 0"

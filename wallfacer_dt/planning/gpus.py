@@ -1,17 +1,28 @@
-"""GPUs by name, as the planner takes them: what data sheets say, and rates of kernels, which are assumed.
+"""GPUs by name, as the planner takes them: what data sheets say, and rates of attention's kernels.
 
-Nothing here was measured: ``profile`` measures. Rates of kernels are round numbers below the data sheet's dense peak.
-For an H100 the FlashAttention-3 paper says 35% of it of FlashAttention-2, and up to 75% of itself.
+Rates that were measured are of one call, 32 query and 8 key heads, 8192 queries that see all of 32768 keys
+(docs/benchmarks/gpu_2026-11-26.md). Nothing else here was measured; ``profile`` measures. What is assumed are round
+numbers below the data sheet's dense peak.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link
 
 NODE = 8  # GPUs
 INTRA_LATENCY, INTER_LATENCY = 5e-6, 10e-6  # seconds, assumed
 GB = 10**9
+AUTO = "flash"  # what ``auto`` is on GPUs, see :func:`wallfacer_dt.kernels.registry.select_kernel`
+
+
+class Rates(NamedTuple):
+    """Of attention's forward and backward, as in :class:`Kernels`."""
+
+    forward: float
+    backward: float
+    is_measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,7 @@ class GPU:
         memory: bytes.
         intra: NVLink's bytes per second, in one direction.
         adapter: bytes per second of one adapter, in one direction.
-        attention: by head dim, assumed rates of attention's forward and backward, as in :class:`Kernels`.
+        attention: of kernels by name, by head dim.
         linear: assumed rate of other matrix products.
         merge: assumed rate at which memory is read and written, bytes per second.
         capability: CUDA's.
@@ -34,38 +45,68 @@ class GPU:
     memory: int
     intra: float
     adapter: float
-    attention: Mapping[int, tuple[float, float]]
+    attention: Mapping[str, Mapping[int, Rates]]
     linear: float
     merge: float
     capability: tuple[int, int]
     source: str
 
-    def row(self, head_dim: int) -> int:
-        """The head dim whose rates are taken: the largest in the table that is no larger, or the smallest."""
-        return max((dim for dim in self.attention if dim <= head_dim), default=min(self.attention))
+    def kernels(self, head_dim: int, kernel: str = "auto") -> Kernels:
+        """Rates of a kernel for heads of a dim, in 16 bits; raises ValueError if none are known."""
+        _, (forward, backward, _) = self._row(head_dim, kernel)
+        return Kernels(forward, backward, self.linear, merge=self.merge, attention=kernel)
 
-    def kernels(self, head_dim: int) -> Kernels:
-        """Rates for heads of a dim, in 16 bits."""
-        forward, backward = self.attention[self.row(head_dim)]
-        return Kernels(forward, backward, self.linear, merge=self.merge)
+    def origins(self, head_dim: int, kernel: str = "auto") -> list[str]:
+        """Who says these rates of attention, forward and backward; raises as :meth:`kernels` does."""
+        dim, (*rates, is_measured) = self._row(head_dim, kernel)
+        name = f" with {AUTO}" * (kernel == "auto")
+        if is_measured and dim == head_dim:
+            return [f"measured{name}"] * 2
+        heads = f" as for heads of {dim}" * (dim != head_dim)
+        return [f"assumed{name}, {rate / self.peak:.0%} of the peak{heads}" for rate in rates]
 
-    def cluster(self, ranks: int, per_node: int = NODE, head_dim: int = 128) -> Cluster:
-        """So many of them, in nodes of ``per_node``; raises ValueError as :class:`Cluster` does."""
-        per_node = min(ranks, per_node)
+    def fastest(self, head_dim: int) -> tuple[str, Kernels]:
+        """The kernel that computes most, and its rates."""
+        every = {name: self.kernels(head_dim, name) for name in self.attention}
+        return max(every.items(), key=lambda of: of[1].forward)
+
+    def _row(self, head_dim: int, kernel: str) -> tuple[int, Rates]:
+        """Rates, and of which head dim: of the largest in the table that is no larger, or else of the smallest."""
+        name = AUTO if kernel == "auto" else kernel
+        if name not in self.attention:
+            known = ", ".join(map(repr, self.attention))
+            raise ValueError(f"no rates of {kernel!r} are known on such a GPU, but of {known}")
+        rows = self.attention[name]
+        dim = max((dim for dim in rows if dim <= head_dim), default=min(rows))
+        return dim, rows[dim]
+
+    def cluster(self, ranks: int, per_node: int = NODE, head_dim: int = 128, kernel: str = "auto") -> Cluster:
+        """So many of them, in nodes of ``per_node``; raises ValueError as :class:`Cluster` and :meth:`kernels` do."""
+        per_node, kernels = min(ranks, per_node), self.kernels(head_dim, kernel)
         intra, inter = Link(self.intra, INTRA_LATENCY), Link(per_node * self.adapter, INTER_LATENCY)
-        return Cluster(ranks, per_node, intra, inter, per_node, self.memory, self.kernels(head_dim))
+        return Cluster(ranks, per_node, intra, inter, per_node, self.memory, kernels)
 
 
 _HDR, _NDR = 25e9, 50e9  # InfiniBand of 200 and 400 Gbit/s
-_HOPPER = {64: (400e12, 300e12), 128: (500e12, 400e12), 256: (500e12, 350e12)}
+_AMPERE = {64: Rates(150e12, 115e12), 128: Rates(170e12, 140e12), 256: Rates(170e12, 130e12)}
+_HOPPER = {
+    "flash": {64: Rates(300e12, 250e12), 128: Rates(349e12, 318e12, True), 256: Rates(320e12, 260e12)},
+    "flash_attn": {64: Rates(310e12, 250e12), 128: Rates(376e12, 328e12, True), 256: Rates(330e12, 260e12)},
+    "flash_attn_3": {64: Rates(450e12, 400e12), 128: Rates(646e12, 602e12, True), 256: Rates(600e12, 450e12)},
+    "flash_attn_4": {64: Rates(450e12, 400e12), 128: Rates(682e12, 605e12, True), 256: Rates(600e12, 450e12)},
+    "cudnn": {64: Rates(400e12, 350e12), 128: Rates(601e12, 540e12, True)},
+}  # an H200's, which computes as an H100 does
 
 GPUS = {
     "a100": GPU(
-        312e12, 80 * GB, 300e9, _HDR, {64: (150e12, 115e12), 128: (170e12, 140e12), 256: (170e12, 130e12)},
-        linear=200e12, merge=1e12, capability=(8, 0), source="NVIDIA A100 80GB SXM and DGX A100 data sheets",
+        312e12, 80 * GB, 300e9, _HDR, {"flash": _AMPERE, "flash_attn": _AMPERE}, linear=200e12, merge=1e12,
+        capability=(8, 0), source="NVIDIA A100 80GB SXM and DGX A100 data sheets",
     ),
     "h100": GPU(
-        989e12, 80 * GB, 450e9, _NDR, _HOPPER, linear=600e12, merge=2e12, capability=(9, 0),
+        989e12, 80 * GB, 450e9, _NDR,
+        {name: {dim: it._replace(is_measured=False) for dim, it in rows.items()} for name, rows in _HOPPER.items()}
+        | {"flash": _HOPPER["flash"] | {128: Rates(357e12, 322e12, True)}},
+        linear=600e12, merge=2e12, capability=(9, 0),
         source="NVIDIA H100 SXM and DGX H100 data sheets",
     ),
     "h200": GPU(
@@ -73,7 +114,11 @@ GPUS = {
         source="NVIDIA H200 SXM and DGX H200 data sheets",
     ),
     "b200": GPU(
-        2250e12, 180 * GB, 900e9, _NDR, {64: (800e12, 600e12), 128: (1000e12, 800e12), 256: (1000e12, 700e12)},
+        2250e12, 180 * GB, 900e9, _NDR,
+        {
+            "flash": {64: Rates(350e12, 300e12), 128: Rates(400e12, 350e12), 256: Rates(400e12, 300e12)},
+            "flash_attn_4": {64: Rates(800e12, 600e12), 128: Rates(1000e12, 800e12)},
+        },
         linear=1350e12, merge=5e12, capability=(10, 0), source="NVIDIA DGX B200 data sheet",
     ),
 }  # fmt: skip

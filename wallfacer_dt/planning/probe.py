@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.collectives.functional import permute, wait
-from wallfacer_dt.kernels.block import FULL, How, Need
+from wallfacer_dt.kernels.block import FULL, BlockKernel, How, Need
 from wallfacer_dt.kernels.merge import accumulation_dtype, merge_
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link, PlanningError
@@ -74,9 +74,9 @@ class Probe:
         """P."""
         return dist.get_world_size()
 
-    def cluster(self, model: ModelShape, sequence: SequenceShape, memory: int | None) -> Cluster:
-        """Measure links and kernels; all ranks return the same."""
-        kernels, contention = self.kernels(model, sequence)
+    def cluster(self, model: ModelShape, sequence: SequenceShape, memory: int | None, kernel: str) -> Cluster:
+        """Measure links and kernels, of attention one by name; all ranks return the same."""
+        kernels, contention = self.kernels(model, sequence, kernel)
         found = self.links(contention)
         return replace(found, memory=memory, kernels=replace(kernels, copy=found.kernels.copy))
 
@@ -92,12 +92,13 @@ class Probe:
             device_type=self.device.type,
         )  # fmt: skip
 
-    def kernels(self, model: ModelShape, sequence: SequenceShape) -> tuple[Kernels, float]:
+    def kernels(self, model: ModelShape, sequence: SequenceShape, kernel: str) -> tuple[Kernels, float]:
         """Rates of kernels, and how many seconds pass while a rank's processor works for one (ranks may share it)."""
+        chosen = self._selected(kernel, model, sequence)
         rows = max(16, min(2048, sequence.length // self.ranks)) // 4 * 4
         few = rows // 4
         blocks = ((rows, rows), (few, few), (few, 4 * rows))
-        forwards, backwards = zip(*(self._attention(model, sequence, *block) for block in blocks), strict=True)
+        forwards, backwards = zip(*(self._attention(chosen, model, sequence, *block) for block in blocks), strict=True)
         fit = fitted(rows, forwards, backwards)
         pair = sequence.batch * model.heads * model.dim
         shape, wide = (sequence.batch, model.heads, rows, model.dim), accumulation_dtype(sequence.dtype)
@@ -109,16 +110,32 @@ class Probe:
         product = self._repeated(lambda: square @ square)
         kernels = Kernels(
             4 * pair / fit.forward, 10 * pair / fit.backward, 2 * size**3 / product, fit.overhead,
-            3 * out.nbytes / merging, half_rows=fit.half_rows,
+            3 * out.nbytes / merging, half_rows=fit.half_rows, attention=kernel,
         )  # fmt: skip
         return kernels, self._contention(lambda: square @ square)
 
-    def _attention(self, model: ModelShape, sequence: SequenceShape, rows: int, columns: int) -> tuple[float, float]:
+    def _selected(self, name: str, model: ModelShape, sequence: SequenceShape) -> BlockKernel:
+        """The kernel of attention; what a rank refuses all of them do, before one waits for another."""
+        like = torch.empty(0, model.heads, 0, model.dim, dtype=sequence.dtype, device=self.device)
+        try:
+            found, refusal = select_kernel(name, Need.of(like, like, masked=False, softcap=0.0)), ""
+        except ValueError as error:
+            found, refusal = None, str(error)
+        refusals = [refusal] * self.ranks
+        dist.all_gather_object(refusals, refusal)
+        for rank, said in enumerate(refusals):
+            if said:
+                raise PlanningError(f"rank {rank}: {said}", about="kernel")
+        assert found is not None, "nobody refused"
+        return found
+
+    def _attention(
+        self, kernel: BlockKernel, model: ModelShape, sequence: SequenceShape, rows: int, columns: int
+    ) -> tuple[float, float]:
         """Seconds of a block forward and backward."""
         dtype = sequence.dtype
         q, grad = (self._random(sequence.batch, model.heads, rows, model.dim, dtype=dtype) for _ in range(2))
         k, v = (self._random(sequence.batch, model.keys, columns, model.dim, dtype=dtype) for _ in range(2))
-        kernel = select_kernel("auto", Need.of(q, v, masked=False, softcap=0.0))
         how = How(FULL, model.dim**-0.5)
         out, lse = kernel.forward(q, k, v, how)
         forward = self._repeated(lambda: kernel.forward(q, k, v, how))

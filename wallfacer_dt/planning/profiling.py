@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.dealing import dealing_by_hand
-from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, temporary_groups
 from wallfacer_dt.order import TokenOrder
@@ -31,7 +30,7 @@ from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
 from wallfacer_dt.reading import FileError, make, read_json, shown
 
-_VERSION = 3
+_VERSION = 4
 _MOST_BYTES = 2**22  # of a file; some 6000 runs
 _MOST_RANKS = 10**6 - 1  # as many as a cluster by name has at most
 _CLOSE = 1.1  # times the fastest: so close are run again
@@ -79,12 +78,15 @@ class Profile:
         return found[-1] if found else None
 
     def check_is_of(self, cluster: Cluster) -> None:
-        """Refuse (ValueError) a cluster of other ranks or nodes: what was measured says nothing of it."""
+        """Refuse (ValueError) a cluster of other ranks, nodes or kernels: what was measured says nothing of it."""
         mine, theirs = ((one.ranks, one.ranks_per_node) for one in (self.cluster, cluster))
         if mine != theirs:
             raise ValueError(
                 f"the profile is of {mine[0]} ranks, {mine[1]} a node, the cluster has {theirs[0]}, {theirs[1]} a node"
             )
+        kernel, other = self.cluster.kernels.attention, cluster.kernels.attention
+        if kernel != other:
+            raise ValueError(f"the profile is of kernel={kernel!r}, the cluster's rates are of kernel={other!r}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :meth:`load` reads, whole or not at all.
@@ -182,9 +184,10 @@ def profile(
         build: from a plan whose choice is to be run, one step of the real model, of which there is one at a time;
             without it, one call of attention of the model's shape, forward and backward, on random numbers, and that is
             what is planned.
-        kernel: of that call, see :class:`wallfacer_dt.AttentionOptions`; another than ``"auto"`` with ``cluster`` only,
-            which has its rates, and without ``build`` and ``path``.
-        cluster: instead of measuring it; it says itself how many ranks share a node, and what memory they have.
+        kernel: of attention, see :class:`wallfacer_dt.AttentionOptions`; its rates are measured, that call runs it, and
+            the plan's styles take it, which are for ``build`` to use.
+        cluster: instead of measuring it; it says itself how many ranks share a node, what memory they have, and which
+            kernel of attention its rates are of.
         path: a file for rank 0 to add the result to; what it has of other models and sequences stays, unless links and
             kernels are not those that it was measured with, of which a warning tells.
 
@@ -192,28 +195,23 @@ def profile(
         The plan, and what was measured.
 
     Raises:
-        ValueError: ``top``, ``iterations`` or ``turns`` is below 1; ``kernel`` is unknown, or comes with what it does
-            not go with; ``cluster`` comes with what it has itself, or has other ranks than there are; or, on rank 0,
-            ``path`` is no profile, or one of other ranks.
-        PlanningError: on every rank: nothing fits, or nodes are not made of neighbouring ranks.
+        ValueError: ``top``, ``iterations`` or ``turns`` is below 1; ``cluster`` comes with what it has itself, or has
+            other ranks than there are; or, on rank 0, ``path`` is no profile, or one of other ranks or of another
+            kernel.
+        PlanningError: on every rank: nothing fits, nodes are not made of neighbouring ranks, or ``kernel`` is unknown
+            to one of them or cannot run there.
         RuntimeError: on the others, where rank 0 has another error.
     """
     turns = (1 if build else 3) if turns is None else turns
     if min(top, iterations, turns) < 1:
         raise ValueError(f"top, iterations and turns must be at least 1, got {top}, {iterations} and {turns}")
-    check_kernel(kernel)
-    if kernel != "auto" and (build or cluster is None or path is not None):
-        raise ValueError(
-            f"kernel={kernel!r} goes with cluster, which has its rates, and without build, which has a kernel of its "
-            "own, and path, whose plans run with kernel='auto'"
-        )
-    if cluster is not None and (ranks_per_node, memory) != (None, None):
-        raise ValueError("a cluster has ranks_per_node and memory itself: give it, or these two")
+    if cluster is not None and (ranks_per_node, memory, kernel) != (None, None, "auto"):
+        raise ValueError("a cluster has ranks_per_node, memory and kernels.attention itself: give it, or these")
     if cluster is not None and cluster.ranks != dist.get_world_size():
         raise ValueError(f"the cluster has {cluster.ranks} ranks, and there are {dist.get_world_size()}")
     _by_first(lambda: _check_path(path))
     if cluster is None:
-        cluster = Probe.on(device_type, ranks_per_node).cluster(model, sequence, memory)
+        cluster = Probe.on(device_type, ranks_per_node).cluster(model, sequence, memory, kernel)
     _by_first(lambda: _check_path(path, cluster))
     model = model if build else model.attention_alone
 
@@ -222,9 +220,7 @@ def profile(
         return every, shortlist(every, top, plan(model, sequence, cluster, keep=1).ranked)
 
     first, chosen = _by_first(fastest)
-    seconds = _run(
-        first, chosen, iterations, turns, partial(_built, build, device_type, kernel), torch.device(device_type)
-    )
+    seconds = _run(first, chosen, iterations, turns, partial(_built, build, device_type), torch.device(device_type))
     measured = tuple(
         Measured(model, sequence, one.candidate, taken) for one, taken in zip(chosen, seconds, strict=True)
     )
@@ -313,7 +309,7 @@ def _are_alike(one: Cluster, other: Cluster) -> bool:
 
 
 @contextmanager
-def _built(build: Build | None, device_type: str, kernel: str, one: Plan) -> Iterator[Callable[[], object]]:
+def _built(build: Build | None, device_type: str, one: Plan) -> Iterator[Callable[[], object]]:
     """A plan's step, while it is there."""
     if build:
         gc.collect()  # what the last one held
@@ -322,7 +318,7 @@ def _built(build: Build | None, device_type: str, kernel: str, one: Plan) -> Ite
     # Groups that wait cost a processor's time: gloo's threads wake up all the while.
     mesh = one.mesh(device_type)
     with temporary_groups(mesh):
-        yield attention_step(one, mesh, kernel)
+        yield attention_step(one, mesh)
 
 
 def _run(
@@ -356,13 +352,12 @@ def _run(
     ]
 
 
-def attention_step(given: Plan, mesh: DeviceMesh, kernel: str = "auto") -> Callable[[], object]:
+def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
     """One call of the chosen attention on random numbers, forward and backward.
 
     Args:
         given: the plan.
         mesh: what :meth:`Plan.mesh` makes, or made before.
-        kernel: its name.
 
     Returns:
         The call.
@@ -382,7 +377,7 @@ def attention_step(given: Plan, mesh: DeviceMesh, kernel: str = "auto") -> Calla
             out = context_parallel_attention(
                 q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
                 schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
-                kernel=kernel,
+                kernel=given.cluster.kernels.attention,
             )  # fmt: skip
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 

@@ -116,6 +116,7 @@ class Plan:
             "rotate_forward": it.rotate_forward,
             "window_size": sequence.window_size,
             "length": sequence.length if sequence.length % it.size else None,
+            "kernel": self.cluster.kernels.attention,
         }
 
     def order(self, mesh: DeviceMesh) -> TokenOrder:
@@ -146,7 +147,7 @@ class Plan:
         gate: str | None = None,
         activation: str = "silu",
         scale: float | None = None,
-        kernel: str = "auto",
+        kernel: str | None = None,
         layout: str = "BLNH",
         check: bool = True,
     ) -> dict[str, ParallelStyle]:
@@ -172,16 +173,15 @@ class Plan:
             gate: the one that the activation is applied to; None: ``"w1"`` if the model is gated.
             activation: see :class:`wallfacer_dt.METPParallel`.
             scale: see :class:`wallfacer_dt.WallFacerParallel`.
-            kernel: likewise.
+            kernel: likewise; None: that of the cluster's rates.
             layout: likewise.
             check: compare modules with their styles first.
 
         Returns:
             ``{fully qualified name: style}``.
         """
-        inner = WallFacerParallel(
-            **self.attention_options, order=order, scale=scale, kernel=kernel, layout=layout, check=check
-        )
+        told = self.attention_options | ({} if kernel is None else {"kernel": kernel})
+        inner = WallFacerParallel(**told, order=order, scale=scale, layout=layout, check=check)
         styles: dict[str, ParallelStyle] = {attention: inner}
         if self.chosen.projections == "metp":
             outer = METPAttentionParallel(

@@ -1,14 +1,13 @@
 """Cases of the two papers: their GPUs and links in proportion, on as many emulated ranks.
 
-A hop's time and that of a block's forward are to each other as on the paper's cluster: what is assumed of it is the
-planner's, and stands in ``wallfacer_dt.planning.gpus``. Links within a node are as much faster than those between nodes
-as there. What else a device does (a backward, merging, a launch) takes as much of a forward as on an H100.
+A hop's time and a block's forward are to each other as on the paper's cluster (``recipes.benchmarks.papers``), and so
+are links in a node and between them. What else a device does takes as much of a forward as on an H100.
 """
 
 from collections.abc import Iterator
 
 from recipes.benchmarks.cluster.cases import METP, METP_ATTENTION, Case, Machines
-from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_3B, GPT_7B
+from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_3B, GPT_7B, H100_KERNELS
 from recipes.benchmarks.report import K
 from wallfacer_dt import ModelShape
 from wallfacer_dt.planning.gpus import GPUS
@@ -43,7 +42,8 @@ def _dit(nodes: int, per_node: int, tokens: int, figure: str) -> Case:
     """DiT 1B: 24 heads of 64, no mask; nodes of A100s share 100 Gbit/s of Ethernet each."""
     rate = _NODE * (_OF_MANY if nodes * per_node > 16 else 1)
     machines = Machines(nodes, per_node, (rate,) * nodes, inside=rate * GPUS["a100"].intra / ETHERNET.bandwidth)
-    return _case(machines, DIT_1B, "full", "a100", ETHERNET.bandwidth / per_node, tokens, f"{figure}, DiT")
+    speed, share = GPUS["a100"].kernels(DIT_1B.dim).forward, ETHERNET.bandwidth / per_node
+    return _case(machines, DIT_1B, "full", speed, share, tokens, f"{figure}, DiT")
 
 
 def _gpt(nodes: int, tokens: int, adapter: float, figure: str, model: ModelShape = GPT_7B) -> Case:
@@ -51,11 +51,13 @@ def _gpt(nodes: int, tokens: int, adapter: float, figure: str, model: ModelShape
     rate = _ADAPTER * (_OF_MANY if nodes > 2 else 1)
     machines = Machines(nodes, 8, (rate,) * nodes, has_adapters=True, inside=rate * GPUS["h100"].intra / adapter)
     figure += f", GPT{' 3B' * (model is GPT_3B)}, {adapter * 8e-9:.0f} Gbit/s"
-    return _case(machines, model, "causal", "h100", adapter, tokens, figure)
+    return _case(machines, model, "causal", H100_KERNELS.forward, adapter, tokens, figure)
 
 
-def _case(machines: Machines, model: ModelShape, mask: str, gpu: str, share: float, tokens: int, figure: str) -> Case:
+def _case(
+    machines: Machines, model: ModelShape, mask: str, speed: float, share: float, tokens: int, figure: str
+) -> Case:
     """The ratio is of a hop, 2 c d elements of two bytes over a share of a link, to a block, 4 c^2 d operations."""
     own = tokens // machines.ranks
-    ratio = GPUS[gpu].attention[model.dim][0] / (share * own)
+    ratio = speed / (share * own)
     return Case(machines, model.heads, model.keys, mask, ratio, model.dim, f"{figure}, {tokens // K}K", own)

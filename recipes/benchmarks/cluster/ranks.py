@@ -60,9 +60,7 @@ class Rank:
         """What a plan chooses, and what is fastest when that and those predicted to be fastest are run."""
         began = time.perf_counter()
         with _clocked(case), _messages():
-            chosen, seen = wf.profile(
-                case.model, case.sequence, "cpu", top=top, iterations=1, turns=1, cluster=cluster, kernel=device.KERNEL
-            )
+            chosen, seen = wf.profile(case.model, case.sequence, "cpu", top=top, iterations=1, turns=1, cluster=cluster)
         return {
             "predicted": asdict(seen.measured[0].candidate), "profiled": asdict(chosen.chosen),
             "seconds": time.perf_counter() - began,

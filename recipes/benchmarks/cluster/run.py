@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from recipes.benchmarks.cluster.cases import METP, METP_ATTENTION, Case, contenders
+from recipes.benchmarks.cluster.device import KERNEL
 from recipes.benchmarks.cluster.launch import Cluster
 from recipes.benchmarks.cluster.network import ClusterError
 from recipes.benchmarks.cluster.papers import OVERLAP
@@ -55,7 +56,7 @@ def check_numbers(cluster: Cluster, case: Case) -> dict[str, float]:
 
 def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str, say: Callable[[str], None]) -> Result:
     """Measure one case on links as they were probed; a device that computes longer or shorter than it should raises."""
-    links = replace(links, kernels=replace(case.kernels, copy=links.kernels.copy))
+    links = replace(links, kernels=replace(case.kernels, copy=links.kernels.copy, attention=KERNEL))
     names, choosing = contenders(case), 0.0
     rounds = rounds if case.ratio >= 1 else 1  # where sending hides, times differ by 0.4%, and take longest
     if case.figure not in (OVERLAP, METP, METP_ATTENTION):

@@ -27,7 +27,7 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
         sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype
         cluster     ranks, ranks_per_node, nics, memory (or null)
           intra, inter  bandwidth, latency
-          kernels       forward, backward, linear, overhead, merge, copy, half_rows
+          kernels       forward, backward, linear, overhead, merge, copy, half_rows, attention (the kernel's name)
         considered  how many attentions there were to choose from
         ranked[]    why, measured (or null), handicap (seconds by which a team is ranked behind its prediction); what
                     was measured first, fastest first, as many as --top

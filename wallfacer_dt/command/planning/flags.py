@@ -1,5 +1,6 @@
 """A division as flags of torchtitan 0.3.0, as ``recipes.torchtitan`` takes them, and what these cannot say."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -34,6 +35,8 @@ def flags_of(plan: DivisionPlan) -> str:
         "context_parallel_rotate_forward": context.rotate_forward,
         "context_parallel_load_balancer": _BALANCERS[context.order],
     }
+    if plan.cluster.kernels.attention != "auto":
+        parallelism["context_parallel_kernel"] = shlex.quote(plan.cluster.kernels.attention)
     if it.pipeline > 1:
         parallelism |= {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": it.microbatch}
     # Of a pipeline all microbatches are one batch; otherwise gradients of one after the other are added up.

@@ -10,7 +10,7 @@ import torch
 
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.command.planning.shape import as_options
-from wallfacer_dt.command.units import format_time, parse_rate, parse_size, parse_speed, parse_time
+from wallfacer_dt.command.units import format_speed, format_time, parse_rate, parse_size, parse_speed, parse_time
 from wallfacer_dt.kernels.block import HALF, Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning import Cluster, Kernels, Link, Profile
@@ -54,6 +54,7 @@ class Machines:
         linear_speed: of matrix products.
         peak_speed: of a rank by its data sheet.
         memory: of a rank.
+        kernel: of attention, by name.
     """
 
     name: str | None = None
@@ -68,6 +69,7 @@ class Machines:
     linear_speed: str | None = None
     peak_speed: str | None = None
     memory: str | None = None
+    kernel: str | None = None
 
     def cluster(self, dtype: torch.dtype, head_dim: int) -> Where:
         """The cluster that a name and options describe; an option replaces what the name says of the same.
@@ -83,7 +85,7 @@ class Machines:
             OptionError: an option is missing or wrong, or no kernel takes such heads there.
         """
         self._check_counts()
-        gpu, ranks = (None, self.ranks) if self.name is None else self._named(dtype, head_dim)
+        gpu, ranks = (None, self.ranks) if self.name is None else self._named()
         if ranks is None:
             raise OptionError(
                 "--ranks is missing: say how many share a sequence, or give --cluster NAME or --profile FILE"
@@ -94,7 +96,7 @@ class Machines:
                 f"--cluster {self.name}: nodes of {per_node} do not make {ranks} ranks; say another number, or "
                 "--ranks-per-node"
             )
-        base = None if gpu is None else gpu.cluster(ranks, per_node, head_dim)
+        base = None if gpu is None else gpu.cluster(ranks, per_node)
         has_intra, has_inter = min(ranks, per_node) > 1, ranks > per_node
         intra = self._link("intra", base.intra if base else None, INTRA_LATENCY, needed=has_intra)
         inter = self._link("inter", base.inter if base else None, INTER_LATENCY, needed=has_inter)
@@ -105,7 +107,7 @@ class Machines:
                 ranks, min(ranks, per_node), intra, inter, self.nics or (base.nics if base else 1),
                 base.memory if base and self.memory is None else read_memory(self.memory), kernels,
             )  # fmt: skip
-        return Where(cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu))
+        return Where(cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu, kernels, head_dim))
 
     def measured(self, profile: Profile) -> Where:
         """The cluster of a profile, with the memory that was said.
@@ -127,13 +129,13 @@ class Machines:
                 raise OptionError(f"{_option(name)} is {known} in --profile, got {given}; leave it out")
         if self.name is not None:
             raise OptionError("--cluster: links and kernels are measured in --profile; leave one of them out")
-        for name in ("intra", "inter", "intra_latency", "inter_latency", "attention_speed", "linear_speed"):
+        for name in ("intra", "inter", "intra_latency", "inter_latency", "attention_speed", "linear_speed", "kernel"):
             if getattr(self, name) is not None:
                 raise OptionError(f"{_option(name)} is measured in --profile; leave one of them out")
         cluster = cluster if self.memory is None else replace(cluster, memory=read_memory(self.memory))
         return Where(cluster, MEASURED, self._peak(None))
 
-    def _named(self, dtype: torch.dtype, head_dim: int) -> tuple[GPU, int]:
+    def _named(self) -> tuple[GPU, int]:
         name = self.name or ""
         match = re.fullmatch(r"([a-z]+\d+)x([1-9]\d{0,5})", name)
         if match is None or match[1] not in GPUS:
@@ -143,9 +145,7 @@ class Machines:
             )
         if self.ranks is not None:
             raise OptionError(f"--ranks: --cluster {name} says how many; leave one of them out")
-        gpu = GPUS[match[1]]
-        _check_kernel(name, gpu, dtype, head_dim)
-        return gpu, int(match[2])
+        return GPUS[match[1]], int(match[2])
 
     def _check_counts(self) -> None:
         for name in ("ranks", "ranks_per_node", "nics"):
@@ -171,61 +171,82 @@ class Machines:
         return link
 
     def _kernels(self, gpu: GPU | None, dtype: torch.dtype, head_dim: int) -> tuple[Kernels, Mapping[str, str]]:
-        """Rates, and by name who says so."""
-        rates: dict[str, float] = {}
-        origins = {name: _assumed(name, gpu, head_dim) for name in MEASURED}
-        if self.attention_speed is not None:
-            with naming("--attention-speed"):
-                rates["forward"] = parse_speed(self.attention_speed)
-            rates["backward"] = _BACKWARD * rates["forward"]
-            origins |= {"forward": "given", "backward": f"assumed, {_BACKWARD:g} of the forward's"}
-        if self.linear_speed is not None:
-            with naming("--linear-speed"):
-                rates["linear"] = parse_speed(self.linear_speed)
-            origins["linear"] = "given"
-        if gpu is None and dtype not in HALF and len(rates) < len(MEASURED):
-            name = str(dtype).removeprefix("torch.")
+        """Rates, and by name who says so: of what neither a name nor an option says an H100's."""
+        whose, kernel, given = gpu or GPUS["h100"], self.kernel or "auto", self._given_speeds()
+        if gpu is not None:
+            self._check_kernel(gpu, dtype, head_dim)
+        if dtype not in HALF and given.keys() != MEASURED.keys():
+            said = "by default are an H100's in 16 bits" if gpu is None else f"on --cluster {self.name} are in 16 bits"
             raise OptionError(
-                f"--dtype {name}: rates by default are an H100's in 16 bits; give --attention-speed and "
+                f"--dtype {str(dtype).removeprefix('torch.')}: rates {said}; give --attention-speed and "
                 "--linear-speed, or --profile FILE"
             )
-        return replace(gpu.kernels(head_dim) if gpu else Kernels(), **rates), origins
+        if gpu is None and "forward" not in given:
+            self._check_kernel(whose, dtype, head_dim)
+        known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
+        origins = {"linear": f"assumed, {whose.linear / whose.peak:.0%} of the peak"}
+        if "forward" not in given:
+            try:
+                known, said = whose.kernels(head_dim, kernel), whose.origins(head_dim, kernel)
+            except ValueError as error:
+                raise OptionError(f"--kernel: {error}; give --attention-speed") from error
+            origins |= {"forward": said[0], "backward": said[1]}
+        if gpu is None:
+            origins = {name: f"{said}, an H100's" for name, said in origins.items()}
+        origins |= dict.fromkeys(given, "given")
+        if "backward" in given:
+            origins["backward"] = f"assumed, {_BACKWARD:g} of the forward's"
+        return replace(known, **given), {name: origins[name] for name in MEASURED}
 
-    def _described(self, gpu: GPU) -> str:
-        """Where the parts of a named cluster come from."""
+    def _check_kernel(self, gpu: GPU, dtype: torch.dtype, head_dim: int) -> None:
+        """Refuse (OptionError) heads that the kernel of the printed code does not take on such a GPU."""
+        try:
+            select_kernel(
+                self.kernel or "auto",
+                Need("cuda", dtype, head_dim, head_dim, capability=gpu.capability, is_elsewhere=True),
+            )
+        except ValueError as error:
+            if self.kernel is not None:
+                raise OptionError(f"--{error}") from error
+            option, where, remedy = "--head-dim", "an H100, whose rates are taken", "give --attention-speed"
+            if self.name is not None:
+                where, remedy = f"--cluster {self.name}", "describe other machines by --ranks, --intra and --inter"
+            if dtype not in HALF:
+                option, remedy = "--dtype", "use --dtype bfloat16 or float16"
+            reason = str(error).partition(": ")[0]  # without the remedy of who has tensors
+            raise OptionError(f"{option}: no attention kernel for it on {where}, {remedy} ({reason})") from error
+
+    def _given_speeds(self) -> dict[str, float]:
+        """By names of rates."""
+        given = {}
+        if self.attention_speed is not None:
+            with naming("--attention-speed"):
+                given["forward"] = parse_speed(self.attention_speed)
+            given["backward"] = _BACKWARD * given["forward"]
+        if self.linear_speed is not None:
+            with naming("--linear-speed"):
+                given["linear"] = parse_speed(self.linear_speed)
+        return given
+
+    def _described(self, gpu: GPU, kernels: Kernels, head_dim: int) -> str:
+        """Where the parts of a named cluster come from, and which kernel is faster than one that nobody chose."""
         latencies = " and ".join(map(format_time, (INTRA_LATENCY, INTER_LATENCY)))
         parts = ("ranks_per_node", "intra", "inter", "intra_latency", "inter_latency", "nics", "memory", "peak_speed")
         replaced = ", ".join(_option(name) for name in parts if getattr(self, name) is not None)
-        return (
+        said = (
             f"{self.name}: dense peak in 16 bits, memory, NVLink and an adapter for each GPU as in {gpu.source}; "
             f"latencies of {latencies} are assumed, and that links reach their rates"
         ) + f"; replaced by {replaced}" * bool(replaced)
+        name, fastest = gpu.fastest(head_dim)
+        if self.kernel is None and self.attention_speed is None and fastest.forward > 1.1 * kernels.forward:
+            said += f". With --kernel {name} attention computes at {format_speed(fastest.forward)}"
+        return said
 
     def _peak(self, gpu: GPU | None) -> float | None:
         if self.peak_speed is None:
             return None if gpu is None else gpu.peak
         with naming("--peak-speed"):
             return parse_speed(self.peak_speed)
-
-
-def _assumed(name: str, gpu: GPU | None, head_dim: int) -> str:
-    if gpu is None:
-        return "assumed, an H100's"
-    share = f"assumed, {getattr(gpu.kernels(head_dim), name) / gpu.peak:.0%} of the peak"
-    row = gpu.row(head_dim)
-    return share if name == "linear" or row == head_dim else f"{share} as for heads of {row}"
-
-
-def _check_kernel(name: str, gpu: GPU, dtype: torch.dtype, head_dim: int) -> None:
-    """Refuse (OptionError) heads that the kernel of the printed code does not take on such a GPU."""
-    try:
-        select_kernel("auto", Need("cuda", dtype, head_dim, head_dim, capability=gpu.capability))
-    except ValueError as error:
-        option, remedy = "--head-dim", "describe other machines by --ranks, --intra and --inter"
-        if dtype not in HALF:
-            option, remedy = "--dtype", "use --dtype bfloat16 or float16"
-        reason = str(error).partition(": ")[0]  # without the remedy of who has tensors
-        raise OptionError(f"{option}: no attention kernel for it on --cluster {name}, {remedy} ({reason})") from error
 
 
 def read_memory(size: str | None) -> int | None:

@@ -104,16 +104,24 @@ def plan(
         int | None, typer.Option(help="Interfaces that share a node's rate. [default: 1, or of --cluster]")
     ] = None,
     memory: Memory = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Kernel of attention, whose rates of --cluster are taken, as flash_attn_3. [default: auto, which is "
+            "torch's flash, or of --profile]",
+        ),
+    ] = None,
     attention_speed: Annotated[
         str | None,
         typer.Option(
             metavar=_SPEED,
-            help="Speed of attention's forward; the backward's is 0.8 of it. [default: 500TFLOPS, or of --cluster]",
+            help="Speed of attention's forward; the backward's is 0.8 of it. [default: of --cluster, or an H100's]",
         ),
     ] = None,
     linear_speed: Annotated[
         str | None,
-        typer.Option(metavar=_SPEED, help="Speed of other matrix products. [default: 600TFLOPS, or of --cluster]"),
+        typer.Option(metavar=_SPEED, help="Speed of other matrix products. [default: of --cluster, or an H100's]"),
     ] = None,
     peak_speed: Annotated[
         str | None,
@@ -153,7 +161,7 @@ def plan(
     machines = Machines(
         name=cluster, ranks=ranks, ranks_per_node=ranks_per_node, nics=nics, intra=intra, inter=inter,
         intra_latency=intra_latency, inter_latency=inter_latency, attention_speed=attention_speed,
-        linear_speed=linear_speed, peak_speed=peak_speed, memory=memory,
+        linear_speed=linear_speed, peak_speed=peak_speed, memory=memory, kernel=kernel,
     )  # fmt: skip
     measured = None if profile is None else load_profile(profile)
     where = machines.cluster(sequence.dtype, known.shape.dim) if measured is None else machines.measured(measured)

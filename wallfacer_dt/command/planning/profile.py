@@ -51,6 +51,9 @@ def profile(
         int | None, typer.Option(help="Neighbouring ranks in a node. [default: as torchrun started them]")
     ] = None,
     memory: Memory = None,
+    kernel: Annotated[
+        str, typer.Option(metavar="NAME", help="Kernel of attention that is measured and run, as flash_attn_3.")
+    ] = "auto",
     top: Annotated[int, typer.Option(help="How many plans are run.")] = 4,
     iterations: Annotated[int, typer.Option(help="Runs of each plan, after one that is not counted.")] = 3,
     threads: Annotated[
@@ -83,11 +86,11 @@ def profile(
     limit = read_memory(memory)
     launch = Launch.read(os.environ, device, ranks_per_node, threads, timeout)
     if launch.rank == 0:
-        _check_out(out, launch)
+        _check_out(out, launch, kernel)
     with launch.group():
         chosen, measured = planning.profile(
             shape, sequence, launch.device, ranks_per_node=ranks_per_node, memory=limit, top=top,
-            iterations=iterations, path=out,
+            iterations=iterations, kernel=kernel, path=out,
         )  # fmt: skip
     if launch.rank == 0 and as_document:
         print(profile_as_json(chosen, measured, out))
@@ -95,8 +98,8 @@ def profile(
         print_profile(chosen, measured, out, make_console())
 
 
-def _check_out(path: Path, launch: Launch) -> None:
-    """Refuse (OptionError) a file that cannot be written, or is something else, or of other ranks or nodes."""
+def _check_out(path: Path, launch: Launch, kernel: str) -> None:
+    """Refuse (OptionError) a file that cannot be written, or is something else, or of other ranks, nodes or kernels."""
     if path.exists():
         try:
             known = load_profile(path).cluster
@@ -106,6 +109,10 @@ def _check_out(path: Path, launch: Launch) -> None:
             raise OptionError(
                 f"--out: {path} is of {known.ranks} ranks, {known.ranks_per_node} a node, these are {launch.ranks}, "
                 f"{launch.per_node} a node; name another file"
+            )
+        if known.kernels.attention != kernel:
+            raise OptionError(
+                f"--out: {path} is of --kernel {known.kernels.attention}, not {kernel}; name another file"
             )
     folder = path.absolute().parent
     while not folder.exists():

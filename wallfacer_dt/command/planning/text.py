@@ -106,7 +106,8 @@ def summary_of_cluster(cluster: Cluster, origins: Mapping[str, str]) -> Iterator
     kernels = cluster.kernels
     speeds = [f"{format_speed(getattr(kernels, name))} ({origin})" for name, origin in origins.items()]
     long = f" in long blocks, half of that in those of {kernels.half_rows:.0f} queries" * (kernels.half_rows >= 0.5)
-    yield f"attention at {speeds[0]}, its backward at {speeds[1]}{long}, other matrix products at {speeds[2]}"
+    by = f" by {kernels.attention}" * (kernels.attention != "auto")
+    yield f"attention{by} at {speeds[0]}, its backward at {speeds[1]}{long}, other matrix products at {speeds[2]}"
 
 
 def mask_of(sequence: SequenceShape) -> str:

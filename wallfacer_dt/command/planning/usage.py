@@ -1,5 +1,6 @@
 """The chosen plan as Python to paste: its mesh and its styles."""
 
+import json
 import textwrap
 
 from wallfacer_dt.planning import Plan
@@ -57,7 +58,10 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
 
 def _attention_line(plan: Plan) -> str:
     options = {name: value for name, value in plan.attention_options.items() if value is not None}
-    said = [f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
+    if options["kernel"] == "auto":
+        del options["kernel"]
+    # A kernel's name may be anyone's, from the file of a profile.
+    said = [f"{name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in options.items()]
     arguments = ["order=order", *said]
     line = f"attention = WallFacerParallel({', '.join(arguments)})"
     if len(line) <= _WIDTH:
