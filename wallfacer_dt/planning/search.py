@@ -180,7 +180,7 @@ class Plan:
         Returns:
             ``{fully qualified name: style}``.
         """
-        told = self.attention_options | ({} if kernel is None else {"kernel": kernel})
+        told: dict[str, Any] = self.attention_options | ({} if kernel is None else {"kernel": kernel})
         inner = WallFacerParallel(**told, order=order, scale=scale, layout=layout, check=check)
         styles: dict[str, ParallelStyle] = {attention: inner}
         if self.chosen.projections == "metp":

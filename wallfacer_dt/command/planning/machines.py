@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -216,7 +216,7 @@ class Machines:
             reason = str(error).partition(": ")[0]  # without the remedy of who has tensors
             raise OptionError(f"{option}: no attention kernel for it on {where}, {remedy} ({reason})") from error
 
-    def _given_speeds(self) -> dict[str, float]:
+    def _given_speeds(self) -> dict[str, Any]:
         """By names of rates."""
         given = {}
         if self.attention_speed is not None:
