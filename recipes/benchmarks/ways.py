@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wallfacer_dt import Cluster, ModelShape, SequenceShape
+from wallfacer_dt import Cluster, Kernels, ModelShape, SequenceShape
 from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost
 
 RING, PUBLISHED, ULYSSES, USP, BEST = "ring", "published", "Ulysses", "USP", "best plan"
 NAMES = (RING, PUBLISHED, ULYSSES, USP, BEST)
+H100 = Kernels(500e12, 400e12)  # in round numbers: torch's flash has 0.7 and 0.8 of it, FlashAttention-4 1.4 and 1.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from recipes.benchmarks.ways import H100
 from wallfacer_dt import Kernels, ModelShape, SequenceShape
 from wallfacer_dt.algorithms.volume import resolve_rotations
 from wallfacer_dt.mesh import Placement
@@ -104,20 +105,17 @@ class Case:
 
     @property
     def kernels(self) -> Kernels:
-        """Of devices as fast as the ratio has it; what else there is takes as much of that as on the planner's H100."""
-        real, longer = Kernels(), self.stands_for / self.tokens if self.stands_for else 256
-        machines = self.machines
+        """Of devices as fast as the ratio has it; what else there is takes as much of that as on an H100."""
+        machines, longer = self.machines, self.stands_for / self.tokens if self.stands_for else 256
         share = min(machines.rates) * 1e6 / 8 / (1 if machines.has_adapters else machines.per_node)
         token = self.heads * self.head_dim
         block = 2 * self.tokens * token * DTYPE.itemsize / share / self.ratio
-        slower = block / (4 * (longer * self.tokens) ** 2 * token / real.forward)
+        slower = block / (4 * (longer * self.tokens) ** 2 * token / H100.forward)
+        forward = 4 * self.tokens**2 * token / block
         return Kernels(
-            forward=4 * self.tokens**2 * token / block,
-            backward=4 * self.tokens**2 * token / block * real.backward / real.forward,
-            overhead=real.overhead * slower,
-            merge=real.merge / slower / longer,
-            linear=self.ratio * share * self.tokens,
-        )
+            forward, forward * H100.backward / H100.forward, self.ratio * share * self.tokens,
+            overhead=H100.overhead * slower, merge=H100.merge / slower / longer,
+        )  # fmt: skip
 
 
 RING = "ring"

@@ -7,8 +7,9 @@ are links in a node and between them. What else a device does takes as much of a
 from collections.abc import Iterator
 
 from recipes.benchmarks.cluster.cases import METP, METP_ATTENTION, Case, Machines
-from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_3B, GPT_7B, H100_KERNELS
+from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_3B, GPT_7B
 from recipes.benchmarks.report import K
+from recipes.benchmarks.ways import H100
 from wallfacer_dt import ModelShape
 from wallfacer_dt.planning.gpus import GPUS
 
@@ -40,10 +41,10 @@ def paper_cases() -> Iterator[Case]:
 
 def _dit(nodes: int, per_node: int, tokens: int, figure: str) -> Case:
     """DiT 1B: 24 heads of 64, no mask; nodes of A100s share 100 Gbit/s of Ethernet each."""
-    rate = _NODE * (_OF_MANY if nodes * per_node > 16 else 1)
-    machines = Machines(nodes, per_node, (rate,) * nodes, inside=rate * GPUS["a100"].intra / ETHERNET.bandwidth)
-    speed, share = GPUS["a100"].kernels(DIT_1B.dim).forward, ETHERNET.bandwidth / per_node
-    return _case(machines, DIT_1B, "full", speed, share, tokens, f"{figure}, DiT")
+    gpu, rate = GPUS["a100"], _NODE * (_OF_MANY if nodes * per_node > 16 else 1)
+    machines = Machines(nodes, per_node, (rate,) * nodes, inside=rate * gpu.intra / ETHERNET.bandwidth)
+    speed, share = gpu.kernels(DIT_1B.dim).forward, ETHERNET.bandwidth / per_node
+    return _case(machines, DIT_1B, speed, share, tokens, f"{figure}, DiT")
 
 
 def _gpt(nodes: int, tokens: int, adapter: float, figure: str, model: ModelShape = GPT_7B) -> Case:
@@ -51,13 +52,11 @@ def _gpt(nodes: int, tokens: int, adapter: float, figure: str, model: ModelShape
     rate = _ADAPTER * (_OF_MANY if nodes > 2 else 1)
     machines = Machines(nodes, 8, (rate,) * nodes, has_adapters=True, inside=rate * GPUS["h100"].intra / adapter)
     figure += f", GPT{' 3B' * (model is GPT_3B)}, {adapter * 8e-9:.0f} Gbit/s"
-    return _case(machines, model, "causal", H100_KERNELS.forward, adapter, tokens, figure)
+    return _case(machines, model, H100.forward, adapter, tokens, figure)
 
 
-def _case(
-    machines: Machines, model: ModelShape, mask: str, speed: float, share: float, tokens: int, figure: str
-) -> Case:
+def _case(machines: Machines, model: ModelShape, speed: float, share: float, tokens: int, figure: str) -> Case:
     """The ratio is of a hop, 2 c d elements of two bytes over a share of a link, to a block, 4 c^2 d operations."""
-    own = tokens // machines.ranks
+    own, mask = tokens // machines.ranks, "full" if model is DIT_1B else "causal"
     ratio = speed / (share * own)
     return Case(machines, model.heads, model.keys, mask, ratio, model.dim, f"{figure}, {tokens // K}K", own)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from recipes.benchmarks.report import GIB, K
-from recipes.benchmarks.ways import PUBLISHED, RING, names_of, predicted_ways
-from wallfacer_dt import Cluster, Kernels, Link, ModelShape, SequenceShape
+from recipes.benchmarks.ways import H100, PUBLISHED, RING, names_of, predicted_ways
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning import Candidate, Prediction
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.predict import attention_cost, predict
@@ -28,7 +28,6 @@ INFINIBAND = GPUS["h100"].cluster(16).inter
 """Eight adapters a node (section 4.1), assumed to have 400 Gbit/s each."""
 SLOW_INFINIBAND = Link(200e9, 10e-6)
 """The same with 200 Gbit/s each."""
-H100_KERNELS = Kernels()  # torch's flash was measured at 0.7 to 0.8 times as much, FlashAttention-4 at 1.4 to 1.5
 PRINTED_DIT, PRINTED_GPT = 114.33, 60.71
 """Improvements over the ring in percent: of DiT on 32 A100s at 128K (section 4.3), of GPT on 64 H100s (figure 9)."""
 CHECKPOINT = "attention"
@@ -42,7 +41,7 @@ def a100(nodes: int, per_node: int) -> Cluster:
 
 def h100(gpus: int, inter: Link = INFINIBAND, nics: int = 8) -> Cluster:
     """H100s with 80 GB, eight to a node, NVLink within them and InfiniBand between them."""
-    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=H100_KERNELS)
+    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=H100)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from functools import cache
 
 from recipes.benchmarks.report import K
 from recipes.benchmarks.scaling.bound import least_received
-from recipes.benchmarks.ways import RING, Way, names_of, predicted_ways
+from recipes.benchmarks.ways import H100, RING, Way, names_of, predicted_ways
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning import Candidate
 
@@ -45,7 +45,7 @@ class Case:
 
     def cluster(self, link: str) -> Cluster:
         """Nodes of 8 ranks with such links between them."""
-        return Cluster(self.ranks, PER_NODE, Link(450e9, 5e-6), *LINKS[link])
+        return Cluster(self.ranks, PER_NODE, Link(450e9, 5e-6), *LINKS[link], kernels=H100)
 
 
 @cache
