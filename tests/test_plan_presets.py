@@ -50,6 +50,10 @@ def test_models_have_as_many_weights_as_their_names_say(name: str) -> None:
     assert MODELS[name].activation in ACTIVATIONS
 
 
+def test_the_h100_is_that_of_the_defaults() -> None:
+    assert GPUS["h100"].kernels(128) == Kernels()
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_gpus_are_assumed_to_stay_below_their_peak(name: str) -> None:
     gpu = GPUS[name]
