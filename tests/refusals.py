@@ -328,6 +328,9 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     ),
     "an empty sequence": lambda: w.shard_sequence(x(length=0), w.TokenOrder("contiguous", mesh()), dim=2),
     "a length that is no int": lambda: w.sequence_positions(8.0, w.TokenOrder("contiguous", mesh())),
+    "documents in a list": lambda: w.sequence_positions(
+        8, w.TokenOrder("document_head_tail", mesh()), document_ids=[0] * 8
+    ),
     "dim that is no int": lambda: w.shard_sequence(x(), w.TokenOrder("contiguous", mesh()), dim=0.5),
     "sharding a DTensor": lambda: w.shard_sequence(
         DTensor.from_local(x(), mesh(), [Replicate(), Replicate()], run_check=False),

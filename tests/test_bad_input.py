@@ -175,6 +175,7 @@ MESSAGES = {
     "a DTensor replicated in the team": ("ValueError", "q must have its sequence sharded on axis 'cp_team'"),
     "an empty sequence": ("ValueError", "sequence length must be at least 1, got 0"),
     "a length that is no int": ("TypeError", "sequence length must be an int, got 8.0"),
+    "documents in a list": ("TypeError", "document_ids must be a tensor, got list"),
     "dim out of range": ("IndexError", "dim must be in [-4, 4), got 4"),
     "unsharding something that needs a gradient": ("ValueError", "call it under torch.no_grad()"),
     "too short a stream": ("ValueError", "needs 9 tokens, the stream has 8"),

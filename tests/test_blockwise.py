@@ -99,6 +99,15 @@ def test_modules_that_cannot_be_tried() -> None:
         applied(module, chunk=2)
 
 
+def test_random_numbers_are_those_of_the_cpu_whose_state_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, randn = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *sizes, **told: devices.append(told["device"]) or randn(*sizes, **told))
+    module, state = FeedForward(4, 6), torch.get_rng_state()
+    applied(module, chunk=3)
+    assert devices == ["cpu"]
+    assert torch.get_rng_state().equal(state)
+
+
 def test_the_module_is_left_in_its_mode() -> None:
     module = FeedForward(4, 6)
     module[1].eval()

@@ -155,6 +155,7 @@ SECRETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "other layout": (lambda: Causal(), {"layout": "BNLH"}, "the module's layout is 'BLNH'"),
     "heads": (lambda: Causal("heads"), {}, "query head 1 attends to key and value head 1 in the module, to 0 under"),
     "v": (lambda: Causal("v", 1.5), {}, "probabilities are 1.5 times the style's: are v or the output multiplied"),
+    "faint": (lambda: Causal("v", 1e-8), {}, "the same keys are seen, as far as can be told"),
     "detached": (lambda: Causal("detached"), {}, "outputs agree, but not the gradient of k"),
     "nan": (lambda: Causal("nan", 3), {},
             "of 73728 numbers in the module are not finite, the first is nan at (0, 0, 3, 0)"),

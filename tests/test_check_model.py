@@ -14,9 +14,10 @@ from wallfacer_dt import (
     check_model,
     context_mesh,
     context_parallel_attention,
-    sequence_positions,
+    dealing,
     shard_sequence,
 )
+from wallfacer_dt.sequence import local_shard
 from wallfacer_dt.testing import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -81,10 +82,11 @@ def check(mistake: str, size: int) -> str:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def sharded(model: nn.Module) -> Tensor:
-        mine, positions = shard_sequence(tokens, order, dim=1), sequence_positions(N, order)[None]
+        deal = local_shard if mistake == "none, dealt by hand" else shard_sequence
+        mine, positions = deal(tokens, order, dim=1), deal(torch.arange(N)[None], order, dim=1)
         if mistake == "positions":
             positions = torch.arange(mine.shape[1])[None]
-        wanted = shard_sequence(labels, order, dim=1)
+        wanted = deal(labels, order, dim=1)
         if mistake == "labels":
             wanted = F.pad(mine, (0, 1), value=1)[:, 1:]
         loss = F.cross_entropy(model(mine, positions, attention).flatten(0, 1), wanted.flatten(), reduction="sum")
@@ -95,7 +97,8 @@ def check(mistake: str, size: int) -> str:
         return loss / (wanted.numel() if mistake == "mean" else labels.numel())
 
     model.head.bias.grad = torch.ones(V).double()
-    state = torch.get_rng_state()
+    state, noticed = torch.get_rng_state(), dealing._noticed()
+    noticed.dealt.clear()
     try:
         check_model(model, mesh, whole=whole, sharded=sharded, order=order)
     except (EquivalenceError, ValueError, TypeError, IndexError) as error:
@@ -105,13 +108,14 @@ def check(mistake: str, size: int) -> str:
     assert bool((model.head.bias.grad == 1).all())
     assert model.head.weight.grad is None
     assert bool((torch.get_rng_state() == state).all())
-    return text
+    return text if noticed.dealt else f"{text}, and nothing was dealt out"
 
 
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [
         ("", ["equal"]),
+        ("none, dealt by hand", ["equal, and nothing was dealt out"]),
         (
             "no attention",
             ["EquivalenceError", "the loss is", "layers.0.out", "no attention was called on the mesh at all"],

@@ -200,5 +200,7 @@ def test_a_state_of_another_sampler_is_refused(change: dict) -> None:
     saved = SequenceSampler(dataset, seed=5).state_dict(3)
     with pytest.raises(ValueError, match="the saved sampler had"):
         SequenceSampler(dataset, **({"seed": 5} | change)).load_state_dict(saved)
+    with pytest.raises(ValueError, match="the saved sampler must be a mapping, got None"):
+        SequenceSampler(dataset).load_state_dict(None)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="samples=12, this one has 10"):
         SequenceSampler(SequenceDataset(STREAM, 10), seed=5).load_state_dict(saved)

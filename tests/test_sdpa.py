@@ -200,6 +200,7 @@ REFUSALS = {
     "an option of calls": (lambda: entered(is_causal=True).__enter__(), ValueError, "is_causal is no option"),
     "a dim too few": (lambda: entered(buffer_seq_dims=[1]).__enter__(), ValueError, "a dim for each of the buffers"),
     "no buffers": (lambda: entered(buffers=[], buffer_seq_dims=[]).__enter__(), ValueError, "a dim for each"),
+    "no such dim": (lambda: entered(buffer_seq_dims=[9, 0, 1]).__enter__(), IndexError, "got 9"),
     "lengths": (lambda: entered(buffer_seq_dims=[0, 0, 1]).__enter__(), ValueError, "different numbers of positions"),
     "an unknown buffer": (
         lambda: entered(no_restore_buffers={torch.zeros(1)}).__enter__(), ValueError, "none of the buffers",

@@ -65,7 +65,7 @@ def _check_by_token(module: nn.Module) -> None:
     try:
         assert first is not None, "it has no nn.Linear whose in_features say what D is"
         with in_mode(module, training=False), torch.no_grad(), torch.random.fork_rng([]):
-            x = torch.randn(1, 4, first.in_features, dtype=first.weight.dtype, device=first.weight.device)
+            x = torch.randn(1, 4, first.in_features, device="cpu").to(first.weight)  # whose generator is put back
             whole, parts = module(x), torch.cat([module(part) for part in x.split(1, -2)], -2)
     except Exception as error:  # whatever a module may raise
         raise EquivalenceError(f"{name} could not be tried on four tokens: {error}; or give check=False") from error

@@ -4,7 +4,7 @@ Ranks of one context mesh take the same sample, data-parallel groups take differ
 ``torch.utils.data.DataLoader`` and know nothing of models.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
@@ -201,6 +201,8 @@ _MOST_EPOCHS = 2**31 - 1
 
 
 def _part(state: dict[str, Any], name: str) -> Any:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the saved sampler must be a mapping, got {shown(state)}")
     if name not in state:
         raise ValueError(f"the saved sampler has no {name}")
     return state[name]

@@ -33,7 +33,7 @@ from wallfacer_dt.compiler import untraced
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import AttentionKeywords, options_of
 from wallfacer_dt.order import TokenOrder
-from wallfacer_dt.sequence import shard_sequence
+from wallfacer_dt.sequence import checked_dim, shard_sequence
 
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _BACKWARD = (Tensor.backward, autograd.backward, autograd.grad)
@@ -240,7 +240,7 @@ def _checked(buffers: Sequence[Tensor], dims: Sequence[int], kept: Set[Tensor], 
             raise ValueError("a buffer needs a gradient, which would be lost: use shard_sequence, which has one")
         if x.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("a buffer was made in inference mode, and cannot be changed outside it: clone it")
-    lengths = {x.shape[dim] for x, dim in zip(buffers, dims, strict=True)}
+    lengths = {x.shape[checked_dim(x, dim)] for x, dim in zip(buffers, dims, strict=True)}
     if len(lengths) > 1:
         raise ValueError(f"buffers have different numbers of positions: {sorted(lengths)}")
     return lengths.pop()

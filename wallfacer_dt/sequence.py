@@ -12,7 +12,6 @@ from wallfacer_dt.calls import groups_here
 from wallfacer_dt.collectives.over_axes import gathered, summed
 from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.documents import boundaries, check_documents, digest
-from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
 from wallfacer_dt.order import TokenOrder, check_token_order
 from wallfacer_dt.rows import Members, Rows
@@ -50,7 +49,7 @@ def local_shard(
 ) -> Tensor:
     """What :func:`shard_sequence` gives, to compare with: it is not noticed as dealing out (Note [Noticing])."""
     place = check_token_order(order).groups.coordinate
-    dim = _checked_dim(x, dim)
+    dim = checked_dim(x, dim)
     check_length(x.shape[dim])
     dealt = _dealt(x, dim, x.shape[dim], order, *_given(order, document_ids, cu_seqlens))
     by_row = [shards[place.index] for shards in dealt]
@@ -92,7 +91,7 @@ def unshard_sequence(
     with refusing_together(order.mesh_name):
         # Of a pickled order the groups may be called otherwise here.
         groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names)
-        dim = _checked_dim(x, dim)
+        dim = checked_dim(x, dim)
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         if needs_gradient and not grad:
             raise ValueError(
@@ -154,7 +153,7 @@ class _Unshard(torch.autograd.Function):
 
 def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:
     """This rank's rows of the sum of all ranks' whole tensors."""
-    dim, wide = how.dim, accumulation_dtype(x.dtype)
+    dim, wide = how.dim, torch.promote_types(x.dtype, torch.float32)  # which complex numbers stay
     dealt = how.dealt(x, x.shape[dim])
     parts = [Rows.at([shards[i] for shards in dealt]).of(x, dim) for i in range(how.order.groups.coordinate.size)]
     most = max(part.shape[dim] for part in parts)
@@ -205,7 +204,7 @@ def sequence_positions(
     check_length(length)
     whole = torch.arange(length, device=check_token_order(order).device_type)
     dim = 0
-    if order.name == BY_DOCUMENT and document_ids is not None and document_ids.ndim == 2:
+    if order.name == BY_DOCUMENT and isinstance(document_ids, Tensor) and document_ids.ndim == 2:
         whole, dim = whole.expand(document_ids.shape[0], -1), 1
     return shard_sequence(whole, order, dim=dim, document_ids=document_ids, cu_seqlens=cu_seqlens)
 
@@ -231,7 +230,8 @@ def _given(order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | 
     return given[0]
 
 
-def _checked_dim(x: Tensor, dim: int) -> int:
+def checked_dim(x: Tensor, dim: int) -> int:
+    """A dim of a plain tensor, from 0 on; refuses (TypeError, IndexError) what is none."""
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a tensor, got {type(x).__name__}")
     if isinstance(x, DTensor):

@@ -129,7 +129,7 @@ def _band(rows: list[tuple[int, Tensor]]) -> str:
 
 def _hint(rows: list[Row], rtol: float) -> str:
     """What may make the module's probabilities p of the style's s: log(p / s) of a row is fitted by a line in log s."""
-    fits = [_fit(*row.pair) for row in rows if row.style[row.kv_head].count_nonzero() > 7]
+    fits = [fit for row in rows if (fit := _fit(*row.pair))]
     if not fits:
         return "the same keys are seen, as far as can be told"
     slopes, levels, rests, moved = torch.tensor([fit for fit in fits if fit[-1] > rtol] or fits).unbind(1)
@@ -168,9 +168,14 @@ def _hint_of_levels(levels: Tensor, rtol: float) -> str:
     )
 
 
-def _fit(ours: Tensor, theirs: Tensor) -> tuple[float, float, float, float]:
-    """Slope of the line; ratio of the rows' sums; spread about the line; largest change of a logarithm."""
+def _fit(ours: Tensor, theirs: Tensor) -> tuple[float, float, float, float] | None:
+    """Slope of the line; ratio of the rows' sums; spread about the line; largest change of a logarithm.
+
+    None where too few keys are seen by both to tell.
+    """
     both = (ours > _FAINTEST) & (theirs > _FAINTEST)
+    if both.sum() < 8:
+        return None
     y, x = (ours[both] / theirs[both]).log(), theirs[both].log()
     centred = x - x.mean()
     slope = (centred * y).sum() / centred.square().sum()

@@ -25,7 +25,7 @@ from wallfacer_dt.equivalence.trial import EquivalenceError
 from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.order import TokenOrder, check_token_order
-from wallfacer_dt.sequence import shard_sequence
+from wallfacer_dt.sequence import local_shard
 
 Loss = Callable[[nn.Module], Tensor]
 _CHECK = "check_model"
@@ -237,7 +237,7 @@ class _Trial:
             return None
         if order.name == BY_DOCUMENT and not _is_packed_so(whole, documents):
             return None
-        part = shard_sequence(whole, order, dim=1, document_ids=documents)
+        part = local_shard(whole, order, dim=1, document_ids=documents)
         return part if part.shape == mine.shape and part.shape != whole.shape else None
 
     def _differ(self, one: float, other: float) -> bool:
