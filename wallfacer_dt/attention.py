@@ -10,11 +10,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt import sharding
 from wallfacer_dt.agreement.agree import agree, named, refusing_together
+from wallfacer_dt.agreement.meeting import kept
 from wallfacer_dt.agreement.worlds import lasting
 from wallfacer_dt.algorithms.blocks import Captured, mask_key, mask_name, recorded_mask
 from wallfacer_dt.algorithms.recorded import MaskMod, UnrecordedError
@@ -185,20 +186,15 @@ class ContextAttention(Setting):
         """
         kind = None if self.mask_key else kind_of(inputs)
         if kind is None:
-            self._check_anew(inputs)
-            return self.resolve(inputs, scale).told()
-        known, key = self.known, (kind, scale, inputs.need_gradients())
-        if key not in known:
-            self._check_anew(inputs)
-            if len(known) == _KINDS:
-                known.clear()
-            known[key] = self.resolve(inputs, scale).told()
-        return known[key]
+            return self._checked_anew(inputs, scale)
+        key = (kind, scale, inputs.need_gradients())
+        return kept(self.known, key, _KINDS, lambda: self._checked_anew(inputs, scale))
 
-    def _check_anew(self, inputs: AttentionInputs) -> None:
+    def _checked_anew(self, inputs: AttentionInputs, scale: float | None) -> Told:
         check_call(inputs, self)
         if self.mesh and not isinstance(inputs.q, DTensor):
             warn_undealt(named(self.mesh).ranks)
+        return self.resolve(inputs, scale).told()
 
     def resolve(self, inputs: AttentionInputs, scale: float | None = None) -> Options:
         """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything.
@@ -269,7 +265,7 @@ class ContextAttention(Setting):
         """The name of the mask, and what it captures."""
         if self.options.mask_mod is None:
             return "", ()
-        sharded = sharding.sharded_dims(q) if isinstance(q, DTensor) else ()
+        sharded = {p.dim for p in q.placements if isinstance(p, Shard)} if isinstance(q, DTensor) else ()
         may = {"by_row": sharding.BATCH not in sharded, "by_head": sharding.HEADS not in sharded}
         lengths = self.seen_by_mask(q.shape, k.shape, shards=not isinstance(q, DTensor))
         if torch.compiler.is_compiling():

@@ -94,11 +94,6 @@ def _plain(x: Any) -> Any:
 
 @constant
 def _as_text(options: tuple[Any, ...]) -> str:
-    return _written(options)
-
-
-@lru_cache(1024)
-def _written(options: tuple[Any, ...]) -> str:
     return json.dumps(options, separators=(",", ":"))
 
 

@@ -9,9 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.dealing import notice_applied, notice_missed
 from wallfacer_dt.mesh import mesh_ranks, name_of
-from wallfacer_dt.unmatched import Place, place_in_plan, tell_styles
-
-tell_styles()
+from wallfacer_dt.unmatched import Place, place_in_plan
 
 
 class AttentionStyle(ParallelStyle):

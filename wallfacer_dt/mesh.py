@@ -399,10 +399,5 @@ def is_flattened(mesh: DeviceMesh) -> bool:
     return mesh.ndim > 1 and any(set(mesh_ranks(other)) <= set(mesh_ranks(mesh)) for other in others)
 
 
-def is_in_rank_order(mesh: DeviceMesh) -> bool:
-    """Whether ranks ascend along the mesh, its last axis innermost."""
-    return list(mesh_ranks(mesh)) == sorted(mesh_ranks(mesh))
-
-
 def _root(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()

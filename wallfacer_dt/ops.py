@@ -33,7 +33,8 @@ def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:_COUNT]), Options.of(*args[_COUNT:])
     call, number = agreed_call("attention", options, inputs)
     out, lse = call.forward(inputs.q, inputs.keys, inputs.sinks)
-    out, lse = _laid_out(out, inputs.q), _new(lse.contiguous())
+    out, lse = _laid_out(out, inputs.q), lse.contiguous()
+    lse = lse if _is_alone(lse) else lse.clone()
     return out, lse, _said(number, options.captured.contents if options.captured else 0)
 
 
@@ -72,10 +73,6 @@ def _laid_out(result: Tensor, x: Tensor) -> Tensor:
     like = _like(x, result.shape[-1])
     is_alike = result.stride() == like.stride() and result.dtype == x.dtype
     return result if is_alike and _is_alone(result) else like.copy_(result)
-
-
-def _new(x: Tensor) -> Tensor:
-    return x if _is_alone(x) else x.clone()
 
 
 def _is_alone(x: Tensor) -> bool:

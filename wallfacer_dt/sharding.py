@@ -95,11 +95,6 @@ def placed_like(grad: DTensor, tensor: DTensor, *, sums: bool) -> DTensor:
     return grad if grad.placements == wanted else grad.redistribute(placements=wanted)
 
 
-def sharded_dims(x: DTensor) -> set[int]:
-    """The dims that some axis shards."""
-    return {p.dim for p in x.placements if isinstance(p, Shard)}
-
-
 def register(op: OpOverload, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Register the rule of an operator whose tensors come first, then what :class:`Options` told.
 

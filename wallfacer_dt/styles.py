@@ -330,12 +330,8 @@ class _Forward:
 class RingParallel(_ContextParallel):
     """Ring Attention (Liu et al.) for an inner attention module; WallFacer with teams of one.
 
-    Keyword Args:
-        layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
-        check: compare the module with this style first, see :func:`check_equivalence`.
-        **options: see :class:`AttentionOptions`, but no ``schedule``.
-
-    The mesh has axes ``("cp_ring", "cp_team")`` with a team of one, or one axis of any name.
+    Keywords are those of :class:`WallFacerParallel`, but no ``schedule``. The mesh has axes ``("cp_ring",
+    "cp_team")`` with a team of one, or one axis of any name.
     """
 
     _any_axis, _of_size_1, _remedy = "cp_ring", ("cp_team", "cp_ulysses"), "ring"
@@ -357,12 +353,8 @@ class WallFacerParallel(_ContextParallel):
 class UlyssesParallel(_ContextParallel):
     """Ulysses (Jacobs et al.) for an inner attention module: tokens are exchanged for heads.
 
-    Keyword Args:
-        layout: of q, k, v and the output: ``"BLNH"`` (torchtitan) or ``"BNLH"`` (SDPA).
-        check: compare the module with this style first, see :func:`check_equivalence`.
-        **options: see :class:`AttentionOptions`, but no ``schedule``, ``rotate`` and ``rotate_forward``.
-
-    The mesh has an axis ``cp_ulysses`` and, if others, ``cp_ring`` and ``cp_team`` of size 1; or one axis of any name.
+    Keywords are those of :class:`WallFacerParallel`, but no ``schedule``, ``rotate`` and ``rotate_forward``. The mesh
+    has an axis ``cp_ulysses`` and, if others, ``cp_ring`` and ``cp_team`` of size 1; or one axis of any name.
     """
 
     _any_axis, _of_size_1, _remedy = "cp_ulysses", ("cp_ring", "cp_team"), "ulysses=..."

@@ -66,7 +66,6 @@ class _Warnings:
         warnings.warn(message, *args, stacklevel=stacklevel + 1, **kwargs)
 
 
-def tell_styles() -> None:
-    """From now on ``parallelize_module`` calls a style's ``matched_nothing`` before it warns."""
-    if getattr(api, "warnings", None) is warnings:
-        api.warnings = _Warnings()  # pyrefly: ignore[bad-assignment]
+# From now on `parallelize_module` calls a style's `matched_nothing` before it warns.
+if getattr(api, "warnings", None) is warnings:
+    api.warnings = _Warnings()  # pyrefly: ignore[bad-assignment]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from wallfacer_dt.agreement.meeting import Meeting, Pending, kept
+from wallfacer_dt.agreement.meeting import Meeting, kept
 from wallfacer_dt.agreement.whereabouts import WaitError
 from wallfacer_dt.agreement.worlds import Named, is_lasting, this_world
 from wallfacer_dt.compiler import SOURCES, untraced
@@ -46,14 +46,6 @@ class _Said(NamedTuple):
     what: str
     names: tuple[str, ...]
     values: tuple[str, ...]
-
-
-class Open(NamedTuple):
-    """A call that has been posted and not been looked at yet."""
-
-    said: _Said
-    likeness: int
-    pending: Pending
 
 
 def agree(
@@ -95,7 +87,7 @@ def agree(
     layer = meeting.layer_of(known)
     meeting.call = f"call {meeting.number} on the {text}, {what or error}" + f", in {layer}" * bool(layer)
     meeting.whereabouts.call = meeting.call
-    meeting.open = Open(_Said(error, what, names, values), likeness, meeting.post(record))
+    meeting.open = _Said(error, what, names, values), likeness, meeting.post(record)
     if x is None or waits_at_once(x.device) or error or likeness not in meeting.seen:
         _settle(meeting)
     return meeting.number

@@ -284,7 +284,4 @@ def _key_grads(dk: Tensor, dv: Tensor, own: int) -> tuple[Tensor, ...]:
 def _widened(partial: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """In the accumulation dtype, each: a kernel of one's own may give some wide and others not."""
     wide = accumulation_dtype(partial[0].dtype)
-    for x in partial:
-        if x.dtype != wide:
-            return tuple([as_dtype(x, wide) for x in partial])
-    return partial
+    return tuple([as_dtype(x, wide) for x in partial])

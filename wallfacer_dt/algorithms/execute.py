@@ -115,28 +115,22 @@ class _Run:
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, and remember what is pending with the layout of what it will bring."""
-        sent, place = self._outgoing(transfer), self.groups.place
-        match transfer:
-            case Hop():
-                pending = self.groups.permute(sent.buffer, transfer)
-            case Gather():
-                pending = all_gather(sent.buffer, self.groups.team)
-            case Exchange():
-                splits = [0 if rank == place.team_rank else sent.layout.size for rank in range(place.team)]
-                pending = all_to_all(sent.buffer, splits, splits, self.groups.team)
-        self.pending[transfer] = Sent(pending, sent.layout)
-
-    def _outgoing(self, transfer: Transfer) -> Sent:
-        blocks = self.blocks[transfer.side]
+        groups, place, blocks = self.groups, self.groups.place, self.blocks[transfer.side]
         match transfer:
             case Hop(partial=True):
-                return self._sent_partial(blocks.pop(transfer.block), transfer)
+                sent = self._sent_partial(blocks.pop(transfer.block), transfer)
+                pending = groups.permute(sent.buffer, transfer)
             case Hop():
-                return self._sent(blocks[transfer.block], transfer)
+                sent = self._sent(blocks[transfer.block], transfer)
+                pending = groups.permute(sent.buffer, transfer)
             case Gather():
-                return self._sent(blocks[0], transfer)
+                sent = self._sent(blocks[0], transfer)
+                pending = all_gather(sent.buffer, groups.team)
             case Exchange():
-                return self._shares(transfer)
+                sent = self._shares(transfer)
+                splits = [0 if rank == place.team_rank else sent.layout.size for rank in range(place.team)]
+                pending = all_to_all(sent.buffer, splits, splits, groups.team)
+        self.pending[transfer] = Sent(pending, sent.layout)
 
     def wait(self, step: Wait) -> None:
         """Wait for a transfer and take up what it brought."""

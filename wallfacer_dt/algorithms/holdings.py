@@ -51,8 +51,10 @@ class Holdings:
         """Rows of the resident side, by their number, with a block of some ranks' rows; see ``steps.Attend``."""
         if not any(self.held.values()):
             return Attend(self.resident, number, block, (), (), moves)
-        distances = range(1, self.place.team) if number == TEAM else (number,)
-        stays = tuple([mate_of(self.place, distance) for distance in distances])
+        place = self.place
+        distances = range(1, place.team) if number == TEAM else (number,)  # round the team
+        mates = [(place.team_rank - distance) % place.team for distance in distances]
+        stays = tuple([index_of(place, place.ring_rank, mate) for mate in mates])
         return Attend(self.resident, number, block, self.work(stays, moves), stays, moves)
 
     def work(self, stays: Ranks, moves: Ranks) -> Work:
@@ -79,11 +81,6 @@ class Holdings:
 def index_of(place: Coordinate, ring_rank: int, team_rank: int) -> int:
     """The inner index of another rank of one's own mesh."""
     return ring_rank * place.team + team_rank
-
-
-def mate_of(place: Coordinate, distance: int) -> int:
-    """The inner index of whose rows come so far round one's team."""
-    return index_of(place, place.ring_rank, (place.team_rank - distance) % place.team)
 
 
 def peer_of(place: Coordinate, axis: str, position: int) -> int:

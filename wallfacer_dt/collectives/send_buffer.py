@@ -30,7 +30,6 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     size: int
     places: tuple[_Place, ...]
-    is_one_dtype: bool
 
     def views(self, buffer: Tensor, start: int = 0, count: int | None = None) -> tuple[Tensor, ...]:
         """The tensors that begin at an element of a buffer; ``count``: stacked, of so many that follow one another.
@@ -38,8 +37,6 @@ class Layout(NamedTuple):
         A wide tensor that begins in the middle of its elements cannot be seen there: it is a copy.
         """
         first = buffer.storage_offset() + start
-        if count is None and self.is_one_dtype:
-            return tuple([buffer.as_strided(shape, strides, first + at) for shape, strides, _, at, _ in self.places])
         lead, over = ((), ()) if count is None else ((count,), (self.size,))
         found = []
         for place in self.places:
@@ -74,8 +71,7 @@ def layout(*fields: tuple[Sequence[int], torch.dtype]) -> Layout:
         size = math.prod(shape) * dtype.itemsize // carrier.itemsize
         places[i] = _Place(shape, _strides(shape), dtype, start, size)
         start += size
-    is_one_dtype = all(dtype == carrier for _, dtype in fields)
-    return Layout(carrier, start, tuple(places[i] for i in range(len(fields))), is_one_dtype)
+    return Layout(carrier, start, tuple(places[i] for i in range(len(fields))))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,14 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.mesh import (
-    CONTEXT_AXES,
-    check_ascending,
-    is_flattened,
-    is_in_rank_order,
-    name_of,
-    whole_context_group,
-)
+from wallfacer_dt.mesh import CONTEXT_AXES, check_ascending, is_flattened, mesh_ranks, name_of, whole_context_group
 
 Read = TypeVar("Read")
 TENSOR_AXIS = "tp"
@@ -182,8 +175,8 @@ class WeightMesh:
 
     def _is_nested(self, length: int) -> bool:
         """Whether shards of this length are not those of one axis."""
-        axes = tuple(self.mesh.shape)
-        return shard_sizes(length, axes) != shard_sizes(length, (math.prod(axes),)) or not is_in_rank_order(self.mesh)
+        axes, ranks = tuple(self.mesh.shape), mesh_ranks(self.mesh)
+        return shard_sizes(length, axes) != shard_sizes(length, (math.prod(axes),)) or ranks != tuple(sorted(ranks))
 
     def whole(self, bias: Tensor) -> Tensor:
         """All of a bias that is sharded over the mesh, on every rank, whose gradients of it are summed."""

@@ -147,11 +147,7 @@ def _tried(
 
 
 def _run(
-    module: nn.Module,
-    inputs: Inputs,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    returned: Returned | None,
+    module: nn.Module, inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Returned | None
 ) -> Tensor:
     weights = {name: x for name, x in inputs.items() if name}
     weights |= {name: buffer.cpu() for name, buffer in module.named_buffers() if not buffer.is_meta}

@@ -16,17 +16,7 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
 from wallfacer_dt.algorithms.segments import Work, plan_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import (
-    CONTEXT,
-    SIDES,
-    Attend,
-    Hop,
-    Side,
-    Start,
-    Step,
-    Transfer,
-    Wait,
-)
+from wallfacer_dt.algorithms.steps import CONTEXT, SIDES, Attend, Hop, Side, Start, Step, Transfer, Wait
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
 

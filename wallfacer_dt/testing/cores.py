@@ -7,16 +7,9 @@ _KERNEL = Path("/proc/sys/kernel")
 
 
 def core_of(pid: int, folder: Path) -> str:
-    """Say where the core file is of a process that ran in a folder, or why there is none.
+    """Where the core file of a process is that ended of a signal in a folder, or why there is none; empty if unknown.
 
     A file that the next one would take the place of is renamed: the process' number is appended.
-
-    Args:
-        pid: of the process, which has ended of a signal.
-        folder: its working directory, where the kernel is not told another.
-
-    Returns:
-        A clause, empty where nothing is known.
     """
     try:
         pattern = (_KERNEL / "core_pattern").read_text().strip()

@@ -82,7 +82,7 @@ def attention_oracle(
         v: values (B, Nkv, Lk, Hv).
         grad_out: gradient of the output (B, N, Lq, Hv).
         is_causal: a query sees the keys up to its own position.
-        window_size: (left, right), see :func:`visibility`.
+        window_size: (left, right): keys from ``left`` before the query to ``right`` after it; None or -1 is no bound.
         prefix_length: with ``is_causal``, keys before it are seen by all queries.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` is true where the key is seen, or a BlockMask.
         document_ids: (B, L) or (L,); a document is a run of equal ids, and its keys are seen by its own queries.
@@ -126,23 +126,7 @@ def visibility(
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Which keys each query sees: what all of the masks asked for let through.
-
-    Args:
-        batch: B.
-        heads: N.
-        q_length: Lq.
-        kv_length: Lk.
-        is_causal: keys up to the query's own position.
-        window_size: (left, right): keys from ``left`` before the query to ``right`` after it; None or -1 is no bound.
-        prefix_length: with ``is_causal``, keys before it are seen by all queries.
-        mask_mod: see :func:`attention_oracle`.
-        document_ids: keys of the query's document, (B, L) or (L,).
-        cu_seqlens: the same by where documents start.
-
-    Returns:
-        Booleans (B or 1, N or 1, Lq, Lk).
-    """
+    """Which keys each query sees: what all of the masks asked for let through, as booleans (B or 1, N or 1, Lq, Lk)."""
     i, j = torch.arange(q_length)[:, None], torch.arange(kv_length)
     seen = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
     if is_causal:

@@ -171,11 +171,7 @@ def _serve(
 def _be_one(rank: int, size: int, store: str, timeout: float) -> Callable[[Callable[..., Any], tuple], list[Answer]]:
     _share_a_device()
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
 
     def call(function: Callable[..., Any], args: tuple) -> list[Answer]:

@@ -29,11 +29,7 @@ _reductions: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 class Threads:
-    """The ranks of one world; a process has one such world.
-
-    Args:
-        size: number of ranks.
-    """
+    """The ranks of one world, ``size`` of them; a process has one such world."""
 
     def __init__(self, size: int) -> None:
         self._turns = Turns(size)

@@ -69,16 +69,10 @@ class Turns:
         self._pass_on(rank)
 
     def come(self, rank: int, group: tuple[str, tuple[int, ...]], what: str, given: Any) -> Meeting:
-        """Bring something to the group's next collective, without waiting for the others.
+        """Bring something, which others may read from now on, to the group's next collective, without waiting for them.
 
-        Args:
-            rank: of the world, one of the group's.
-            group: its name and ranks.
-            what: which collective this is; RuntimeError if it is another on a rank that came before.
-            given: what the others may read from now on.
-
-        Returns:
-            Where all that is given will be.
+        That is called ``what``: a RuntimeError if it is another on a rank that came before. All that is given will be
+        in the meeting.
         """
         name, ranks = group
         self._calls[group, rank] += 1
