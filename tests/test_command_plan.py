@@ -27,7 +27,7 @@ from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import NodeError
 from wallfacer_dt.command.planning.figures import Figures
-from wallfacer_dt.command.planning.lanes import _beside, kind_of
+from wallfacer_dt.command.planning.lanes import _beside, _labels, kind_of
 from wallfacer_dt.command.planning.launch import _check_device
 from wallfacer_dt.command.planning.text import print_plan, print_profile
 from wallfacer_dt.command.planning.usage import code_of
@@ -204,7 +204,7 @@ def test_nothing_is_left_out_of_a_narrow_terminal(profile: Profile | None) -> No
 
 
 def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    kernels = Kernels(1e14, 0.8 * 1e14, 1e15)
+    kernels = Kernels(1e14, 250 / 300 * 1e14, 1e15)  # as of flash for heads of 64
     cluster = replace(CLUSTER, nics=2, inter=Link(12.5e9, 1e-3), kernels=kernels)
     sequence = replace(SEQUENCE, batch=2, is_causal=True, window_size=(64, 0))
     needed = sorted(one.prediction.memory for one in make_plan(MODEL, sequence, cluster).ranked)
@@ -333,11 +333,14 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], measured: b
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_bar_has_a_colour(causal: bool) -> None:
     sequence, cluster = replace(SEQUENCE, is_causal=causal), replace(CLUSTER, ranks=8)
-    kinds = set()
+    called: dict[str, set[str]] = {}
     for candidate in attentions(MODEL, sequence, cluster):
         cost = attention_cost(candidate, MODEL, sequence, cluster)
-        kinds |= {kind_of(bar) for line in (cost.forward, cost.backward) for bar in line.bars}
-    assert kinds == {"local", "peer", "heads", "gather", "hop", "carry", "exchange"}
+        for bar in (bar for line in (cost.forward, cost.backward) for bar in line.bars):
+            longest = next(_labels(bar, kind_of(bar)))
+            called.setdefault(kind_of(bar), set()).add(longest.partition(" x ")[0])
+    assert called.keys() == {"local", "peer", "heads", "gather", "hop", "carry", "exchange"}
+    assert (called["local"], called["peer"]) == ({"own"}, {"team"})
 
 
 @given(st.lists(st.tuples(st.sampled_from(["compute", "intra", "inter"]), st.integers(0, 9), st.integers(1, 5))))
@@ -410,6 +413,12 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
         (f"{SHAPE} {WHERE} --intra 0GB/s", "--intra must be a rate"),
         (f"{SHAPE} {WHERE} --intra-latency 5", "--intra-latency must be a time like 5us or 1.5ms, got '5'"),
         (f"{SHAPE} {WHERE} --memory much", "--memory must be a size like 80GB or 80GiB, got 'much'"),
+        (f"{SHAPE} {WHERE} --memory 0.5B", "--memory must be at least 1B, got '0.5B'"),
+        (
+            f"{SHAPE} --ranks 2 --intra 1GB/s --inter-latency much",
+            "--inter-latency must be a time like 5us or 1.5ms, g",
+        ),
+        (f"{SHAPE} --kernel cudnn --profile {{folder}}/good.json", "--kernel is measured in --profile; leave one of"),
         (f"{SHAPE} {WHERE} --memory 1kB", "--memory: nothing fits: "),
         (f"{SHAPE} {WHERE} --attention-speed 5", "--attention-speed must be a speed like 200TFLOPS, got '5'"),
         (f"{SHAPE} {WHERE} --linear-speed 5", "--linear-speed must be a speed like 200TFLOPS, got '5'"),
@@ -461,11 +470,17 @@ TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         ("--timeout 0s", "--timeout must be from 1s to 1000000s, got '0s'"),
         ("--timeout soon", "--timeout must be a time like 5us or 1.5ms, got 'soon'"),
         ("--memory much", "--memory must be a size like 80GB or 80GiB, got 'much'"),
+        ("--memory 0.5B", "--memory must be at least 1B, got '0.5B'"),
+        ("--kernel flsh", "--kernel must be one of auto, flash, "),
         ("--device tpu", "--device: 'tpu' is not one of"),
         ("--ranks-per-node 0", "--ranks-per-node must be at least 1, got 0"),
         ("--out {folder}/bad.json", "--out: {folder}/bad.json is no profile: "),
         ("--out {folder}/bad.json/profile.json", "--out: "),
         ("--out {folder}/good.json", "--out: {folder}/good.json is of 4 ranks, 2 a node, these are 2, 2 a node; name"),
+        (
+            "--out {folder}/two.json --kernel flex",
+            "--out: {folder}/two.json is of --kernel auto, not flex; name another",
+        ),
     ],
 )
 def test_a_profiles_bad_input_gets_one_line_of_one_rank(
@@ -478,6 +493,7 @@ def test_a_profiles_bad_input_gets_one_line_of_one_rank(
     """And before a process group is made, which would wait for other ranks."""
     (tmp_path / "bad.json").write_text("{}")
     Profile(CLUSTER).save(tmp_path / "good.json")
+    Profile(replace(CLUSTER, ranks=2)).save(tmp_path / "two.json")
     line = f"wallfacer profile: {message.format(folder=tmp_path)}"
     for name, value in (TORCHRUN | {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "one"}).items():
         monkeypatch.setenv(name, value)
@@ -518,8 +534,13 @@ def test_nodes_on_different_devices_are_refused_before_they_wait_for_each_other(
         _check_device(store, 2, "cpu")
 
 
-def test_a_profile_needs_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_WORLD_SIZE"])
+def test_a_profile_needs_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    for name, value in (TORCHRUN | {"MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
     assert main(["profile", *SHAPE.split()]) == 2
     assert capsys.readouterr().err == (
         "wallfacer profile: ranks are needed; start it with torchrun --nproc-per-node 4 -m wallfacer_dt.command "

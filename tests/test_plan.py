@@ -40,7 +40,7 @@ from wallfacer_dt.planning.search import _because, _order, _Search
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, last_of, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
-from wallfacer_dt.planning.words import said_bytes
+from wallfacer_dt.planning.units import format_size
 from wallfacer_dt.testing.fake import fake_world
 
 FAST = Link(1e40)
@@ -400,7 +400,7 @@ def test_memory_is_asked_of_few_where_it_binds() -> None:
     assert all(sizes[one.candidate] == one.prediction.memory <= limit for one in made.ranked)
     assert made.ranked
     assert asked.call_count <= 12 < too_large
-    with pytest.raises(ValueError, match=f"least that any plan needs is {said_bytes(min(sizes.values()))}"):
+    with pytest.raises(ValueError, match=f"least that any plan needs is {format_size(min(sizes.values()))}"):
         plan(layers, SEQUENCE, replace(where, memory=1000))
 
 
@@ -455,7 +455,10 @@ def test_a_plan_makes_its_mesh_and_styles() -> None:
     told = style.options
     assert (told.order, order.name, told.schedule) == (order, "head_tail", it.schedule)
     assert (told.rotate, told.rotate_forward) == (it.rotate, it.rotate_forward)
-    assert style.options.length is None
+    assert (style.options.length, told.kernel) == (None, "auto")
+    told = replace(metp, cluster=replace(made.cluster, kernels=Kernels(attention="reference")))
+    for asked, kernel in ({}, "reference"), ({"kernel": "flash"}, "flash"):
+        assert next(iter(told.styles(order, **asked).values())).options.kernel == kernel
     assert isinstance(styles["layers.*.feed_forward"], METPParallel)
     projected = both.styles(order, projections="layers.*.attn", query="q_proj")
     assert list(projected) == ["layers.*.attn", "layers.*.feed_forward"]

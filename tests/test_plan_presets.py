@@ -22,7 +22,7 @@ from wallfacer_dt.command.planning.flags import flags_of
 from wallfacer_dt.command.planning.machines import Machines
 from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.usage import code_of
-from wallfacer_dt.command.units import parse_tokens
+from wallfacer_dt.kernels import aten
 from wallfacer_dt.kernels.block import Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.metp.feed_forward import ACTIVATIONS
@@ -34,6 +34,7 @@ from wallfacer_dt.planning.gpus import AUTO, GPUS
 from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.longest import length_unit, longest_length
 from wallfacer_dt.planning.stack import stack_memory
+from wallfacer_dt.planning.units import parse_tokens
 
 BILLIONS = {
     "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3.1-405b": 405.9, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
@@ -65,9 +66,11 @@ def test_gpus_are_assumed_to_stay_below_their_peak(name: str) -> None:
             assert (it.forward, it.backward) == rows[row][:2]
             assert (it.linear, it.merge, it.attention) == (gpu.linear, gpu.merge, kernel)
         assert gpu.kernels(dim) == replace(gpu.kernels(dim, "flash"), attention="auto")
-        fastest, rates = gpu.fastest(dim)
-        assert rates == gpu.kernels(dim, fastest)
-        assert rates.forward == max(gpu.kernels(dim, kernel).forward for kernel in gpu.attention)
+    for dim in (32, 64, 128, 136, 200, 256):
+        taking = {kernel: gpu.kernels(dim, kernel) for kernel in gpu.attention if takes(name, kernel, dim)}
+        fastest, rates = gpu.fastest(torch.bfloat16, dim)
+        assert taking[fastest] == rates
+        assert rates.forward == max(one.forward for one in taking.values())
     for dtype in (torch.bfloat16, torch.float16):
         assert select_kernel("auto", Need("cuda", dtype, 128, 128, capability=gpu.capability)).name == AUTO
         for kernel, rows in gpu.attention.items():  # without its package
@@ -77,6 +80,13 @@ def test_gpus_are_assumed_to_stay_below_their_peak(name: str) -> None:
     one, node, many = (gpu.cluster(ranks) for ranks in (1, 8, 64))
     assert [it.nodes for it in (one, node, many)] == [1, 1, 8]
     assert (many.nics, many.inter.bandwidth, many.memory) == (8, 8 * gpu.adapter, gpu.memory)
+
+
+def takes(name: str, kernel: str, dim: int) -> bool:
+    """By what the kernels' tables say of head dims on such GPUs."""
+    if (name, kernel) == ("b200", "flash_attn_4"):
+        return dim <= 128 or dim == 256
+    return dim <= (128 if kernel == "cudnn" else 256)
 
 
 def test_rates_said_to_be_measured_are_those_of_the_record() -> None:
@@ -126,7 +136,7 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
         "memory": ("40GB", {"memory": 40 * 10**9}),
         "ranks_per_node": (4, {"ranks_per_node": 4, "nics": 4, "inter": Link(200e9, 10e-6)}),
         "linear_speed": ("1TFLOPS", {"kernels": replace(flash, linear=1e12)}),
-        "attention_speed": ("1TFLOPS", {"kernels": replace(flash, forward=1e12, backward=0.8e12)}),
+        "attention_speed": ("1TFLOPS", {"kernels": replace(flash, forward=1e12, backward=322 / 357 * 1e12)}),
         "kernel": ("cudnn", {"kernels": GPUS["h100"].kernels(128, "cudnn")}),
     }
     for name, (value, parts) in changes.items():
@@ -140,7 +150,9 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
         assert "--kernel" not in Machines(name="h100x16", **told).cluster(torch.bfloat16, 128).source
     assert "--kernel" not in Machines(name="a100x16").cluster(torch.bfloat16, 128).source
     said = where(name="h100x16", attention_speed="1TFLOPS", linear_speed="1TFLOPS")[1]
-    assert said == {"forward": "given", "backward": "assumed, 0.8 of the forward's", "linear": "given"}
+    assert said == {"forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given"}
+    told = Machines(name="h200x16", kernel="flash_attn_3", attention_speed="646TFLOPS")
+    assert told.cluster(torch.bfloat16, 128).cluster.kernels.backward == pytest.approx(602e12)
 
 
 def test_heads_between_those_in_the_table() -> None:
@@ -167,15 +179,17 @@ def test_without_a_name_rates_are_assumed_to_be_an_h100s() -> None:
     cluster, origins, _ = where(
         ranks=2, intra="1GB/s", kernel="flex", attention_speed="1TFLOPS", linear_speed="2TFLOPS"
     )
-    assert cluster.kernels == Kernels(1e12, 0.8e12, 2e12, merge=2e12, attention="flex")
-    assert origins == {"forward": "given", "backward": "assumed, 0.8 of the forward's", "linear": "given"}
+    assert cluster.kernels == Kernels(1e12, 322 / 357 * 1e12, 2e12, merge=2e12, attention="flex")
+    assert origins == {"forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given"}
 
 
 @pytest.mark.parametrize(
     ("told", "dtype", "dim", "message"),
     [
-        ({"kernel": "flsh"}, torch.bfloat16, 128, "--kernel must be one of ('auto', 'flash', "),
-        ({"kernel": "flex"}, torch.bfloat16, 128, "--kernel: no rates of 'flex' are known on such a GPU, but of"),
+        ({"kernel": "flsh"}, torch.bfloat16, 128, "--kernel must be one of auto, flash, "),
+        ({"kernel": "flsh", "attention_speed": "1TFLOPS"}, torch.bfloat16, 128, "--kernel must be one of auto, "),
+        ({"kernel": "mine", "attention_speed": "1TFLOPS", "name": "h100x8"}, torch.bfloat16, 128, "--kernel must be"),
+        ({"kernel": "flex"}, torch.bfloat16, 128, "--kernel: of 'flex' no rates are known there, but of flash, "),
         ({"kernel": "flash_attn_3", "name": "b200x8"}, torch.bfloat16, 128, "--kernel='flash_attn_3' runs on compute "),
         ({"kernel": "cudnn", "name": "b200x8"}, torch.bfloat16, 64, "--kernel='cudnn' is known to be wrong on the"),
         ({"kernel": "cudnn", "name": "h100x8"}, torch.bfloat16, 256, "--kernel='cudnn' runs on cuda, in bfloat16 or"),
@@ -193,6 +207,22 @@ def test_kernels_that_are_not_planned_with(told: dict, dtype: torch.dtype, dim: 
     with pytest.raises(OptionError) as caught:
         machines.cluster(dtype, dim)
     assert str(caught.value).startswith(message)
+
+
+def test_what_is_elsewhere_is_not_asked_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop plans for a cluster: packages, cuDNN and what torch was built for are another's there."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    monkeypatch.setattr(aten, "activated", lambda: "FA4")
+    for kernel in GPUS["h100"].attention:
+        need = Need("cuda", torch.bfloat16, 128, 128, capability=(9, 0))
+        with pytest.raises(ValueError, match=r"runs on NVIDIA|needs the package"):
+            select_kernel(kernel, need)
+        assert select_kernel(kernel, need._replace(is_elsewhere=True)).name == kernel
+    assert (
+        select_kernel("auto", Need("cuda", torch.bfloat16, 128, 128, capability=(8, 0), is_elsewhere=True)).name == AUTO
+    )
 
 
 def test_a_kernel_by_name_is_in_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +243,7 @@ def test_a_kernel_by_name_is_in_what_is_printed(capsys: pytest.CaptureFixture[st
 
 def test_the_name_of_a_kernel_is_quoted_in_what_is_pasted() -> None:
     """It may come from the file of a profile, which may be anyone's."""
-    name = '"); $(x) `x` #'
+    name = '"); $(x) `x` # \U0001f600'
     model, sequence = ModelShape(64, 4, ffn=64), SequenceShape(64, is_causal=True)
     cluster = Cluster(4, 4, Link(1e9), Link(1e9), kernels=Kernels(attention=name))
     tree = ast.parse(code_of(plan(model, sequence, cluster, keep=1)))

@@ -44,7 +44,7 @@ from wallfacer_dt.planning.search import _Search
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.timeline import Begin, Compute, End
-from wallfacer_dt.planning.words import said_bytes
+from wallfacer_dt.planning.units import format_size
 from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
 
@@ -220,7 +220,7 @@ def test_the_search_finds_it_where_memory_binds(gradients: bool) -> None:
         assert made.prediction.memory == sizes[made.chosen] <= limit
         seen.add(made.chosen.projections)
     assert seen == {"plain", "metp"}
-    least = f"the least that any plan needs is {said_bytes(min(sizes.values()))}"
+    least = f"the least that any plan needs is {format_size(min(sizes.values()))}"
     # However little formulas know of it.
     with mock.patch.object(_Search, "_least_memory", return_value=1001), pytest.raises(PlanningError, match=least):
         plan(model, sequence, replace(where, memory=1000), only=[ring])

@@ -40,7 +40,8 @@ WHERE = Cluster(4, 2, Link(1e9), Link(1e8))
 
 def measured_links() -> Cluster:
     with mock.patch.multiple(probe, _SECONDS=0.01, _LARGEST=2**20, _LONG=0.02):  # what is measured does not matter
-        return Probe.on("cpu", 2).cluster(MODEL, SEQUENCE, memory=10**9, kernel="reference")
+        where = Probe.on("cpu", 2)
+        return where.cluster(MODEL, SEQUENCE, memory=10**9, kernel=where.selected("auto", MODEL, SEQUENCE))
 
 
 @pytest.mark.ranks
@@ -49,7 +50,7 @@ def test_every_rank_measures_the_same_cluster(ranks) -> None:
     assert all(one == found[0] for one in found)
     cluster = found[0]
     assert (cluster.ranks, cluster.ranks_per_node, cluster.nodes, cluster.memory) == (4, 2, 2, 10**9)
-    assert (cluster.device_type, cluster.kernels.attention) == ("cpu", "reference")
+    assert cluster.device_type == "cpu"
     assert Cluster.from_json(cluster.as_json()) == cluster
 
 
@@ -337,9 +338,14 @@ def test_the_kernel_that_is_asked_for_is_measured_runs_and_is_kept(ranks, tmp_pa
     plan(MODEL, SEQUENCE, replace(WHERE, kernels=Kernels(attention="reference")), profile=file)
 
 
-def kernel_of_one_rank() -> tuple[str, str]:
-    if dist.get_rank() != 2:
-        register_kernel("mine", reference.forward, reference.backward, lambda _: True)
+def kernel_of_one_rank(how: str) -> tuple[str, str]:
+    mine, version = (lambda _: True), "1"
+    if dist.get_rank() == 2 and how == "supports":
+        mine = lambda _: None  # noqa: E731
+    if dist.get_rank() == 2 and how == "version":
+        version = "2"
+    if dist.get_rank() != 2 or how != "lacks":
+        register_kernel("mine", reference.forward, reference.backward, mine, version)
     try:
         profile(MODEL, SEQUENCE, "cpu", ranks_per_node=2, kernel="mine")
     except PlanningError as error:
@@ -350,11 +356,19 @@ def kernel_of_one_rank() -> tuple[str, str]:
 
 
 @pytest.mark.ranks
-def test_a_kernel_that_one_rank_lacks_is_refused_by_all(ranks) -> None:
-    found = ranks(4).run(kernel_of_one_rank)
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("lacks", "rank 2: kernel must be one of ('auto', "),
+        ("supports", "rank 2: supports of kernel='mine' must return True or why not, got None"),
+        ("version", "rank 2 has 'mine', 2, rank 0 'mine', 1"),
+    ],
+)
+def test_a_kernel_that_one_rank_lacks_is_refused_by_all(ranks, how: str, message: str) -> None:
+    found = ranks(4).run(kernel_of_one_rank, how)
     assert all(one == found[0] for one in found)
     assert found[0][0] == "kernel"
-    assert found[0][1].startswith("rank 2: kernel must be one of ('auto', ")
+    assert found[0][1].startswith(message)
 
 
 def planned_by_first() -> tuple[Plan, tuple[int, ...]]:

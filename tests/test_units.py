@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wallfacer_dt.command.options import OptionError, naming
-from wallfacer_dt.command.units import (
+from wallfacer_dt.planning.units import (
     format_rate,
     format_size,
     format_speed,

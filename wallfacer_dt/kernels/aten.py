@@ -287,7 +287,7 @@ def _supports(need: Need) -> bool | str:
         # As scaled_dot_product_attention refuses there (sdp_utils.cpp).
         return f"has no backward for head dims of 193 to 224 on compute capability {major}.{minor}; got {head_dim}"
     other = activated()
-    if other is not None:
+    if other is not None and not need.is_elsewhere:
         return (
             f"is torch's own, for which activate_flash_attention_impl({other!r}) has put another: call "
             "restore_flash_attention_impl(), or pass kernel='flash_attn_3' or 'flash_attn_4'"
@@ -332,7 +332,7 @@ def _supports_cudnn(need: Need) -> bool | str:
         here = ".".join(map(str, need.capability))
         remedy = "pass kernel='flash' or 'flash_attn_4'"
         return f"is known to be wrong on the family of compute capability 10.x; got {here}: {remedy}"
-    if torch.version.hip:  # whose devices are cuda's, and MIOpen's version is cuDNN's
+    if torch.version.hip and not need.is_elsewhere:  # whose devices are cuda's, and MIOpen's version is cuDNN's
         return "runs on NVIDIA's GPUs"
     is_here = need.capability is not None and not need.is_elsewhere
     version = torch.backends.cudnn.version() if is_here else None

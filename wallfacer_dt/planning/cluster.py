@@ -1,7 +1,7 @@
 """What a plan must know of the machines: nodes, links between ranks on two levels, memory, and rates of kernels."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from wallfacer_dt.reading import make
@@ -73,11 +73,11 @@ class Kernels:
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what are no rates."""
-        for one in fields(self)[:-1]:
-            value, is_rate = getattr(self, one.name), one.name in ("forward", "backward", "linear", "merge")
-            if not (math.isfinite(value) and (value > 0 if is_rate else value >= 0)):
+        for name, value in asdict(self).items():
+            is_rate = name in ("forward", "backward", "linear", "merge")
+            if name != "attention" and not (math.isfinite(value) and (value > 0 if is_rate else value >= 0)):
                 least = "above 0" if is_rate else "at least 0"
-                raise ValueError(f"kernels: {one.name} must be {least} and finite, got {value}")
+                raise ValueError(f"kernels: {name} must be {least} and finite, got {value}")
 
     def in_blocks(self, queries: int) -> tuple[float, float]:
         """Rates of attention and of its backward in blocks of so many queries."""

@@ -21,7 +21,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict_division
 from wallfacer_dt.planning.stack import division_memory, least_memory
 from wallfacer_dt.planning.step import Spent, least_step
-from wallfacer_dt.planning.words import said_bytes, said_seconds
+from wallfacer_dt.planning.units import format_size, format_time
 
 _TRIED = 6  # attentions of a division, of different meshes or schedules
 
@@ -135,8 +135,8 @@ def divide(
     search.run(keep)
     if not search.ranked:
         raise PlanningError(
-            f"nothing fits: memory is {said_bytes(cluster.memory or 0)} a rank, and the least that any division needs "
-            f"is {said_bytes(search.least)} or more; use more ranks, shorter sequences or fewer of them",
+            f"nothing fits: memory is {format_size(cluster.memory or 0)} a rank, and the least that any division needs "
+            f"is {format_size(search.least)} or more; use more ranks, shorter sequences or fewer of them",
             about="memory",
         )
     first = search.ranked[0]
@@ -297,7 +297,7 @@ class _Search:
         if division.context.projections == "metp":
             best = [replace(one, projections="metp") for one in best if one.ulysses == 1]
         taken = self._taken(division)
-        return [(one, _cost(one, heads, taken, where, siblings)) for one in best[:_TRIED]]
+        return [(one, _cost(one, heads, taken, where, siblings=siblings)) for one in best[:_TRIED]]
 
 
 @lru_cache(maxsize=64)
@@ -313,11 +313,7 @@ def _best_attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluste
     return [one for _, one in sorted(best.values(), key=lambda some: some[0])]
 
 
-@lru_cache(maxsize=1024)
-def _cost(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int
-) -> AttentionCost:
-    return attention_cost(candidate, model, sequence, cluster, siblings=siblings)
+_cost = lru_cache(maxsize=1024)(attention_cost)
 
 
 def _kind(division: Division) -> tuple[int, ...]:
@@ -333,7 +329,7 @@ def _why(one: RankedDivision, first: RankedDivision) -> str:
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
         bubble = f", a bubble of {one.division.bubble:.0%}" if one.division.pipeline > 1 else ""
-        return f"{slower:+.1%}: waits {said_seconds(waits)} longer{bubble}"
+        return f"{slower:+.1%}: waits {format_time(waits)} longer{bubble}"
     again = {"none": "", "attention": ", layers but for attention twice", "full": ", layers twice"}
     how = again[one.division.context.checkpoint] or ", in smaller tiles"
-    return f"{slower:+.1%}: computes {said_seconds(computes)} longer{how}"
+    return f"{slower:+.1%}: computes {format_time(computes)} longer{how}"

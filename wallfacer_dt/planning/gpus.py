@@ -6,9 +6,14 @@ numbers below the data sheet's dense peak.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from wallfacer_dt.kernels.block import Need
+from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link
 
 NODE = 8  # GPUs
@@ -52,12 +57,12 @@ class GPU:
     source: str
 
     def kernels(self, head_dim: int, kernel: str = "auto") -> Kernels:
-        """Rates of a kernel for heads of a dim, in 16 bits; raises ValueError if none are known."""
+        """Rates of a kernel for heads of a dim, in 16 bits."""
         _, (forward, backward, _) = self._row(head_dim, kernel)
         return Kernels(forward, backward, self.linear, merge=self.merge, attention=kernel)
 
     def origins(self, head_dim: int, kernel: str = "auto") -> list[str]:
-        """Who says these rates of attention, forward and backward; raises as :meth:`kernels` does."""
+        """Who says these rates of attention, forward and backward."""
         dim, (*rates, is_measured) = self._row(head_dim, kernel)
         name = f" with {AUTO}" * (kernel == "auto")
         if is_measured and dim == head_dim:
@@ -65,26 +70,31 @@ class GPU:
         heads = f" as for heads of {dim}" * (dim != head_dim)
         return [f"assumed{name}, {rate / self.peak:.0%} of the peak{heads}" for rate in rates]
 
-    def fastest(self, head_dim: int) -> tuple[str, Kernels]:
-        """The kernel that computes most, and its rates."""
-        every = {name: self.kernels(head_dim, name) for name in self.attention}
+    def check(self, kernel: str, dtype: torch.dtype, head_dim: int) -> None:
+        """Refuse (ValueError) a kernel that does not take such heads here, whatever is installed on this machine."""
+        need = Need("cuda", dtype, head_dim, head_dim, capability=self.capability, is_elsewhere=True)
+        select_kernel(kernel, need)
+
+    def fastest(self, dtype: torch.dtype, head_dim: int) -> tuple[str, Kernels]:
+        """The kernel that computes most of those that take such heads, and its rates."""
+        every = {}
+        for name in self.attention:
+            with suppress(ValueError):
+                self.check(name, dtype, head_dim)
+                every[name] = self.kernels(head_dim, name)
         return max(every.items(), key=lambda of: of[1].forward)
 
     def _row(self, head_dim: int, kernel: str) -> tuple[int, Rates]:
         """Rates, and of which head dim: of the largest in the table that is no larger, or else of the smallest."""
-        name = AUTO if kernel == "auto" else kernel
-        if name not in self.attention:
-            known = ", ".join(map(repr, self.attention))
-            raise ValueError(f"no rates of {kernel!r} are known on such a GPU, but of {known}")
-        rows = self.attention[name]
+        rows = self.attention[AUTO if kernel == "auto" else kernel]
         dim = max((dim for dim in rows if dim <= head_dim), default=min(rows))
         return dim, rows[dim]
 
-    def cluster(self, ranks: int, per_node: int = NODE, head_dim: int = 128, kernel: str = "auto") -> Cluster:
-        """So many of them, in nodes of ``per_node``; raises ValueError as :class:`Cluster` and :meth:`kernels` do."""
-        per_node, kernels = min(ranks, per_node), self.kernels(head_dim, kernel)
+    def cluster(self, ranks: int, per_node: int = NODE) -> Cluster:
+        """So many of them in nodes of ``per_node``, with rates for heads of 128; raises as :class:`Cluster` does."""
+        per_node = min(ranks, per_node)
         intra, inter = Link(self.intra, INTRA_LATENCY), Link(per_node * self.adapter, INTER_LATENCY)
-        return Cluster(ranks, per_node, intra, inter, per_node, self.memory, kernels)
+        return Cluster(ranks, per_node, intra, inter, per_node, self.memory, self.kernels(128))
 
 
 _HDR, _NDR = 25e9, 50e9  # InfiniBand of 200 and 400 Gbit/s

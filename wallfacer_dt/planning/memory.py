@@ -37,9 +37,9 @@ def attention_memory(
         The bytes.
     """
     if index is not None:
-        return _of_rank(candidate, model, sequence, by_tokens, index)
+        return _of_rank(candidate, model, sequence, index, by_tokens=by_tokens)
     short, cut = _short(candidate, sequence)
-    found = [_of_rank(short, model, cut, by_tokens, one) for one in _asked(short, model, cut)]
+    found = [_of_rank(short, model, cut, one, by_tokens=by_tokens) for one in _asked(short, model, cut)]
     return Peaks(*map(max, zip(*found, strict=True)))
 
 
@@ -85,16 +85,8 @@ def _ends(size: int) -> set[int]:
     return {0, size // 2, size - 1}
 
 
-@lru_cache(maxsize=1024)
-def _of_rank(candidate: Candidate, model: ModelShape, sequence: SequenceShape, by_tokens: bool, index: int) -> Peaks:
-    return attention_peaks(candidate, model, sequence, index, by_tokens=by_tokens)
-
-
-@lru_cache(maxsize=1024)
-def _projected_of_rank(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, index: int, axes: tuple[int, ...], holder: int
-) -> int:
-    return projected_peak(candidate, model, sequence, index, axes, holder)
+_of_rank = lru_cache(maxsize=1024)(attention_peaks)
+_projected_of_rank = lru_cache(maxsize=1024)(projected_peak)
 
 
 def _shortened(candidate: Candidate, sequence: SequenceShape) -> Candidate:

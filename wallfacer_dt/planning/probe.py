@@ -74,8 +74,8 @@ class Probe:
         """P."""
         return dist.get_world_size()
 
-    def cluster(self, model: ModelShape, sequence: SequenceShape, memory: int | None, kernel: str) -> Cluster:
-        """Measure links and kernels, of attention one by name; all ranks return the same."""
+    def cluster(self, model: ModelShape, sequence: SequenceShape, memory: int | None, kernel: BlockKernel) -> Cluster:
+        """Measure links and kernels, of attention this one; all ranks return the same."""
         kernels, contention = self.kernels(model, sequence, kernel)
         found = self.links(contention)
         return replace(found, memory=memory, kernels=replace(kernels, copy=found.kernels.copy))
@@ -92,13 +92,12 @@ class Probe:
             device_type=self.device.type,
         )  # fmt: skip
 
-    def kernels(self, model: ModelShape, sequence: SequenceShape, kernel: str) -> tuple[Kernels, float]:
+    def kernels(self, model: ModelShape, sequence: SequenceShape, kernel: BlockKernel) -> tuple[Kernels, float]:
         """Rates of kernels, and how many seconds pass while a rank's processor works for one (ranks may share it)."""
-        chosen = self._selected(kernel, model, sequence)
         rows = max(16, min(2048, sequence.length // self.ranks)) // 4 * 4
         few = rows // 4
         blocks = ((rows, rows), (few, few), (few, 4 * rows))
-        forwards, backwards = zip(*(self._attention(chosen, model, sequence, *block) for block in blocks), strict=True)
+        forwards, backwards = zip(*(self._attention(kernel, model, sequence, *block) for block in blocks), strict=True)
         fit = fitted(rows, forwards, backwards)
         pair = sequence.batch * model.heads * model.dim
         shape, wide = (sequence.batch, model.heads, rows, model.dim), accumulation_dtype(sequence.dtype)
@@ -110,22 +109,26 @@ class Probe:
         product = self._repeated(lambda: square @ square)
         kernels = Kernels(
             4 * pair / fit.forward, 10 * pair / fit.backward, 2 * size**3 / product, fit.overhead,
-            3 * out.nbytes / merging, half_rows=fit.half_rows, attention=kernel,
+            3 * out.nbytes / merging, half_rows=fit.half_rows,
         )  # fmt: skip
         return kernels, self._contention(lambda: square @ square)
 
-    def _selected(self, name: str, model: ModelShape, sequence: SequenceShape) -> BlockKernel:
-        """The kernel of attention; what a rank refuses all of them do, before one waits for another."""
+    def selected(self, name: str, model: ModelShape, sequence: SequenceShape) -> BlockKernel:
+        """The kernel of attention; what a rank refuses all of them do (PlanningError), before one waits for another."""
         like = torch.empty(0, model.heads, 0, model.dim, dtype=sequence.dtype, device=self.device)
+        found, refusal = None, ""
         try:
-            found, refusal = select_kernel(name, Need.of(like, like, masked=False, softcap=0.0)), ""
-        except ValueError as error:
-            found, refusal = None, str(error)
-        refusals = [refusal] * self.ranks
-        dist.all_gather_object(refusals, refusal)
-        for rank, said in enumerate(refusals):
+            found = select_kernel(name, Need.of(like, like, masked=False, softcap=0.0))
+        except Exception as error:  # a kernel's own function may raise anything, and the others wait
+            refusal = str(error) or repr(error)
+        mine = refusal, f"{found.name!r}, {found.version}" if found else ""
+        everyone = [mine] * self.ranks
+        dist.all_gather_object(everyone, mine)
+        for rank, (said, which) in enumerate(everyone):
             if said:
                 raise PlanningError(f"rank {rank}: {said}", about="kernel")
+            if which != everyone[0][1]:
+                raise PlanningError(f"rank {rank} has {which}, rank 0 {everyone[0][1]}", about="kernel")
         assert found is not None, "nobody refused"
         return found
 
@@ -219,20 +222,6 @@ class Probe:
         return torch.randn(shape, dtype=dtype, device=self.device)
 
 
-class Times(NamedTuple):
-    """Seconds of a kernel in three blocks.
-
-    Attributes:
-        square: of as many queries as keys.
-        small: of a quarter of both.
-        flat: of a quarter of the queries, and four times the keys.
-    """
-
-    square: float
-    small: float
-    flat: float
-
-
 class Fit(NamedTuple):
     """What kernels take: ``overhead``, and for every query and key ``forward`` or ``backward``, in seconds.
 
@@ -250,22 +239,23 @@ def fitted(rows: int, forward: tuple[float, float, float], backward: tuple[float
 
     Args:
         rows: of the square block.
-        forward: :class:`Times` of the forward.
+        forward: seconds of the forward in that block, in one of a quarter of both, and in one of a quarter of the
+            queries and four times the keys.
         backward: of the backward.
 
     Returns:
         The costs, in seconds; where what was measured contradicts itself, none of them below zero.
     """
-    times = Times(*forward), Times(*backward)
-    overheads = [min(max(0.0, (16 * it.small - it.flat) / 15), 0.95 * it.square) for it in times]
+    times = forward, backward
+    overheads = [min(max(0.0, (16 * small - flat) / 15), 0.95 * square) for square, small, flat in times]
     # Of as many pairs; if nothing but rows counted, a quarter of these would take four times as long.
     slower = [
-        min(max(1.0, (it.flat - overhead) / (it.square - overhead)), 3.0)
-        for it, overhead in zip(times, overheads, strict=True)
+        min(max(1.0, (flat - overhead) / (square - overhead)), 3.0)
+        for (square, _, flat), overhead in zip(times, overheads, strict=True)
     ]
     share = statistics.mean((s - 1) / (4 - s) for s in slower)
-    overhead = min(statistics.mean(overheads), *(0.95 * it.square for it in times))
-    return Fit(overhead, share * rows, *((it.square - overhead) / (rows**2 * (1 + share)) for it in times))
+    overhead = min(statistics.mean(overheads), *(0.95 * square for square, *_ in times))
+    return Fit(overhead, share * rows, *((square - overhead) / (rows**2 * (1 + share)) for square, *_ in times))
 
 
 def slowest(work: Callable[[], object], device: torch.device) -> float:

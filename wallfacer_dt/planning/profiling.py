@@ -209,10 +209,18 @@ def profile(
         raise ValueError("a cluster has ranks_per_node, memory and kernels.attention itself: give it, or these")
     if cluster is not None and cluster.ranks != dist.get_world_size():
         raise ValueError(f"the cluster has {cluster.ranks} ranks, and there are {dist.get_world_size()}")
-    _by_first(lambda: _check_path(path))
+    # First of all, as it takes this rank's own GPU, unless someone has, before anything is sent by another.
+    probe = Probe.on(device_type, ranks_per_node if cluster is None else cluster.ranks_per_node)
+    kernel = kernel if cluster is None else cluster.kernels.attention
+    run = probe.selected(kernel, model, sequence) if cluster is None or build is None else None
+    if run and run.name not in ("flash", kernel):  # what stands for it in this process alone
+        kernel = run.name
+    _by_first(lambda: _check_path(path, kernel))
     if cluster is None:
-        cluster = Probe.on(device_type, ranks_per_node).cluster(model, sequence, memory, kernel)
-    _by_first(lambda: _check_path(path, cluster))
+        assert run is not None, "it was selected, as there is no cluster"
+        cluster = probe.cluster(model, sequence, memory, run)
+        cluster = replace(cluster, kernels=replace(cluster.kernels, attention=kernel))
+    _by_first(lambda: _check_path(path, kernel, cluster))
     model = model if build else model.attention_alone
 
     def fastest() -> tuple[Plan, list[Ranked]]:
@@ -234,13 +242,14 @@ def profile(
     return _by_first(finish), result
 
 
-def _check_path(path: str | os.PathLike[str] | None, cluster: Cluster | None = None) -> None:
+def _check_path(path: str | os.PathLike[str] | None, kernel: str, cluster: Cluster | None = None) -> None:
     """Refuse a file that cannot be added to, before anything is measured; or that is of other ranks or nodes."""
     if path is not None:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         earlier = Profile.load(path) if Path(path).exists() else None
-        if earlier and cluster:
-            earlier.check_is_of(cluster)
+        if earlier:
+            same = replace(earlier.cluster, kernels=replace(earlier.cluster.kernels, attention=kernel))
+            earlier.check_is_of(cluster or same)
 
 
 def _by_first(make: Callable[[], Any]) -> Any:

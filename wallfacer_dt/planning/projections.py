@@ -21,11 +21,6 @@ Heads = tuple[int, int]
 """How many query heads and key heads a group has."""
 
 
-def groups_of(candidate: Candidate, model: ModelShape) -> tuple[HeadGroup, ...]:
-    """The groups of heads, whose weights are separate and without biases."""
-    return head_groups(model.heads, model.keys, model.dim, candidate.axes, fused=False)
-
-
 class ProjectedAttention:
     """One call of METP's attention on the ranks of a cluster, all of which share its weights.
 
@@ -38,7 +33,8 @@ class ProjectedAttention:
 
     def __init__(self, candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> None:
         self.candidate, self.model, self.sequence, self.cluster = candidate, model, sequence, cluster
-        self.groups = groups_of(candidate, model)
+        # Of separate weights, without biases.
+        self.groups = head_groups(model.heads, model.keys, model.dim, candidate.axes, fused=False)
         self._ranks = Group(candidate.size, 1, min(cluster.ranks, cluster.ranks_per_node))
 
     def events(self, attention: Callable[[Heads], Sequence[Event]], *, backward: bool) -> Iterator[Event]:

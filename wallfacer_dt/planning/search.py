@@ -27,7 +27,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict
 from wallfacer_dt.planning.stack import least_memory, stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
-from wallfacer_dt.planning.words import said_bytes, said_seconds
+from wallfacer_dt.planning.units import format_size, format_time
 from wallfacer_dt.styles import WallFacerParallel
 
 if TYPE_CHECKING:
@@ -246,13 +246,13 @@ def plan(
     if not ranked:
         least = min(dropped, key=lambda one: one.prediction.memory)
         raise PlanningError(
-            f"nothing fits: memory is {said_bytes(cluster.memory or 0)} a rank, and the least that any plan needs is "
-            f"{said_bytes(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
+            f"nothing fits: memory is {format_size(cluster.memory or 0)} a rank, and the least that any plan needs is "
+            f"{format_size(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
             about="memory",
         )
     explained = tuple(_because(one, ranked[0]) for one in ranked)
     too_large = tuple(
-        replace(one, why=f"needs {said_bytes(one.prediction.memory)}, a rank has {said_bytes(cluster.memory or 0)}")
+        replace(one, why=f"needs {format_size(one.prediction.memory)}, a rank has {format_size(cluster.memory or 0)}")
         for one in sorted(dropped, key=lambda one: one.prediction.memory)
     )
     return Plan(model, sequence, cluster, explained, too_large, len(some))
@@ -446,7 +446,7 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     if one is first:
         how = "measured fastest" if one.measured is not None else "best"
         hidden = p.exposed / p.seconds if p.seconds else 0.0
-        into_node = f", {said_bytes(p.node_bytes)} come into a node" if p.node_bytes else ""
+        into_node = f", {format_size(p.node_bytes)} come into a node" if p.node_bytes else ""
         return replace(one, why=f"{how}: {hidden:.0%} of the step is waiting{into_node}")
     slower = one.seconds / first.seconds - 1 if first.seconds else 0.0
     if one.measured is not None:
@@ -456,15 +456,15 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     is_as_fast = _rounded(p.seconds) == _rounded(best.seconds)
     is_ranked_as_fast = _rounded(p.seconds + one.handicap) == _rounded(best.seconds + first.handicap)
     if one.handicap > first.handicap and not is_ranked_as_fast and (is_as_fast or p.seconds < best.seconds):
-        how, more = "as fast" if is_as_fast else f"{slower:+.1%}", said_seconds(one.handicap - first.handicap)
+        how, more = "as fast" if is_as_fast else f"{slower:+.1%}", format_time(one.handicap - first.handicap)
         return replace(one, why=f"{how}: a team goes first where it saves {more}")
     if is_as_fast or is_ranked_as_fast:
         return replace(one, why=_as_fast(p, best))
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
-        return replace(one, why=f"{slower:+.0%}: waits {said_seconds(waits)} longer{_more_bytes(p, best)}")
+        return replace(one, why=f"{slower:+.0%}: waits {format_time(waits)} longer{_more_bytes(p, best)}")
     return replace(
-        one, why=f"{slower:+.0%}: computes {said_seconds(computes)} longer (smaller tiles, more merging, or idle heads)"
+        one, why=f"{slower:+.0%}: computes {format_time(computes)} longer (smaller tiles, more merging, or idle heads)"
     )
 
 

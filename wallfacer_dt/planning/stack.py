@@ -257,11 +257,9 @@ class _Layer:
         if self.candidate.feed_forward == "metp" and self.is_least:
             return there
         if self.candidate.feed_forward == "metp":
-            return there + _feed_forward_peak(self.candidate.size, self.model, self.sequence)
+            return there + _feed_forward_peak(Candidate(self.candidate.size), self.model, self.sequence)
         # Where both factors of the product have their gradients, it is gone, and its own gradient there.
         return there + self.hidden * (2 if self.model.gated else 1)
 
 
-@lru_cache(maxsize=64)
-def _feed_forward_peak(ranks: int, model: ModelShape, sequence: SequenceShape) -> int:
-    return feed_forward_peak(Candidate(ranks), model, sequence)
+_feed_forward_peak = lru_cache(maxsize=64)(feed_forward_peak)

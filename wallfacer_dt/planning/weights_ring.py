@@ -14,9 +14,9 @@ from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
-from wallfacer_dt.planning.traffic import Wire
 
 
 def feed_forward_events(
@@ -41,8 +41,9 @@ def feed_forward_events(
         2 * tokens * element * (2 + (2 / 3 if model.gated else 1 / 2) if backward else 1) / cluster.kernels.linear
     )
     sent = max(units) * element
-    weights = _hop(sent * sequence.dtype.itemsize, len(units), cluster)
-    carried = _hop(sent * accumulation_dtype(sequence.dtype).itemsize, len(units), cluster)
+    group = Group(len(units), 1, cluster.ranks_per_node)
+    weights = group.send(sent * sequence.dtype.itemsize)
+    carried = group.send(sent * accumulation_dtype(sequence.dtype).itemsize)
     for step in _schedule(units, backward).steps:
         match step:
             case Start(transfer):
@@ -62,10 +63,3 @@ _TOKENS = 2  # enough to be split where something is kept for the end
 def _schedule(units: tuple[int, ...], backward: bool) -> Schedule:
     place = Coordinate(len(units), 1, len(units) - 1, 0)
     return make_schedule(place, RingOfWeights(_TOKENS, units), schedule="2d", resident="q", backward=backward)
-
-
-def _hop(nbytes: int, ranks: int, cluster: Cluster) -> Wire:
-    """From every rank to the next; of a node's ranks one is sent something by another node."""
-    per_node = min(ranks, cluster.ranks_per_node)
-    near, crosses = per_node > 1, ranks > per_node
-    return Wire(nbytes, int(near), near * nbytes, int(crosses), crosses * nbytes, crosses * nbytes)

@@ -1,7 +1,8 @@
 """Cases of the two papers: their GPUs and links in proportion, on as many emulated ranks.
 
-A hop's time and a block's forward are to each other as on the paper's cluster (``recipes.benchmarks.papers``), and so
-are links in a node and between them. What else a device does takes as much of a forward as on an H100.
+A hop's time and a block's forward are to each other as on the paper's cluster (``recipes.benchmarks.papers``; on A100s
+with heads of 64), and so are links in a node and between them. What else a device does takes as much of a forward as on
+an H100.
 """
 
 from collections.abc import Iterator

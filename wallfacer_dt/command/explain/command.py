@@ -13,7 +13,7 @@ from wallfacer_dt.command.explain.make import make_facts
 from wallfacer_dt.command.explain.settings import Settings
 from wallfacer_dt.command.explain.text import print_facts
 from wallfacer_dt.command.options import OptionError, naming
-from wallfacer_dt.command.units import parse_tokens
+from wallfacer_dt.planning.units import parse_tokens
 
 _WIDTH = 100
 

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from wallfacer_dt.command.explain.facts import Attend, Communicate, Facts, Message, Pair, Rank, Transfer
-from wallfacer_dt.command.units import format_size
 from wallfacer_dt.mesh import ULYSSES_AXIS
+from wallfacer_dt.planning.units import format_size
 
 _DO = {
     "heads": "tokens for heads",

@@ -21,10 +21,10 @@ from wallfacer_dt.command.planning.text import (
     summary_of_cluster,
     summary_of_model,
 )
-from wallfacer_dt.command.units import format_size, format_time
 from wallfacer_dt.planning import SequenceShape
 from wallfacer_dt.planning.dividing import DivisionPlan, RankedDivision, divide
 from wallfacer_dt.planning.known_models import KnownModel
+from wallfacer_dt.planning.units import format_size, format_time
 
 GAIN = 0.01  # of a step, below which more context ranks are called waste
 
@@ -61,7 +61,7 @@ def print_divided(
             plan = divide(known.shape, sequence, where.cluster, sequences, keep=top)
         except planning.PlanningError as error:
             raise OptionError(f"--{error.about}: {error}") from error
-    figures = Figures.of_division(plan, where, known)
+    figures = Figures.of(plan, where, known)
     if as_document:
         print(divided_as_json(plan, figures))
     else:

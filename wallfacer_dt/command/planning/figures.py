@@ -7,9 +7,10 @@ from typing import Any
 from wallfacer_dt.command.planning.machines import Where
 from wallfacer_dt.planning import ModelShape, Plan, Ranked
 from wallfacer_dt.planning.dividing import DivisionPlan, RankedDivision
+from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.known_models import KnownModel
-from wallfacer_dt.planning.stack import StackMemory, division_memory, stack_memory
+from wallfacer_dt.planning.stack import StackMemory, division_memory
 
 MFU = "model FLOPs without recomputation, causal attention counted as half / (time x ranks x peak)"
 
@@ -41,36 +42,23 @@ class Figures:
     left_out: tuple[str, ...]
 
     @classmethod
-    def of(cls, plan: Plan, where: Where, known: KnownModel) -> "Figures":
-        """The figures of a plan for a model on a cluster."""
-        model, sequence = plan.model, plan.sequence
-        return cls(
-            flops=model_flops(model, sequence),
-            peak=where.peak,
-            ranks=plan.cluster.ranks,
-            tokens=sequence.batch * sequence.length,
-            memory=stack_memory(plan.chosen, model, sequence),
-            origins=where.origins,
-            source=where.source,
-            activation=known.activation,
-            left_out=(*_left_out(model), _ALL_SHARE, *_of_model(known)),
-        )
-
-    @classmethod
-    def of_division(cls, plan: DivisionPlan, where: Where, known: KnownModel) -> "Figures":
-        """The figures of divided ranks."""
-        step = replace(plan.sequence, batch=plan.sequences)
-        taken = replace(plan.sequence, batch=plan.chosen.microbatch)
+    def of(cls, plan: Plan | DivisionPlan, where: Where, known: KnownModel) -> "Figures":
+        """The figures of a plan, or of divided ranks, for a model on a cluster."""
+        if isinstance(plan, DivisionPlan):
+            step, division, others = replace(plan.sequence, batch=plan.sequences), plan.chosen, _NOT_DIVIDED
+        else:
+            step, others = plan.sequence, (_ALL_SHARE,)
+            division = Division(plan.chosen, microbatch=step.batch)
         return cls(
             flops=model_flops(plan.model, step),
             peak=where.peak,
             ranks=plan.cluster.ranks,
             tokens=step.batch * step.length,
-            memory=division_memory(plan.chosen, plan.model, taken),
+            memory=division_memory(division, plan.model, replace(step, batch=division.microbatch)),
             origins=where.origins,
             source=where.source,
             activation=known.activation,
-            left_out=(*_left_out(plan.model), *_NOT_DIVIDED, *_of_model(known)),
+            left_out=(*_left_out(plan.model), *others, *_of_model(known)),
         )
 
     def rate(self, one: Ranked | RankedDivision) -> float:
@@ -114,7 +102,10 @@ def _left_out(model: ModelShape) -> Iterator[str]:
     else:
         yield "in the time: FSDP's traffic of the embedding; of the output projection a layer's counts"
     yield "in the time: norms, rotary embedding and other elementwise work, the loss, the optimizer, loading data"
-    yield "in memory: workspace of kernels but torch's flash, CUDA's context, NCCL's buffers, what the allocator loses"
+    yield (
+        "in memory: workspace of kernels (that of torch's flash is counted, for all), CUDA's context, NCCL's buffers, "
+        "what the allocator loses"
+    )
 
 
 def _of_model(known: KnownModel) -> Iterator[str]:

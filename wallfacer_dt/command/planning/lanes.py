@@ -98,7 +98,7 @@ def _labels(bar: Bar, kind: str) -> Iterator[str]:
     if kind in ("projections", "weights"):
         yield bar.what
     elif bar.lane == "compute":
-        yield from (f"{'own' if kind == 'own' else 'team'} x {words[-1]}", words[-1])
+        yield from (f"{'own' if kind == 'local' else 'team'} x {words[-1]}", words[-1])
     elif kind == "heads":
         yield from (f"{words[0].replace('_', ' ')}, group {words[-1]}", words[0].replace("_", " "))
     else:

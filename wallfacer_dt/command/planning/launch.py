@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from wallfacer_dt.command.options import NodeError, OptionError, check_least, naming
-from wallfacer_dt.command.units import parse_time
 from wallfacer_dt.planning import PlanningError
+from wallfacer_dt.planning.units import parse_time
 
 _START = "torchrun --nproc-per-node 4 -m wallfacer_dt.command profile"
-_TOLD = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Launch:
         if _TOLD - environment.keys():
             raise OptionError(f"ranks are needed; start it with {_START} ...")
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local, local_ranks = int(environment.get("LOCAL_RANK", 0)), int(environment.get("LOCAL_WORLD_SIZE", 1))
+        local, local_ranks = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
         _check_nodes(ranks, per_node)
         if threads is not None:
             check_least("--threads", threads)

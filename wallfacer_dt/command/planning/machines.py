@@ -10,13 +10,12 @@ import torch
 
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.command.planning.shape import as_options
-from wallfacer_dt.command.units import format_speed, format_time, parse_rate, parse_size, parse_speed, parse_time
-from wallfacer_dt.kernels.block import HALF, Need
-from wallfacer_dt.kernels.registry import select_kernel
+from wallfacer_dt.kernels.block import HALF
+from wallfacer_dt.kernels.registry import names
 from wallfacer_dt.planning import Cluster, Kernels, Link, Profile
 from wallfacer_dt.planning.gpus import GPU, GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
+from wallfacer_dt.planning.units import format_speed, format_time, parse_rate, parse_size, parse_speed, parse_time
 
-_BACKWARD = 0.8  # of attention's forward speed, as in the defaults of Kernels
 _NO_LINK = Link(1e12)
 MEASURED = dict.fromkeys(("forward", "backward", "linear"), "measured")
 
@@ -107,7 +106,9 @@ class Machines:
                 ranks, min(ranks, per_node), intra, inter, self.nics or (base.nics if base else 1),
                 base.memory if base and self.memory is None else read_memory(self.memory), kernels,
             )  # fmt: skip
-        return Where(cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu, kernels, head_dim))
+        return Where(
+            cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu, kernels, dtype, head_dim)
+        )
 
     def measured(self, profile: Profile) -> Where:
         """The cluster of a profile, with the memory that was said.
@@ -154,6 +155,9 @@ class Machines:
 
     def _link(self, name: str, known: Link | None, latency: float, *, needed: bool) -> Link | None:
         rate, late = getattr(self, name), getattr(self, f"{name}_latency")
+        if late is not None:  # a link that is not needed, too
+            with naming(f"{_option(name)}-latency"):
+                latency = parse_time(late)
         if rate is None and known is None:
             if needed:
                 raise OptionError(
@@ -165,17 +169,16 @@ class Machines:
         if rate is not None:
             with naming(_option(name)):
                 link = replace(link, bandwidth=parse_rate(rate))
-        if late is not None:
-            with naming(f"{_option(name)}-latency"):
-                link = replace(link, latency=parse_time(late))
-        return link
+        return link if late is None else replace(link, latency=latency)
 
     def _kernels(self, gpu: GPU | None, dtype: torch.dtype, head_dim: int) -> tuple[Kernels, Mapping[str, str]]:
         """Rates, and by name who says so: of what neither a name nor an option says an H100's."""
         whose, kernel, given = gpu or GPUS["h100"], self.kernel or "auto", self._given_speeds()
+        if kernel not in ("auto", *names()):
+            raise OptionError(f"--kernel must be one of {', '.join(('auto', *names()))}, got {kernel!r}")
         if gpu is not None:
             self._check_kernel(gpu, dtype, head_dim)
-        if dtype not in HALF and given.keys() != MEASURED.keys():
+        if dtype not in HALF and not {"forward", "linear"} <= given.keys():
             said = "by default are an H100's in 16 bits" if gpu is None else f"on --cluster {self.name} are in 16 bits"
             raise OptionError(
                 f"--dtype {str(dtype).removeprefix('torch.')}: rates {said}; give --attention-speed and "
@@ -185,26 +188,27 @@ class Machines:
             self._check_kernel(whose, dtype, head_dim)
         known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
         origins = {"linear": f"assumed, {whose.linear / whose.peak:.0%} of the peak"}
-        if "forward" not in given:
-            try:
-                known, said = whose.kernels(head_dim, kernel), whose.origins(head_dim, kernel)
-            except ValueError as error:
-                raise OptionError(f"--kernel: {error}; give --attention-speed") from error
-            origins |= {"forward": said[0], "backward": said[1]}
+        if kernel == "auto" or kernel in whose.attention:
+            known = whose.kernels(head_dim, kernel)
+            origins["forward"], origins["backward"] = whose.origins(head_dim, kernel)
+        elif "forward" not in given:
+            raise OptionError(
+                f"--kernel: of {kernel!r} no rates are known there, but of {', '.join(whose.attention)}; give "
+                "--attention-speed"
+            )
         if gpu is None:
             origins = {name: f"{said}, an H100's" for name, said in origins.items()}
         origins |= dict.fromkeys(given, "given")
-        if "backward" in given:
-            origins["backward"] = f"assumed, {_BACKWARD:g} of the forward's"
+        if "forward" in given:
+            share = known.backward / known.forward
+            given["backward"] = share * given["forward"]
+            origins["backward"] = f"assumed, {share:.2g} of the forward's"
         return replace(known, **given), {name: origins[name] for name in MEASURED}
 
     def _check_kernel(self, gpu: GPU, dtype: torch.dtype, head_dim: int) -> None:
         """Refuse (OptionError) heads that the kernel of the printed code does not take on such a GPU."""
         try:
-            select_kernel(
-                self.kernel or "auto",
-                Need("cuda", dtype, head_dim, head_dim, capability=gpu.capability, is_elsewhere=True),
-            )
+            gpu.check(self.kernel or "auto", dtype, head_dim)
         except ValueError as error:
             if self.kernel is not None:
                 raise OptionError(f"--{error}") from error
@@ -222,13 +226,12 @@ class Machines:
         if self.attention_speed is not None:
             with naming("--attention-speed"):
                 given["forward"] = parse_speed(self.attention_speed)
-            given["backward"] = _BACKWARD * given["forward"]
         if self.linear_speed is not None:
             with naming("--linear-speed"):
                 given["linear"] = parse_speed(self.linear_speed)
         return given
 
-    def _described(self, gpu: GPU, kernels: Kernels, head_dim: int) -> str:
+    def _described(self, gpu: GPU, kernels: Kernels, dtype: torch.dtype, head_dim: int) -> str:
         """Where the parts of a named cluster come from, and which kernel is faster than one that nobody chose."""
         latencies = " and ".join(map(format_time, (INTRA_LATENCY, INTER_LATENCY)))
         parts = ("ranks_per_node", "intra", "inter", "intra_latency", "inter_latency", "nics", "memory", "peak_speed")
@@ -237,9 +240,10 @@ class Machines:
             f"{self.name}: dense peak in 16 bits, memory, NVLink and an adapter for each GPU as in {gpu.source}; "
             f"latencies of {latencies} are assumed, and that links reach their rates"
         ) + f"; replaced by {replaced}" * bool(replaced)
-        name, fastest = gpu.fastest(head_dim)
-        if self.kernel is None and self.attention_speed is None and fastest.forward > 1.1 * kernels.forward:
-            said += f". With --kernel {name} attention computes at {format_speed(fastest.forward)}"
+        if self.kernel is None and self.attention_speed is None:
+            name, fastest = gpu.fastest(dtype, head_dim)
+            if fastest.forward > 1.1 * kernels.forward:
+                said += f". With --kernel {name} attention computes at {format_speed(fastest.forward)}"
         return said
 
     def _peak(self, gpu: GPU | None) -> float | None:
@@ -254,7 +258,10 @@ def read_memory(size: str | None) -> int | None:
     if size is None:
         return None
     with naming("--memory"):
-        return int(parse_size(size))
+        nbytes = int(parse_size(size))
+        if nbytes < 1:
+            raise ValueError(f"must be at least 1B, got {size!r}")
+    return nbytes
 
 
 def load_profile(path: Path) -> Profile:

@@ -1,6 +1,7 @@
 """A plan as a picture: how long the best plans take, and the timeline of the chosen one's attention."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -94,12 +95,5 @@ def _draw_times(axes: Axes, plan: Plan, best: Sequence[Ranked]) -> None:
 
 
 def _name(it: Candidate) -> str:
-    parts = [f"{it.ulysses} x {it.ring} x {it.team}"]
-    if sum(size > 1 for size in it.axes) > 1:
-        parts.append(it.placement.replace("_", " "))
-    if it.ring * it.team > 1:
-        parts += [it.schedule] * (it.team > 1) + [it.rotates]
-    parts += ["METP"] * (it.feed_forward == "metp")
-    parts += ["METP's attention"] * (it.projections == "metp")
-    parts += [f"checkpoint {it.checkpoint}"] * (it.checkpoint != "none")
-    return ", ".join(parts)
+    _, *ways = str(replace(it, order="contiguous")).split(", ")
+    return ", ".join([f"{it.ulysses} x {it.ring} x {it.team}", *ways])

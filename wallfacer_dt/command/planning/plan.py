@@ -31,9 +31,9 @@ from wallfacer_dt.command.planning.shape import (
     make_sequence,
 )
 from wallfacer_dt.command.planning.text import make_console, print_plan
-from wallfacer_dt.command.units import format_time
 from wallfacer_dt.planning.gpus import GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
 from wallfacer_dt.planning.longest import MOST, length_unit, longest_length
+from wallfacer_dt.planning.units import format_time
 
 _RATE, _TIME, _SPEED, _FILE = "RATE", "TIME", "SPEED", "FILE"
 

@@ -30,6 +30,7 @@ from wallfacer_dt.command.planning.shape import (
     make_sequence,
 )
 from wallfacer_dt.command.planning.text import make_console, print_profile
+from wallfacer_dt.kernels.registry import names
 
 
 def profile(
@@ -77,6 +78,8 @@ def profile(
     # All that can be wrong is found before ranks meet, since one that is missing keeps the others waiting.
     for option, number in (("--top", top), ("--iterations", iterations)):
         check_least(option, number)
+    if kernel not in ("auto", *names()):
+        raise OptionError(f"--kernel must be one of {', '.join(('auto', *names()))}, got {kernel!r}")
     known = make_model(model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     shape, sequence = (
         known.shape.attention_alone,

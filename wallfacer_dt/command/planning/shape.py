@@ -9,9 +9,9 @@ import torch
 import typer
 
 from wallfacer_dt.command.options import OptionError, check_least, naming
-from wallfacer_dt.command.units import parse_tokens
 from wallfacer_dt.planning import ModelShape, SequenceShape
 from wallfacer_dt.planning.known_models import MODELS
+from wallfacer_dt.planning.units import parse_tokens
 
 Seq = Annotated[
     str, typer.Option(metavar="TOKENS", help="Tokens of the sequence: 131072, 128k or 1M; k is 1024, M 1024^2.")
@@ -71,7 +71,7 @@ def make_sequence(
     """The sequences.
 
     Args:
-        seq: tokens, as :func:`wallfacer_dt.command.units.parse_tokens` reads them, or read.
+        seq: tokens, as :func:`wallfacer_dt.planning.units.parse_tokens` reads them, or read.
         batch: sequences.
         causal: a query sees the keys up to its own position.
         full: it sees all of them; one of the two was said.

@@ -3,9 +3,9 @@
 from rich.console import Console
 
 from wallfacer_dt.command.planning.figures import MFU, Figures
-from wallfacer_dt.command.units import format_size, format_speed
 from wallfacer_dt.planning import Plan
 from wallfacer_dt.planning.dividing import DivisionPlan
+from wallfacer_dt.planning.units import format_size, format_speed
 
 _CATEGORIES = {
     "weights": "weights, a rank's shards",

@@ -13,8 +13,8 @@ from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.machines import MEASURED
 from wallfacer_dt.command.planning.share import print_figures
 from wallfacer_dt.command.planning.usage import code_of
-from wallfacer_dt.command.units import format_rate, format_size, format_speed, format_time
 from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, Plan, Profile, Ranked, SequenceShape
+from wallfacer_dt.planning.units import format_rate, format_size, format_speed, format_time
 
 _WIDTH = 100
 _DROPPED = 3  # of which more is said than how many

@@ -61,7 +61,10 @@ def _attention_line(plan: Plan) -> str:
     if options["kernel"] == "auto":
         del options["kernel"]
     # A kernel's name may be anyone's, from the file of a profile.
-    said = [f"{name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in options.items()]
+    said = [
+        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value}"
+        for name, value in options.items()
+    ]
     arguments = ["order=order", *said]
     line = f"attention = WallFacerParallel({', '.join(arguments)})"
     if len(line) <= _WIDTH:

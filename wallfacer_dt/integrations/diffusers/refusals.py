@@ -35,12 +35,6 @@ def attention_modules(model: ModelMixin) -> dict[str, Any]:
     return {path: module for path, module in model.named_modules() if hasattr(module, "set_processor")}
 
 
-def blocks_of(model: ModelMixin, plan: Plan) -> dict[str, nn.Module]:
-    """By path."""
-    lists = {name: model.get_submodule(name) for name in plan.blocks}
-    return {f"{name}.{number}": block for name, blocks in lists.items() for number, block in blocks.named_children()}
-
-
 def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, dict[str, nn.Module]]:
     """By a block's path, its attention in which the image's tokens see each other, by path; of a block that comes twice
     by each of its paths.
@@ -75,8 +69,8 @@ def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
         for part, module in attentions.items():
             if module not in have_processors.values():
                 yield f"{part} ({type(module).__name__}) has no attention processor, which is to attend on the mesh"
-    for name, block in blocks_of(model, plan).items():
-        for path, module in block.named_modules(prefix=name):
+    for name in plan.blocks:
+        for path, module in model.get_submodule(name).named_modules(prefix=name):
             if isinstance(module, _MIXING):
                 kind = type(module).__name__
                 yield f"{path} ({kind}) looks at several tokens, of which a rank would see its own only"
