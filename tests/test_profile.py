@@ -311,7 +311,8 @@ def kernel_of_a_profile(path: str) -> tuple[Plan, list[str], list[str]]:
     asked: list[str] = []
 
     def noted(kernel: str, need: Need) -> BlockKernel:
-        asked.append(kernel)
+        if need.device_type == "cpu":  # the planner's memory is of tensors without contents
+            asked.append(kernel)
         return select_kernel(kernel, need)
 
     with (
