@@ -370,6 +370,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "called with something unknown": lambda: called(temperature=None),
     "called as causal": lambda: called(is_causal=True),
     "called with another scale": lambda: called(unchecked(scale=1.0), scale=0.5),
+    "called with two scales": lambda: called(scale=0.5, softmax_scale=0.25),
     "called with a learned scale": lambda: called(scale=torch.tensor(0.5, requires_grad=True)),
     "called with an infinite scale": lambda: called(scale=float("inf")),
     "called with grouped heads switched off": lambda: styled()(

@@ -196,6 +196,24 @@ def test_flash_is_attention_of_its_block(block: Block) -> None:
     assert_right(FLASH, block)
 
 
+@pytest.mark.parametrize("seen", [FULL, CAUSAL, Band(-3, 0)], ids=str)
+@pytest.mark.parametrize("length", [3, 20])
+@pytest.mark.parametrize("head_dim", [4, 8])
+def test_a_row_whose_scores_all_overflow_has_seen_nothing(seen: Band, length: int, head_dim: int) -> None:
+    """In float32 a score of -1e40 is -inf, as one that is hidden; a log-sum-exp of 0 alone does not say so."""
+    q, k = torch.ones(1, 2, length, head_dim), -torch.ones(1, 2, length, head_dim)
+    v = torch.randn(1, 2, length, 4)
+    q[:, 0], k[:, 0] = 1e-20, -1e20
+    q[:, 0, 1] = 1e20
+    q[:, 1, 0], v[:, 1, 0] = 0, 0  # the first row of a causal block: lse 0 and out 0
+    how = How(seen, 0.5)
+    out, lse = FLASH.forward(q, k, v, how)
+    want_out, want_lse = reference.KERNEL.forward(q, k, v, how)
+    assert want_lse[0, 0, 1] == -inf
+    assert seen == FULL or want_lse[0, 1, 0] == 0
+    assert worst((out, lse), (want_out, want_lse)) <= 1e-5
+
+
 BANDS = [
     *(FULL, CAUSAL, ANTI_CAUSAL, Band(-3, 2), Band(2, None), Band(3, 4), Band(None, -2), Band(-4, -3)),
     *(Band(None, -30), Band(5, 2)),  # which see nothing

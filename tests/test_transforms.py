@@ -1,6 +1,7 @@
 """torch.func on ranks: gradients equal autograd's, and what is refused is refused by name on all of them."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -177,3 +178,25 @@ def of_metp(what: str) -> str:
 def test_metp_is_refused_by_name(ranks: Ranks, what: str) -> None:
     for said in ranks(2).run(of_metp, what):
         assert "METP is not implemented under transforms of torch.func" in said
+
+
+def written_into(kind: str) -> bool:
+    """Whether what a call gives can be written into, as what SDPA gives can."""
+    torch.manual_seed(dist.get_rank())
+    outputs = []
+    if kind == "METP":
+        module = FeedForward(6, 8, 6, "gelu", False, ("up", "down"))
+        metp = parallelize_module(module, mesh_of(4, 1), METPParallel(up="up", down="down", activation="gelu"))
+        outputs.append(metp(torch.randn(1, 3, 6, requires_grad=True)))
+    else:
+        for mesh, side, by_tokens in product(((4, 1), (2, 2), (1, 4)), ("q", "kv"), (False, True)):
+            x = torch.randn(3, 1, 4, 6, 8)
+            x = (x.transpose(2, 3).contiguous().transpose(2, 3) if by_tokens else x).requires_grad_()
+            outputs.append(context_parallel_attention(*x, mesh_of(*mesh), rotate_forward=side))
+    halves = [out.detach() * 0.5 for out in outputs]
+    return all(out.mul_(0.5).equal(half) for out, half in zip(outputs, halves, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["attention", "METP"])
+def test_what_is_given_can_be_written_into(ranks: Ranks, kind: str) -> None:
+    assert ranks(4).run(written_into, kind) == [True] * 4

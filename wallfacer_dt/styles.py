@@ -186,7 +186,7 @@ class _ContextParallel(AttentionStyle):
 
     def _read_options(self, options: dict[str, Any], where: str) -> _Call:
         """Take what attention implements, and refuse (ValueError) what this style was not told."""
-        scale, length = self.options.scale, None
+        scale, length, said = self.options.scale, None, "the style was given scale"
         tensors: dict[str, Tensor] = {}
         masks: dict[str, Any] = {}
         for name, value in options.items():
@@ -194,8 +194,9 @@ class _ContextParallel(AttentionStyle):
                 continue
             if name in SCALE_NAMES:
                 if scale not in (None, value):
-                    raise ValueError(f"{where} {name}={value!r}, the style was given scale={scale}")
-                scale = value
+                    raise ValueError(f"{where} {name}={value!r}, {said}={scale}")
+                if scale is None:
+                    scale, said = value, f"and {name}"
             elif name == "length" and isinstance(value, int) and self.options.length in (None, value):
                 length = value
             elif name in _TENSORS and isinstance(value, Tensor):

@@ -3,8 +3,8 @@
 
 Traps of the CPU's: a last dim whose stride is not 1 is read as if it were, log-sum-exps come with odd strides,
 gradients need not be contiguous, v must have q's head dim (so the smaller is padded). An empty block kills the process,
-and a row that sees no key has lse 0. So has a row whose scores are all NaN, where no mask is given and keys fewer
-than a vector has lanes. Those of flash on CUDA: see ``windows``.
+and a row that sees no key has lse 0. So has one whose scores have all overflowed to -inf, and one whose scores are all
+NaN, where no mask is given and keys fewer than a vector has lanes. Those of flash on CUDA: see ``windows``.
 
 The memory-efficient one (kernel_forward.h and kernel_backward.h in torch 2.13.0's headers, attention_backward.cu):
 causal from the top left corner, as on the CPU; no grouped heads; a bias in q's dtype of all heads whose rows start at
@@ -22,12 +22,14 @@ more than a multiple of 128 (pytorch issue 196678, cudnn-frontend 628), and for 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from wallfacer_dt.kernels import reference
 from wallfacer_dt.kernels.block import (
@@ -134,11 +136,19 @@ def _cpu_forward(
         bias = q.new_zeros(q.shape[2], k.shape[2])  # hides nothing, and so no NaN
     queries, values, keys = _in_rows(q, v, k)
     # Torch's function takes its arguments in less time than its operator; the backward has none.
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
-        queries, keys, values, 0.0, is_causal, attn_mask=bias, scale=scale
-    )
+    run = partial(torch._scaled_dot_product_flash_attention_for_cpu, queries, keys)
+    out, lse = run(values, 0.0, is_causal, attn_mask=bias, scale=scale)
     # Fake tensors of torch 2.11 have another dtype here than real ones.
-    return cropped(out, v), as_dtype(lse, accumulation_dtype(q.dtype))
+    lse = as_dtype(lse, accumulation_dtype(q.dtype))
+    if not (lse.is_meta or isinstance(lse, FakeTensor) or lse.all()):
+        # Of a row whose scores have all overflowed to -inf it is 0, too: where values of 1 have no sum.
+        blind = (lse == 0) & (out == 0).all(-1)
+        if visible is not None:
+            blind &= visible.any(-1)
+        if blind.any():
+            ones, _ = run(torch.ones_like(values), 0.0, is_causal, attn_mask=bias, scale=scale)
+            lse = lse.masked_fill(blind & (ones == 0).all(-1), -torch.inf)
+    return cropped(out, v), lse
 
 
 def _cpu_backward(
