@@ -82,6 +82,17 @@ def test_gpus_are_assumed_to_stay_below_their_peak(name: str) -> None:
     assert (many.nics, many.inter.bandwidth, many.memory) == (8, 8 * gpu.adapter, gpu.memory)
 
 
+def test_the_page_has_these_rates() -> None:
+    lines = Path("docs/planner.md").read_text().splitlines()
+    start = lines.index("| kernel | H200 | H100 | A100 | B200 |")
+    for line in lines[start + 2 : start + 7]:
+        kernel, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for name, cell in zip(("h200", "h100", "a100", "b200"), cells, strict=True):
+            rates = GPUS[name].attention.get(kernel.split("`")[1], {}).get(128)
+            said = rates and f"{rates.forward / 1e12:g}, {rates.backward / 1e12:g}" + " measured" * rates.is_measured
+            assert cell == (said or ""), (kernel, name)
+
+
 def takes(name: str, kernel: str, dim: int) -> bool:
     """By what the kernels' tables say of head dims on such GPUs."""
     if (name, kernel) == ("b200", "flash_attn_4"):
