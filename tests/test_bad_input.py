@@ -213,7 +213,7 @@ MESSAGES = {
     "called with something unknown": ("ValueError", "temperature=None, which this style does not implement"),
     "called as causal": ("ValueError", "called with is_causal=True, the style was given is_causal=False"),
     "called with another scale": ("ValueError", "called with scale=0.5, the style was given scale=1.0"),
-    "called with two scales": ("ValueError", "called with softmax_scale=0.25, and scale=0.5"),
+    "called with two scales": ("ValueError", "called with softmax_scale=0.25 and scale=0.5: give one"),
     "called with a learned scale": (
         "TypeError",
         "scale must be a float or None, got tensor(0.5000, requires_grad=True)",

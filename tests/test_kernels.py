@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from tests import flash_standins
 from tests.cases import rms
 from tests.strategies import examples
+from wallfacer_dt.agreement.meeting import below_views
 from wallfacer_dt.algorithms.blocks import Answers, Captured, recorded_mask
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference, registry, visible
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, BlockKernel, How, Need, Ragged
@@ -212,6 +213,11 @@ def test_a_row_whose_scores_all_overflow_has_seen_nothing(seen: Band, length: in
     assert want_lse[0, 0, 1] == -inf
     assert seen == FULL or want_lse[0, 1, 0] == 0
     assert worst((out, lse), (want_out, want_lse)) <= 1e-5
+    grad_out = torch.randn_like(out)
+    found, want = (kernel.backward(grad_out, q, k, v, want_out, want_lse, how) for kernel in (FLASH, reference.KERNEL))
+    assert all(x.isfinite().all() for x in found)  # keys of 1e20 leave of q's and k's no digit
+    assert found[0][0, 0, 1].eq(0).all()
+    assert worst_error([(found[2], want[2])]) <= 1e-5
 
 
 BANDS = [
@@ -349,8 +355,7 @@ def test_no_mask_is_made_where_the_fused_kernel_needs_none() -> None:
     assert plain == calls(CAUSAL) == calls(Band(-15, 15))
     # Fake tensors of torch 2.11 have lse of another dtype than real ones, from which it is cast.
     casts = ["aten._to_copy.default"] if torch.__version__.startswith("2.11.") else []
-    assert len(plain) == 2 + len(casts)
-    assert plain[1:-1] == casts
+    assert plain[1:-1] == [*casts, "aten.nan_to_num.default"]
     assert set(calls(ANTI_CAUSAL)) - set(plain) == {"aten.flip.default"}
     assert "aten.arange.default" in calls(Band(-4, 5))
     assert set(plain) < set(calls(FULL, 15))
@@ -562,7 +567,7 @@ def test_flex_records_gradients_below_autograd_and_within_it() -> None:
 
         @staticmethod
         def backward(ctx, grad_out: Tensor) -> Tensor:
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_views():
                 return flex.KERNEL.backward(grad_out, *block[:3], *whole, block.how)[0]
 
     q = torch.zeros_like(block.q, requires_grad=True)
@@ -583,7 +588,7 @@ def test_flex_attention_looks_the_mask_up(shape: tuple[int, int], monkeypatch: p
     for given_mask, band in [(mask, FULL), (mask, Band(-20, 30)), (None, FULL)]:
         masked = block._replace(mask=given_mask, band=band)
         expected = oracle(masked)
-        with torch._C._AutoDispatchBelowAutograd():  # as in the attention operator
+        with below_views():  # as in the attention operator
             got = run(flex.KERNEL, masked, expected)
         assert worst([x.double() for x in got], (*expected[:2], *expected.grads)) <= 1e-5
     compiled = torch.compile(lambda *qkv: flex.KERNEL.forward(*qkv, block.how), backend="aot_eager")
@@ -640,7 +645,7 @@ def test_flex_takes_many_masks(programs: CompileCounter) -> None:
             how = How(band, SCALE, asked(mask_mod, rows, columns, 7))
             whole = reference.forward(*block[:3], how)
             want = *whole, *reference.backward(block.grad_out, *block[:3], *whole, how)
-            with torch._C._AutoDispatchBelowAutograd():  # as in the attention operator
+            with below_views():  # as in the attention operator
                 got = *flex.forward(*block[:3], how), *flex.backward(block.grad_out, *block[:3], *whole, how)
             assert worst(got, want) <= 1e-5
     assert programs.frame_count > 20

@@ -284,7 +284,7 @@ def test_a_file_of_other_ranks_is_refused_before_plans_run(ranks, tmp_path: Path
     other = replace(WHERE, kernels=Kernels(attention="reference"))
     ((kind, said), *_) = ranks(4).run(errors, path, replace(other, ranks_per_node=4))
     assert (kind, said) == (
-        "ValueError", "the profile is of kernel='auto', the cluster's rates are of kernel='reference'"
+        "ValueError", "the profile is of kernel='auto', this is of kernel='reference'"
     )  # fmt: skip
     assert path.read_text() == before
 
@@ -334,7 +334,7 @@ def test_the_kernel_that_is_asked_for_is_measured_runs_and_is_kept(ranks, tmp_pa
         assert made.attention_options["kernel"] == "reference"
     file = Profile.load(path)
     assert file.cluster.kernels.attention == "reference"
-    with pytest.raises(ValueError, match="the profile is of kernel='reference', the cluster's rates are of kernel='au"):
+    with pytest.raises(ValueError, match="the profile is of kernel='reference', this is of kernel='au"):
         plan(MODEL, SEQUENCE, WHERE, profile=file)
     plan(MODEL, SEQUENCE, replace(WHERE, kernels=Kernels(attention="reference")), profile=file)
 
@@ -360,9 +360,12 @@ def kernel_of_one_rank(how: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("lacks", "rank 2: kernel must be one of ('auto', "),
-        ("supports", "rank 2: supports of kernel='mine' must return True or why not, got None"),
-        ("version", "rank 2 has 'mine', 2, rank 0 'mine', 1"),
+        ("lacks", "every rank must take it, rank 2: kernel must be one of ('auto', "),
+        (
+            "supports",
+            "every rank must take it, rank 2: supports of kernel='mine' must return True or why not, got None",
+        ),
+        ("version", "every rank must have the same, rank 2 has 'mine', 2, rank 0 'mine', 1"),
     ],
 )
 def test_a_kernel_that_one_rank_lacks_is_refused_by_all(ranks, how: str, message: str) -> None:

@@ -14,7 +14,7 @@ from torch.func import functional_call, functionalize, grad, hessian, jacrev, jv
 
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from tests.cases import Inner, mesh_of
-from tests.metp_cases import FeedForward
+from tests.metp_cases import AttentionBlock, FeedForward
 from wallfacer_dt import METPParallel, TokenOrder, WallFacerParallel, context_parallel_attention
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -185,9 +185,13 @@ def written_into(kind: str) -> bool:
     torch.manual_seed(dist.get_rank())
     outputs = []
     if kind == "METP":
-        module = FeedForward(6, 8, 6, "gelu", False, ("up", "down"))
+        module = FeedForward(6, 8, 6, "gelu", False, ())
         metp = parallelize_module(module, mesh_of(4, 1), METPParallel(up="up", down="down", activation="gelu"))
         outputs.append(metp(torch.randn(1, 3, 6, requires_grad=True)))
+    elif kind == "METP's attention":
+        block = AttentionBlock()
+        projected = parallelize_module(block.module(), block.mesh(), block.style(block.mesh()))
+        outputs.append(projected(torch.randn(1, block.case.shard, block.dim, dtype=torch.float64, requires_grad=True)))
     else:
         for mesh, side, by_tokens in product(((4, 1), (2, 2), (1, 4)), ("q", "kv"), (False, True)):
             x = torch.randn(3, 1, 4, 6, 8)
@@ -197,6 +201,6 @@ def written_into(kind: str) -> bool:
     return all(out.mul_(0.5).equal(half) for out, half in zip(outputs, halves, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["attention", "METP"])
+@pytest.mark.parametrize("kind", ["attention", "METP", "METP's attention"])
 def test_what_is_given_can_be_written_into(ranks: Ranks, kind: str) -> None:
     assert ranks(4).run(written_into, kind) == [True] * 4

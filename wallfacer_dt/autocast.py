@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.agreement.agree import settle
+from wallfacer_dt.agreement.meeting import below_views
 from wallfacer_dt.compiler import constant
 
 
@@ -47,16 +48,18 @@ def as_computed(*tensors: Any) -> tuple[Any, ...]:
 def operator_body(body: Callable[..., Any]) -> Callable[..., Any]:
     """An operator's body, whose own operations autocast leaves alone: it accumulates in a dtype of its choice.
 
-    All calls that have been posted are looked at before it returns; see Note [Comparing calls].
+    What it gives are no views, even of what it made, so that it can be written into, as SDPA's output can. All calls
+    that have been posted are looked at before it returns; see Note [Comparing calls].
     """
 
     @wraps(body)
     def run(x: Tensor, *rest: Any) -> Any:
-        if not is_autocast_on_anywhere() or not is_autocast_on(x.device.type):
-            result = body(x, *rest)
-        else:
-            with torch.autocast(x.device.type, enabled=False):
+        with below_views():
+            if not is_autocast_on_anywhere() or not is_autocast_on(x.device.type):
                 result = body(x, *rest)
+            else:
+                with torch.autocast(x.device.type, enabled=False):
+                    result = body(x, *rest)
         settle()
         return result
 

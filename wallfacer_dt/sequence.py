@@ -12,6 +12,7 @@ from wallfacer_dt.calls import groups_here
 from wallfacer_dt.collectives.over_axes import gathered, summed
 from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.documents import boundaries, check_documents, digest
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_documents, in_order, shard_sizes
 from wallfacer_dt.order import TokenOrder, check_token_order
 from wallfacer_dt.rows import Members, Rows
@@ -153,7 +154,8 @@ class _Unshard(torch.autograd.Function):
 
 def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:
     """This rank's rows of the sum of all ranks' whole tensors."""
-    dim, wide = how.dim, torch.promote_types(x.dtype, torch.float32)  # which complex numbers stay
+    dim = how.dim
+    wide = torch.promote_types(x.dtype, torch.complex64) if x.is_complex() else accumulation_dtype(x.dtype)
     dealt = how.dealt(x, x.shape[dim])
     parts = [Rows.at([shards[i] for shards in dealt]).of(x, dim) for i in range(how.order.groups.coordinate.size)]
     most = max(part.shape[dim] for part in parts)

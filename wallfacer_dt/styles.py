@@ -186,17 +186,18 @@ class _ContextParallel(AttentionStyle):
 
     def _read_options(self, options: dict[str, Any], where: str) -> _Call:
         """Take what attention implements, and refuse (ValueError) what this style was not told."""
-        scale, length, said = self.options.scale, None, "the style was given scale"
+        scale, length, said = self.options.scale, None, ""
         tensors: dict[str, Tensor] = {}
         masks: dict[str, Any] = {}
         for name, value in options.items():
             if value is None and name in (*_TOLD, "length"):
                 continue
             if name in SCALE_NAMES:
+                if said and scale != value:
+                    raise ValueError(f"{where} {name}={value!r} and {said}={scale}: give one of them")
                 if scale not in (None, value):
-                    raise ValueError(f"{where} {name}={value!r}, {said}={scale}")
-                if scale is None:
-                    scale, said = value, f"and {name}"
+                    raise ValueError(f"{where} {name}={value!r}, the style was given scale={scale}")
+                scale, said = value, name
             elif name == "length" and isinstance(value, int) and self.options.length in (None, value):
                 length = value
             elif name in _TENSORS and isinstance(value, Tensor):

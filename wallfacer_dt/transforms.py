@@ -45,7 +45,7 @@ def _comes_to_body(keys: Any) -> bool:
     """Whether the dispatcher would: no mode, no subclass, no view that conjugates or negates."""
     bits = keys.raw_repr()
     if bits not in _to_body:
-        _to_body[bits] = (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES
+        _to_body[bits] = (keys & torch._C._after_autograd_keyset).highestPriorityTypeId() in _DEVICES
     return _to_body[bits]
 
 
@@ -59,11 +59,10 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
     def below(keys: Any, *args: Any) -> Any:
         if keys is None:  # under a transform
             return op(*args)
-        # Nor are results views of what this made, which nobody could write into.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with torch._C._AutoDispatchBelowAutograd():
             if _comes_to_body(keys):
                 return body(*args)
-            return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
     class Derivative(torch.autograd.Function):
         forward = staticmethod(below)

@@ -50,6 +50,10 @@ def _usual_keys() -> tuple[Any, Any]:
     return included, excluded
 
 
+below_views = torch._C._AutoDispatchBelowADInplaceOrView
+"""A context, below autograd and what notes views: what is made within is none, and can be written into."""
+
+
 @contextmanager
 def outside_dispatch() -> Iterator[None]:
     """As if called by the user: operators run below autograd, and below torch.vmap if in a dispatch mode."""

@@ -93,8 +93,7 @@ class Dense:
         if not (self.is_told or _needs_no_telling(how, q, k)):
             return reference.backward(grad_out, q, k, v, out, lse, how)
         is_causal, visible = _seen(how, q, k)
-        lse = lse if visible is None else finite(lse)
-        return self.run_backward(self.operators(), grad_out, q, k, v, out, lse, visible, is_causal, how.scale)
+        return self.run_backward(self.operators(), grad_out, q, k, v, out, finite(lse), visible, is_causal, how.scale)
 
     def _simplest(self, how: How, q: Tensor, k: Tensor) -> How:
         if how.softcap or how.mask is not None:
@@ -142,12 +141,10 @@ def _cpu_forward(
     lse = as_dtype(lse, accumulation_dtype(q.dtype))
     if not (lse.is_meta or isinstance(lse, FakeTensor) or lse.all()):
         # Of a row whose scores have all overflowed to -inf it is 0, too: where values of 1 have no sum.
-        blind = (lse == 0) & (out == 0).all(-1)
-        if visible is not None:
-            blind &= visible.any(-1)
-        if blind.any():
+        unseen = lse == 0 if visible is None else (lse == 0) & visible.any(-1)
+        if unseen.any() and (unseen := unseen & (out == 0).all(-1)).any():
             ones, _ = run(torch.ones_like(values), 0.0, is_causal, attn_mask=bias, scale=scale)
-            lse = lse.masked_fill(blind & (ones == 0).all(-1), -torch.inf)
+            lse = lse.masked_fill(unseen & (ones == 0).all(-1), -torch.inf)
     return cropped(out, v), lse
 
 

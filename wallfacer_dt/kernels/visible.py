@@ -67,4 +67,4 @@ def _asked(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
 
 def finite(lse: Tensor) -> Tensor:
     """``lse`` with 0 for -inf: the probabilities exp(-inf - lse) of a row that sees no key are then 0, not NaN."""
-    return lse.masked_fill(lse == -torch.inf, 0)
+    return lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0.0)

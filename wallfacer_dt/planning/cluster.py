@@ -6,6 +6,8 @@ from typing import Any
 
 from wallfacer_dt.reading import make
 
+_LONGEST = 100  # name of a kernel
+
 
 class PlanningError(ValueError):
     """There is no plan; all ranks that planned together have it.
@@ -72,7 +74,11 @@ class Kernels:
     attention: str = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse (ValueError) what are no rates."""
+        """Refuse (ValueError) what are no rates, or of no kernel."""
+        if not isinstance(self.attention, str) or not 1 <= len(self.attention) <= _LONGEST:
+            raise ValueError(
+                f"kernels: attention must be a name of at most {_LONGEST} letters, got {self.attention!r:.80}"
+            )
         for name, value in asdict(self).items():
             is_rate = name in ("forward", "backward", "linear", "merge")
             if name != "attention" and not (math.isfinite(value) and (value > 0 if is_rate else value >= 0)):

@@ -126,9 +126,11 @@ class Probe:
         dist.all_gather_object(everyone, mine)
         for rank, (said, which) in enumerate(everyone):
             if said:
-                raise PlanningError(f"rank {rank}: {said}", about="kernel")
+                raise PlanningError(f"every rank must take it, rank {rank}: {said}", about="kernel")
             if which != everyone[0][1]:
-                raise PlanningError(f"rank {rank} has {which}, rank 0 {everyone[0][1]}", about="kernel")
+                raise PlanningError(
+                    f"every rank must have the same, rank {rank} has {which}, rank 0 {everyone[0][1]}", about="kernel"
+                )
         assert found is not None, "nobody refused"
         return found
 

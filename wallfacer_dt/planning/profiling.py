@@ -86,7 +86,7 @@ class Profile:
             )
         kernel, other = self.cluster.kernels.attention, cluster.kernels.attention
         if kernel != other:
-            raise ValueError(f"the profile is of kernel={kernel!r}, the cluster's rates are of kernel={other!r}")
+            raise ValueError(f"the profile is of kernel={kernel!r}, this is of kernel={other!r}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :meth:`load` reads, whole or not at all.
@@ -213,7 +213,7 @@ def profile(
     probe = Probe.on(device_type, ranks_per_node if cluster is None else cluster.ranks_per_node)
     kernel = kernel if cluster is None else cluster.kernels.attention
     run = probe.selected(kernel, model, sequence) if cluster is None or build is None else None
-    if run and run.name not in ("flash", kernel):  # what stands for it in this process alone
+    if cluster is None and run and run.name not in ("flash", kernel):  # what stands for it in this process alone
         kernel = run.name
     _by_first(lambda: _check_path(path, kernel))
     if cluster is None:
@@ -243,7 +243,7 @@ def profile(
 
 
 def _check_path(path: str | os.PathLike[str] | None, kernel: str, cluster: Cluster | None = None) -> None:
-    """Refuse a file that cannot be added to, before anything is measured; or that is of other ranks or nodes."""
+    """Refuse a file that cannot be added to, before anything is measured; or is of other ranks, nodes or kernels."""
     if path is not None:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         earlier = Profile.load(path) if Path(path).exists() else None

@@ -37,7 +37,8 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
         dropped[]   likewise: what was found not to fit, smallest first
         code        of the first, as text
         figures     of the first: tokens_per_second, mfu (or null), flops of the model in a step, peak of a rank (or
-                    null), source of the cluster's, activation, left_out (what no number counts, as text)
+                    null), source of the cluster's (and a faster kernel), activation, left_out (what no number counts,
+                    as text)
           memory        weights, gradients, optimizer, gathered, kept, working
           origins       forward, backward, linear: who says the kernels' rates, as text
 

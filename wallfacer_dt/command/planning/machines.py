@@ -13,7 +13,7 @@ from wallfacer_dt.command.planning.shape import as_options
 from wallfacer_dt.kernels.block import HALF
 from wallfacer_dt.kernels.registry import names
 from wallfacer_dt.planning import Cluster, Kernels, Link, Profile
-from wallfacer_dt.planning.gpus import GPU, GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
+from wallfacer_dt.planning.gpus import GPU, GPUS, INTER_LATENCY, INTRA_LATENCY, NODE, check_kernel_of
 from wallfacer_dt.planning.units import format_speed, format_time, parse_rate, parse_size, parse_speed, parse_time
 
 _NO_LINK = Link(1e12)
@@ -177,15 +177,15 @@ class Machines:
         if kernel not in ("auto", *names()):
             raise OptionError(f"--kernel must be one of {', '.join(('auto', *names()))}, got {kernel!r}")
         if gpu is not None:
-            self._check_kernel(gpu, dtype, head_dim)
+            self._check_kernel(gpu.capability, dtype, head_dim)
         if dtype not in HALF and not {"forward", "linear"} <= given.keys():
             said = "by default are an H100's in 16 bits" if gpu is None else f"on --cluster {self.name} are in 16 bits"
             raise OptionError(
                 f"--dtype {str(dtype).removeprefix('torch.')}: rates {said}; give --attention-speed and "
                 "--linear-speed, or --profile FILE"
             )
-        if gpu is None and "forward" not in given:
-            self._check_kernel(whose, dtype, head_dim)
+        if gpu is None and (self.kernel or "forward" not in given):
+            self._check_kernel(None if "forward" in given else whose.capability, dtype, head_dim)
         known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
         origins = {"linear": f"assumed, {whose.linear / whose.peak:.0%} of the peak"}
         if kernel == "auto" or kernel in whose.attention:
@@ -205,10 +205,10 @@ class Machines:
             origins["backward"] = f"assumed, {share:.2g} of the forward's"
         return replace(known, **given), {name: origins[name] for name in MEASURED}
 
-    def _check_kernel(self, gpu: GPU, dtype: torch.dtype, head_dim: int) -> None:
+    def _check_kernel(self, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> None:
         """Refuse (OptionError) heads that the kernel of the printed code does not take on such a GPU."""
         try:
-            gpu.check(self.kernel or "auto", dtype, head_dim)
+            check_kernel_of(self.kernel or "auto", capability, dtype, head_dim)
         except ValueError as error:
             if self.kernel is not None:
                 raise OptionError(f"--{error}") from error
@@ -243,7 +243,8 @@ class Machines:
         if self.kernel is None and self.attention_speed is None:
             name, fastest = gpu.fastest(dtype, head_dim)
             if fastest.forward > 1.1 * kernels.forward:
-                said += f". With --kernel {name} attention computes at {format_speed(fastest.forward)}"
+                whose = gpu.origins(head_dim, name)[0]
+                said += f". With --kernel {name} attention's forward is at {format_speed(fastest.forward)} ({whose})"
         return said
 
     def _peak(self, gpu: GPU | None) -> float | None:

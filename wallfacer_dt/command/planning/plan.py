@@ -116,7 +116,7 @@ def plan(
         str | None,
         typer.Option(
             metavar=_SPEED,
-            help="Speed of attention's forward; the backward's is 0.8 of it. [default: of --cluster, or an H100's]",
+            help="Speed of attention's forward; the backward's is in proportion. [default: of --cluster, or an H100's]",
         ),
     ] = None,
     linear_speed: Annotated[
