@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -337,6 +338,31 @@ def test_the_kernel_that_is_asked_for_is_measured_runs_and_is_kept(ranks, tmp_pa
     with pytest.raises(ValueError, match="the profile is of kernel='reference', this is of kernel='au"):
         plan(MODEL, SEQUENCE, WHERE, profile=file)
     plan(MODEL, SEQUENCE, replace(WHERE, kernels=Kernels(attention="reference")), profile=file)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 101, 3])
+def test_a_kernel_without_a_name(name: Any) -> None:
+    with pytest.raises(ValueError, match="kernels: attention must be a name of at most 100 letters, got "):
+        Kernels(attention=name)
+
+
+def given_a_cluster(path: str) -> list[str]:
+    """By a kernel that another package stands for in this process: of which kernel the file is, written twice."""
+    found = []
+    with (
+        mock.patch.object(registry.aten, "activated", lambda: "FA3"),
+        mock.patch.object(Probe, "selected", lambda *_: registry._OURS["flash_attn_3"]),
+    ):
+        for _ in range(2):
+            profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=1, iterations=1, turns=1, path=path)
+            found.append(Profile.load(path).cluster.kernels.attention)
+            dist.barrier()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_given_cluster_says_of_which_kernel_it_is(ranks, tmp_path: Path) -> None:
+    assert ranks(4).run(given_a_cluster, str(tmp_path / "profile.json")) == [["auto", "auto"]] * 4
 
 
 def kernel_of_one_rank(how: str) -> tuple[str, str]:
