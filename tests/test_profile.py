@@ -349,10 +349,7 @@ def test_a_kernel_without_a_name(name: Any) -> None:
 def given_a_cluster(path: str) -> list[str]:
     """By a kernel that another package stands for in this process: of which kernel the file is, written twice."""
     found = []
-    with (
-        mock.patch.object(registry.aten, "activated", lambda: "FA3"),
-        mock.patch.object(Probe, "selected", lambda *_: registry._OURS["flash_attn_3"]),
-    ):
+    with mock.patch.object(Probe, "selected", return_value=registry._OURS["flash_attn_3"]):
         for _ in range(2):
             profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=1, iterations=1, turns=1, path=path)
             found.append(Profile.load(path).cluster.kernels.attention)
