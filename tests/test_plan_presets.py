@@ -61,7 +61,9 @@ def test_gpus_are_assumed_to_stay_below_their_peak(name: str) -> None:
     for dim in (32, 64, 72, 128, 200, 256, 512):
         for kernel, rows in gpu.attention.items():
             it = gpu.kernels(dim, kernel)
-            assert 0.13 * gpu.peak <= it.backward < it.forward < 0.7 * gpu.peak
+            least = 0.13 if name == "b200" else 0.25  # whose flash is not made for it
+            assert least * gpu.peak <= it.backward < it.forward < 0.7 * gpu.peak
+            assert kernel != AUTO or it.forward < it.linear
             row = max((one for one in rows if one <= dim), default=64)
             assert (it.forward, it.backward) == rows[row][:2]
             assert (it.linear, it.merge, it.attention) == (gpu.linear, gpu.merge, kernel)

@@ -174,8 +174,7 @@ class Machines:
     def _kernels(self, gpu: GPU | None, dtype: torch.dtype, head_dim: int) -> tuple[Kernels, Mapping[str, str]]:
         """Rates, and by name who says so: of what neither a name nor an option says an H100's."""
         whose, kernel, given = gpu or GPUS["h100"], self.kernel or "auto", self._given_speeds()
-        if kernel not in ("auto", *names()):
-            raise OptionError(f"--kernel must be one of {', '.join(('auto', *names()))}, got {kernel!r}")
+        check_kernel_name(kernel)
         if gpu is not None:
             self._check_kernel(gpu.capability, dtype, head_dim)
         if dtype not in HALF and not {"forward", "linear"} <= given.keys():
@@ -252,6 +251,12 @@ class Machines:
             return None if gpu is None else gpu.peak
         with naming("--peak-speed"):
             return parse_speed(self.peak_speed)
+
+
+def check_kernel_name(kernel: str) -> None:
+    """Refuse (OptionError) the name of no kernel of this package; a command cannot register others."""
+    if kernel not in ("auto", *names()):
+        raise OptionError(f"--kernel must be one of {', '.join(('auto', *names()))}, got {kernel!r}")
 
 
 def read_memory(size: str | None) -> int | None:

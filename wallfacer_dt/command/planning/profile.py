@@ -10,7 +10,7 @@ from wallfacer_dt import planning
 from wallfacer_dt.command.options import OptionError, check_least
 from wallfacer_dt.command.planning.document import profile_as_json
 from wallfacer_dt.command.planning.launch import Launch
-from wallfacer_dt.command.planning.machines import load_profile, read_memory
+from wallfacer_dt.command.planning.machines import check_kernel_name, load_profile, read_memory
 from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.shape import (
     Batch,
@@ -30,7 +30,6 @@ from wallfacer_dt.command.planning.shape import (
     make_sequence,
 )
 from wallfacer_dt.command.planning.text import make_console, print_profile
-from wallfacer_dt.kernels.registry import names
 
 
 def profile(
@@ -78,8 +77,7 @@ def profile(
     # All that can be wrong is found before ranks meet, since one that is missing keeps the others waiting.
     for option, number in (("--top", top), ("--iterations", iterations)):
         check_least(option, number)
-    if kernel not in ("auto", *names()):
-        raise OptionError(f"--kernel must be one of {', '.join(('auto', *names()))}, got {kernel!r}")
+    check_kernel_name(kernel)
     known = make_model(model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     shape, sequence = (
         known.shape.attention_alone,
