@@ -286,7 +286,7 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
     assert_expected_inline(
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
-of 525
+of 540
 5.581 s, 73.9 GB, fastest: 1% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
 5.640 s, 73.9 GB, +1.0%: computes 118 ms longer, in smaller tiles
@@ -305,7 +305,7 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
     assert_expected_inline(
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
-of 1107
+of 1125
 22.458 s, 77.0 GB, fastest: 13% of the step is waiting
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: team 4, 2d, rotates q, head-tail
 22.729 s, 77.0 GB, +1.2%: waits 287 ms longer
@@ -324,7 +324,7 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
     assert_expected_inline(
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
-of 84
+of 90
 16.606 s, 94.5 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail, METP
 16.933 s, 68.9 GB, +2.0%: computes 272 ms longer, layers but for attention twice

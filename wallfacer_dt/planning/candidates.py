@@ -149,12 +149,12 @@ def node_of(candidate: Candidate, ranks_per_node: int) -> np.ndarray:
 
 
 def with_layers(candidate: Candidate, model: ModelShape) -> Iterator[Candidate]:
-    """The same attention in layers of every kind; METP's attention only where the feed-forward is METP's, too."""
-    for feed_forward in FEED_FORWARDS if model.ffn and candidate.size > 1 else FEED_FORWARDS[:1]:
-        has_both = feed_forward == "metp" and candidate.ulysses == 1
-        for projections in PROJECTIONS if has_both else PROJECTIONS[:1]:
-            for checkpoint in CHECKPOINTS:
-                yield replace(candidate, feed_forward=feed_forward, projections=projections, checkpoint=checkpoint)
+    """The same attention in layers of every kind; without a feed-forward attention alone is planned."""
+    has_layers = model.ffn and candidate.size > 1
+    feed_forwards = FEED_FORWARDS if has_layers else FEED_FORWARDS[:1]
+    projections = PROJECTIONS if has_layers and candidate.ulysses == 1 else PROJECTIONS[:1]
+    for feed_forward, projected, checkpoint in product(feed_forwards, projections, CHECKPOINTS):
+        yield replace(candidate, feed_forward=feed_forward, projections=projected, checkpoint=checkpoint)
 
 
 def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:

@@ -186,7 +186,7 @@ def _with_microbatches(division: Division, model: ModelShape, cluster: Cluster, 
     shares_all = division.size == division.context.size
     for microbatch in _divisors(each):
         for context in with_layers(division.context, model):
-            if shares_all or context.feed_forward == "plain":
+            if shares_all or "metp" not in (context.feed_forward, context.projections):
                 yield replace(division, context=context, microbatch=microbatch, microbatches=each // microbatch)
 
 
