@@ -406,7 +406,7 @@ def test_memory_is_asked_of_few_where_it_binds() -> None:
 
 def test_layers_are_chosen_for_every_attention() -> None:
     layers = replace(MODEL, ffn=4096, layers=4)
-    assert len(list(with_layers(Candidate(16), layers))) == 9
+    assert len(list(with_layers(Candidate(16), layers))) == 12
     assert len(list(with_layers(Candidate(16), MODEL))) == 3
     made = plan(layers, SEQUENCE, cluster(inter=FAST), keep=1)
     assert made.chosen.checkpoint == "none"
