@@ -412,7 +412,8 @@ def test_layers_are_chosen_for_every_attention() -> None:
     assert made.chosen.checkpoint == "none"
     tight = plan(layers, SEQUENCE, cluster(inter=FAST, memory=made.prediction.memory - 1))
     assert tight.prediction.memory < made.prediction.memory
-    assert {one.candidate.checkpoint for one in tight.ranked} > {"none"} or tight.chosen.feed_forward == "metp"
+    uses_metp = "metp" in (tight.chosen.feed_forward, tight.chosen.projections)
+    assert {one.candidate.checkpoint for one in tight.ranked} > {"none"} or uses_metp
 
 
 def test_a_full_checkpoint_runs_attention_once_more() -> None:
