@@ -27,6 +27,7 @@ from wallfacer_dt import (
     shard_sequence,
 )
 from wallfacer_dt.attention import AttentionOptions
+from wallfacer_dt.equivalence.cause import Row, _hint
 from wallfacer_dt.equivalence.inputs import Sizes, draw, heads_to_try, shortened
 from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.testing import RankPool, worst_error
@@ -365,6 +366,12 @@ def honest(names: list[str], style: str, mesh: Callable[[], DeviceMesh] | tuple[
             options = options | {"mask_mod": mask_of(320)}
         found[name] = refusal(module, STYLES[style](**told(on, **options)), on, **check)[1]
     return found
+
+
+def test_where_all_probabilities_are_equal_they_have_no_slope() -> None:
+    even = torch.full((1, 16), 1 / 16)
+    assert _hint([Row(0, 0, 2 * even, even)], 1e-3).startswith("probabilities are 2 times the style's")
+    assert "do not follow q k^T" in _hint([Row(0, 0, torch.arange(1.0, 17)[None] / 136, even)], 1e-3)
 
 
 def test_nothing_is_said_of_honest_modules(ranks: Ranks) -> None:

@@ -178,7 +178,8 @@ def _fit(ours: Tensor, theirs: Tensor) -> tuple[float, float, float, float] | No
         return None
     y, x = (ours[both] / theirs[both]).log(), theirs[both].log()
     centred = x - x.mean()
-    slope = (centred * y).sum() / centred.square().sum()
+    spread = centred.square().sum()
+    slope = (centred * y).sum() / spread if spread else spread  # where all are equal there is none
     rest = (y - y.mean() - slope * centred).square().mean().sqrt()  # no comparison: how straight a line is
     return float(slope), float(ours.sum() / theirs.sum()), float(rest), float(y.abs().max())
 
