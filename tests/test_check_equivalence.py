@@ -368,10 +368,14 @@ def honest(names: list[str], style: str, mesh: Callable[[], DeviceMesh] | tuple[
     return found
 
 
-def test_where_all_probabilities_are_equal_they_have_no_slope() -> None:
-    even = torch.full((1, 16), 1 / 16)
+@pytest.mark.parametrize("keys", [11, 13, 16, 24, 31, 48, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_where_all_probabilities_are_equal_they_have_no_slope(keys: int, dtype: torch.dtype) -> None:
+    """But for rounding, of most numbers of keys."""
+    even = torch.full((1, keys), 1 / keys, dtype=dtype)
+    by_turns = torch.where(torch.arange(keys) % 2 == 0, 1.5 * even, 0.5 * even)
     assert _hint([Row(0, 0, 2 * even, even)], 1e-3).startswith("probabilities are 2 times the style's")
-    assert "do not follow q k^T" in _hint([Row(0, 0, torch.arange(1.0, 17)[None] / 136, even)], 1e-3)
+    assert "do not follow q k^T" in _hint([Row(0, 0, by_turns, even)], 1e-3)
 
 
 def test_nothing_is_said_of_honest_modules(ranks: Ranks) -> None:

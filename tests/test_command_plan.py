@@ -260,7 +260,10 @@ PROJECTED = ranked(
 )
 
 
-@pytest.mark.parametrize("one", [*SMALL.ranked, PROJECTED], ids=lambda one: str(one.candidate))
+ALONE = replace(PROJECTED, candidate=replace(PROJECTED.candidate, feed_forward="plain"))
+
+
+@pytest.mark.parametrize("one", [*SMALL.ranked, PROJECTED, ALONE], ids=lambda one: str(one.candidate))
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_code_makes_the_plans_mesh_and_styles(one: Ranked, gated: bool) -> None:
     where = replace(SMALL.cluster, device_type="cpu")  # as a profile says, of what it was measured on

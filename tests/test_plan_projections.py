@@ -33,7 +33,7 @@ from wallfacer_dt import (
 )
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.candidates import attentions, with_layers
+from wallfacer_dt.planning.candidates import FEED_FORWARDS, attentions, with_layers
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import projected_peak
 from wallfacer_dt.planning.layer import Layer
@@ -141,12 +141,14 @@ def test_attention_and_its_projections_are_computed_once(
 
 
 @examples(60)
-@given(projected())
-def test_a_step_is_no_shorter_than_its_least(drawn: tuple[Candidate, ModelShape, SequenceShape, int]) -> None:
+@given(projected(), st.sampled_from(FEED_FORWARDS))
+def test_a_step_is_no_shorter_than_its_least(
+    drawn: tuple[Candidate, ModelShape, SequenceShape, int], feed_forward: str
+) -> None:
     """What the search looks at plans by: attention of all heads at once, and the projections' work beside."""
     it, model, sequence, per_node = drawn
     where = cluster(it.size, per_node)
-    it = replace(it, feed_forward="metp" if it.size > 1 else "plain")
+    it = replace(it, feed_forward=feed_forward if it.size > 1 else "plain")
     spent = [
         Spent.of(way.line) for way in attention_cost(replace(it, projections="plain"), model, sequence, where).ways
     ]

@@ -635,28 +635,6 @@ wait  permute cp_team partial q[2] into q[0] to 2 from 0""",
     )
 
 
-def test_golden_rings_of_two_members() -> None:
-    """One partial result leaves: own rows with the block before the last fill the wait for that."""
-    assert_expected_inline(
-        golden(3, 2, (0, 1), schedule="rings"),
-        """\
-start permute cp_team q[1] to 0 from 0
-      attend local q x kv[0]: 0:2 x 0:2
-wait  permute cp_team q[1] to 0 from 0
-start permute cp_ring kv[1] to 1 from 2
-      attend peer q[1] x kv[0]: 0:2 x 0:2
-wait  permute cp_ring kv[1] to 1 from 2
-start permute cp_ring kv[2] to 1 from 2
-      attend peer q[1] x kv[1]: 0:2 x 0:2
-      attend local q x kv[1]: 0:2 x 0:2
-wait  permute cp_ring kv[2] to 1 from 2
-      attend peer q[1] x kv[2]: 0:2 x 0:2
-start permute cp_team partial q[1] into q[0] to 0 from 0
-      attend local q x kv[2]: 0:2 x 0:2
-wait  permute cp_team partial q[1] into q[0] to 0 from 0""",
-    )
-
-
 def test_golden_rings_backward_rotating_q() -> None:
     assert_expected_inline(
         golden(2, 3, (0, 1), schedule="rings", resident="kv", backward=True),

@@ -5,9 +5,8 @@ A link that carries two things at once brings the one that is needed first later
 other: first the rows of one member, then a block, then the other members' rows, then the other blocks; what
 comes is attended with what is there. After two transfers that is four tiles, so only the first is waited for. A
 member's partial result leaves as soon as its rows have met all blocks. Own rows come last in a block; where nothing is
-computed for blocks, those of the last two wait until all partial results have left, which hide behind them: of the last
-one in a team of two, as there is one result, and what else is there fills the wait for the last block. A block that is
-the only one comes last: partial results that leave sooner would delay the rows that still come.
+computed for blocks, those of the last two wait until all partial results have left, which hide behind them. A block
+that is the only one comes last: partial results that leave sooner would delay the rows that still come.
 """
 
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ def rings(held: Holdings) -> Iterator[Step]:
     early = 1 if len(moves) > 1 else 0
     coming = [*passes[:early], *moves[:early], *passes[early:], *moves[early:]]
     last, now, later = len(moves), *ring.own(returns=returns)
-    waiting = [block for block in range(last + 1 - min(2, team - 1), last + 1) if block > 0 and not ring.carries]
+    waiting = [block for block in (last - 1, last) if block > 0 and not ring.carries]
 
     def own(block: int) -> Attend:
         return held.attend(0, block, ring.owner(block))

@@ -13,6 +13,7 @@ from wallfacer_dt.equivalence.trial import EquivalenceError, Reference, Trial, f
 
 # Fainter probabilities may be lost in a narrow dtype.
 _FAINTEST = 1e-6
+_EVEN = 1e-5  # logarithms that are as close are equal
 
 _TENSORS = {"out": "the output"} | {f"d{x}": f"the gradient of {x}" for x in "qkv"}
 
@@ -178,8 +179,9 @@ def _fit(ours: Tensor, theirs: Tensor) -> tuple[float, float, float, float] | No
         return None
     y, x = (ours[both] / theirs[both]).log(), theirs[both].log()
     centred = x - x.mean()
-    spread = centred.square().sum()
-    slope = (centred * y).sum() / spread if spread else spread  # where all are equal there is none
+    slope = y.new_zeros(())  # where all are equal but for rounding there is none
+    if centred.abs().max() > _EVEN:
+        slope = (centred * y).sum() / centred.square().sum()
     rest = (y - y.mean() - slope * centred).square().mean().sqrt()  # no comparison: how straight a line is
     return float(slope), float(ours.sum() / theirs.sum()), float(rest), float(y.abs().max())
 
