@@ -89,12 +89,13 @@ def _written(step: Step, place: Coordinate, by_shift: bool, spares_hops: bool) -
 
 
 def _sent(transfer: Transfer, place: Coordinate, by_shift: bool, spares_hops: bool) -> Sent:
-    hops = by_shift and transfer.axis == RING_AXIS
-    shift, sources = 0, tuple(index_of(place, place.ring_rank, member) for member in range(place.team))
+    hops, shift = by_shift and transfer.axis == RING_AXIS, 0
     if isinstance(transfer, Hop):
         back = transfer.block if transfer.kind == "return" else 0
         shift = (place.ring_rank - transfer.source) % place.ring if hops else back
         sources = (peer_of(place, transfer.axis, transfer.source),)
+    else:
+        sources = tuple(index_of(place, place.ring_rank, member) for member in range(place.team))
     may_be_spared = transfer.axis == CONTEXT or (hops and spares_hops)
     return Sent(str(transfer), transfer.kind, transfer.side, shift, sources, may_be_spared)
 
