@@ -310,8 +310,8 @@ def test_the_printed_code_runs(threads: Callable[[int], RankPool], axes: tuple[i
     model, where = replace(MODEL, layers=1), cluster(4, 4, device_type="cpu")
     made = plan(model, SEQUENCE, where, only=[Candidate(*axes, order="head_tail")])
     first = made.ranked[0]
-    both = replace(first, candidate=replace(first.candidate, feed_forward=feed_forward, projections="metp"))
-    code = code_of(replace(made, ranked=(both,)))
+    chosen = replace(first, candidate=replace(first.candidate, feed_forward=feed_forward, projections="metp"))
+    code = code_of(replace(made, ranked=(chosen,)))
     assert "METPAttentionParallel" in code
     assert max(threads(4).run(run_code, code, model, SEQUENCE.length)) <= 1e-10
 
