@@ -16,9 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cases import held
 from tests.strategies import examples
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, split_heads
+from wallfacer_dt.algorithms.steps import Parts
+from wallfacer_dt.algorithms.turns import Computing, in_turn
 from wallfacer_dt.layout import ORDERS, Spans, deal, in_order
 from wallfacer_dt.rows import Members
 from wallfacer_dt.testing import RankPool, worst_error
+
+PAUSES = [None] * (len(Parts._fields) - 1)
+ALONE = Parts[str]((), (), ("attend",), ())
+SENDING = [Parts(("start",), ("wait",), ("attend",), ends) for ends in ((), ("wait",))]
 
 
 @st.composite
@@ -87,6 +93,7 @@ class Exchange:
     batch: int
     dims: dict[str, tuple[int, int, int]]
     kinds: tuple[str, ...]
+    parts: Parts[str]  # of a schedule, by which groups take turns
 
     @property
     def rows(self) -> dict[str, list[list[int]]]:
@@ -130,17 +137,19 @@ def exchanged(case: Exchange) -> int:
     exchange = exchange_of(rank, groups, shards["q"], shards["kv"])
     weight = 10.0**rank
 
-    def compute(number: int, given: tuple[Tensor, ...]) -> list[Tensor]:
+    def compute(number: int, given: tuple[Tensor, ...]) -> Computing[list[Tensor]]:
         mine = groups[rank][number]
         for i, (kind, x) in enumerate(zip(case.kinds, given, strict=True)):
             whole = case.tensor(i)
             assert x.dtype == whole.dtype
             assert x.equal(whole[:, slice(*mine.of(kind))][:, :, sorted(chain.from_iterable(rows[kind]))])
+        yield from PAUSES
         return [given[0] * 2, *(x * weight for x in given[2:])]
 
     tensors = [case.tensor(i)[:, :, rows[kind][rank]] for i, kind in enumerate(case.kinds)]
     with Exchanged() as counted:
-        out, *sums = exchange.run(tensors, case.kinds, compute, ["q", *case.kinds[2:]])
+        turns = in_turn(len(groups[rank]), case.parts)
+        out, *sums = exchange.run(tensors, case.kinds, turns, compute, ["q", *case.kinds[2:]])
     assert out.equal(tensors[0] * 2)
     for kind, x, total in zip(case.kinds[2:], tensors[2:], sums, strict=True):
         weights = torch.zeros(case.dims[kind][0], dtype=torch.float64)
@@ -156,18 +165,18 @@ def exchanged(case: Exchange) -> int:
 @given(
     chosen=counts().filter(lambda chosen: 2 <= chosen[2] <= 5), hidden=st.booleans(), order=st.sampled_from(ORDERS[:2]),
     q_length=st.integers(1, 20), k_length=st.integers(1, 20), inner=st.integers(1, 3), batch=st.integers(1, 2),
-    has_shared=st.booleans(), data=st.data(),
+    has_shared=st.booleans(), parts=st.sampled_from([ALONE, *SENDING]), data=st.data(),
 )  # fmt: skip
 def test_round_trip(
     threads: Callable[[int], RankPool], chosen: tuple[int, int, int], hidden: bool, order: str, q_length: int,
-    k_length: int, inner: int, batch: int, has_shared: bool, data: st.DataObject,
+    k_length: int, inner: int, batch: int, has_shared: bool, parts: Parts[str], data: st.DataObject,
 ) -> None:  # fmt: skip
     """Each rank is given its heads with all tokens in order; results come home, those of several ranks as their sum."""
     heads, kv_heads, ulysses = chosen
     dims = {"q": (heads, q_length, 3), "kv": (kv_heads, k_length, 2), "shared": (1, k_length, 5)}
     groups = split_heads(heads, kv_heads, ulysses, hidden=hidden)
     kinds = ("q", "q", "kv", "shared") if has_shared else ("q", "q", "kv")
-    case = Exchange(groups, order, (ulysses, inner, 1), data.draw(st.integers(0, inner - 1)), batch, dims, kinds)
+    case = Exchange(groups, order, (ulysses, inner, 1), data.draw(st.integers(0, inner - 1)), batch, dims, kinds, parts)
     for rank, received in enumerate(threads(ulysses).run(exchanged, case)):
         assert received == batch * received_bytes(groups, rank, case.rows, has_shared=has_shared)
 
@@ -194,10 +203,12 @@ def summed_in_half() -> float:
     heads = split_heads(size, 1, size, hidden=False)
     exchange = exchange_of(rank, heads, shards, shards)
 
-    def compute(number: int, given: tuple[Tensor, ...]) -> list[Tensor]:
+    def compute(number: int, given: tuple[Tensor, ...]) -> Computing[list[Tensor]]:
+        yield from PAUSES
         return [torch.full_like(given[0], 1 if rank else 256)]
 
-    (total,) = exchange.run([torch.ones(1, 1, 2, 4, dtype=torch.bfloat16)], ["kv"], compute, ["kv"])
+    ones, turns = torch.ones(1, 1, 2, 4, dtype=torch.bfloat16), in_turn(1, ALONE)
+    (total,) = exchange.run([ones], ["kv"], turns, compute, ["kv"])
     assert total.shape == (1, 1, 2, 4)
     return worst_error([(total.double(), torch.full(total.shape, 255.0 + size, dtype=torch.float64))])
 

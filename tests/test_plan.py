@@ -294,13 +294,14 @@ def test_a_program_is_its_schedule(data: st.DataObject) -> None:
     place = Candidate(ring, team, ulysses).place(data.draw(st.integers(0, ring * team * ulysses - 1)))
     backward = data.draw(st.booleans())
     program = program_of(place, sequences, schedule, resident, backward)
-    steps = make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward).steps
-    for one, step in zip(program, steps, strict=True):
-        if isinstance(step, Attend):
-            tiles = [tile for segments in step.work for tile in segments.tiles]
-            assert one.sizes == tuple((x.area, x.q[1] - x.q[0], x.k[1] - x.k[0]) for x in tiles)  # type: ignore[union-attr]
-        else:
-            assert one.name == str(step.transfer)
+    parts = make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward).parts
+    for written, steps in zip(program, parts, strict=True):
+        for one, step in zip(written, steps, strict=True):
+            if isinstance(step, Attend):
+                tiles = [tile for segments in step.work for tile in segments.tiles]
+                assert one.sizes == tuple((x.area, x.q[1] - x.q[0], x.k[1] - x.k[0]) for x in tiles)  # type: ignore[union-attr]
+            else:
+                assert one.name == str(step.transfer)
 
 
 def test_what_is_enumerated() -> None:

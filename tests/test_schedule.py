@@ -184,6 +184,9 @@ class Simulation:
     def run(self) -> None:
         programs = {i: self._segments(i) for i in self.ranks}
         assert len({len(program) for program in programs.values()}) == 1, "ranks run different programs"
+        assert len({parts_of(schedule) for schedule in self.schedules.values()}) == 1, (
+            "parts end elsewhere on some rank"
+        )
         for segments in zip(*programs.values(), strict=True):
             now = {i: transfers for i, (_, transfers) in zip(self.ranks, segments, strict=True)}
             assert len({kind_of(step) for step in now.values()}) == 1, "ranks run different programs"
@@ -279,6 +282,16 @@ class Simulation:
     def results_of_rotating(self, i: int) -> Counter:
         """The steps whose results for this rank's rotating rows have come home."""
         return self.ranks[i].partial[self.rotating, TEAM if self.schedules[i].gathered else 0]
+
+
+def parts_of(schedule: Schedule) -> tuple[tuple[Any, ...], ...]:
+    """What is sent and waited for in every part, which is what the part says."""
+    begins, comes, computes, ends = schedule.parts
+    assert all(isinstance(step, Start) and not step.transfer.partial for step in begins)
+    assert not any(isinstance(step, Wait) and not step.transfer.partial for step in (*computes, *ends))
+    assert all(isinstance(step, Wait) for step in ends)
+    assert isinstance((*comes, *computes)[-1], Attend | Start)
+    return tuple(tuple(kind_of(step) for step in part if not isinstance(step, Attend)) for part in schedule.parts)
 
 
 def kind_of(step: Start | Wait | None) -> tuple[Any, ...]:

@@ -5,8 +5,10 @@ The programs below are what rank 0 runs for queries (1, 2, 4, 8) and keys and va
 """
 
 import re
-from collections.abc import Collection
-from dataclasses import asdict, fields
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,12 +21,23 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import told
-from wallfacer_dt import context_mesh, context_parallel_attention
+from tests.strategies import examples, schedules, ulysses_meshes
+from wallfacer_dt import Kernels, ModelShape, SequenceShape, context_mesh, context_parallel_attention
+from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.command.explain.facts import Communicate, Rank
+from wallfacer_dt.command.explain.make import make_facts
+from wallfacer_dt.command.explain.settings import Settings
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.ops import BODIES
 from wallfacer_dt.options import AttentionOptions, Options, Setting, Window
+from wallfacer_dt.planning.attention import attention_events, head_patterns
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.programs import program_of
+from wallfacer_dt.planning.timeline import Begin, Compute, Event
+from wallfacer_dt.planning.traffic import Key, Wire
 from wallfacer_dt.testing.fake import fake_world
 
+ROTATIONS = [*product(("kv", "q"), repeat=2)]
 SHORT = {
     "all_gather_into_tensor": "gather",
     "all_to_all_single": "send",
@@ -323,6 +336,113 @@ def test_groups_of_heads_are_exchanged_behind_kernels(ring: int, options: dict[s
 def test_ulysses_round_a_ring() -> None:
     there, round_, back = "send cp_ulysses", "send cp_ring", "send cp_ulysses"
     assert sent(program(2, 1, 2, rotate="kv")) == ([there, round_, back], [there, round_, round_, back])
+
+
+def test_groups_of_heads_take_turns() -> None:
+    """The second group's block is on its way before the first one's last kernel, whose gradients come meanwhile."""
+    assert_expected_inline(
+        program(2, 1, 2, heads=(4, 4), rotate="kv"),
+        """\
+send #0 cp_ulysses bfloat16 [96]
+wait #0
+send #1 cp_ulysses bfloat16 [96]
+send #2 cp_ring bfloat16 [128]
+  flash [1, 1, 8, 8] x [1, 1, 8, 8]
+wait #2
+wait #1
+send #3 cp_ring bfloat16 [128]
+  flash [1, 1, 8, 8] x [1, 1, 8, 8]
+send #4 cp_ulysses bfloat16 [40]
+  flash [1, 1, 8, 8] x [1, 1, 8, 8]
+wait #3
+  flash [1, 1, 8, 8] x [1, 1, 8, 8]
+send #5 cp_ulysses bfloat16 [40]
+wait #4
+wait #5
+backward
+send #6 cp_ulysses bfloat16 [144]
+wait #6
+send #7 cp_ulysses bfloat16 [144]
+send #8 cp_ring bfloat16 [128]
+  flash_backward [1, 1, 4, 8] x [1, 1, 8, 8]
+wait #8
+wait #7
+send #9 cp_ring bfloat16 [128]
+  flash_backward [1, 1, 8, 8] x [1, 1, 8, 8]
+send #10 cp_ring bfloat16 [128]
+  flash_backward [1, 1, 4, 8] x [1, 1, 8, 8]
+  flash_backward [1, 1, 4, 8] x [1, 1, 8, 8]
+wait #9
+wait #10
+send #11 cp_ulysses bfloat16 [96]
+  flash_backward [1, 1, 8, 8] x [1, 1, 8, 8]
+send #12 cp_ring bfloat16 [128]
+  flash_backward [1, 1, 4, 8] x [1, 1, 8, 8]
+wait #12
+send #13 cp_ulysses bfloat16 [96]
+wait #11
+wait #13""",
+    )
+
+
+@examples(30)
+@given(st.sampled_from(ulysses_meshes(8) + ulysses_meshes(6)), st.sampled_from([(1, 1), (2, 4), (5, 5)]), st.data())
+def test_planner_and_explain_have_the_order_of_calls(
+    mesh: tuple[int, int, int], per_rank: tuple[int, int], data: st.DataObject
+) -> None:
+    """What is started along which axis, and what is waited for, step by step."""
+    (ring, team, ulysses), causal = mesh, data.draw(st.booleans())
+    kv_heads, heads = (n * ulysses for n in per_rank)
+    schedule = data.draw(st.sampled_from(schedules(ring, team)))
+    rotate, rotate_forward = ("q", "kv") if schedule == "published" else data.draw(st.sampled_from(ROTATIONS))
+    way = {"schedule": schedule, "rotate": rotate, "rotate_forward": rotate_forward, "order": "head_tail"}
+    called = program(ring, team, ulysses, (heads, kv_heads), is_causal=causal, **way).split("backward\n", 1)
+    candidate, model = Candidate(ring, team, ulysses, **way), ModelShape(8 * heads, heads, kv_heads, 8)
+    sequence = SequenceShape(4 * candidate.size, is_causal=causal)
+    sequences = Sequences(sequence.length, sequence.length, "head_tail", sequence.mask)
+    (groups,) = head_patterns(candidate, model)
+    sizes = {"ring": ring, "team": team, "ulysses": ulysses, "heads": heads, "kv_heads": kv_heads}
+    settings = Settings(**sizes, **way, causal=causal, length=sequence.length)
+    for backward, lines in enumerate(map(str.splitlines, called)):
+        resident = "kv" if (rotate if backward else rotate_forward) == "q" else "q"
+        steps = program_of(candidate.place(0), sequences, schedule, resident, bool(backward))
+        wires = defaultdict[Key, Wire](Wire)
+        events = attention_events(steps, candidate, model, sequence, Kernels(), wires, groups, backward=bool(backward))
+        wanted = numbered(issued(lines))
+        assert numbered(planned(events)) == wanted
+        assert numbered(explained(make_facts(replace(settings, backward=bool(backward))).ranks[0])) == wanted
+
+
+def numbered(steps: Iterable[tuple[str, str, str]]) -> list[tuple[str, ...]]:
+    """Starts, of which each has its own name, and waits, as a program has them."""
+    numbers: dict[str, int] = {}
+    found = []
+    for do, name, axis in steps:
+        number = f"#{numbers.setdefault(name, len(numbers))}"
+        found.append((do, number, axis) if do == "start" else (do, number))
+    return found
+
+
+def issued(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    for line in lines:
+        if "#" in line:
+            do, name, *axis = line.split()
+            yield ("start", name, axis[0]) if axis else (do, name, "")
+
+
+def planned(events: Iterable[Event]) -> Iterator[tuple[str, str, str]]:
+    for event in events:
+        if not isinstance(event, Compute):
+            kind, axis = event.name.split()[:2]
+            axis = "cp_ulysses" if kind in ("to_heads", "to_tokens") else "both" if axis == "cp" else axis
+            yield "start" if isinstance(event, Begin) else "wait", event.name, axis
+
+
+def explained(rank: Rank) -> Iterator[tuple[str, str, str]]:
+    for step in rank.steps:
+        if isinstance(step, Communicate):
+            axis = rank.transfer_of(step).axis
+            yield step.kind, str(step.transfer), "both" if axis == "cp" else axis
 
 
 def test_a_window_sends_no_further_than_it_reaches() -> None:

@@ -13,13 +13,14 @@ from wallfacer_dt.agreement.agree import agree, hear_once, named, tell
 from wallfacer_dt.agreement.worlds import is_lasting
 from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import Answers, check_mask
-from wallfacer_dt.algorithms.execute import Groups, execute
+from wallfacer_dt.algorithms.execute import Computed, Groups, execute, nothing
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.replicated import Replicated
 from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
 from wallfacer_dt.algorithms.sequences import Sequences, exchanged
 from wallfacer_dt.algorithms.steps import Schedule, Side
+from wallfacer_dt.algorithms.turns import Computing, completed, in_turn
 from wallfacer_dt.collectives.functional import check_gather
 from wallfacer_dt.collectives.groups import group_rank
 from wallfacer_dt.documents import boundaries, digest
@@ -231,17 +232,19 @@ class Call(NamedTuple):
         schedule = self._schedule(backward=False)
         value_dim = keys[1].shape[-1]
 
-        def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        def compute(heads: Heads, tensors: Sequence[Tensor]) -> Computing[Sequence[Tensor]]:
             queries, keys = Operand(tuple(tensors[:1])), Operand(tuple(tensors[1:]))
             arithmetic = Forward(self._scores(heads), value_dim, stays_wide=sinks is not None)
-            partial, _ = self._execute(schedule, arithmetic, heads, queries, keys)
+            partial, _ = yield from self._execute(schedule, arithmetic, heads, queries, keys)
             if sinks is not None:
                 out, lse = partial
                 partial = with_sinks(out, lse, sinks[slice(*heads.q)])
             return arithmetic.outgoing(partial, q.dtype)
 
         replicated = self.plan.replicated
-        out, lse = self._by_heads(replicated.own(q, *keys), ["q", *_KEY_KINDS[: len(keys)]], compute, ["q", "q"])
+        out, lse = self._by_heads(
+            replicated.own(q, *keys), ["q", *_KEY_KINDS[: len(keys)]], schedule, compute, ["q", "q"]
+        )
         return replicated.everyone(out), replicated.placed(lse)[0]
 
     def backward(
@@ -257,16 +260,16 @@ class Call(NamedTuple):
             delta = row_delta(grad_out, out, lse.dtype)
             queries, own_out = (*queries, output_factor(grad_out, delta)), None
 
-        def compute(heads: Heads, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        def compute(heads: Heads, tensors: Sequence[Tensor]) -> Computing[Sequence[Tensor]]:
             n = len(tensors) - len(own_keys)
             queries, keys = Operand(tuple(tensors[:n]), out=own_out), Operand(tuple(tensors[n:]))
             arithmetic = Backward(self._scores(heads))
-            dq, dkeys = self._execute(schedule, arithmetic, heads, queries, keys)
+            dq, dkeys = yield from self._execute(schedule, arithmetic, heads, queries, keys)
             return arithmetic.outgoing((*dq, *dkeys), q.dtype)
 
         key_kinds = _KEY_KINDS[: len(keys)]
         kinds: list[Kind] = [*["q"] * len(queries), *key_kinds]
-        grads = self._by_heads((*queries, *own_keys), kinds, compute, ["q", *key_kinds])
+        grads = self._by_heads((*queries, *own_keys), kinds, schedule, compute, ["q", *key_kinds])
         dsinks = None
         if sinks is not None:
             dsinks = sinks_gradient(lse, row_delta(grad_out, out, lse.dtype) if delta is None else delta, sinks)
@@ -285,26 +288,28 @@ class Call(NamedTuple):
 
     def _execute(
         self, schedule: Schedule, arithmetic: Arithmetic, heads: Heads, queries: Operand, keys: Operand
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    ) -> Computing[Computed]:
         """What was computed for own queries and own keys."""
         if heads.is_empty:
-            return arithmetic.nothing(queries), arithmetic.nothing(keys) if arithmetic.gives_to_keys else ()
+            return nothing(schedule, arithmetic, queries, keys)
         return execute(schedule, arithmetic, self.plan.groups, queries, keys)
 
     def _by_heads(
         self,
         tensors: Sequence[Tensor],
         kinds: Sequence[Kind],
-        compute: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]],
+        schedule: Schedule,
+        compute: Callable[[Heads, Sequence[Tensor]], Computing[Sequence[Tensor]]],
         result_kinds: Sequence[Kind],
     ) -> Sequence[Tensor]:
-        """Compute all heads, or exchange tokens for the heads that this rank computes and back."""
+        """Compute all heads by a schedule, or exchange tokens for the heads that this rank computes and back."""
         plan, place, mine = self.plan, self.plan.groups.place, self.plan.heads
         if place.ulysses == 1:
-            return compute(mine[0], tensors)
+            return completed(compute(mine[0], tensors))
         together = exchanged(plan.sequences, "q", place), exchanged(plan.sequences, "kv", place)
         exchange = HeadExchange(plan.groups.ulysses, place.ulysses_rank, plan.all_heads, together)
-        return exchange.run(tensors, kinds, lambda number, given: compute(mine[number], given), result_kinds)
+        turns = in_turn(len(mine), schedule.parts)
+        return exchange.run(tensors, kinds, turns, lambda group, given: compute(mine[group], given), result_kinds)
 
     def _scores(self, heads: Heads) -> Scores:
         options, answers = self.plan.options, self.answers

@@ -22,6 +22,7 @@ from wallfacer_dt.algorithms.steps import (
     Transfer,
     Wait,
 )
+from wallfacer_dt.algorithms.turns import Computing
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute, received
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
@@ -57,25 +58,38 @@ class Groups(NamedTuple):
         return self.ring if axis == RING_AXIS else self.team if axis == TEAM_AXIS else self.context
 
 
+Computed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""What comes of own queries and of own keys."""
+
+
 def execute(
     schedule: Schedule, arithmetic: Arithmetic, groups: Groups, queries: Operand, keys: Operand
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+) -> Computing[Computed]:
     """What a schedule computes for this rank's own queries and keys.
 
     In the forward (out, lse) for queries and nothing for keys, in the backward gradients; as a kernel gave them, in the
     accumulation dtype, or rounded to the inputs'.
     """
     run = _Run(schedule, arithmetic, groups, {"q": queries, "kv": keys})
-    with Waiting(run, run.ranks):
-        for step in schedule.steps:
-            match step:
-                case Attend():
-                    run.attend(step)
-                case Start():
-                    run.start(step.transfer)
-                case Wait():
-                    run.wait(step)
+    for number, steps in enumerate(schedule.parts):
+        if number:
+            yield
+        with Waiting(run, run.ranks):
+            for step in steps:
+                match step:
+                    case Attend():
+                        run.attend(step)
+                    case Start():
+                        run.start(step.transfer)
+                    case Wait():
+                        run.wait(step)
     return run.result("q"), run.result("kv") if arithmetic.gives_to_keys else ()
+
+
+def nothing(schedule: Schedule, arithmetic: Arithmetic, queries: Operand, keys: Operand) -> Computing[Computed]:
+    """The same of no heads."""
+    yield from [None] * (len(schedule.parts) - 1)
+    return arithmetic.nothing(queries), arithmetic.nothing(keys) if arithmetic.gives_to_keys else ()
 
 
 class _Run:

@@ -6,10 +6,10 @@ that computes one of its query heads, so with fewer of them than ranks each is s
 more, and its gradients are summed where they come back.
 
 Heads are exchanged in groups: while one group's attention is computed, the next group is on its way, and the last one's
-results are on theirs.
+results are on theirs; see ``turns``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM
 from wallfacer_dt.algorithms.shares import Shares
+from wallfacer_dt.algorithms.turns import Computing, Turn, completed
 from wallfacer_dt.collectives.functional import all_to_all, wait
 from wallfacer_dt.collectives.send_buffer import Layout, layout
 from wallfacer_dt.kernels.merge import accumulation_dtype
@@ -127,25 +128,31 @@ class HeadExchange:
         self,
         tensors: Sequence[Tensor],
         kinds: Sequence[Kind],
-        compute: Callable[[int, tuple[Tensor, ...]], Sequence[Tensor]],
+        turns: Iterable[Turn],
+        compute: Callable[[int, tuple[Tensor, ...]], Computing[Sequence[Tensor]]],
         result_kinds: Sequence[Kind],
     ) -> list[Tensor]:
         """Compute something by heads that is given, and wanted, by tokens.
 
         Tensors and results are (B, N, L, ...) of this rank's tokens with all heads; those of ``compute`` have all
-        tokens in order and the heads of the group whose number it is given. A head that several ranks computed is
-        summed. A result lies in memory as the first tensor of its kind does.
+        tokens in order and the heads of the group whose number it is given. It pauses after every turn of the group but
+        the last. A head that several ranks computed is summed. A result lies in memory as the first tensor of its kind
+        does.
         """
         count = len(self.heads[0])
+        computing: dict[int, Computing[Sequence[Tensor]]] = {}
         leaving = []
         coming = self._start(0, tensors, kinds, HEADS_DIM)
-        for number in range(count):
-            gathered = self._gathered(coming, kinds)
-            if number + 1 < count:
-                coming = self._start(number + 1, tensors, kinds, HEADS_DIM)
-            results = compute(number, gathered)
-            del gathered  # before the next group's are put together
-            leaving.append(self._start(number, results, result_kinds, SEQUENCE_DIM))
+        for turn in turns:
+            if turn.is_first:
+                computing[turn.group] = compute(turn.group, self._gathered(coming, kinds))
+                if turn.group + 1 < count:
+                    coming = self._start(turn.group + 1, tensors, kinds, HEADS_DIM)
+            if not turn.is_last:
+                next(computing[turn.group])
+                continue
+            results = completed(computing.pop(turn.group))
+            leaving.append(self._start(turn.group, results, result_kinds, SEQUENCE_DIM))
         wholes = [
             self._empty(x, kind, tensors[kinds.index(kind)])
             for x, kind in zip(leaving[0].own, result_kinds, strict=True)

@@ -27,7 +27,7 @@ from wallfacer_dt.algorithms.published import published
 from wallfacer_dt.algorithms.rings import rings
 from wallfacer_dt.algorithms.segments import Sees
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import SIDES, Attend, Exchange, Gather, Hop, Schedule, Side, Start, Step, Wait
+from wallfacer_dt.algorithms.steps import SIDES, Attend, Exchange, Gather, Hop, Parts, Schedule, Side, Start, Step, Wait
 from wallfacer_dt.algorithms.two_dimensional import two_dimensional
 from wallfacer_dt.mesh import Coordinate
 
@@ -122,7 +122,7 @@ def _made(
             steps[at] = replace(step, completes=(*step.completes, side))
     teams = [sum(sizes[rotating][first : first + place.team]) for first in range(0, len(sizes[rotating]), place.team)]
     return Schedule(
-        tuple(steps),
+        Parts.of(steps),
         resident,
         {resident: holdings.put_together(resident, exclude=place.team_rank), rotating: holdings.put_together(rotating)},
         (max(sizes["q"]), max(sizes["kv"])),

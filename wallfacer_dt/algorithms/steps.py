@@ -1,7 +1,9 @@
 """What schedules consist of: transfers, their starts and waits, and what is computed in between."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from itertools import chain, pairwise
+from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.mesh import TEAM_AXIS
@@ -127,6 +129,27 @@ class Attend:
 
 
 Step = Start | Wait | Attend
+T = TypeVar("T")
+
+
+class Parts(NamedTuple, Generic[T]):
+    """Steps in program order, in parts between which another group of heads may go on: see ``turns``."""
+
+    begins: tuple[T, ...]  # first transfers start
+    comes: tuple[T, ...]  # up to the wait for the last data
+    computes: tuple[T, ...]  # what is left to compute, while results leave
+    ends: tuple[T, ...]  # waits for results that come home
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> "Parts[Step]":
+        """A schedule's. They end where its transfers say, which are alike on all ranks, as what is computed is not."""
+        some = (*steps,)
+        begun = next((at for at, step in enumerate(some) if not isinstance(step, Start)), len(some))
+        come = [at + 1 for at, step in enumerate(some) if isinstance(step, Wait) and not step.transfer.partial]
+        has_come, done = max(come, default=begun), len(some)
+        while done > has_come and isinstance(some[done - 1], Wait):
+            done -= 1
+        return Parts(*(some[start:stop] for start, stop in pairwise((0, begun, has_come, done, len(some)))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +159,7 @@ class Schedule:
     Shards may differ in length; what is sent is as long as the longest, and nothing touches the rest.
     """
 
-    steps: tuple[Step, ...]  # in program order, the same kinds of transfers on every rank
+    parts: Parts[Step]  # in program order, the same kinds of transfers on every rank
     resident: Side  # the side that is gathered and stays
     # By side how a team's rows are put together: of the resident side without one's own, of a gathered other all.
     members: dict[Side, Members]
@@ -144,6 +167,11 @@ class Schedule:
     # Rows of a rotating side that is gathered in the team, as they are sent: what is computed for its own shard comes
     # out of an exchange after all blocks then, and otherwise ends up in block 0. None: it is not gathered.
     gathered: int | None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All of them."""
+        return (*chain(*self.parts),)
 
     @property
     def rotating(self) -> Side:

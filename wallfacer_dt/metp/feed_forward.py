@@ -16,6 +16,7 @@ from wallfacer_dt.algorithms.execute import Groups, execute
 from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS, FeedForward, FeedForwardBackward, RingOfWeights, Units
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Schedule
+from wallfacer_dt.algorithms.turns import completed
 from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.mesh import Coordinate
@@ -82,7 +83,7 @@ def feed_forward_body(
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForward(ACTIVATIONS[options.activation], units)
     schedule = _schedule(options, x, backward=False)
-    (out,), _ = execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand())
+    (out,), _ = completed(execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand()))
     return out[0, 0].to(x.dtype), number
 
 
@@ -119,7 +120,7 @@ def feed_forward_backward_body(
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForwardBackward(ACTIVATIONS[options.activation], units, grad_out.contiguous())
     schedule = _schedule(options, x, backward=True)
-    (dx,), dunits = execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand())
+    (dx,), dunits = completed(execute(schedule, arithmetic, _groups(options), _tokens(x), units.operand()))
     grads = units.like(dunits)
     grads = grads._replace(down=grads.down.t())
     given = (up, gate, down, up_bias, gate_bias)

@@ -7,11 +7,12 @@ import torch
 
 from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.turns import in_turn
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Kernels
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.programs import Attended, Awaited, Program, Sent, Sizes, area_of, program_of
+from wallfacer_dt.planning.programs import Attended, Awaited, Program, Sent, Sizes, area_of, attended, program_of
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
 from wallfacer_dt.planning.traffic import Key, Wire
 
@@ -53,25 +54,25 @@ def attention_events(
     def exchange(kind: str, group: int) -> Begin:
         return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)])
 
+    costs = [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups]
     has_exchange = candidate.ulysses > 1
     if has_exchange:
         yield exchange("to_heads", 0)
-    for group, heads in enumerate(groups):
-        if has_exchange:
+    for turn in in_turn(len(groups), program):
+        group = turn.group
+        if has_exchange and turn.is_first:
             yield End(f"to_heads {group}")
             if group + 1 < len(groups):
                 yield exchange("to_heads", group + 1)
-        if heads[0]:
-            costs = Costs.of_heads(heads, kernels, model, sequence, backward=backward)
-            for step in program:
-                match step:
-                    case Sent(name):
-                        yield Begin(f"{name} {group}", wire(step, group), step.sources)
-                    case Awaited(name):
-                        yield End(f"{name} {group}")
-                    case Attended(name, sizes):
-                        yield Compute(costs.of(sizes), name)
-        if has_exchange:
+        for step in program[turn.part] if groups[group][0] else ():
+            match step:
+                case Sent(name):
+                    yield Begin(f"{name} {group}", wire(step, group), step.sources)
+                case Awaited(name):
+                    yield End(f"{name} {group}")
+                case Attended(name, sizes):
+                    yield Compute(costs[group].of(sizes), name)
+        if has_exchange and turn.is_last:
             yield exchange("to_tokens", group)
     if has_exchange:
         for group in range(len(groups)):
@@ -87,7 +88,7 @@ def compute_seconds(
     That is one of :func:`programs_of`, told the same.
     """
     programs = programs_of(candidate, sequence, together=together, backward=backward).values()
-    computed = [Counter(step.sizes for step in program if isinstance(step, Attended)) for program in programs]
+    computed = [Counter(attended(program)) for program in programs]
     patterns = [
         [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups if heads[0]]
         for groups in head_patterns(candidate, model)

@@ -5,6 +5,7 @@ each other as others do is planned once.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
 from wallfacer_dt.algorithms.segments import Work, plan_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import CONTEXT, SIDES, Attend, Hop, Side, Start, Step, Transfer, Wait
+from wallfacer_dt.algorithms.steps import CONTEXT, SIDES, Attend, Hop, Parts, Side, Start, Step, Transfer, Wait
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
 
@@ -59,12 +60,17 @@ class Attended(NamedTuple):
     sizes: Sizes
 
 
-Program = tuple[Sent | Awaited | Attended, ...]
+Program = Parts[Sent | Awaited | Attended]
 
 
 def area_of(program: Program) -> int:
     """How many pairs it computes."""
-    return sum(area for step in program if isinstance(step, Attended) for area, _, _ in step.sizes)
+    return sum(area for sizes in attended(program) for area, _, _ in sizes)
+
+
+def attended(program: Program) -> Iterator[Sizes]:
+    """The tiles of every step that computes."""
+    return (step.sizes for step in chain(*program) if isinstance(step, Attended))
 
 
 @lru_cache(maxsize=512)  # a plan for 1024 ranks asks for 426, twice; under a window one for 64 asks for more
@@ -74,7 +80,8 @@ def program_of(place: Coordinate, sequences: Sequences, schedule: str, resident:
     holdings = _Alike(place, resident, backward, hops(place.axes, sequences, resident), sequences.mask, held)
     steps = SCHEDULES["2d" if place.team == 1 else schedule](holdings)
     by_shift = schedule != "published" or place.team == 1
-    return tuple(_written(step, place, by_shift, sequences.mask.spares_hops) for step in steps)
+    spares_hops = sequences.mask.spares_hops
+    return Parts(*(tuple(_written(step, place, by_shift, spares_hops) for step in part) for part in Parts.of(steps)))
 
 
 def _written(step: Step, place: Coordinate, by_shift: bool, spares_hops: bool) -> Sent | Awaited | Attended:

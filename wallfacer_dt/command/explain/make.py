@@ -9,6 +9,7 @@ from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Attend as AttendStep
 from wallfacer_dt.algorithms.steps import Hop, Schedule, Side, Start, Wait
 from wallfacer_dt.algorithms.steps import Transfer as AnyTransfer
+from wallfacer_dt.algorithms.turns import Turn, in_turn
 from wallfacer_dt.command.explain.facts import (
     Attend,
     Communicate,
@@ -92,31 +93,33 @@ class _Maker:
         return self.heads[self.place.ulysses_rank]
 
     def _steps(self) -> Iterator[Step]:
-        """As calls run: a group's heads are computed while the next group's come and the last one's results leave."""
-        if self.place.ulysses == 1:
-            yield from self._group_steps(0)
-            return
-        count = len(self._own_heads)
-        yield self._exchange_heads("start", "heads", 0)
-        for group in range(count):
-            yield self._exchange_heads("wait", "heads", group)
-            if group + 1 < count:
-                yield self._exchange_heads("start", "heads", group + 1)
+        """As calls run."""
+        exchanges, count = self.place.ulysses > 1, len(self._own_heads)
+        if exchanges:
+            yield self._exchange_heads("start", "heads", 0)
+        for turn in in_turn(count, self.schedule.parts):
+            group = turn.group
+            if exchanges and turn.is_first:
+                yield self._exchange_heads("wait", "heads", group)
+                if group + 1 < count:
+                    yield self._exchange_heads("start", "heads", group + 1)
             if not self._own_heads[group].is_empty:
-                yield from self._group_steps(group)
-            yield self._exchange_heads("start", "tokens", group)
-        for group in range(count):
-            yield self._exchange_heads("wait", "tokens", group)
+                yield from self._part_steps(turn)
+            if exchanges and turn.is_last:
+                yield self._exchange_heads("start", "tokens", group)
+        if exchanges:
+            for group in range(count):
+                yield self._exchange_heads("wait", "tokens", group)
 
-    def _group_steps(self, group: int) -> Iterator[Step]:
-        for step in self.schedule.steps:
+    def _part_steps(self, turn: Turn) -> Iterator[Step]:
+        for step in self.schedule.parts[turn.part]:
             match step:
                 case AttendStep():
-                    yield self._attend(step, group)
+                    yield self._attend(step, turn.group)
                 case Start(transfer):
-                    yield Communicate("start", self._transfer(transfer, group))
+                    yield Communicate("start", self._transfer(transfer, turn.group))
                 case Wait(transfer):
-                    yield Communicate("wait", self._transfer(transfer, group))
+                    yield Communicate("wait", self._transfer(transfer, turn.group))
 
     def _attend(self, step: AttendStep, group: int) -> Attend:
         stays, moves = step.stays, step.moves

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from wallfacer_dt.command.explain.facts import Attend, Communicate, Facts, Message, Pair, Rank, Transfer
-from wallfacer_dt.mesh import ULYSSES_AXIS
 from wallfacer_dt.planning.units import format_size
 
 _DO = {
@@ -176,40 +175,44 @@ def _routes(transfers: dict[int, Transfer]) -> str:
 
 
 def _step_table(rank: Rank) -> Table:
-    """The program of one rank, for its first group of heads."""
+    """The program of one rank until the results of its first group of heads leave."""
     table = _table(f"Steps of rank {rank.rank}", ["step"])
     table.add_column("")
     table.add_column("what")
     table.add_column("to and from ranks, or rows of queries x rows of keys")
     table.add_column("messages x elements, bytes each", justify="right")
-    for number, step in enumerate(rank.steps):
+    groups = [step.group if isinstance(step, Attend) else rank.transfer_of(step).group for step in rank.steps]
+    is_home = [isinstance(step, Communicate) and _is_home(step, rank) for step in rank.steps]
+    last = max(at for at, group in enumerate(groups) if group == 0 and (len(rank.heads) == 1 or not is_home[at]))
+    for number, (step, group) in enumerate(zip(rank.steps[: last + 1], groups, strict=False)):
+        which = f", group {group}" if len(rank.heads) > 1 else ""
         if isinstance(step, Attend):
-            if step.group == 0:
-                table.add_row(str(number), *_attend_cells(step), style="bold")
-            continue
-        transfer = rank.transfer_of(step)
-        if transfer.group == 0 or (transfer.kind == "heads" and transfer.group == 1):
-            table.add_row(str(number), step.kind, *_communicate_cells(step, transfer, rank))
+            table.add_row(str(number), *_attend_cells(step, which), style="bold")
+        else:
+            table.add_row(str(number), step.kind, *_communicate_cells(step, rank.transfer_of(step), which))
     return table
 
 
-def _attend_cells(step: Attend) -> list[str]:
+def _is_home(step: Communicate, rank: Rank) -> bool:
+    """Whether it waits for results by tokens."""
+    return step.kind == "wait" and rank.transfer_of(step).kind == "tokens"
+
+
+def _attend_cells(step: Attend, which: str) -> list[str]:
     share = step.pairs / step.possible if step.possible else 0.0
     stays, moves = ("own", f"block {step.block} of {_listed(step.moves)}")
     if step.part == "peer":
         stays = f"rows of {_listed(step.stays)}"
     return [
         "compute",
-        f"{stays} x {moves}",
+        f"{stays} x {moves}{which}",
         ", ".join(step.tiles) or "nothing seen",
         f"{step.pairs} pairs, {share:.0%}",
     ]
 
 
-def _communicate_cells(step: Communicate, transfer: Transfer, rank: Rank) -> list[str]:
-    what = f"{transfer.number}: {_DO[transfer.kind]} {transfer.what}"
-    if transfer.axis == ULYSSES_AXIS and len(rank.heads) > 1:
-        what += f", group {transfer.group}"
+def _communicate_cells(step: Communicate, transfer: Transfer, which: str) -> list[str]:
+    what = f"{transfer.number}: {_DO[transfer.kind]} {transfer.what}{which}"
     if not transfer.sends and not transfer.receives:
         return [what, "stays here", ""]
     if step.kind == "start":
@@ -227,10 +230,7 @@ def _other_groups(rank: Rank) -> str:
     groups = [_spans([group.q]) for group in rank.heads[1:] if group.q[0] < group.q[1]]
     if not groups:
         return f"rank {rank.rank} has one group of heads, others have more"
-    return (
-        f"Then the same for query heads {', '.join(groups)}: a group's heads come, and the last one's results leave, "
-        "while another is computed."
-    )
+    return f"And so on for query heads {', '.join(groups)}; all groups' results are waited for at the end."
 
 
 def _table(title: str, numbers: Sequence[str]) -> Table:
