@@ -61,9 +61,15 @@ def cases(draw: st.DrawFn, sizes: range = range(1, 9), **fixed: object) -> Case:
 
 
 @st.composite
-def any_case(draw: st.DrawFn, size: int, *, shortest: int = 1, longest: int = 9, **fixed: object) -> Case:
-    """Any case that the package accepts on so many ranks, of ``shortest`` to ``longest`` tokens on each."""
-    ring, team, ulysses = draw(st.sampled_from(ulysses_meshes(size)))
+def any_case(
+    draw: st.DrawFn, size: int, *, shortest: int = 1, longest: int = 9, in_turn: bool = False, **fixed: object
+) -> Case:
+    """Any case that the package accepts on so many ranks, of ``shortest`` to ``longest`` tokens on each.
+
+    ``in_turn``: groups of heads take turns on a ring or team.
+    """
+    meshes = [mesh for mesh in ulysses_meshes(size) if not in_turn or 1 < mesh[2] < size]
+    ring, team, ulysses = draw(st.sampled_from(meshes))
     batch = draw(st.integers(1, 2))
     lengths = draw(_lengths(size, shortest, longest))
     total = lengths.get("length", lengths.get("shard", 0) * size)
@@ -76,8 +82,9 @@ def any_case(draw: st.DrawFn, size: int, *, shortest: int = 1, longest: int = 9,
         | lengths
         | masks
         | draw(_schedules(ring, team))
-        | draw(_heads(ulysses))
+        | draw(_heads(ulysses, least=ulysses + 1 if in_turn else 1))
         | draw(_variants(replicable=not masks))
+        | ({"shared_dim": 0} if in_turn else {})
     )
     return Case(**(options | fixed))
 
@@ -140,10 +147,10 @@ def _rotations(draw: st.DrawFn, schedule: str) -> dict[str, str]:
 
 
 @st.composite
-def _heads(draw: st.DrawFn, ulysses: int) -> dict[str, Any]:
+def _heads(draw: st.DrawFn, ulysses: int, least: int) -> dict[str, Any]:
     """Heads of either kind that the Ulysses axis need not divide, of queries at least as many as it is long."""
     pairs = [
-        (kv, group) for kv in range(1, 7) for group in (1, 2, 3, 8) if ulysses <= kv * group <= max(8, ulysses + 2)
+        (kv, group) for kv in range(least, 7) for group in (1, 2, 3, 8) if ulysses <= kv * group <= max(8, ulysses + 2)
     ]
     kv_heads, group = draw(st.sampled_from(pairs))
     return {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": draw(st.sampled_from([16, 8, 17]))}

@@ -60,6 +60,14 @@ def test_any_case_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataO
     assert_close(on_ranks(threads, case), case, 1e-10)
 
 
+@pytest.mark.parametrize("size", [4, 6, 8])
+@examples(40)
+@given(data=st.data())
+def test_groups_of_heads_that_take_turns_are_exact_to_rounding(threads: Ranks, size: int, data: st.DataObject) -> None:
+    case = data.draw(any_case(size, in_turn=True))
+    assert_close(on_ranks(threads, case), case, 1e-10)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @examples(12)
 @given(data=st.data())

@@ -123,6 +123,22 @@ def check(call: Call, layout: str) -> None:
 GPU = Path(__file__).parents[1] / "docs" / "benchmarks" / "gpu_2026-11-26.jsonl.gz"
 
 
+@pytest.mark.parametrize(
+    ("candidate", "units"),
+    [
+        (Candidate(4, 1, 2), 17.56),
+        (Candidate(4, 1, 2, rotate="q"), 16.84),
+        (Candidate(2, 2, 4, schedule="rings"), 18.06),
+    ],
+    ids=str,
+)
+def test_groups_of_heads_in_turn(candidate: Candidate, units: float) -> None:
+    """Of one whose results come home while another is computed these are alive, and not what it attended."""
+    model, sequence = ModelShape(4096, 32, 32, 128), SequenceShape(1024 * candidate.size)
+    queries = sequence.length // candidate.size * model.hidden * sequence.dtype.itemsize
+    assert round(attention_memory(candidate, model, sequence).most / queries, 2) == units
+
+
 @pytest.mark.parametrize(("ring", "team"), [(4, 1), (8, 1), (4, 2), (2, 4)])
 def test_a_call_on_an_h200(ring: int, team: int) -> None:
     """The most that torch's flash attention held there, beyond what it was given, and at most a tenth more."""

@@ -234,6 +234,7 @@ class Call(NamedTuple):
 
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Computing[Sequence[Tensor]]:
             queries, keys = Operand(tuple(tensors[:1])), Operand(tuple(tensors[1:]))
+            del tensors
             arithmetic = Forward(self._scores(heads), value_dim, stays_wide=sinks is not None)
             partial, _ = yield from self._execute(schedule, arithmetic, heads, queries, keys)
             if sinks is not None:
@@ -263,6 +264,7 @@ class Call(NamedTuple):
         def compute(heads: Heads, tensors: Sequence[Tensor]) -> Computing[Sequence[Tensor]]:
             n = len(tensors) - len(own_keys)
             queries, keys = Operand(tuple(tensors[:n]), out=own_out), Operand(tuple(tensors[n:]))
+            del tensors
             arithmetic = Backward(self._scores(heads))
             dq, dkeys = yield from self._execute(schedule, arithmetic, heads, queries, keys)
             return arithmetic.outgoing((*dq, *dkeys), q.dtype)

@@ -16,6 +16,7 @@ from wallfacer_dt.algorithms.steps import (
     Exchange,
     Gather,
     Hop,
+    Parts,
     Schedule,
     Side,
     Start,
@@ -71,9 +72,7 @@ def execute(
     accumulation dtype, or rounded to the inputs'.
     """
     run = _Run(schedule, arithmetic, groups, {"q": queries, "kv": keys})
-    for number, steps in enumerate(schedule.parts):
-        if number:
-            yield
+    for part, steps in zip(Parts._fields, schedule.parts, strict=True):
         with Waiting(run, run.ranks):
             for step in steps:
                 match step:
@@ -83,6 +82,10 @@ def execute(
                         run.start(step.transfer)
                     case Wait():
                         run.wait(step)
+        if part == "computes" and groups.place.ulysses > 1:
+            run.let_go()
+        if part != "ends":
+            yield
     return run.result("q"), run.result("kv") if arithmetic.gives_to_keys else ()
 
 
@@ -178,6 +181,14 @@ class _Run:
                 own = self._own(transfer.side)
                 for share in (shares := _each(buffer, places)):
                     self.arithmetic.combine(own, _cut(share, own), last=is_last and share is shares[-1])
+
+    def let_go(self) -> None:
+        """Nothing more is attended: of data only shapes and dtypes are kept, but of own ones that have seen nothing."""
+        own = self._own("q"), self._own("kv")
+        for operand in [operand for some in self.blocks.values() for operand in some.values()]:
+            if operand.partial or not any(operand is one for one in own):
+                operand.data = tuple([x.new_empty((), device="meta").expand(x.shape) for x in operand.data])
+                operand.out = operand.sent = None
 
     def result(self, side: Side) -> tuple[Tensor, ...]:
         """What was computed for the own shard of a side."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM
 from wallfacer_dt.algorithms.shares import Shares
-from wallfacer_dt.algorithms.turns import Computing, Turn, completed
+from wallfacer_dt.algorithms.turns import Computing, Turn, last
 from wallfacer_dt.collectives.functional import all_to_all, wait
 from wallfacer_dt.collectives.send_buffer import Layout, layout
 from wallfacer_dt.kernels.merge import accumulation_dtype
@@ -142,17 +142,16 @@ class HeadExchange:
         count = len(self.heads[0])
         computing: dict[int, Computing[Sequence[Tensor]]] = {}
         leaving = []
-        coming = self._start(0, tensors, kinds, HEADS_DIM)
+        coming = [self._start(0, tensors, kinds, HEADS_DIM)]  # at most one, which is let go when it has come
         for turn in turns:
             if turn.is_first:
-                computing[turn.group] = compute(turn.group, self._gathered(coming, kinds))
+                computing[turn.group] = compute(turn.group, self._gathered(coming.pop(), kinds))
                 if turn.group + 1 < count:
-                    coming = self._start(turn.group + 1, tensors, kinds, HEADS_DIM)
+                    coming.append(self._start(turn.group + 1, tensors, kinds, HEADS_DIM))
             if not turn.is_last:
                 next(computing[turn.group])
-                continue
-            results = completed(computing.pop(turn.group))
-            leaving.append(self._start(turn.group, results, result_kinds, SEQUENCE_DIM))
+            else:
+                leaving.append(self._start(turn.group, last(computing.pop(turn.group)), result_kinds, SEQUENCE_DIM))
         wholes = [
             self._empty(x, kind, tensors[kinds.index(kind)])
             for x, kind in zip(leaving[0].own, result_kinds, strict=True)
