@@ -187,7 +187,8 @@ class _Run:
         own = self._own("q"), self._own("kv")
         for operand in [operand for some in self.blocks.values() for operand in some.values()]:
             if operand.partial or not any(operand is one for one in own):
-                operand.data = tuple([x.new_empty((), device="meta").expand(x.shape) for x in operand.data])
+                shapes = [torch.empty((), dtype=x.dtype, device="meta").expand(x.shape) for x in operand.data]
+                operand.data = tuple(shapes)
                 operand.out = operand.sent = None
 
     def result(self, side: Side) -> tuple[Tensor, ...]:

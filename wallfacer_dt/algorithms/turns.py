@@ -73,7 +73,7 @@ def last(computing: Computing[T]) -> T:
         next(computing)
     except StopIteration as done:
         return done.value
-    raise AssertionError("a group pauses more often than it has turns")
+    raise AssertionError  # it pauses more often than it has turns
 
 
 def completed(computing: Computing[T]) -> T:
