@@ -50,7 +50,7 @@ def test_the_fastest_of_each_kind(setting: Setting) -> None:
 
 def test_what_does_not_fit_is_not_best() -> None:
     narrow = replace(SMALL.model, ffn=1536)  # so that it is attention that needs the most
-    given = replace(SMALL, model=narrow, tokens=64 * K, cluster=a100(2, 4))
+    given = replace(SMALL, model=narrow, tokens=128 * K, cluster=a100(2, 4))
     fastest = predicted(given)
     memory = fastest.best.prediction.memory - 1
     tight = replace(given, cluster=replace(given.cluster, memory=memory))
