@@ -1,5 +1,8 @@
 """One call of attention on one rank: what is compared before anything is sent, and what runs."""
 
+# Those of functions within functions would be evaluated at every call.
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -40,7 +43,7 @@ def agreed_call(
     *,
     mesh: str = "",
     further: Mapping[str, Hashable] | None = None,
-) -> tuple["Call", int]:
+) -> tuple[Call, int]:
     """Make a call, or the backward of one, and compare it with the other ranks' calls, all of which must do so.
 
     The backward says what its ``forward`` gave: the call's number, and that of what its mask captured. Calls are
@@ -80,7 +83,7 @@ def agreed_call(
     return call.heard(inputs, needed) if needed else call, number
 
 
-def make_call(options: Options, inputs: AttentionInputs) -> "Call":
+def make_call(options: Options, inputs: AttentionInputs) -> Call:
     """Make a call, or say (ValueError) why it cannot be made."""
     # What documents or a mask's answers may change is not kept, nor are these kept alive.
     is_kept = inputs.document_ids is None and inputs.cu_seqlens is None and not options.mask
@@ -90,7 +93,8 @@ def make_call(options: Options, inputs: AttentionInputs) -> "Call":
         setting, groups = options.setting, plan.groups
         here = groups_here(setting.mesh, setting.place, setting.groups)
         plan = replace(plan, groups=Groups(setting.place, *here, groups.context, groups.context_ranks))
-    _check_gathers(plan, inputs.q.device)
+    if inputs.q.is_cuda:  # all else can be gathered
+        _check_gathers(plan, inputs.q.device)
     need = Need.of(inputs.q, inputs.v, masked=bool(options.mask), softcap=options.softcap)
     answers = None
     if options.mask:
@@ -213,7 +217,7 @@ class Call(NamedTuple):
             found.setdefault(self.plan.resident(backward=backward), set()).update(offsets)
         return {side: tuple(sorted(offsets)) for side, offsets in found.items()}
 
-    def heard(self, inputs: AttentionInputs, needed: dict[Side, tuple[int, ...]]) -> "Call":
+    def heard(self, inputs: AttentionInputs, needed: dict[Side, tuple[int, ...]]) -> Call:
         """The call with the hops that some rank needs, which ranks tell each other once for the same question.
 
         Where nobody is heard (one rank, or ranks that are only imagined) all hops are made.

@@ -73,15 +73,16 @@ def execute(
     """
     run = _Run(schedule, arithmetic, groups, {"q": queries, "kv": keys})
     for part, steps in zip(Parts._fields, schedule.parts, strict=True):
-        with Waiting(run, run.ranks):
-            for step in steps:
-                match step:
-                    case Attend():
-                        run.attend(step)
-                    case Start():
-                        run.start(step.transfer)
-                    case Wait():
-                        run.wait(step)
+        if steps:
+            with Waiting(run, run.ranks):
+                for step in steps:
+                    match step:
+                        case Attend():
+                            run.attend(step)
+                        case Start():
+                            run.start(step.transfer)
+                        case Wait():
+                            run.wait(step)
         if part == "computes" and groups.place.ulysses > 1:
             run.let_go()
         if part != "ends":

@@ -7,7 +7,7 @@ needs of a weight is a range, which one rank holds where heads divide evenly, an
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -29,21 +29,20 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeadGroup:
     """One turn of the outer loop."""
 
     heads: Heads  # its query heads and key heads
     pieces: tuple[Piece, ...]  # of q, k, v and the output (parts 0 to 3), in the order of their rows
 
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """Who sends something, ascending."""
-        return tuple(sorted({piece.owner for piece in self.pieces}))
-
-    def of(self, owner: int) -> tuple[Piece, ...]:
-        """What one rank sends."""
-        return tuple(piece for piece in self.pieces if piece.owner == owner)
+    @cached_property
+    def by_owner(self) -> dict[int, tuple[Piece, ...]]:
+        """What each of those sends who send something, ascending."""
+        found: dict[int, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.owner, []).append(piece)
+        return {owner: (*found[owner],) for owner in sorted(found)}
 
 
 OUT = 3  # the part that is the output; before it come q, k and v
@@ -56,8 +55,8 @@ def head_groups(
     """The groups: as many as ranks, or as key heads where these are fewer.
 
     >>> groups = head_groups(4, 2, 8, (2,), fused=False)
-    >>> [(group.heads.q, group.owners) for group in groups]
-    [((0, 2), (0,)), ((2, 4), (1,))]
+    >>> [(group.heads.q, [*group.by_owner]) for group in groups]
+    [((0, 2), [0]), ((2, 4), [1])]
 
     ``axes`` are those of the mesh that weights are sharded over; ``fused``: one weight holds q, k and v.
     """

@@ -115,8 +115,8 @@ def metp_attention_volume(
     inward, outward = model_dim + bias, model_dim if out_dim is None else out_dim
     forward = backward = Volume(0, 0, 0)
     for group in groups:
-        for owner in group.owners:
-            n = sum(piece.length * (outward if piece.part == OUT else inward) for piece in group.of(owner))
+        for owner, pieces in group.by_owner.items():
+            n = sum(piece.length * (outward if piece.part == OUT else inward) for piece in pieces)
             sent = n if owner != index else 0
             reduced = (p - 1) * -(-n // p) * (2 if owner == index else 1)
             forward += Volume(sent, 0, sent * dtype.itemsize)

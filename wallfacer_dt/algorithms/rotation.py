@@ -1,7 +1,7 @@
 """How blocks go round a ring: which come when, whose they are, and what is computed for them on its way behind them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from wallfacer_dt.algorithms.holdings import Holdings, Ranks, index_of
@@ -15,6 +15,7 @@ class Rotation:
     """Every rank's own block moves round its ring."""
 
     held: Holdings
+    _hops: dict[tuple[int, int, bool], Hop] = field(default_factory=dict, init=False)
 
     @property
     def blocks(self) -> int:
@@ -65,10 +66,12 @@ class Rotation:
             yield Wait(self.carry(self.blocks - 1))
 
     def _hop(self, start: int, stop: int, *, partial: bool = False) -> Hop:
-        """By which a block becomes another."""
-        ring, me, come = self.held.place.ring, self.held.place.ring_rank, self._route[0]
-        to, source = ((me + way * (come[stop] - come[start])) % ring for way in (1, -1))
-        return Hop(self.held.rotating, start, stop, RING_AXIS, to, source, partial)
+        """By which a block becomes another: one object, since equal ones are compared field by field."""
+        if (start, stop, partial) not in self._hops:
+            ring, me, come = self.held.place.ring, self.held.place.ring_rank, self._route[0]
+            to, source = ((me + way * (come[stop] - come[start])) % ring for way in (1, -1))
+            self._hops[start, stop, partial] = Hop(self.held.rotating, start, stop, RING_AXIS, to, source, partial)
+        return self._hops[start, stop, partial]
 
     @cached_property
     def _route(self) -> tuple[Sequence[int], int]:

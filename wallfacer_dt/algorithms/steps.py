@@ -59,6 +59,10 @@ class Hop:
     source: int
     partial: bool = False
 
+    def __hash__(self) -> int:
+        """Of what tells a schedule's hops apart: whoever runs one looks each up twice."""
+        return hash((self.side, self.block, self.into, self.partial))
+
     @property
     def kind(self) -> str:
         """Of data ``"move"``, round the team ``"pass"``, on the published schedule's way to its ring ``"place"``.

@@ -72,9 +72,10 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
     ``"flash"`` on CUDA is the package that ``activate_flash_attention_impl`` has named. Which it is, is logged once.
     """
     name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
-    activated = None if need.is_elsewhere else aten.activated()
-    if name == "flash" and need.device_type == "cuda" and activated in _ACTIVATED:
-        name, reason = _ACTIVATED[activated], f"since activate_flash_attention_impl({activated!r}) was called"
+    if name == "flash" and need.device_type == "cuda" and not need.is_elsewhere:
+        activated = aten.activated()
+        if activated in _ACTIVATED:
+            name, reason = _ACTIVATED[activated], f"since activate_flash_attention_impl({activated!r}) was called"
     found = _OURS.get(name) or _registered.get(name)
     if found is None:
         raise ValueError(_unknown(name))

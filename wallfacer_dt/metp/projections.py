@@ -85,7 +85,7 @@ class Projections:
 
     def send(self, group: HeadGroup) -> "Sent":
         """Start to send a group's weights to all ranks."""
-        pending = {owner: self._broadcast(group.of(owner), owner) for owner in group.owners}
+        pending = {owner: self._broadcast(pieces, owner) for owner, pieces in group.by_owner.items()}
         return Sent(self, group, pending)
 
     def _broadcast(self, pieces: Sequence[Piece], owner: int) -> Tensor:
@@ -131,8 +131,9 @@ class Sent(NamedTuple):
         for owner, pending in self.pending.items():
             if holders.size > 1:
                 pending = wait(pending, "broadcast of a group of heads' weights", holders.group)
-            tensors = iter(self.projections.layout(self.group.of(owner)).views(pending))
-            for piece in self.group.of(owner):
+            pieces = self.group.by_owner[owner]
+            tensors = iter(self.projections.layout(pieces).views(pending))
+            for piece in pieces:
                 count = sum(x is not None for x in self.projections.stored(piece.part))
                 arrived[piece] = tuple(next(tensors) for _ in range(count))
         whole: list[tuple[Tensor, ...]] = []
@@ -167,8 +168,8 @@ class Reduction:
         """Start to send a group's gradients, and let the previous group's go on."""
         self._advance()
         holders = self.projections.holders
-        for owner in group.owners:
-            places = self.projections.layout(group.of(owner))
+        for owner, pieces in group.by_owner.items():
+            places = self.projections.layout(pieces)
             share = -(-places.size // holders.size)
             buffer = pack(self._rows_of(group, owner, grads), places._replace(size=share * holders.size))
             if holders.size == 1:
@@ -213,7 +214,7 @@ class Reduction:
         return rows
 
     def _take(self, group: HeadGroup, owner: int, buffer: Tensor) -> None:
-        pieces = group.of(owner)
+        pieces = group.by_owner[owner]
         tensors = iter(self.projections.layout(pieces).views(buffer))
         for piece in pieces:
             for into in self.projections.stored(piece.part, self.grads):

@@ -5,7 +5,7 @@ The next group's weights are on their way while one is computed, and in the back
 them, but as ranks wait for each other the events are those of one that owns none.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class ProjectedAttention:
         ranks = self.candidate.size
         received = np.zeros(ranks, np.int64)
         for group in self.groups:
-            for owner in group.owners:
+            for owner in group.by_owner:
                 received += self._sent(group, owner)
                 received[owner] -= self._sent(group, owner)
                 if backward:
@@ -102,16 +102,16 @@ class ProjectedAttention:
             wire = self._ranks.exchange(share) if what == "sums" else self._ranks.collect(share)
             yield Begin(self._named(what, number, owner), wire)
 
-    def _owners(self, number: int) -> tuple[int, ...]:
+    def _owners(self, number: int) -> Iterable[int]:
         """Of a group; none where there is no such group, and where there is one rank, which sends nothing."""
-        return self.groups[number].owners if number < len(self.groups) and self.candidate.size > 1 else ()
+        return self.groups[number].by_owner if number < len(self.groups) and self.candidate.size > 1 else ()
 
     def _named(self, what: str, number: int, owner: int) -> str:
         return f"projections' {what} {number} of {owner}"
 
     def _part(self, group: HeadGroup, owner: int) -> int:
         """Elements that a rank has of a group's weights."""
-        return self.model.hidden * sum(piece.length for piece in group.of(owner))
+        return self.model.hidden * sum(piece.length for piece in group.by_owner[owner])
 
     def _sent(self, group: HeadGroup, owner: int) -> int:
         return self._part(group, owner) * self.sequence.dtype.itemsize

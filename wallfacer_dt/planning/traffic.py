@@ -106,11 +106,8 @@ def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
 
 def into_nodes(arrived: Iterable[Arrivals], node: Ints) -> Ints:
     """Bytes that every node receives from others."""
-    nodes = int(node.max()) + 1
-    return sum(
-        (_summed(node[some.receiver], some.total * _crosses(some, node), nodes) for some in arrived),
-        np.zeros(nodes, np.int64),
-    )
+    entering = sum((_summed(some.receiver, some.total * _crosses(some, node), len(node)) for some in arrived), 0 * node)
+    return _summed(node, entering, int(node.max()) + 1)
 
 
 def _crosses(some: Arrivals, node: Ints) -> Ints:
@@ -124,26 +121,28 @@ def _summed(of: Ints, amounts: Ints, size: int) -> Ints:
 
 
 def _wire(some: Arrivals, node: Ints, *, goes_round: bool, is_striped: bool) -> Wire:
-    crosses, ranks = _crosses(some, node), len(node)
+    crosses = _crosses(some, node)
 
-    def most(of: Ints, amounts: Ints, size: int) -> int:
-        return int(_summed(of, amounts, size).max())
+    def by_rank(amounts: Ints) -> Ints:
+        return _summed(some.receiver, amounts, len(node))
 
     def messages(amounts: Ints) -> int:
-        return most(some.receiver, amounts, ranks) if goes_round else int(amounts.any())
+        return int(by_rank(amounts).max()) if goes_round else int(amounts.any())
 
+    nbytes = by_rank(some.nbytes)
     entering = some.nbytes * crosses
-    node_bytes = most(node[some.receiver], entering, int(node.max()) + 1)
+    from_others = by_rank(entering) if crosses.any() else np.zeros_like(nbytes)
+    intra, node_bytes = nbytes - from_others, _summed(node, from_others, int(node.max()) + 1)
     if goes_round and is_striped:
-        together = _summed(some.receiver, node[some.receiver] == node[some.sender], ranks) + 1
-        entering = -(-entering // together[some.receiver])
+        together = by_rank(node[some.receiver] == node[some.sender]) + 1
+        from_others = by_rank(-(-entering // together[some.receiver]))
     return Wire(
-        nbytes=most(some.receiver, some.nbytes, ranks),
+        nbytes=int(nbytes.max()),
         near=messages(~crosses),
-        intra=most(some.receiver, some.nbytes * ~crosses, ranks),
+        intra=int(intra.max()),
         far=messages(crosses),
-        inter=most(some.receiver, entering, ranks),
-        node=node_bytes,
+        inter=int(from_others.max()),
+        node=int(node_bytes.max()),
     )
 
 
