@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from math import ceil
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -514,6 +514,21 @@ def golden(
     sequences = Sequences(length, length, order, mask)
     place = Coordinate(ring, team, *rank)
     return str(make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward))
+
+
+@pytest.mark.parametrize("schedule", ["2d", "rings"])
+def test_a_backward_has_what_its_forward_planned(schedule: str) -> None:
+    """Of the same side that stays; of the other one other rows meet."""
+    mask = Mask(left=3, right=0, documents=((0, 5, 17, 24),))
+    sequences, place = Sequences(24, 24, "document_head_tail", mask), Coordinate(3, 2, 1, 0)
+
+    def works(resident: Literal["q", "kv"], *, backward: bool) -> dict[tuple, int]:
+        made = make_schedule(place, sequences, schedule=schedule, resident=resident, backward=backward)
+        return {(x.stays, x.moves): id(x.work) for x in made.steps if isinstance(x, Attend) and (x.rows or x.block)}
+
+    forward, backward = (works("q", backward=way) for way in (False, True))
+    assert forward == backward
+    assert set(works("kv", backward=True).values()).isdisjoint(forward.values())
 
 
 def test_golden_ring_forward() -> None:

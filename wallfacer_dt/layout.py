@@ -158,7 +158,7 @@ def in_order(shards: Iterable[tuple[int, Spans]]) -> Pieces:
     starts = np.concatenate([np.zeros(0, np.int64), *(stored_at(spans) for _, spans in shards)])
     spans = np.concatenate([np.zeros((0, 2), np.int64), *(spans for _, spans in shards)])
     order = np.argsort(spans[:, 0], kind="stable")
-    return Pieces(members[order], starts[order], spans[order])
+    return Pieces(members[order], starts[order], spans.take(order, 0))
 
 
 def merged(spans: Spans) -> Spans:

@@ -28,6 +28,8 @@ class Holdings:
     # then there is nothing to compute.
     held: dict[Side, Sequence[Shards]]
     sees: Sees | None = None  # of a mask that is asked
+    # What is computed of whose rows of the resident side and of the other; a backward's may be its forward's.
+    works: dict[tuple[Ranks, Ranks], Work] = field(default_factory=dict)
     _rows: dict[tuple[Side, Ranks], ByRow] = field(default_factory=dict)
 
     @property
@@ -59,8 +61,11 @@ class Holdings:
 
     def work(self, stays: Ranks, moves: Ranks) -> Work:
         """What is computed of some ranks' rows of the resident side and some ranks' of the other."""
-        rows = self.rows(self.resident, stays), self.rows(self.rotating, moves)
-        return plan_work(*(rows if self.resident == "q" else rows[::-1]), self.mask, self.sees)
+        if (stays, moves) not in self.works:
+            rows = self.rows(self.resident, stays), self.rows(self.rotating, moves)
+            queries, keys = rows if self.resident == "q" else rows[::-1]
+            self.works[stays, moves] = plan_work(queries, keys, self.mask, self.sees)
+        return self.works[stays, moves]
 
     def rows(self, side: Side, owners: Ranks) -> ByRow:
         """By row of the batch, the positions that some ranks hold together."""

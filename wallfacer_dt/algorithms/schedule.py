@@ -22,10 +22,10 @@ from functools import lru_cache
 from typing import Literal, TypeGuard
 
 from wallfacer_dt.algorithms.blocks import Answers
-from wallfacer_dt.algorithms.holdings import Holdings
+from wallfacer_dt.algorithms.holdings import Holdings, Ranks
 from wallfacer_dt.algorithms.published import published
 from wallfacer_dt.algorithms.rings import rings
-from wallfacer_dt.algorithms.segments import Sees
+from wallfacer_dt.algorithms.segments import Sees, Work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import SIDES, Attend, Exchange, Gather, Hop, Parts, Schedule, Side, Start, Step, Wait
 from wallfacer_dt.algorithms.two_dimensional import two_dimensional
@@ -54,7 +54,15 @@ def make_schedule(
     place: Coordinate, sequences: Sequences, *, schedule: str, resident: Side, backward: bool
 ) -> Schedule:
     """The schedule of one rank, for one group of heads; equal arguments give the same object."""
-    return _made(place, sequences, schedule, resident, backward, hops(place.axes, sequences, resident))
+    offsets, works = hops(place.axes, sequences, resident), _works(place, sequences, resident)
+    return _made(place, sequences, schedule, resident, backward, offsets, works=works)
+
+
+@lru_cache(maxsize=64)
+def _works(place: Coordinate, sequences: Sequences, resident: Side) -> dict[tuple[Ranks, Ranks], Work]:
+    """What has been planned to be computed: of thousands of documents it is what takes time, and both ways alike."""
+    del place, sequences, resident
+    return {}
 
 
 def make_asked_schedule(
@@ -102,11 +110,12 @@ def _made(
     offsets: tuple[int, ...],
     sees: Sees | None = None,
     *,
+    works: dict[tuple[Ranks, Ranks], Work] | None = None,
     is_planned: bool = True,
 ) -> Schedule:
     held = {side: sequences.inner(side, place) if is_planned else () for side in SIDES}
     sizes = {side: sequences.inner_sizes(side, place.axes) for side in SIDES}
-    holdings = Holdings(place, resident, backward, offsets, sequences.mask, held, sees)
+    holdings = Holdings(place, resident, backward, offsets, sequences.mask, held, sees, {} if works is None else works)
     # Without a team there is nothing to gather and nothing to place: every schedule is a ring.
     steps = [*SCHEDULES["2d" if place.team == 1 else schedule](holdings)]
     rotating, is_gathered = holdings.rotating, Start(Gather(holdings.rotating)) in steps

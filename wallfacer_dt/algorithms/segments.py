@@ -228,7 +228,7 @@ def _count(calls: list[Call]) -> int:
 def _calls(windows: Ints, segments: Ints) -> list[Call]:
     """Segments by window, those that share queries or keys in calls of their own."""
     order = np.lexsort((segments[:, 0], windows[:, 1], windows[:, 0]))
-    windows, segments = windows[order], segments[order]
+    windows, segments = windows.take(order, 0), segments.take(order, 0)
     starts = np.flatnonzero(np.append(True, (windows[1:] != windows[:-1]).any(1))[: len(windows)])
     parts = zip(windows[starts].tolist(), np.split(segments, starts[1:]), strict=False)
     return [((left, right), part) for (left, right), some in parts for part in _apart(some)]
@@ -257,7 +257,7 @@ def _apart(some: Ints) -> list[Ints]:
         for at, (q, q_stop, k, k_stop) in enumerate(some[start : start + size].tolist(), start):
             numbers[at] = next((i for i, end in enumerate(ends) if q >= end[0] and k >= end[1]), len(ends))
             ends[numbers[at] :] = [(q_stop, k_stop), *ends[numbers[at] + 1 :]]
-    return [some[numbers == number] for number in range(numbers.max() + 1)]
+    return [np.compress(numbers == number, some, 0) for number in range(numbers.max() + 1)]
 
 
 def _before(k: Spans, at: Ints) -> Ints:
@@ -284,11 +284,12 @@ def _whole(q: Spans, k: Spans, mask: Mask, bounds: Ints) -> list[Call] | None:
     if (high != last).any():
         return None
     at = stored_at(spans)
-    segments = np.stack([at, at + spans[:, 1] - spans[:, 0], low, high], -1)[low < high]
-    if not len(segments):
+    some = _beside(low < high, at, at + spans[:, 1] - spans[:, 0], low, high)
+    if not len(some):
         return []
-    starts = np.flatnonzero(np.append(True, (segments[1:, 2:] != segments[:-1, 2:]).any(1)))
-    segments = np.concatenate([segments[starts, :1], segments[np.append(starts[1:], len(segments)) - 1, 1:]], -1)
+    starts = np.flatnonzero(np.append(True, (some[1:, 2:] != some[:-1, 2:]).any(1)))
+    segments = some.take(np.append(starts[1:], len(some)) - 1, 0)
+    segments[:, 0] = some[starts, 0]
     if (segments[_MOST:, 2] == segments[:-_MOST, 2]).any():
         return None
     calls = [(_FULL, some) for some in _apart(segments)]
@@ -361,6 +362,7 @@ def _windows(q: Spans, k: Spans, mask: Mask, row: int) -> tuple[Ints, Ints]:
     rows, columns = _cut_at(q, np.append(bounds, k)), _cut_at(k, np.append(bounds, q[:, 1]))
     pair, other = mask.pairs(row, rows, columns)
     (a, b), (c, d) = rows[pair].T, columns[other].T
+    q_at, k_at = stored_at(rows)[pair] - a, stored_at(columns)[other] - c  # of positions, where they are stored
     a, b = np.maximum(a, c - right), np.minimum(b, d + left)  # queries that see some of these keys
     c, d = np.maximum(c, a - left), np.minimum(d, b + right)
     own = d == b
@@ -369,8 +371,7 @@ def _windows(q: Spans, k: Spans, mask: Mask, row: int) -> tuple[Ints, Ints]:
     if mask.right is None:
         ahead = np.full_like(back, -1)
     some = (a < b) & (c < d)
-    segments = np.stack([_before(q, a), _before(q, b - 1) + 1, _before(k, c), _before(k, d - 1) + 1], -1)
-    return np.stack([back, ahead], -1)[some], segments[some]
+    return _beside(some, back, ahead), _beside(some, q_at + a, q_at + b, k_at + c, k_at + d)
 
 
 def _triangles(windows: Ints, segments: Ints) -> tuple[Ints, Ints]:
@@ -389,18 +390,27 @@ def _triangles(windows: Ints, segments: Ints) -> tuple[Ints, Ints]:
         (after, _CAUSAL, (q, seen, k, seen + to_key)),
         (after, _FULL, (seen, q_stop, k, k_stop)),
     ]
-    found = [(windows[~(before | after)], segments[~(before | after)])]
+    others = ~(before | after)
+    found = [(np.compress(others, windows, 0), np.compress(others, segments, 0))]
     for chosen, window, columns in parts:
-        some = np.stack(columns, -1)[chosen]
-        some = some[(some[:, 0] < some[:, 1]) & (some[:, 2] < some[:, 3])]
+        start, stop, k_start, k_end = columns
+        some = _beside(chosen & (start < stop) & (k_start < k_end), *columns)
         found.append((np.full((len(some), 2), window), some))
     return np.concatenate([w for w, _ in found]), np.concatenate([s for _, s in found])
 
 
+def _beside(chosen: Ints, *columns: Ints) -> Ints:
+    """Columns beside each other, of them the chosen rows: masks of whole rows take numpy six times as long."""
+    rows = np.flatnonzero(chosen)
+    return np.stack([column[rows] for column in columns], -1)
+
+
 def _cut_at(spans: Spans, at: Ints) -> Spans:
     """Spans cut at positions."""
+    span = np.searchsorted(spans[:, 0], at, "right") - 1
+    at = at[(span >= 0) & (spans[span, 0] < at) & (at < spans[span, 1])]
+    if not len(at):
+        return spans
     starts = _distinct(np.append(spans[:, 0], at))
     span = np.searchsorted(spans[:, 0], starts, "right") - 1
-    inside = (span >= 0) & (starts < spans[span, 1])
-    starts, span = starts[inside], span[inside]
     return np.stack([starts, np.minimum(np.append(starts[1:], UNBOUNDED), spans[span, 1])], -1)
