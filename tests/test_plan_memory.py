@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from tests.pairwise import tiers
 from tests.plan_cases import Followed, Tracked, kernels_without_workspace, stack_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
-from wallfacer_dt.planning import Candidate
+from wallfacer_dt.planning import Candidate, dry_run
 from wallfacer_dt.planning.candidates import attentions, with_layers
-from wallfacer_dt.planning.dry_run import Peaks
+from wallfacer_dt.planning.dry_run import Peaks, attention_peaks
 from wallfacer_dt.planning.memory import attention_memory
 from wallfacer_dt.planning.meta import call
 from wallfacer_dt.planning.stack import stack_memory
@@ -137,6 +138,18 @@ def test_groups_of_heads_in_turn(candidate: Candidate, units: float) -> None:
     model, sequence = ModelShape(4096, 32, 32, 128), SequenceShape(1024 * candidate.size)
     queries = sequence.length // candidate.size * model.hidden * sequence.dtype.itemsize
     assert round(attention_memory(candidate, model, sequence).most / queries, 2) == units
+
+
+@pytest.mark.parametrize(
+    ("candidate", "units"), [(Candidate(4, 1, 2, rotate_forward="q"), 8.29), (Candidate(1, 4, 2), 9.41)], ids=str
+)
+def test_a_forward_of_groups_in_turn(candidate: Candidate, units: float) -> None:
+    """Nothing is computed for keys: those of a group are let go, too, though they have no result."""
+    model, sequence = ModelShape(4096, 32, 32, 128), SequenceShape(1024 * candidate.size)
+    queries = sequence.length // candidate.size * model.hidden * sequence.dtype.itemsize
+    with mock.patch.object(dry_run, "attention_backward_body", lambda *_: ()):  # noqa: PT008  (which would hold tensors)
+        peak = attention_peaks(candidate, model, sequence, 0, by_tokens=False).most
+    assert round(peak / queries, 2) == units
 
 
 @pytest.mark.parametrize(("ring", "team"), [(4, 1), (8, 1), (4, 2), (2, 4)])

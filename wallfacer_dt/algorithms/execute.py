@@ -11,6 +11,7 @@ from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Arithmetic, Operand
 from wallfacer_dt.algorithms.shares import Shares
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
+    SIDES,
     TEAM,
     Attend,
     Exchange,
@@ -184,10 +185,13 @@ class _Run:
                     self.arithmetic.combine(own, _cut(share, own), last=is_last and share is shares[-1])
 
     def let_go(self) -> None:
-        """Nothing more is attended: of data only shapes and dtypes are kept, but of own ones that have seen nothing."""
-        own = self._own("q"), self._own("kv")
+        """Nothing more is attended: of data only shapes and dtypes are kept, but where a result is to be made of them.
+
+        Which is of own ones that have seen nothing.
+        """
+        given = [self._own(side) for side in SIDES if side == "q" or self.arithmetic.gives_to_keys]
         for operand in [operand for some in self.blocks.values() for operand in some.values()]:
-            if operand.partial or not any(operand is one for one in own):
+            if operand.partial or not any(operand is one for one in given):
                 shapes = [torch.empty((), dtype=x.dtype, device="meta").expand(x.shape) for x in operand.data]
                 operand.data = tuple(shapes)
                 operand.out = operand.sent = None

@@ -41,8 +41,9 @@ def pairs(n: Any, m: Any, low: Any, high: Any) -> Any:
 
     def below(offset: Any) -> Any:
         """Row t has t + offset keys before that, from 0 to m."""
-        first = np.clip(-offset, 0, n)  # rows before have none
-        last = np.clip(m - offset, first, n)  # rows from here on have all
+        # np.clip takes ten times as long for one number.
+        first = np.minimum(np.maximum(-offset, 0), n)  # rows before have none
+        last = np.minimum(np.maximum(m - offset, first), n)  # rows from here on have all
         some = last - first
         return some * (first + offset) + some * (some - 1) // 2 + (n - last) * m
 
