@@ -154,6 +154,12 @@ def sampler(samples: int = 12, **options: Any) -> w.SequenceSampler:
     return w.SequenceSampler(range(samples), mesh(), **options)
 
 
+def stream_cut_off() -> None:
+    tokens = range(4 if is_odd() else 100)
+    w.SequenceDataset(tokens, 8, w.TokenOrder("contiguous", mesh()))
+    sampler()
+
+
 def seed_seen_before() -> None:
     for seed in (0, 1):
         sampler(seed=seed)
@@ -162,7 +168,7 @@ def seed_seen_before() -> None:
 
 def state_seen_before() -> None:
     own = sampler()
-    states = [own.state_dict(consumed) for consumed in (2, 4)]
+    states = [own.state_after(consumed) for consumed in (2, 4)]
     for state in states:
         own.load_state_dict(state)
     own.load_state_dict(states[is_odd()])
@@ -170,7 +176,7 @@ def state_seen_before() -> None:
 
 def state_refused_by_one_rank() -> None:
     own = sampler()
-    own.load_state_dict(own.state_dict(2) | {"seed": int(is_odd())})
+    own.load_state_dict(own.state_after(2) | {"seed": int(is_odd())})
 
 
 def unshard(given: Tensor | None = None, dim: int = 2, order: str = "contiguous", **documents: Any) -> Tensor:
@@ -354,6 +360,7 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "a sampler's seed, each seen before": seed_seen_before,
     "a sampler's state, each seen before": state_seen_before,
     "a sampler's state that one rank refuses": state_refused_by_one_rank,
+    "a stream that is cut off on one rank": stream_cut_off,
     "too few samples on one rank": lambda: sampler(0 if is_odd() else 12),
     "unsharding in another order": lambda: unshard(order="head_tail" if is_odd() else "contiguous"),
     "unsharding other documents": unshard_documents,

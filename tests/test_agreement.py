@@ -49,6 +49,7 @@ MESSAGES = {
     "a sampler's seed, each seen before": f"seed {SAME}0, rank 1: 0, rank 2: 1",
     "a sampler's state, each seen before": f"consumed samples {SAME}2, rank 1: 2, rank 2: 4",
     "a sampler's state that one rank refuses": "the saved sampler had seed=1, this one has 0",
+    "a stream that is cut off on one rank": "8 tokens and their labels needs 9 tokens, the stream has 4",
     "too few samples on one rank": "1 data-parallel groups need as many samples, the dataset has 0",
     "unsharding in another order": f"order {SAME}TokenOrder('contiguous', ranks 0, 1, 2, 3 in turn), rank 1: ",
     "unsharding other documents": f"the documents {SAME}",

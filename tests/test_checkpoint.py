@@ -129,6 +129,14 @@ def test_so_does_attention_of_documents_with_ulysses(ranks: Ranks, compiled: boo
         assert (forward, backward, addmm) == (2, 2, 6)
 
 
+@pytest.mark.parametrize("some", [torch.ops.aten.addmm, "addmm"])
+def test_a_list_of_what_matches_nothing_is_refused(some: Any) -> None:
+    with pytest.raises(ValueError, match="Expected op in `op_list` to be an OpOverload"):
+        save_attention([torch.ops.aten.mm.default, some])
+    with pytest.raises(ValueError, match="Expected op in `op_list` to be an OpOverload"):
+        save_attention(frozenset({some}))  # pyrefly: ignore[bad-argument-type]
+
+
 def test_without_the_policy_it_runs_twice(ranks: Ranks) -> None:
     """What the policy is for."""
     assert {found[1] for found in ranks(4).run(compare, "plain", False)} == {4}

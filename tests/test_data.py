@@ -145,7 +145,7 @@ def resumed(consumed: int) -> tuple[list[int], list[int], int]:
         next(iterator)
     first.set_epoch(2)
     everything = list(first)
-    second.load_state_dict(first.state_dict(consumed))
+    second.load_state_dict(first.state_after(consumed))
     left = len(second)
     return everything, list(second), left
 
@@ -159,7 +159,7 @@ def test_resuming_goes_on_where_the_trainer_was(consumed: int) -> None:
 
 def test_after_a_resumed_epoch_comes_a_whole_one() -> None:
     sampler = SequenceSampler(SequenceDataset(STREAM, 8), seed=5)
-    sampler.load_state_dict(sampler.state_dict(4))
+    sampler.load_state_dict(sampler.state_after(4))
     assert len(list(sampler)) == 8
     sampler.set_epoch(1)
     assert len(list(sampler)) == len(sampler) == 12
@@ -168,14 +168,14 @@ def test_after_a_resumed_epoch_comes_a_whole_one() -> None:
 def test_the_same_epoch_again_is_whole() -> None:
     """A loader that is asked twice, with no epoch set in between."""
     sampler = SequenceSampler(SequenceDataset(STREAM, 8), seed=5)
-    sampler.load_state_dict(sampler.state_dict(4))
+    sampler.load_state_dict(sampler.state_after(4))
     assert [len(list(sampler)) for _ in range(2)] == [8, 12]
     assert len(sampler) == 12
 
 
 def test_another_epoch_than_the_resumed_one_is_whole() -> None:
     sampler = SequenceSampler(SequenceDataset(STREAM, 8), seed=5)
-    sampler.load_state_dict(sampler.state_dict(4))
+    sampler.load_state_dict(sampler.state_after(4))
     sampler.set_epoch(0)
     assert len(sampler) == 8
     sampler.set_epoch(1)
@@ -185,7 +185,12 @@ def test_another_epoch_than_the_resumed_one_is_whole() -> None:
 @pytest.mark.parametrize("consumed", [-1, 13])
 def test_more_than_an_epoch_cannot_be_consumed(consumed: int) -> None:
     with pytest.raises(ValueError, match=f"from 0 to the epoch's 12 samples, got {consumed}"):
-        SequenceSampler(SequenceDataset(STREAM, 8)).state_dict(consumed)
+        SequenceSampler(SequenceDataset(STREAM, 8)).state_after(consumed)
+
+
+def test_a_loader_that_saves_states_asks_none_of_a_sampler() -> None:
+    """torchdata's calls ``state_dict()`` of what has both methods of its protocol, and reads ahead of the trainer."""
+    assert not hasattr(SequenceSampler, "state_dict")
 
 
 @pytest.mark.parametrize("stream", [np.arange(9.0), np.zeros((9, 2), dtype=int), torch.rand(9)])
@@ -197,7 +202,7 @@ def test_tokens_are_a_stream_of_integers(stream: object) -> None:
 @pytest.mark.parametrize("change", [{"seed": 6}, {"shuffle": False}])
 def test_a_state_of_another_sampler_is_refused(change: dict) -> None:
     dataset = SequenceDataset(STREAM, 8)
-    saved = SequenceSampler(dataset, seed=5).state_dict(3)
+    saved = SequenceSampler(dataset, seed=5).state_after(3)
     with pytest.raises(ValueError, match="the saved sampler had"):
         SequenceSampler(dataset, **({"seed": 5} | change)).load_state_dict(saved)
     with pytest.raises(ValueError, match="the saved sampler must be a mapping, got None"):

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from wallfacer_dt import (
     shard_sequence,
     split_context_axis,
 )
-from wallfacer_dt.dealing import notice_missed
+from wallfacer_dt.dealing import _noticed, notice_missed
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -57,38 +58,52 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def plans() -> dict[str, str]:
-    """On every rank: what is said of plans, before anything is dealt out and after."""
+    """On every rank: what is said of plans, before anything is dealt out and after; in each case as for the first."""
     mesh = context_mesh("cpu", ring=2, team=2)
     order, tokens = TokenOrder("head_tail", mesh), torch.arange(16)
+
+    def forgotten(call: Callable[[], Any]) -> str:
+        """What is said, and that tokens were dealt out is not known any more."""
+        found = said(call)
+        _noticed().dealt.clear()
+        return found
 
     def apply(path: str, on: Any = mesh, to: nn.Module | None = None) -> str:
         style = WallFacerParallel(order=order, layout="BNLH", check=False)
         return said(lambda: parallelize_module(to or model(), on, {path: style}))
 
     def deal() -> str:
-        return said(lambda: shard_sequence(tokens, order, dim=0))
+        return forgotten(lambda: shard_sequence(tokens, order, dim=0))
+
+    def afterwards(plan: dict[str, Any], to: nn.Module | None = None, on: Any = mesh) -> str:
+        """Applied when tokens have been dealt out."""
+        shard_sequence(tokens, order, dim=0)
+        return forgotten(lambda: parallelize_module(to or model(), on, plan))
 
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "dp"))["cp_ring"]
     found = {"first": apply("blocks.*.attention.inner"), "dealt out": deal(), "dealt out again": deal()}
-    found |= {"of no layer": "", "of no layer, at once": apply("layers.*.self_attn.inner")}
-    found["of no layer"] = said(lambda: sequence_positions(16, order))
+    style = WallFacerParallel(order=order, layout="BNLH", check=False)
+    found["of no layer"] = apply("layers.*.self_attn.inner")
+    found["of no layer, then"] = forgotten(lambda: sequence_positions(16, order))
+    found["of no layer, at once"] = afterwards({"layers.*.self_attn.inner": style})
     found |= {"of one layer": apply("layers.*.attention.inner"), "then": deal()}
-    found["of nothing"] = apply("blocks.*.attention.inner")
-    found["on another mesh"] = apply("blocks.*.attention.inner", pair)
+    found["of one layer, afterwards"] = afterwards({"layers.*.attention.inner": style})
+    found["of the other layer"] = afterwards({"layers.1.attention.inner": style})
+    found["of nothing"] = afterwards({"blocks.*.attention.inner": style})
+    found["on another mesh"] = afterwards({"blocks.*.attention.inner": style}, on=pair)
     tried = model()
     for path in ("layers.*.self_attn.inner", "layers.*.attention.inner"):
         apply(path, to=tried)
     found["made up for"] = deal()
-    style = WallFacerParallel(order=order, layout="BNLH", check=False)
     both = {"blocks.*.attention.inner": style, "layers.0.attention.inner": style}
-    found["one of two"] = said(lambda: parallelize_module(model(), mesh, both))
+    found["one of two"] = afterwards(both)
     deep = {"layers.0.attention.inner": style, "layers.1.att.inner": style}
     said(lambda: parallelize_module(model(), mesh, deep))
     found["one of two, deep"] = deal()
     said(lambda: parallelize_module(model(), mesh, dict(reversed(deep.items()))))
     found["one of two, deep, the first"] = deal()
     metp = attention(check=False)
-    found["METP's attention"] = said(lambda: parallelize_module(model(), mesh, {"blocks.*.attention": metp}))
+    found["METP's attention"] = afterwards({"blocks.*.attention": metp})
     projected = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), nn.ModuleDict({"own": Attention()})])})
     said(lambda: parallelize_module(projected, mesh, {"layers.*.own": metp}))
     found["METP's attention, of which some match"] = deal()
@@ -135,30 +150,34 @@ def plans() -> dict[str, str]:
 TORCHS = "Parallelize plan key '{}' could not be resolved: no submodule matching token '{}'"
 REFUSED = "WallFacerParallel was to be applied to '{}', which matches no module of {}, so that every rank would attend"
 MISSING = TORCHS.format("self_attn.inner", "self_attn")
+NOWHERE = REFUSED.format("layers.*.self_attn.inner", "ModuleDict")
 PLANS = {
     "first": TORCHS.format("blocks.*.attention.inner", "blocks"),
     "dealt out": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
     "dealt out again": "",
-    "of no layer, at once": f"{MISSING}; {MISSING}",
-    "of no layer": REFUSED.format("self_attn.inner", "ModuleDict"),
+    "of no layer": f"{MISSING}; {MISSING}",
+    "of no layer, then": NOWHERE,
+    "of no layer, at once": NOWHERE,
     "of one layer": TORCHS.format("inner", "inner"),
     "then": "",
+    "of one layer, afterwards": TORCHS.format("inner", "inner"),
+    "of the other layer": REFUSED.format("layers.1.attention.inner", "ModuleDict"),
     "of nothing": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
     "on another mesh": TORCHS.format("blocks.*.attention.inner", "blocks"),
     "made up for": "",
     "one of two": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
-    "one of two, deep": REFUSED.format("att.inner", "ModuleDict"),
-    "one of two, deep, the first": REFUSED.format("att.inner", "ModuleDict"),
+    "one of two, deep": REFUSED.format("layers.1.att.inner", "ModuleDict"),
+    "one of two, deep, the first": REFUSED.format("layers.1.att.inner", "ModuleDict"),
     "METP's attention": REFUSED.format("blocks.*.attention", "ModuleDict").replace(
         "WallFacerParallel", "METPAttentionParallel"
     ),
     "METP's attention, of which some match": "",
-    "an encoder's, then a decoder's": REFUSED.format("self_attn.inner", "ModuleDict"),
-    "one of two models made up for": REFUSED.format("self_attn.inner", "ModuleDict"),
+    "an encoder's, then a decoder's": NOWHERE,
+    "one of two models made up for": NOWHERE,
     "made up for layer by layer": "",
-    "one plan of two models, in one of which it matches": REFUSED.format("inner", "ModuleDict"),
+    "one plan of two models, in one of which it matches": REFUSED.format("layers.*.attention.inner", "ModuleDict"),
     "a plan mended where it is": "",
-    "a model that was given up": REFUSED.format("self_attn.inner", "ModuleDict"),
+    "a model that was given up": NOWHERE,
     "a model that was given up, again": "",
     "of a model that is not known": "of a model that is not known",
     "of a model that is not known, made up for": "",
@@ -188,16 +207,17 @@ def by_others() -> list[str]:
     """A mesh along whose axis others deal tokens out."""
     mesh = split_context_axis(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), ring=2, team=2)
     x, style = torch.randn(1, 2, 4, 8), WallFacerParallel(check=False)
-    return [
-        said(lambda: context_parallel_attention(x, x, x, mesh)),
-        said(lambda: parallelize_module(model(), mesh, {"blocks.*.attention.inner": style})),
-    ]
+    attended = said(lambda: context_parallel_attention(x, x, x, mesh))
+    paths = "blocks.*.attention.inner", "layers.*.self_attn.inner", "layers.1.attention.inner"
+    return [attended, *(said(partial(parallelize_module, model(), mesh, {path: style})) for path in paths)]
 
 
 def test_attention_on_ranks_to_which_others_deal(threads: Callable[[int], RankPool]) -> None:
-    for attended, matched_nothing in threads(4).run(by_others):
+    for attended, nothing, of_no_layer, of_the_other in threads(4).run(by_others):
         assert attended == ""
-        assert matched_nothing.startswith(REFUSED.format("blocks.*.attention.inner", "ModuleDict"))
+        assert nothing.startswith(REFUSED.format("blocks.*.attention.inner", "ModuleDict"))
+        assert of_no_layer.startswith(NOWHERE)
+        assert of_the_other.startswith(REFUSED.format("layers.1.attention.inner", "ModuleDict"))
 
 
 def test_what_is_noticed() -> None:

@@ -264,7 +264,7 @@ def test_a_link_has_a_latency(latency: float) -> None:
 
 def test_a_samplers_state_is_checked() -> None:
     sampler = SequenceSampler(range(10))  # type: ignore[arg-type]
-    state = sampler.state_dict(3)
+    state = sampler.state_after(3)
     for name in state:
         with pytest.raises(ValueError, match=f"the saved sampler has no {name}"):
             sampler.load_state_dict({key: value for key, value in state.items() if key != name})

@@ -39,7 +39,13 @@ def save_attention(
 
     Returns:
         The argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, which needs ``use_reentrant=False``.
+
+    Raises:
+        ValueError: something in the list is no operator, as ``torch.ops.aten.mm`` without ``.default``.
     """
+    if policy is not None and not callable(policy):
+        policy = [*policy]
+        create_selective_checkpoint_contexts(policy)  # which refuses what would match nothing
     return partial(create_selective_checkpoint_contexts, partial(_decide, policy))
 
 

@@ -48,20 +48,20 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, tokens: TokenStream, length: int, order: TokenOrder | None = None) -> None:
-        check_length(length)
-        held = np.array([[0, length]])
-        if order is not None:
-            place = check_token_order(order).groups.coordinate
-            if order.name == BY_DOCUMENT:
-                raise ValueError(f"order={order.name!r} needs documents, which a stream does not have")
-            held = deal(length, order.axes, order.name)[place.index]
-            with refusing_together(order.mesh_name):
+        # What one rank refuses, as a file of which it has a part, the others hear of where they meet it.
+        with refusing_together("" if order is None else check_token_order(order).mesh_name):
+            check_length(length)
+            if len(tokens) <= length:
+                raise ValueError(
+                    f"a sequence of {length} tokens and their labels needs {length + 1} tokens, "
+                    f"the stream has {len(tokens)}"
+                )
+            held = np.array([[0, length]])
+            if order is not None:
+                if order.name == BY_DOCUMENT:
+                    raise ValueError(f"order={order.name!r} needs documents, which a stream does not have")
+                held = deal(length, order.axes, order.name)[order.groups.coordinate.index]
                 notice_dealt(tuple(sorted(order.dealt)))
-        if len(tokens) <= length:
-            raise ValueError(
-                f"a sequence of {length} tokens and their labels needs {length + 1} tokens, "
-                f"the stream has {len(tokens)}"
-            )
         self.tokens, self.length = tokens, length
         self.spans: list[tuple[int, int]] = held.tolist()
 
@@ -95,7 +95,7 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
 class SequenceSampler(DistributedSampler[int]):
     """Which samples this rank reads: other ones per data-parallel group, the same on all ranks of a context mesh.
 
-    Resumable: ``state_dict(consumed)`` says how far the trainer is, whatever a DataLoader has read ahead.
+    Resumable: ``state_after(consumed)`` says how far the trainer is, whatever a DataLoader has read ahead.
 
     Args:
         dataset: with a length.
@@ -150,7 +150,7 @@ class SequenceSampler(DistributedSampler[int]):
             self._skip = 0
         super().set_epoch(epoch)
 
-    def state_dict(self, consumed: int) -> dict[str, Any]:
+    def state_after(self, consumed: int) -> dict[str, Any]:
         """What resuming needs.
 
         Args:
@@ -170,7 +170,7 @@ class SequenceSampler(DistributedSampler[int]):
         """Go on where ``state`` was taken: the next iteration skips the consumed samples of that epoch.
 
         Args:
-            state: from ``state_dict``.
+            state: from ``state_after``.
 
         Raises:
             ValueError: the state is none, or of another dataset length, seed, shuffling or number of data-parallel

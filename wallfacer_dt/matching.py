@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.dealing import notice_applied, notice_missed
 from wallfacer_dt.mesh import mesh_ranks, name_of
-from wallfacer_dt.unmatched import Place, place_in_plan
+from wallfacer_dt.unmatched import Place, matching, place_in_plan
 
 
 class AttentionStyle(ParallelStyle):
@@ -32,19 +32,22 @@ class AttentionStyle(ParallelStyle):
     def matched_nothing(self, path: str, mesh: DeviceMesh, *, is_part: bool) -> None:
         """Refuse (ValueError) a plan's path that matches no module where tokens are dealt out.
 
-        At once if they have been, unless it ``is_part`` of a path that may match in other modules, or has.
+        At once if they have been, unless it ``is_part`` of a path that matches in other modules. Where nobody says of
+        which path it is a part, it may match there.
         """
         place = place_in_plan()
         if is_part and place in self._applied:
             return
+        whole, model = (path, None) if place is None else (place.path, place.model())
+        at_once = not is_part or (model is not None and not matching(model, whole))
         with refusing_together(name_of(mesh)):
             notice_missed(
                 _ascending(self._sharing(mesh)),
-                f"{type(self).__name__} was to be applied to {path!r}, which matches no module{_of(place)}, so that "
+                f"{type(self).__name__} was to be applied to {whole!r}, which matches no module{_of(model)}, so that "
                 f"every rank would attend its own tokens alone: name the {self._kind} as model.named_modules() does, "
                 "or leave the path out of the plan of a model, or a layer, that has none",
                 place,
-                at_once=not is_part,
+                at_once=at_once,
             )
 
     def _sharing(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -56,8 +59,7 @@ class AttentionStyle(ParallelStyle):
         return vars(self) | {"_applied": []}
 
 
-def _of(place: Place | None) -> str:
-    model = None if place is None else place.model()
+def _of(model: nn.Module | None) -> str:
     return "" if model is None else f" of {type(model).__name__}"
 
 

@@ -8,6 +8,7 @@ Private: that it warns by its module's ``warnings``, from a frame whose ``parall
 import sys
 import warnings
 import weakref
+from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -28,6 +29,14 @@ def place_in_plan() -> Place | None:
     if not isinstance(told.get("module"), nn.Module):
         return None
     return Place(weakref.ref(told["module"]), told.get("parallelize_plan"), told["module_path"])
+
+
+def matching(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules that a plan's path matches, as ``parallelize_module`` looks for them."""
+    found = [model]
+    for token in path.split("."):
+        found = [child for one in found for name, child in one.named_children() if fnmatch(name, token)]
+    return found
 
 
 def name_in_plan(module: nn.Module) -> str:

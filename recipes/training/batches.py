@@ -52,7 +52,7 @@ class Batches(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that say which batch is next, the same on every rank."""
-        return {"fingerprint": self._fingerprint, "sampler": self._sampler.state_dict(self._consumed)}
+        return {"fingerprint": self._fingerprint, "sampler": self._sampler.state_after(self._consumed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
