@@ -88,6 +88,9 @@ def plans() -> dict[str, str]:
     found["of no layer, at once"] = afterwards({"layers.*.self_attn.inner": style})
     found |= {"of one layer": apply("layers.*.attention.inner"), "then": deal()}
     found["of one layer, afterwards"] = afterwards({"layers.*.attention.inner": style})
+    stage = nn.ModuleDict({"layers": nn.ModuleDict(), "norm": nn.Identity()})
+    found["of a stage without layers"] = afterwards({"layers.*.attention.inner": style}, to=stage)
+    found["of a stage without layers, then"] = deal()
     found["of the other layer"] = afterwards({"layers.1.attention.inner": style})
     found["of nothing"] = afterwards({"blocks.*.attention.inner": style})
     found["on another mesh"] = afterwards({"blocks.*.attention.inner": style}, on=pair)
@@ -161,6 +164,8 @@ PLANS = {
     "of one layer": TORCHS.format("inner", "inner"),
     "then": "",
     "of one layer, afterwards": TORCHS.format("inner", "inner"),
+    "of a stage without layers": TORCHS.format("*.attention.inner", "*"),
+    "of a stage without layers, then": "",
     "of the other layer": REFUSED.format("layers.1.attention.inner", "ModuleDict"),
     "of nothing": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
     "on another mesh": TORCHS.format("blocks.*.attention.inner", "blocks"),

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.dealing import notice_applied, notice_missed
 from wallfacer_dt.mesh import mesh_ranks, name_of
-from wallfacer_dt.unmatched import Place, matching, place_in_plan
+from wallfacer_dt.unmatched import Place, matches, place_in_plan
 
 
 class AttentionStyle(ParallelStyle):
@@ -33,13 +33,13 @@ class AttentionStyle(ParallelStyle):
         """Refuse (ValueError) a plan's path that matches no module where tokens are dealt out.
 
         At once if they have been, unless it ``is_part`` of a path that matches in other modules. Where nobody says of
-        which path it is a part, it may match there.
+        which path it is a part, it may match there. In layers of which there are none nothing is attended.
         """
         place = place_in_plan()
-        if is_part and place in self._applied:
-            return
         whole, model = (path, None) if place is None else (place.path, place.model())
-        at_once = not is_part or (model is not None and not matching(model, whole))
+        found = True if model is None else matches(model, whole)
+        if is_part and (found is None or place in self._applied):
+            return
         with refusing_together(name_of(mesh)):
             notice_missed(
                 _ascending(self._sharing(mesh)),
@@ -47,7 +47,7 @@ class AttentionStyle(ParallelStyle):
                 f"every rank would attend its own tokens alone: name the {self._kind} as model.named_modules() does, "
                 "or leave the path out of the plan of a model, or a layer, that has none",
                 place,
-                at_once=at_once,
+                at_once=not (is_part and found),
             )
 
     def _sharing(self, mesh: DeviceMesh) -> DeviceMesh:

@@ -31,12 +31,17 @@ def place_in_plan() -> Place | None:
     return Place(weakref.ref(told["module"]), told.get("parallelize_plan"), told["module_path"])
 
 
-def matching(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that a plan's path matches, as ``parallelize_module`` looks for them."""
+def matches(model: nn.Module, path: str) -> bool | None:
+    """Whether a plan's path matches a module of a model, as ``parallelize_module`` looks for it.
+
+    None where it asks for all of a container in which there is nothing, as of a pipeline's stage without layers.
+    """
     found = [model]
     for token in path.split("."):
+        if token == "*" and any(isinstance(one, nn.ModuleList | nn.ModuleDict) and not len(one) for one in found):
+            return None
         found = [child for one in found for name, child in one.named_children() if fnmatch(name, token)]
-    return found
+    return bool(found)
 
 
 def name_in_plan(module: nn.Module) -> str:
