@@ -172,6 +172,9 @@ def test_flags_are_torchtitans() -> None:
         (replace(FIRST, context=replace(FIRST.context, checkpoint="full")), {}, "the recipe saves attention in every"),
         (Division(Candidate(16, feed_forward="metp")), {}, "METP's feed-forward is not the recipe's"),
         (FIRST, {"sequence": SequenceShape(4100, is_causal=True)}, "torchtitan needs sequences that 16 divides"),
+        # torchtitan's Trainer refuses what the recipe does not: in any order, and of tensor parallelism alone.
+        (Division(Candidate(16)), {"sequence": SequenceShape(4112)}, "torchtitan needs sequences that 32 divides"),
+        (Division(Candidate(1), 16), {"sequence": SequenceShape(4100)}, "torchtitan needs sequences that 16 divides"),
         (Division(Candidate(4, 1, 4, order="head_tail")), {}, "the recipe places ranks ulysses in node, this"),
     ],
 )  # fmt: skip

@@ -28,7 +28,7 @@ from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import NodeError
 from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.lanes import _beside, _labels, kind_of
-from wallfacer_dt.command.planning.launch import _check_device
+from wallfacer_dt.command.planning.launch import Launch, _check_device
 from wallfacer_dt.command.planning.text import print_plan, print_profile
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
@@ -527,6 +527,19 @@ def test_what_one_node_lacks_its_first_rank_says(
     assert main(["profile", *SHAPE.split(), "--device", "cuda"]) == 2
     line = "wallfacer profile: --device cuda: 2 ranks on a node of 1 GPUs; try --device cpu\n"
     assert (capsys.readouterr().err, waited) == ((line, []) if says else ("", [30]))
+
+
+def test_ranks_of_a_node_share_its_cores_also_where_a_process_cannot_ask_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on macOS, of which all cores are counted."""
+    environment = {**TORCHRUN, "MASTER_PORT": "1"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    assert Launch.read(environment, "cpu", None, None, "30s").threads == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for cores, threads in ((16, 8), (1, 1), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert Launch.read(environment, "cpu", None, None, "30s").threads == threads
 
 
 def test_nodes_on_different_devices_are_refused_before_they_wait_for_each_other() -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.train import MeanLoss
 from recipes.training import manifest
+from recipes.training import ranks as joining
 from tests.recipes import SMALL, losses, recipe_here, recipe_on_rank
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -207,6 +209,24 @@ def test_what_is_no_continuation_is_refused(
     assert recipe_here(keeping(kept, *options)) == 2
     assert message in capfd.readouterr().err
     assert names(kept) == ["step_12", "step_4", "step_8"]
+
+
+def test_the_precision_is_compared_as_it_was_computed_in(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as it was told: without --dtype a GPU computes in another than a CPU."""
+    uninterrupted = losses(copied / "out")
+    end_at(copied, 4)
+    # A rank with a GPU, as far as the precision goes.
+    join = joining.join_ranks
+    with monkeypatch.context() as patch:
+        patch.setattr(joining, "join_ranks", lambda *told: replace(join(*told), dtype=torch.bfloat16))
+        assert recipe_here(keeping(copied, "--resume", every=4)) == 2
+    said = capfd.readouterr().err
+    assert "--resume: the checkpoint was made with --dtype float32, this run has bfloat16" in said
+    assert names(copied) == ["step_4"]
+    assert recipe_here(keeping(copied, "--resume", "--dtype", "float32", every=4)) == 0
+    assert losses(copied / "out") == uninterrupted
 
 
 def test_resume_needs_a_folder(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The diffusion transformer: the run of one process on any mesh, with its pictures; and sheets of digits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 from recipes.train_dit.model import DiT, ModelConfig
 from recipes.train_dit.settings import Settings
 from recipes.train_dit.sheets import Sheets, to_images, to_patches
+from recipes.training import ranks as joining
 from tests.recipes import losses, recipe_here, recipe_on_rank
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -39,6 +41,26 @@ def test_ranks_train_and_draw_as_one_process(ranks: Ranks, tmp_path: Path) -> No
         assert worst_error([(losses(tmp_path / name), alone)]) <= 1e-6
         # Of 255 levels of grey a rounding may move one.
         assert worst_error([(picture(tmp_path / name), picture(tmp_path / "alone"))]) <= 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pictures_are_made_in_the_precision_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """That of GPUs is refused on a CPU, so ranks are told of it behind the options' check."""
+    join, forward, computed = joining.join_ranks, DiT.forward, []
+
+    def counting(self: DiT, *inputs: torch.Tensor) -> torch.Tensor:
+        velocity_BLP = forward(self, *inputs)
+        computed.append((torch.is_grad_enabled(), inputs[0].dtype, velocity_BLP.dtype))
+        return velocity_BLP
+
+    monkeypatch.setattr(joining, "join_ranks", lambda *told: replace(join(*told), dtype=dtype))
+    monkeypatch.setattr(DiT, "forward", counting)
+    assert recipe_here([*SMALL, "--out", str(tmp_path)], "train_dit") == 0
+    # Six steps of training, then three that call the model twice, on pictures that stay float32.
+    assert computed == [(True, torch.float32, dtype)] * 6 + [(False, torch.float32, dtype)] * 6
+    assert (tmp_path / "samples.png").exists()
 
 
 def picture(folder: Path) -> torch.Tensor:

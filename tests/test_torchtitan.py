@@ -785,6 +785,7 @@ def refusals_of_calls() -> dict[str, str]:
     context_parallel(unmasked, mesh, order=order, check=False)
     by_document = dataclasses.replace(MODELS["Llama 3"], change=take_sdpa).made()
     context_parallel(by_document, mesh, order=TokenOrder("document_head_tail", mesh), check=False)
+    fused = dataclasses.replace(MODELS["Llama 3"], options={"tp_gemm_backend": "dist_gemm"}).made()
     is_second = dist.get_rank() == 1
 
     def uneven() -> None:
@@ -818,6 +819,7 @@ def refusals_of_calls() -> dict[str, str]:
         "another layer": lambda: context_plan(own, order=order),
         "another model": lambda: context_plan(torch.nn.Linear(2, 2), order=order),
         "no decoder": lambda: feed_forward_plan(torch.nn.Linear(2, 2)),
+        "another feed-forward": lambda: feed_forward_plan(fused),
     }
     said = {}
     for name, call in calls.items():
@@ -852,6 +854,7 @@ def test_calls_that_are_refused(titans) -> None:
         "another layer": "layers.1 has no attention.inner_attention, but ",
         "another model": "Linear is neither a Decoder nor a FluxModel",
         "no decoder": "Linear is not a Decoder",
+        "another feed-forward": "layers.0.feed_forward is AllGatherFusedFeedForward",
     }
     for said in titans(4).run(refusals_of_calls):
         assert said.keys() == expected.keys()

@@ -112,13 +112,13 @@ def evaluated(model: Any, rows: Rows, many: int, batch: int) -> float:
         return sum(loss_of(model, rows, part).item() * len(part) for part in parts) / many
 
 
-def trained(groups: int) -> tuple[list[int], float, float]:
+def trained(groups: int, order: str) -> tuple[list[int], float, float]:
     """Which rows this rank read (packed, on two meshes), and how far parameters and losses are from one process."""
     rows, world = Rows(packed=groups == 2), dist.get_world_size()
     whole = init_device_mesh("cpu", (groups, world // groups, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     mesh = whole["cp_ring", "cp_team"]
     model = MODELS["Mistral"].made()
-    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    context_parallel(model, mesh, order=TokenOrder(order, mesh))
     with of_torchrun():
         trainer = ContextParallelTrainer(model, arguments(), train_dataset=rows, eval_dataset=Rows())
         trainer.train()
@@ -141,13 +141,48 @@ def trained(groups: int) -> tuple[list[int], float, float]:
     return asked[dist.get_rank()], worst_error(pairs, relative_to="largest"), worst_error([told])
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_trainer(ranks: Ranks, groups: int) -> None:
-    told = ranks(RANKS).run(trained, groups)
+@pytest.mark.parametrize(("groups", "order"), [(1, "head_tail"), (2, "head_tail"), (2, "document_head_tail")])
+def test_trainer(ranks: Ranks, groups: int, order: str) -> None:
+    told = ranks(RANKS).run(trained, groups, order)
     assert len({tuple(asked) for asked, _, _ in told}) == groups
     for _, parameters, losses in told:
         assert parameters < 1e-6
         assert losses < 1e-4
+
+
+def dealt_by_document() -> dict[str, str]:
+    """Into which documents batches are taken apart that are dealt out by document, whatever says that there is one."""
+    mesh, model = context_mesh("cpu", ring=2), MODELS["Llama"].made()
+    context_parallel(model, mesh, order=TokenOrder("document_head_tail", mesh))
+    positions, seen = torch.arange(8).expand(2, -1), torch.ones(2, 8).long()
+    batches: dict[str, dict[str, Tensor]] = {
+        "positions": {"position_ids": positions},
+        "a mask": {"attention_mask": seen},
+        "positions and a mask": {"position_ids": positions, "attention_mask": seen},
+        "positions and padding": {"position_ids": positions, "attention_mask": seen.index_fill(1, positions[0, 6:], 0)},
+        "positions and lengths": {"position_ids": positions, "cu_seqlens": torch.tensor([0, 5, 8])},
+        "nothing": {},
+    }
+    said = {}
+    with of_torchrun():
+        trainer = ContextParallelTrainer(model, arguments())
+        for name, batch in batches.items():
+            try:
+                part = trainer._shard({"input_ids": torch.arange(16).view(2, 8), **batch}, must_count=False)
+                said[name] = "".join(map(str, part["attention_mask"].document_ids.view(-1, 8)[0].tolist()))
+            except ValueError as error:
+                said[name] = f"{error}"
+    return said
+
+
+def test_batches_of_one_document_are_dealt_out_by_document(ranks: Ranks) -> None:
+    one = "00000000"
+    for said in ranks(2).run(dealt_by_document):
+        assert said.pop("nothing") == "order='document_head_tail' needs document_ids or cu_seqlens"
+        assert said == {
+            "positions": one, "a mask": one, "positions and a mask": one, "positions and padding": "00000011",
+            "positions and lengths": "00000111",
+        }  # fmt: skip
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -208,6 +243,9 @@ def refused() -> dict[str, str]:
         said["label smoothing"] = refusal(lambda: ContextParallelTrainer(model, smoothed))
         noisy = arguments(neftune_noise_alpha=5.0)
         said["noise"] = refusal(lambda: ContextParallelTrainer(model, noisy))
+        for seen in ("non_padding", "all", "no", True, False):
+            counting = arguments(include_num_input_tokens_seen=seen)
+            said[f"counted tokens: {seen}"] = refusal(lambda told=counting: ContextParallelTrainer(model, told))
         divided = arguments(parallelism_config=ParallelismConfig(cp_size=4))
         said["accelerate's context parallelism in Trainer"] = refusal(lambda: ContextParallelTrainer(model, divided))
         launched = ContextParallelTrainer(model, arguments())
@@ -233,6 +271,8 @@ REFUSED = {
     "metrics of logits": "set prediction_loss_only=True",
     "noise": "does not go with neftune_noise_alpha",
     "label smoothing": "does not go with label_smoothing_factor",
+    "counted tokens: non_padding": 'does not go with include_num_input_tokens_seen="non_padding" (',
+    **{f"counted tokens: {seen}": "went through" for seen in ("all", "no", True, False)},
     "accelerate's context parallelism": "cp_size=...) takes away: leave parallelism_config out, and train with Context",
     "accelerate's context parallelism in Trainer": "not go with parallelism_config of cp_size=4: leave it out",
     "accelerate's tensor parallelism, by its launcher": "does not go with parallelism_config of tp_size=2",

@@ -324,13 +324,15 @@ def test_models_on_other_meshes_take_turns(ranks: Ranks) -> None:
         assert max(errors) < 1e-6  # transformers' loss is in float32
 
 
-def padded() -> float:
-    """Rows of which tokens end early, or begin late, beside one process that is told attention_mask."""
-    mesh, order, model = set_up()
+def padded(name: str, has_padding: bool) -> float:
+    """Rows of which tokens end early, or begin late, or neither, beside one process that is told attention_mask."""
+    mesh, _, model = set_up()
+    order = TokenOrder(name, mesh)
     tokens, labels = tokens_of(64)
     seen = torch.ones(2, 64).long()
-    seen[0, 50:] = 0
-    seen[1, :9] = 0
+    if has_padding:
+        seen[0, 50:] = 0
+        seen[1, :9] = 0
     labels = labels.masked_fill(seen == 0, -100)
     labels[1, 9] = -100  # which padding would predict
     model(input_ids=tokens, labels=labels, attention_mask=seen, use_cache=False).loss.backward()
@@ -353,8 +355,10 @@ def packed_by_transformers() -> float:
     return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
 
 
-def test_padding(ranks: Ranks) -> None:
-    assert max(ranks(RANKS).run(padded)) < 1e-6
+@pytest.mark.parametrize("has_padding", [True, False])
+@pytest.mark.parametrize("name", ["head_tail", "document_head_tail"])
+def test_padding(ranks: Ranks, name: str, has_padding: bool) -> None:
+    assert max(ranks(RANKS).run(padded, name, has_padding)) < 1e-6
 
 
 def fully_sharded() -> float:

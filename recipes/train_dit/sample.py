@@ -16,6 +16,7 @@ from recipes.train_dit.settings import Settings
 from recipes.train_dit.sheets import CLASSES, Sheets, to_images
 from recipes.training.picture import new_figure, save_figure
 from recipes.training.ranks import Ranks, positions
+from recipes.training.trainer import precision
 from wallfacer_dt import shard_sequence, unshard_sequence
 
 
@@ -23,7 +24,8 @@ from wallfacer_dt import shard_sequence, unshard_sequence
 def sample(model: DiT, settings: Settings, ranks: Ranks) -> Tensor:
     """One sheet of each class from noise, (classes, pixels, pixels) on the CPU of every rank; all ranks call it.
 
-    By Heun's rule: the velocity is the mean of that at a step's beginning and that at its end.
+    By Heun's rule: the velocity is the mean of that at a step's beginning and that at its end. The model computes in
+    the precision of training, pictures are moved in float32.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     x_BNP = torch.randn((CLASSES, settings.sequence, settings.patch**2), generator=generator)
@@ -33,7 +35,8 @@ def sample(model: DiT, settings: Settings, ranks: Ranks) -> Tensor:
 
     def velocity(x_BLP: Tensor, step: int) -> Tensor:
         time_B = torch.full((CLASSES,), step / steps, device=ranks.device)
-        return model(x_BLP, positions_L, time_B, label_B)
+        with precision(ranks):
+            return model(x_BLP, positions_L, time_B, label_B).float()
 
     for step in range(steps):
         first = velocity(x_BLP, step)

@@ -198,7 +198,9 @@ class Checkpoints:
     def _settings(self) -> dict[str, Any]:
         """Those that make the curve, as they are after a trip through JSON."""
         settings = self._trainer.settings
-        return json.loads(json.dumps({k: v for k, v in asdict(settings).items() if k not in settings.NO_MATTER}))
+        # The precision that ranks compute in: without --dtype that depends on the device.
+        mine = asdict(settings) | {"dtype": str(self._trainer.ranks.dtype).removeprefix("torch.")}
+        return json.loads(json.dumps({k: v for k, v in mine.items() if k not in settings.NO_MATTER}))
 
     def _mesh(self) -> dict[str, Any]:
         ranks = self._trainer.ranks

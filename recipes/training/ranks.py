@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.training.record import cores
 from recipes.training.settings import PATHS, Launch, RecipeError, RunSettings, Saving, context_sizes
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.agreement.progress import Waiting
+from wallfacer_dt.command.planning.launch import cores
 from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
 
 T = TypeVar("T")

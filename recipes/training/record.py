@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.training.settings import Launch, RecipeError
+from wallfacer_dt.command.planning.launch import cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +195,3 @@ def machine() -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "cores": cores(),
     }
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -30,6 +30,13 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
+def precision(ranks: Ranks) -> torch.autocast | nullcontext[None]:
+    """What every forward of a recipe's model runs within: autocast, unless layers are in float32 as weights are."""
+    if ranks.dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(ranks.device.type, ranks.dtype)
+
+
 class Trainer:
     """Model and optimiser of one rank; `step` makes one step of all ranks together.
 
@@ -66,7 +73,7 @@ class Trainer:
             group["lr"] = learning_rate(step, self.settings.steps, self.settings.lr)
         self.optimizer.zero_grad(set_to_none=True)
         note_progress(f"step {step + 1}, forward")
-        with self._precision():
+        with precision(self.ranks):
             loss = self._loss(batch)
         note_progress(f"step {step + 1}, backward")
         # Gradients are averaged over the ranks, which makes the parts' sum of this.
@@ -85,14 +92,9 @@ class Trainer:
     def _blame(self, batch: Any, loss: Tensor) -> str:
         """What is not finite first, where; all ranks call it."""
         weight = last_not_finite(self.model)  # first: a forward under FSDP leaves weights whole, which have no gradient
-        with self._precision():
+        with precision(self.ranks):
             module = first_not_finite(self.model, lambda: self._loss(batch))
         return blame(module, bool(loss.isfinite()), self._gradients.are_finite, weight, self.ranks.launch)
-
-    def _precision(self) -> torch.autocast | nullcontext[None]:
-        if self.ranks.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.ranks.device.type, self.ranks.dtype)
 
 
 def _sum_over_ranks(loss: Tensor) -> float:

@@ -58,6 +58,7 @@ def _notes(plan: DivisionPlan) -> Iterator[str]:
         yield "the recipe saves attention in every mode, which takes more memory than this plan"
     if plan.sequence.window_size is not None:
         yield "the recipe has the windows of its models, and no option for another"
+    # torchtitan's Trainer has context ranks take two parts each whatever the balancer; the recipe's check does not.
     divisor = it.tensor * (2 * context.size if context.size > 1 else 1)
     if plan.sequence.length % divisor:
         yield f"torchtitan needs sequences that {divisor} divides"

@@ -66,7 +66,7 @@ class Launch:
         if device == "cuda" and torch.cuda.device_count() < local_ranks:
             found = torch.cuda.device_count()
             raise NodeError(f"--device cuda: {local_ranks} ranks on a node of {found} GPUs; try --device cpu")
-        threads = threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+        threads = threads or max(1, cores() // local_ranks)
         return cls(ranks, min(ranks, per_node or local_ranks), rank, local, device, threads, _read_timeout(timeout))
 
     @contextmanager
@@ -93,6 +93,13 @@ class Launch:
             raise OptionError(f"--{error.about.replace('_', '-')}: {error}") from error
         # Not after an error of one rank alone, for which the others may be waiting: it just ends.
         dist.destroy_process_group()
+
+
+def cores() -> int:
+    """CPU cores this process may use; of a machine that does not say, all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _check_device(store: dist.Store, rank: int, device: str) -> None:

@@ -68,13 +68,22 @@ def feed_forward_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         ``{fully qualified name: style}``, a name for every layer's feed-forward; empty if there is none.
 
     Raises:
-        ValueError: the model is no decoder of torchtitan.
+        ValueError: the model is no decoder of torchtitan, or a layer has a feed-forward of a subclass.
     """
     if not isinstance(model, upstream.Decoder):
         raise ValueError(f"{type(model).__name__} is not a Decoder of torchtitan")
     style = METPParallel(gate="w1", up="w3", down="w2", activation="silu")
     dense = {key: getattr(block, "feed_forward", None) for key, block in model.layers.items()}
-    return {f"layers.{key}.feed_forward": style for key, part in dense.items() if type(part) is upstream.FeedForward}
+    dense = {
+        f"layers.{key}.feed_forward": part for key, part in dense.items() if isinstance(part, upstream.FeedForward)
+    }
+    for name, part in dense.items():
+        if type(part) is not upstream.FeedForward:
+            raise ValueError(
+                f"{name} is {type(part).__name__}, and METP takes the place of FeedForward alone: make the model with "
+                "tp_gemm_backend='default', and without overrides of FeedForward"
+            )
+    return dict.fromkeys(dense, style)
 
 
 def _check_decoder(model: upstream.Decoder) -> None:

@@ -68,6 +68,8 @@ def shard_inputs(
             if rows is not None:
                 _check_rows(name, rows, input_ids)
         documents = _documents(input_ids, document_ids, cu_seqlens, attention_mask)
+        if documents is None and attention_mask is not None and order.name == BY_DOCUMENT:
+            documents = torch.zeros(length, dtype=torch.int64)  # other batches of the loader have padding
         by_document = {"document_ids": documents} if order.name == BY_DOCUMENT else {}
         if by_document and documents is None:
             raise ValueError(f"order={order.name!r} needs document_ids or cu_seqlens")

@@ -24,10 +24,12 @@ from wallfacer_dt.agreement.worlds import name_mesh
 from wallfacer_dt.integrations.transformers.inputs import IGNORED, shard_inputs
 from wallfacer_dt.integrations.transformers.model import handle_of
 from wallfacer_dt.integrations.transformers.sequence import positions_within
+from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.mesh import mesh_ranks
 
 # What a batch may bring, as `shard_inputs` calls it.
-_TAKEN = {"input_ids", "labels", "attention_mask", "document_ids", "cu_seqlens", "position_ids"}
+_DOCUMENTS = ("document_ids", "cu_seqlens", "attention_mask")
+_TAKEN = {"input_ids", "labels", "position_ids", *_DOCUMENTS}
 
 
 class ContextParallelTrainer(Trainer):
@@ -198,7 +200,8 @@ class ContextParallelTrainer(Trainer):
                 raise ValueError("a batch must have input_ids, which are dealt out")
             positions = told.pop("position_ids", None)
             if positions is not None:
-                told["document_ids"] = _documents(positions.cpu())
+                is_needed = order.name == BY_DOCUMENT and all(told.get(name) is None for name in _DOCUMENTS)
+                told["document_ids"] = _documents(positions.cpu(), also_of_one=is_needed)
             # They are where the schedule is made.
             documents = {name: told.get(name) for name in ("document_ids", "cu_seqlens")}
             told |= {name: x.cpu() for name, x in documents.items() if x is not None}
@@ -216,6 +219,9 @@ class ContextParallelTrainer(Trainer):
             "compute_loss_func (the loss must be the model's own)": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
             "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": args.neftune_noise_alpha is not None,
+            'include_num_input_tokens_seen="non_padding" (a shard has no mask of padding; "all" counts all tokens)': (
+                args.include_num_input_tokens_seen == "non_padding"
+            ),
             "average_tokens_across_devices=False": not args.average_tokens_across_devices,
             "accelerator_config with dispatch_batches": bool(self.accelerator.dispatch_batches),
             "deepspeed": self.is_deepspeed_enabled,
@@ -256,9 +262,14 @@ def _check_parallelism(config: Any) -> None:
         )
 
 
-def _documents(positions: Tensor) -> Tensor | None:
-    """(B, N): the document of every token, from positions that restart; None for one; others are refused."""
+def _documents(positions: Tensor, *, also_of_one: bool) -> Tensor | None:
+    """(B, N): the document of every token, from positions that restart; others are refused.
+
+    Of one document (N,) where that is asked for, else None, with which attention has less to do.
+    """
     documents = (positions == 0).long().cumsum(-1)
     if not torch.equal(positions_within(documents, positions.shape[-1]).expand_as(positions), positions):
         raise ValueError("position_ids must count from 0 in every document, which is how Trainer finds them")
-    return None if bool((documents == 1).all()) else documents
+    if bool((documents != 1).any()):
+        return documents
+    return torch.zeros(positions.shape[-1], dtype=torch.int64) if also_of_one else None
