@@ -155,12 +155,16 @@ def dealt_by_document() -> dict[str, str]:
     mesh, model = context_mesh("cpu", ring=2), MODELS["Llama"].made()
     context_parallel(model, mesh, order=TokenOrder("document_head_tail", mesh))
     positions, seen = torch.arange(8).expand(2, -1), torch.ones(2, 8).long()
+    within = positions - 5 * (positions >= 5)
     batches: dict[str, dict[str, Tensor]] = {
         "positions": {"position_ids": positions},
         "a mask": {"attention_mask": seen},
         "positions and a mask": {"position_ids": positions, "attention_mask": seen},
         "positions and padding": {"position_ids": positions, "attention_mask": seen.index_fill(1, positions[0, 6:], 0)},
-        "positions and lengths": {"position_ids": positions, "cu_seqlens": torch.tensor([0, 5, 8])},
+        "positions and lengths": {"position_ids": within, "cu_seqlens": torch.tensor([0, 5, 8])},
+        "positions and ids": {"position_ids": within, "document_ids": torch.tensor([[3] * 5 + [1] * 3] * 2)},
+        "positions across lengths": {"position_ids": positions, "cu_seqlens": torch.tensor([0, 5, 8])},
+        "positions across ids": {"position_ids": positions, "document_ids": torch.tensor([[0] * 4 + [1] * 4] * 2)},
         "nothing": {},
     }
     said = {}
@@ -178,10 +182,13 @@ def dealt_by_document() -> dict[str, str]:
 def test_batches_of_one_document_are_dealt_out_by_document(ranks: Ranks) -> None:
     one = "00000000"
     for said in ranks(2).run(dealt_by_document):
+        for name in ("lengths", "ids"):
+            across = said.pop(f"positions across {name}")
+            assert across.startswith("position_ids must count from 0 in every document that document_ids or cu_seqlens")
         assert said.pop("nothing") == "order='document_head_tail' needs document_ids or cu_seqlens"
         assert said == {
             "positions": one, "a mask": one, "positions and a mask": one, "positions and padding": "00000011",
-            "positions and lengths": "00000111",
+            "positions and lengths": "00000111", "positions and ids": "33333111",
         }  # fmt: skip
 
 

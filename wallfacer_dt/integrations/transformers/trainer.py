@@ -28,8 +28,7 @@ from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.mesh import mesh_ranks
 
 # What a batch may bring, as `shard_inputs` calls it.
-_DOCUMENTS = ("document_ids", "cu_seqlens", "attention_mask")
-_TAKEN = {"input_ids", "labels", "position_ids", *_DOCUMENTS}
+_TAKEN = {"input_ids", "labels", "attention_mask", "document_ids", "cu_seqlens", "position_ids"}
 
 
 class ContextParallelTrainer(Trainer):
@@ -200,8 +199,8 @@ class ContextParallelTrainer(Trainer):
                 raise ValueError("a batch must have input_ids, which are dealt out")
             positions = told.pop("position_ids", None)
             if positions is not None:
-                is_needed = order.name == BY_DOCUMENT and all(told.get(name) is None for name in _DOCUMENTS)
-                told["document_ids"] = _documents(positions.cpu(), also_of_one=is_needed)
+                is_needed = order.name == BY_DOCUMENT and told.get("attention_mask") is None
+                _tell_documents(told, positions.cpu(), also_of_one=is_needed)
             # They are where the schedule is made.
             documents = {name: told.get(name) for name in ("document_ids", "cu_seqlens")}
             told |= {name: x.cpu() for name, x in documents.items() if x is not None}
@@ -259,6 +258,22 @@ def _check_parallelism(config: Any) -> None:
         raise ValueError(
             f"ContextParallelTrainer does not go with parallelism_config of {', '.join(found)}: leave it out, since "
             "ranks that share a sequence are those of the mesh that context_parallel was given"
+        )
+
+
+def _tell_documents(told: dict[str, Any], positions: Tensor, *, also_of_one: bool) -> None:
+    """Documents as positions show them, unless a batch has them, of which these must be the positions."""
+    length, ends = positions.shape[-1], told.get("cu_seqlens")
+    given = told.get("document_ids") if ends is None else torch.bucketize(torch.arange(length), ends.cpu(), right=True)
+    if given is None:
+        told["document_ids"] = _documents(positions, also_of_one=also_of_one)
+        return
+    given = given.cpu()
+    # Those of other sequences are refused where they are dealt out.
+    if given.shape[-1] == length and bool((positions_within(given, length) != positions).any()):
+        raise ValueError(
+            "position_ids must count from 0 in every document that document_ids or cu_seqlens tell: leave them out, as "
+            "they follow from these"
         )
 
 
