@@ -131,10 +131,19 @@ def test_so_does_attention_of_documents_with_ulysses(ranks: Ranks, compiled: boo
 
 @pytest.mark.parametrize("some", [torch.ops.aten.addmm, "addmm"])
 def test_a_list_of_what_matches_nothing_is_refused(some: Any) -> None:
-    with pytest.raises(ValueError, match="Expected op in `op_list` to be an OpOverload"):
-        save_attention([torch.ops.aten.mm.default, some])
-    with pytest.raises(ValueError, match="Expected op in `op_list` to be an OpOverload"):
-        save_attention(frozenset({some}))  # pyrefly: ignore[bad-argument-type]
+    for operators in ([torch.ops.aten.mm.default, some], frozenset({some})):
+        with pytest.raises(ValueError, match=r"must list operators such as torch\.ops\.aten\.mm\.default, got .*addmm"):
+            save_attention(operators)
+
+
+def test_a_list_may_be_told_where_it_is_compiled() -> None:
+    def block(x: Tensor) -> Tensor:
+        context_fn = save_attention([torch.ops.aten.mm.default])
+        return checkpoint(lambda x: torch.sin(x @ x), x, use_reentrant=False, context_fn=context_fn)
+
+    x, whole = torch.randn(4, 4, requires_grad=True), torch.compile(block, fullgraph=True, backend="aot_eager")
+    expected, found = (torch.autograd.grad(f(x).sum(), x)[0] for f in (block, whole))
+    assert worst_error([(found, expected)]) < 1e-6
 
 
 def test_without_the_policy_it_runs_twice(ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from tests.metp_refusals import Attention, attention
 from wallfacer_dt import (
@@ -40,6 +41,16 @@ class Layer(nn.Module):
     def __init__(self, *, attends: bool = True) -> None:
         super().__init__()
         self.attention = nn.ModuleDict({"inner": Inner()} if attends else {})
+
+
+@dataclass
+class OfParts(ParallelStyle):
+    """A style of others, which applies a plan to the parts of a module."""
+
+    plan: dict[str, ParallelStyle]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return parallelize_module(module, device_mesh, self.plan)
 
 
 def model() -> nn.Module:
@@ -91,6 +102,9 @@ def plans() -> dict[str, str]:
     stage = nn.ModuleDict({"layers": nn.ModuleDict(), "norm": nn.Identity()})
     found["of a stage without layers"] = afterwards({"layers.*.attention.inner": style}, to=stage)
     found["of a stage without layers, then"] = deal()
+    found["of another stage's layer"] = afterwards({"layers.7.attention.inner": style})
+    found["of another stage's layer, then"] = deal()
+    found["within another style"] = afterwards({"layers.*": OfParts({"attn.inner": style})})
     found["of the other layer"] = afterwards({"layers.1.attention.inner": style})
     found["of nothing"] = afterwards({"blocks.*.attention.inner": style})
     found["on another mesh"] = afterwards({"blocks.*.attention.inner": style}, on=pair)
@@ -166,6 +180,9 @@ PLANS = {
     "of one layer, afterwards": TORCHS.format("inner", "inner"),
     "of a stage without layers": TORCHS.format("*.attention.inner", "*"),
     "of a stage without layers, then": "",
+    "of another stage's layer": TORCHS.format("7.attention.inner", "7"),
+    "of another stage's layer, then": REFUSED.format("layers.7.attention.inner", "ModuleDict"),
+    "within another style": "WallFacerParallel was to be applied to 'attn.inner', which matches no module, so that",
     "of the other layer": REFUSED.format("layers.1.attention.inner", "ModuleDict"),
     "of nothing": REFUSED.format("blocks.*.attention.inner", "ModuleDict"),
     "on another mesh": TORCHS.format("blocks.*.attention.inner", "blocks"),

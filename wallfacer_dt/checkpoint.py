@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from wallfacer_dt import metp, ops  # noqa: F401  they register the operators
@@ -44,8 +44,9 @@ def save_attention(
         ValueError: something in the list is no operator, as ``torch.ops.aten.mm`` without ``.default``.
     """
     if policy is not None and not callable(policy):
-        policy = [*policy]
-        create_selective_checkpoint_contexts(policy)  # which refuses what would match nothing
+        for op in policy:  # as torch looks at a list of its own
+            if not isinstance(op, OpOverload | HigherOrderOperator):
+                raise ValueError(f"policy must list operators such as torch.ops.aten.mm.default, got {op!r}")
     return partial(create_selective_checkpoint_contexts, partial(_decide, policy))
 
 

@@ -44,7 +44,8 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
 
     Raises:
         TypeError: order is no token order.
-        ValueError: the stream has no whole window, or the order asks for documents.
+        ValueError: the stream has no whole window, or the order asks for documents; raised on every rank of the order's
+            mesh where they next meet on it.
     """
 
     def __init__(self, tokens: TokenStream, length: int, order: TokenOrder | None = None) -> None:

@@ -37,6 +37,8 @@ class AttentionStyle(ParallelStyle):
         """
         place = place_in_plan()
         whole, model = (path, None) if place is None else (place.path, place.model())
+        if not f".{whole}".endswith(f".{path}"):  # of a plan that a style applies where another one has it
+            whole, model = path, None
         found = True if model is None else matches(model, whole)
         if is_part and (found is None or place in self._applied):
             return

@@ -32,16 +32,20 @@ def place_in_plan() -> Place | None:
 
 
 def matches(model: nn.Module, path: str) -> bool | None:
-    """Whether a plan's path matches a module of a model, as ``parallelize_module`` looks for it.
+    """Whether a plan's path matches a module of a model, as ``parallelize_module`` looks for it, or may in other parts.
 
-    None where it asks for all of a container in which there is nothing, as of a pipeline's stage without layers.
+    So may that of a layer by its number, which another stage of a pipeline has. None where it asks for all layers of
+    none, as a stage may have.
     """
     found = [model]
     for token in path.split("."):
-        if token == "*" and any(isinstance(one, nn.ModuleList | nn.ModuleDict) and not len(one) for one in found):
+        layers = [one for one in found if isinstance(one, nn.ModuleList | nn.ModuleDict)]
+        if token == "*" and not all(map(len, layers)):
             return None
         found = [child for one in found for name, child in one.named_children() if fnmatch(name, token)]
-    return bool(found)
+        if not found:
+            return bool(layers) and token.isdigit()
+    return True
 
 
 def name_in_plan(module: nn.Module) -> str:

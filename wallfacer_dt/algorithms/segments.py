@@ -159,7 +159,7 @@ def plan_work(queries: ByRow, keys: ByRow, mask: Mask, sees: Sees | None = None)
     return tuple(Segments(*window, tuple(by_row)) for (window, _), by_row in calls.items())
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def split_work(work: Work) -> tuple[Work, Work]:
     """Two parts of about equal area, for work that has to hide something both before and after it."""
     half = sum(call.area for call in work) / 2
