@@ -138,7 +138,7 @@ def test_a_list_of_what_matches_nothing_is_refused(some: Any) -> None:
 
 def test_a_list_may_be_told_where_it_is_compiled() -> None:
     def block(x: Tensor) -> Tensor:
-        context_fn = save_attention([torch.ops.aten.mm.default])
+        context_fn = save_attention({torch.ops.aten.mm.default})  # pyrefly: ignore[bad-argument-type]
         return checkpoint(lambda x: torch.sin(x @ x), x, use_reentrant=False, context_fn=context_fn)
 
     x, whole = torch.randn(4, 4, requires_grad=True), torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -44,6 +44,7 @@ def save_attention(
         ValueError: something in the list is no operator, as ``torch.ops.aten.mm`` without ``.default``.
     """
     if policy is not None and not callable(policy):
+        policy = [*policy]
         for op in policy:  # as torch looks at a list of its own
             if not isinstance(op, OpOverload | HigherOrderOperator):
                 raise ValueError(f"policy must list operators such as torch.ops.aten.mm.default, got {op!r}")
