@@ -326,7 +326,7 @@ def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tupl
     early = (low == first) & (first < end)  # of those whose end moves the first, which sees nothing yet
     rows[:, 0] += early
     first += early
-    segments = np.stack([rows[:, 0], rows[:, 1], low, end], -1)[low < end]
+    segments = _beside(low < end, rows[:, 0], rows[:, 1], low, end)
     causal = (first < end)[low < end]
     causal |= (segments[:, 1] - segments[:, 0] == 1) & causal.any()
     return np.where(causal[:, None], _CAUSAL, _FULL), segments

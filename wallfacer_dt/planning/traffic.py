@@ -131,7 +131,7 @@ def _wire(some: Arrivals, node: Ints, *, goes_round: bool, is_striped: bool) -> 
 
     nbytes = by_rank(some.nbytes)
     entering = some.nbytes * crosses
-    from_others = by_rank(entering) if crosses.any() else np.zeros_like(nbytes)
+    from_others = by_rank(entering)
     intra, node_bytes = nbytes - from_others, _summed(node, from_others, int(node.max()) + 1)
     if goes_round and is_striped:
         together = by_rank(node[some.receiver] == node[some.sender]) + 1

@@ -73,17 +73,18 @@ def feed_forward_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     if not isinstance(model, upstream.Decoder):
         raise ValueError(f"{type(model).__name__} is not a Decoder of torchtitan")
     style = METPParallel(gate="w1", up="w3", down="w2", activation="silu")
-    dense = {key: getattr(block, "feed_forward", None) for key, block in model.layers.items()}
-    dense = {
-        f"layers.{key}.feed_forward": part for key, part in dense.items() if isinstance(part, upstream.FeedForward)
-    }
-    for name, part in dense.items():
+    plan: dict[str, ParallelStyle] = {}
+    for key, block in model.layers.items():
+        name, part = f"layers.{key}.feed_forward", getattr(block, "feed_forward", None)
+        if not isinstance(part, upstream.FeedForward):
+            continue
         if type(part) is not upstream.FeedForward:
             raise ValueError(
                 f"{name} is {type(part).__name__}, and METP takes the place of FeedForward alone: make the model with "
                 "tp_gemm_backend='default', and without overrides of FeedForward"
             )
-    return dict.fromkeys(dense, style)
+        plan[name] = style
+    return plan
 
 
 def _check_decoder(model: upstream.Decoder) -> None:
