@@ -26,7 +26,7 @@ from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
-_SMALL, _MANY = 1024, 10
+_SMALL, _MANY = 1024, 50
 _SECONDS = 0.05  # that a timed transfer should take at least
 _LARGEST = 2**26
 _LONG, _MOST = 0.1, 1000  # seconds that repeating a kernel should take at least, and how often it is repeated at most

@@ -2,9 +2,10 @@
 
 Every rank has two interfaces: ``in`` to the switch of its node, ``out`` to other nodes. Either its node's ranks share
 one link, behind a switch of their own, or each has an adapter. A link is limited where something is sent into it and
-where it comes out, by ``tc htb``, evenly for all ranks that something is sent to; short packets go before long ones, or
-else a rank could not say that it is ready to receive while it sends. The rank's one address is at ``out``, and a route
-to its own node's goes by ``in``. All names begin with a prefix, by which everything is found again.
+where it comes out, by ``tc htb``: there evenly for all ranks that something is sent to, here for all that it comes
+from; short packets go before long ones, or else a rank could not say that it is ready to receive while it sends. The
+rank's one address is at ``out``, and a route to its own node's goes by ``in``. All names begin with a prefix, by which
+everything is found again.
 """
 
 import ctypes
@@ -108,9 +109,9 @@ class Network:
                 self._switch(f"b{node}")
                 up, down = f"{self.prefix}u{node}", f"{self.prefix}d{node}"
                 _run("ip", "link", "add", up, "type", "veth", "peer", "name", down)
-                for end, switch in ((up, f"b{node}"), (down, "b")):
+                for end, switch, by in ((up, f"b{node}", "dst"), (down, "b", "src")):
                     self._plug(end, switch)
-                    self._limit(end, machines.rates[node], machines.latency)
+                    self._limit(end, machines.rates[node], machines.latency, by=by)
         for rank in range(machines.ranks):
             self._rank(rank, rank // machines.per_node)
 
@@ -130,7 +131,7 @@ class Network:
         _run("ip", "link", "add", port, "type", "veth", "peer", "name", inner, "netns", name)
         self._plug(port, switch)
         _run("ip", "-n", name, "link", "set", inner, "gso_max_size", str(_PACKET), "up")
-        self._limit(port, rate, latency)
+        self._limit(port, rate, latency, by="src")
         self._limit(inner, rate, latency, "-n", name)
 
     def _switch(self, name: str) -> None:
@@ -140,26 +141,27 @@ class Network:
     def _plug(self, port: str, switch: str) -> None:
         _run("ip", "link", "set", port, "gso_max_size", str(_PACKET), "master", f"{self.prefix}{switch}", "up")
 
-    def _limit(self, device: str, rate: float | None, latency: float, *inside: str) -> None:
+    def _limit(self, device: str, rate: float | None, latency: float, *inside: str, by: str = "dst") -> None:
         if rate is None:
             return
         leaf = f"netem delay {latency / 2}ms limit 100000" if latency else f"bfifo limit {_QUEUE}"
-        way = f"htb rate {{}}mbit ceil {rate}mbit burst {_BURST} cburst {_BURST}"
+        way = f"htb rate {rate}mbit ceil {rate}mbit burst {_BURST} cburst {_BURST}"
         lines = [
             f"qdisc add dev {device} handle 1: root htb default 2",
-            f"class add dev {device} parent 1: classid 1:1 {way.format(rate)}",
-            f"class add dev {device} parent 1:1 classid 1:2 {way.format(rate)} prio 0",
+            f"class add dev {device} parent 1: classid 1:1 {way}",
+            f"class add dev {device} parent 1:1 classid 1:2 {way} prio 0",
             f"qdisc add dev {device} parent 1:2 {leaf}",
             # What is shorter than 256 bytes: acknowledgements, and that a rank is ready to receive.
             f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:2",
         ]
         for rank in range(self.machines.ranks):
-            own, share = f"1:{rank + 16:x}", way.format(rate / self.machines.ranks)
+            # Of its own next to nothing, which a class sends whatever the link has left; the link lends it the rest.
+            own, share = f"1:{rank + 16:x}", f"htb rate 8kbit ceil {rate}mbit burst 1kb cburst {_BURST}"
             address = f"{self.address(rank)}/32"
             lines += [
                 f"class add dev {device} parent 1:1 classid {own} {share} prio 1 quantum {_PACKET}",
                 f"qdisc add dev {device} parent {own} {leaf}",
-                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip dst {address} flowid {own}",
+                f"filter add dev {device} parent 1: protocol ip prio 2 u32 match ip {by} {address} flowid {own}",
             ]
         try:
             _run("tc", *inside, "-batch", "-", given="\n".join(lines))

@@ -13,11 +13,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO, get_type_hints
 from unittest.mock import patch
 
@@ -74,10 +75,7 @@ class Rank:
         leaves = [torch.randn(1, n, case.tokens, case.head_dim, dtype=DTYPE, requires_grad=True) for n in shape]
         with _clocked(case), self._mesh(way) as mesh:
             attend = self._attention(way, case, mesh, kernel=device.KERNEL)
-            grad = torch.ones(1, case.heads, case.tokens, case.head_dim, dtype=DTYPE)
-            out, forward = _timed(lambda: attend(*leaves))
-            _, backward = _timed(lambda: torch.autograd.grad(out, leaves, grad))
-        return {"forward": forward, "backward": backward}
+            return _both(lambda: attend(*leaves), leaves, torch.ones_like(leaves[0]))
 
     def _metp(self, case: Case, way: Candidate) -> dict[str, Any]:
         """The same of METP's feed-forward, or of its attention."""
@@ -94,9 +92,7 @@ class Rank:
                     attention=wf.RingParallel(check=False, **moves),
                 )  # fmt: skip
             parallelize_module(block, mesh, style)
-            out, forward = _timed(lambda: block(x))
-            _, backward = _timed(lambda: out.backward(torch.ones_like(out)))
-        return {"forward": forward, "backward": backward}
+            return _both(lambda: block(x), [x, *block.parameters()], torch.ones_like(x))
 
     def check(self, case: Case, way: Candidate) -> dict[str, Any]:
         """The largest error of output and gradients with real kernels in float32, relative to the largest element."""
@@ -148,6 +144,15 @@ def _clocked(case: Case) -> AbstractContextManager[object]:
     return patch.object(device.DEVICE, "kernels", case.kernels)
 
 
+def _both(work: Callable[[], Tensor], leaves: Sequence[Tensor], grad: Tensor) -> dict[str, Any]:
+    """What is timed of forward and backward, after what the first call plans, for which nothing is sent or computed."""
+    with patch.object(functional, "_ops", _NOTHING), patch.object(device.DEVICE, "compute", lambda _: None):
+        torch.autograd.grad(work(), leaves, grad)
+    out, forward = _timed(work)
+    _, backward = _timed(lambda: torch.autograd.grad(out, leaves, grad))
+    return {"forward": forward, "backward": backward}
+
+
 def _timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     """What work gives; seconds until the last is done; and by rank its device's ``busy`` and ``held``."""
     begin = float(_everyones(time.perf_counter()).max()) + _LEAD  # one machine, one clock
@@ -167,7 +172,7 @@ def _everyones(*values: float) -> Tensor:
 
 
 class _Messages:
-    """The collectives, with all-to-alls and broadcasts as NCCL makes them (docs/planner.md, an emulated cluster)."""
+    """The collectives, where gloo's are other messages as NCCL makes them (docs/planner.md, an emulated cluster)."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops._c10d_functional, name)
@@ -190,6 +195,12 @@ class _Messages:
         works += [ranks.send([to[rank]], rank, 0) for rank in targets if sent[rank]]
         return _coming(arrived, works)
 
+    def all_gather_into_tensor(self, buffer: Tensor, size: int, group: str) -> Tensor:
+        if buffer.is_meta or size != 2:
+            return torch.ops._c10d_functional.all_gather_into_tensor(buffer, size, group)
+        # Gloo's is two messages to the one other rank, the second of which is announced behind the bytes of the first.
+        return self.all_to_all_single(buffer.repeat(2), [len(buffer)] * 2, [len(buffer)] * 2, group)
+
     def broadcast(self, buffer: Tensor, source: int, group: str) -> Tensor:
         # As many bytes come to everybody, from the rank before and all at once; what they are no device asks.
         ranks = c10d._resolve_process_group(group)  # pyrefly: ignore[bad-argument-type]
@@ -198,6 +209,15 @@ class _Messages:
         works = [ranks.recv([arrived], (me - 1) % size, 0)] if me != source else []
         works += [ranks.send([buffer.contiguous()], (me + 1) % size, 0)] if (me + 1) % size != source else []
         return _coming(arrived, works)
+
+
+_NOTHING = SimpleNamespace(
+    wait_tensor=lambda pending: pending,
+    all_to_all_single=lambda buffer, received, *_: buffer.new_zeros(sum(received)),
+    all_gather_into_tensor=lambda buffer, size, _: buffer.new_zeros(size * len(buffer)),
+    broadcast=lambda buffer, *_: buffer.new_zeros(buffer.shape),
+)
+"""The collectives, of which nothing is sent, and zeros come."""
 
 
 def _coming(arrived: Tensor, works: Iterable[Any]) -> Tensor:
