@@ -23,11 +23,6 @@ class Way:
     rank_bytes: tuple[int, ...]
     node_bytes: int
 
-    @property
-    def share(self) -> float:
-        """Of the seconds, in which a rank waits."""
-        return self.exposed / self.seconds
-
 
 def predicted_ways(
     model: ModelShape, sequence: SequenceShape, cluster: Cluster, only: Callable[[Candidate], bool] = lambda _: True

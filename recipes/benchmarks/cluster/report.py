@@ -81,14 +81,7 @@ def _tables(results: Mapping[Case, Result]) -> Iterator[Table]:
         "case", "fastest", "s", "profiled", "s", "/ bound", "busy", "forward", "backward", "regret",
         "regret of predicted", "predicted, %", *(f"{name} /" for name in (RING, ULYSSES, USP, PUBLISHED)),
     ]  # fmt: skip
-    yield Table("Case by case", head, [_row(result) for result in results.values()], _NOTE)
-
-
-_NOTE = (
-    "Seconds of forward and backward, medians. Busy: of the profiled way, the busiest device, in both together, and in "
-    "each alone. Predicted: above what was measured, of all ways the least and the most. Ring / is how many times as "
-    "long as what was profiled it takes, and so on."
-)
+    yield Table("Case by case", head, [_row(result) for result in results.values()])
 
 
 def _row(result: Result) -> list[str]:

@@ -33,41 +33,20 @@ def tables(results: Results) -> Iterator[Table]:
     if some := scaling(results):
         head = ["figure and cluster", "C", "published", "predicted", "the paper", "ring", "predicted", "choice",
                 "predicted", "the choice"]  # fmt: skip
-        yield Table("WallFacer's figures", head, [_row(one) for one in some.values()], _NOTE)
+        yield Table("WallFacer's figures", head, [_row(one) for one in some.values()])
     if some := hiding(results, OVERLAP):
         head = ["hop / block", "tokens", "hide a hop", "A100s, K tokens",
                 *(f"{name}, {way}" for name in _LINES for way in ("forward", "backward"))]  # fmt: skip
         rows = [_hiding(case, one) for case, one in some.items()]
-        yield Table("Ring Attention, table 2: what hides a hop", head, rows, _HIDES)
+        yield Table("Ring Attention, table 2: what hides a hop", head, rows)
     if some := hiding(results, METP):
         head = ["hop / block", "forward", "predicted", "one after the other", "backward", "predicted",
                 "one after the other"]  # fmt: skip
-        yield Table("METP, figure 7", head, [_metp(case, one) for case, one in some.items()], _METP)
+        yield Table("METP, figure 7", head, [_metp(case, one) for case, one in some.items()])
     if some := hiding(results, METP_ATTENTION):
         head = ["hop / block", "forward", "predicted", "backward", "predicted"]
         rows = [[f"{case.ratio:g}", *_beside(one.ways[METP_ATTENTION])] for case, one in some.items()]
-        yield Table(METP_ATTENTION, head, rows, _HEADS)
-
-
-_NOTE = (
-    "How much more tokens per second than the papers' ring, whose keys and values rotate forward and backward. "
-    "Published: with the better C. Ring: this package's, which rotates what is less. Choice: what the planner profiles."
-)
-_HIDES = (
-    "8 ranks on a flat network: time over that in which the device computes, measured / predicted. 1 is hidden "
-    "entirely. By the paper a block of FLOPS / bandwidth tokens hides a hop, the third column's here; its table has "
-    "24.5K tokens for A100s over InfiniBand, so that a row's block is as one of the fourth column's there."
-)
-_METP = (
-    "8 ranks on a flat network: time over that in which the device computes; and what it would be if nothing were "
-    "computed while something is sent. The paper's condition is a ratio below 1 (its section 3.2: 1,040 tokens a rank)."
-)
-
-_HEADS = (
-    "The same, 8 heads, whose weights come a group after the other while keys and values go round the ring: both have "
-    "this ratio to what is computed of them. The paper has no figure of it; its condition (section 4.3) is that of the "
-    "feed-forward for both, 8,320 tokens on 8 GPUs, a ratio below 1."
-)
+        yield Table(METP_ATTENTION, head, rows)
 
 
 def gain(result: Result, name: str, *, predicted: bool = False) -> float:

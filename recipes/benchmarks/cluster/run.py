@@ -25,7 +25,7 @@ from wallfacer_dt.planning.weights_ring import feed_forward_events
 PREDICTED, PROFILED = "predicted", "profiled"
 TOLERANCE = 1e-4
 BUSY, HELD = 0.01, 0.15
-_AGAIN = 1.25  # times as long as the fastest: ways that took longer in the first round take no other turn
+_AGAIN, _LONG = 1.25, 2.0  # times as long as the fastest, and seconds: ways that took longer take no other turn
 _TALK = 1 << 20
 _TOP = 4
 
@@ -72,7 +72,7 @@ def measure(cluster: Cluster, links: Links, case: Case, rounds: int, commit: str
         start = turn % len(ways)
         first = {way: sum(one["seconds"] for one in some[0][0].values()) for way, some in turns.items() if some}
         for way in [*ways[start:], *ways[:start]]:
-            if not turn or first[way] <= _AGAIN * min(first.values()):
+            if not turn or first[way] <= min(_LONG, _AGAIN * min(first.values())):
                 turns[way].append(_counted(cluster, "turn", case=asdict(case), way=asdict(way)))
     found = {way: _measured(way, case, links, turns[way]) for way in ways}
     by_name = {name: found[way] for name, way in names.items()}

@@ -43,7 +43,7 @@ def ways_table(heads: tuple[int, int], *, weak: bool) -> Table:
 def _cell(way: Way | None) -> str:
     if way is None:
         return "-"
-    return f"{way.seconds:.3g} / {way.exposed:.2g} / {way.share:.1%} / {way.node_bytes / GB:.3g}"
+    return f"{way.seconds:.3g} / {way.exposed:.2g} / {way.exposed / way.seconds:.1%} / {way.node_bytes / GB:.3g}"
 
 
 _STYLES = {
@@ -62,7 +62,9 @@ def picture(path: Path, *, weak: bool) -> str:
             name: {case.ranks: way for case, ways in points if (way := first(ways, name)) is not None} for name in NAMES
         }
         time = {name: {p: way.seconds for p, way in curve.items()} for name, curve in curves.items()}
-        share = {name: {p: 100 * way.share for p, way in curve.items()} for name, curve in curves.items()}
+        share = {
+            name: {p: 100 * way.exposed / way.seconds for p, way in curve.items()} for name, curve in curves.items()
+        }
         node = {n: {p: way.node_bytes / GB for p, way in c.items() if p > PER_NODE} for n, c in curves.items()}
         node["lower bound"] = {case.ranks: case.node_bound / GB for case, _ in points if case.node_bound}
         by_ranks = {"xscale": "log", "xlabel": "ranks P, 8 on a node"}
