@@ -25,7 +25,7 @@ from wallfacer_dt.planning.weights_ring import feed_forward_events
 PREDICTED, PROFILED = "predicted", "profiled"
 TOLERANCE = 1e-4
 BUSY, HELD = 0.01, 0.15
-_AGAIN, _LONG = 1.25, 2.0  # times as long as the fastest, and seconds: ways that took longer take no other turn
+_AGAIN, _LONG = 1.25, 1.0  # times as long as the fastest, and seconds: ways that took longer take no other turn
 _TALK = 1 << 20
 _TOP = 4
 
