@@ -39,7 +39,7 @@ from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because, _order, _Search
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, last_of, run
-from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires, wires_by_inner
+from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
 from wallfacer_dt.planning.units import format_size
 from wallfacer_dt.testing.fake import fake_world
 
@@ -502,20 +502,6 @@ def test_a_ring_across_nodes_copies_what_one_rank_receives() -> None:
     hops = [one for key, one in on.items() if key.kind == "move" and not key.backward]
     shard = 2 * 4096 // 16 * 1024 * 4
     assert hops == [Wire(shard, 1, shard, 1, shard, shard)]
-
-
-def test_ranks_that_run_together_have_wires_of_their_own() -> None:
-    """Of a ring across nodes every rank receives from its node or from another, and none from both."""
-    ring, windowed = Candidate(16, order="contiguous"), replace(SEQUENCE, is_causal=True, window_size=(600, 0))
-    by_rank = wires_by_inner(arrivals(ring, MODEL, windowed), node_of(ring, 4), 16, striped_gathers=True)
-    shard = 2 * 4096 // 16 * 1024 * 4
-    for rank, mine in enumerate(by_rank):
-        hops = {one for key, one in mine.items() if key.kind == "move" and not key.backward and key.shift == 1}
-        assert hops == {Wire(shard, 1, shard, 0, 0, shard) if rank % 4 else Wire(shard, 0, 0, 1, shard, shard)}
-    for way in attention_cost(ring, MODEL, windowed, cluster(16, 4)).ways:
-        begun = [event.wire for event in way.events if isinstance(event, Begin)]
-        assert begun
-        assert all((one.intra == 0) != (one.inter == 0) for one in begun)
 
 
 def test_a_sequence_that_is_too_short_to_hop() -> None:

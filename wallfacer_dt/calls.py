@@ -31,7 +31,6 @@ from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels.block import BlockKernel, Need
 from wallfacer_dt.kernels.merge import output_factor, row_delta, sinks_gradient, with_sinks
 from wallfacer_dt.kernels.registry import select_kernel
-from wallfacer_dt.kernels.visible import finite
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.options import Options
 
@@ -261,7 +260,6 @@ class Call(NamedTuple):
         replicated = self.plan.replicated
         grad_out = replicated.summed(_dense(grad_out))
         out, lse, own_q, *own_keys = replicated.own(out, lse, q, *keys)
-        lse = finite(lse)
         queries, own_out, delta = (own_q, grad_out, lse), out, None
         if self.plan.groups.place.ulysses > 1:  # queries come from elsewhere
             delta = row_delta(grad_out, out, lse.dtype)

@@ -47,7 +47,7 @@ from wallfacer_dt.kernels.block import (
     refuse,
 )
 from wallfacer_dt.kernels.merge import accumulation_dtype, as_dtype
-from wallfacer_dt.kernels.visible import visible_keys
+from wallfacer_dt.kernels.visible import finite, visible_keys
 from wallfacer_dt.kernels.windows import Launch, Windowed, cropped, loadable, padded
 
 _ANTICAUSAL = Band(0, None)
@@ -93,7 +93,7 @@ class Dense:
         if not (self.is_told or _needs_no_telling(how, q, k)):
             return reference.backward(grad_out, q, k, v, out, lse, how)
         is_causal, visible = _seen(how, q, k)
-        return self.run_backward(self.operators(), grad_out, q, k, v, out, lse, visible, is_causal, how.scale)
+        return self.run_backward(self.operators(), grad_out, q, k, v, out, finite(lse), visible, is_causal, how.scale)
 
     def _simplest(self, how: How, q: Tensor, k: Tensor) -> How:
         if how.softcap or how.mask is not None:

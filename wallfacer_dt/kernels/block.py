@@ -101,8 +101,8 @@ class Backward(Protocol):
         """Return dq, dk, dv in the inputs' dtype, of what :class:`Forward` takes.
 
         ``out`` and ``lse`` are those of the whole row, over all blocks; of ``out`` only rowsum(grad_out * out)
-        matters. A row that sees no key of any block has lse 0 here, and no gradient. What is returned may be written
-        over.
+        matters. A row with lse -inf, which sees no key of any block, has no gradient. What is returned may be
+        written over.
         """
 
 

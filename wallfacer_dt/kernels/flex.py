@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, 
 from wallfacer_dt.agreement.meeting import kept, outside_dispatch
 from wallfacer_dt.kernels.block import FULL, Band, BlockKernel, Gradients, How, Need, no_softcap, refuse
 from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.kernels.visible import finite
 
 _KEPT = 64  # bands and shapes of each mask
 # As long as the mask is, as in visible.py.
@@ -102,7 +103,7 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     with outside_dispatch(), torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         block_out, block_lse = attend(q, k, v, _blocks(how, q, k), how.scale)
-        weight = (block_lse.detach() - lse).exp()
+        weight = (block_lse.detach() - finite(lse)).exp()
         shift = (grad_out.to(wide) * (block_out.detach().to(wide) - out)).sum(-1)
         grad_block_out = (weight.unsqueeze(-1) * grad_out).to(block_out.dtype)
         dq, dk, dv = torch.autograd.grad((block_out, block_lse), (q, k, v), (grad_block_out, weight * shift))

@@ -75,7 +75,7 @@ def sinks_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
     A sink's value is 0, so its score's gradient p (dp - delta) is -p delta.
     """
     scores = sinks.to(lse.dtype).unsqueeze(-1)
-    probability = torch.exp(scores - lse)
+    probability = torch.exp(scores - finite(lse))
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
 
 

@@ -51,7 +51,7 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     go_BGRLH, q_BGRLH = _grouped(grad_out, kv_heads), _grouped(q, kv_heads)
     scores_BGRLS = _scores(q, k, how)
     masked_BGRLS = _masked(scores_BGRLS, how, q, k)
-    p_BGRLS = (masked_BGRLS - _grouped(lse.unsqueeze(-1), kv_heads)).exp()
+    p_BGRLS = (masked_BGRLS - _grouped(finite(lse).unsqueeze(-1), kv_heads)).exp()
     delta_BGRL1 = (go_BGRLH * _grouped(out, kv_heads)).sum(-1, keepdim=True)
     dp_BGRLS = torch.einsum("bgrlh,bgsh->bgrls", go_BGRLH, _wide(v))
     ds_BGRLS = p_BGRLS * (dp_BGRLS - delta_BGRL1) * how.scale

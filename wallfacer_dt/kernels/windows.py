@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wallfacer_dt.kernels.block import Band, Gradients, How, Ragged, refuse
 from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.kernels.visible import finite
 
 _ALIGNMENT = 16  # bytes
 
@@ -139,7 +140,7 @@ class Windowed:
         for window in windows:
             cut = *_cut(window, q, k, v), *(x[:, :, window.start : window.stop] for x in (grad_out, out))
             q_BLNH, k_BLNH, v_BLNH, go_BLNH, out_BLNH = _by_tokens(self._loadable((q, k, v), cut))
-            known = lse[:, :, window.start : window.stop].contiguous()
+            known = finite(lse[:, :, window.start : window.stop]).contiguous()
             given = go_BLNH, q_BLNH, k_BLNH, v_BLNH, out_BLNH, known
             grads = self.run_backward(self.functions(), *given, _launch(window, how))
             parts.append([cropped(x.transpose(1, 2), like) for x, like in zip(grads, (q, k, v), strict=True)])
@@ -169,7 +170,7 @@ class Windowed:
     def _backward_of_segments(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How, ragged: Ragged
     ) -> Gradients:
-        known = lse.transpose(0, 1).flatten(1).contiguous()
+        known = finite(lse).transpose(0, 1).flatten(1).contiguous()
         q_TNH, k_TNH, v_TNH, go_TNH, out_TNH = self._loadable((q, k, v), _flat(q, k, v, grad_out, out))
         given = go_TNH, q_TNH, k_TNH, v_TNH, out_TNH, known
         grads = self.run_backward(self.functions(), *given, _launch(ragged, how))

@@ -16,7 +16,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run
-from wallfacer_dt.planning.traffic import into_nodes, into_ranks, one_way, wires_by_inner
+from wallfacer_dt.planning.traffic import into_nodes, into_ranks, one_way, wires
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +118,16 @@ def _one_way(
         return _by_groups(candidate, model, sequence, cluster, siblings, together, backward)
     arrived = one_way(candidate, model, sequence, backward=backward)
     node = node_of(candidate, cluster.ranks_per_node)
+    on_wires = wires(arrived, node, striped_gathers=cluster.striped_gathers)
+    if siblings > 1:
+        on_wires = {key: replace(wire, node=siblings * wire.node) for key, wire in on_wires.items()}
     programs = programs_of(candidate, sequence, together=together, backward=backward)
     indices = [*programs]
-    on_wires = wires_by_inner(arrived, node, len(indices), striped_gathers=cluster.striped_gathers)
-    if siblings > 1:
-        on_wires = [{key: replace(wire, node=siblings * wire.node) for key, wire in mine.items()} for mine in on_wires]
 
     def of_heads(heads: Groups) -> tuple[Timeline, int, list[Event]]:
         ranks = [
-            attention_events(program, candidate, model, sequence, cluster.kernels, mine, heads, backward=backward)
-            for program, mine in zip(programs.values(), on_wires, strict=True)
+            attention_events(program, candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward)
+            for program in programs.values()
         ]
         last, events = last_of(ranks, cluster) if len(ranks) > 1 else (0, [*ranks[0]])
         return run(events, cluster), indices[last], events

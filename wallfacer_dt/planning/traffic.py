@@ -93,21 +93,10 @@ def one_way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *,
 
 def wires(arrived: dict[Key, Arrivals], node: Ints, *, striped_gathers: bool = True) -> dict[Key, Wire]:
     """The same as links see it; ``node`` is that of every sequence index. For gathers see :class:`Cluster`."""
-    (found,) = wires_by_inner(arrived, node, 1, striped_gathers=striped_gathers)
-    return found
-
-
-def wires_by_inner(
-    arrived: dict[Key, Arrivals], node: Ints, inner: int, *, striped_gathers: bool
-) -> list[dict[Key, Wire]]:
-    """The same by inner index, of so many: at those of its ranks where it is most."""
-    found: list[dict[Key, Wire]] = [{} for _ in range(inner)]
-    for key, some in arrived.items():
-        by_rank = _by_rank(some, node, goes_round=key.kind == "gather", is_striped=striped_gathers)
-        most = np.stack(by_rank).reshape(len(by_rank), -1, inner).max(1)
-        for mine, one in zip(found, most.T.tolist(), strict=True):
-            mine[key] = Wire(*one)
-    return found
+    return {
+        key: _wire(some, node, goes_round=key.kind == "gather", is_striped=striped_gathers)
+        for key, some in arrived.items()
+    }
 
 
 def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
@@ -131,25 +120,30 @@ def _summed(of: Ints, amounts: Ints, size: int) -> Ints:
     return sums
 
 
-def _by_rank(some: Arrivals, node: Ints, *, goes_round: bool, is_striped: bool) -> tuple[Ints, ...]:
-    """What a :class:`Wire` has, by rank."""
+def _wire(some: Arrivals, node: Ints, *, goes_round: bool, is_striped: bool) -> Wire:
     crosses = _crosses(some, node)
 
     def by_rank(amounts: Ints) -> Ints:
         return _summed(some.receiver, amounts, len(node))
 
-    def messages(amounts: Ints) -> Ints:
-        count = by_rank(amounts)
-        return count if goes_round else np.minimum(count, 1)
+    def messages(amounts: Ints) -> int:
+        return int(by_rank(amounts).max()) if goes_round else int(amounts.any())
 
     nbytes = by_rank(some.nbytes)
     entering = some.nbytes * crosses
     from_others = by_rank(entering)
-    intra, node_bytes = nbytes - from_others, _summed(node, from_others, int(node.max()) + 1)[node]
+    intra, node_bytes = nbytes - from_others, _summed(node, from_others, int(node.max()) + 1)
     if goes_round and is_striped:
         together = by_rank(node[some.receiver] == node[some.sender]) + 1
         from_others = by_rank(-(-entering // together[some.receiver]))
-    return nbytes, messages(~crosses), intra, messages(crosses), from_others, node_bytes
+    return Wire(
+        nbytes=int(nbytes.max()),
+        near=messages(~crosses),
+        intra=int(intra.max()),
+        far=messages(crosses),
+        inter=int(from_others.max()),
+        node=int(node_bytes.max()),
+    )
 
 
 @lru_cache(maxsize=16)  # the placements of a candidate come in a row, and arrays of many ranks are large
