@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from typer.testing import CliRunner
 
 from recipes.benchmarks.cluster import __main__ as command
-from recipes.benchmarks.cluster import device, network, report_papers, run, watcher
+from recipes.benchmarks.cluster import device, network, ranks, report_papers, run, watcher
 from recipes.benchmarks.cluster.cases import (
     DTYPE,
     HYBRID,
@@ -48,6 +49,7 @@ from recipes.benchmarks.pictures import Panel, draw
 from recipes.benchmarks.report import commit
 from tests.machines import needs_network
 from wallfacer_dt import Cluster, Kernels, Link
+from wallfacer_dt.collectives import functional
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, How, Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning.attention import Costs, programs_of
@@ -457,6 +459,58 @@ def test_what_takes_long_or_is_far_slower_than_the_fastest_runs_once() -> None:
     assert {len(one.rounds) for one in found.ways.values()} == {1}
     found = run.measure(Silent(half := replace(CASE, ratio=0.5)), LINKS, half, 2, "abc", lambda _: None)  # pyrefly: ignore[bad-argument-type]
     assert {len(one.rounds) for one in found.ways.values()} == {1}
+
+
+def test_a_call_is_timed_once_it_is_planned(clocked: list[float]) -> None:
+    """For the first one nothing is sent, and nothing computed."""
+    x, seen = torch.ones(2, requires_grad=True), list[bool]()
+
+    def work() -> torch.Tensor:
+        seen.append(functional._ops is ranks._NOTHING)
+        device.DEVICE.compute(1.0)
+        return 2 * x
+
+    timed = patch.object(ranks, "_timed", lambda some: (some(), {"seconds": 1.0}))
+    with timed:
+        assert set(ranks._both(work, [x], torch.ones(2))) == {"forward", "backward"}
+    assert seen == [True, False]
+    assert clocked == [1.0]
+
+
+def test_of_collectives_that_send_nothing_as_much_comes() -> None:
+    buffer, some = torch.ones(6), ranks._NOTHING
+    assert some.wait_tensor(buffer) is buffer
+    assert some.all_to_all_single(buffer, [1, 3], [2, 4], "").equal(torch.zeros(4))
+    assert some.all_gather_into_tensor(buffer, 3, "").equal(torch.zeros(18))
+    assert some.broadcast(buffer, 1, "").equal(torch.zeros(6))
+
+
+def test_a_gather_of_two_is_a_message_to_the_other() -> None:
+    with patch.object(ranks._Messages, "all_to_all_single", lambda _, *given: given):
+        both, *splits, group = ranks._Messages().all_gather_into_tensor(torch.arange(3), 2, "team")
+    assert both.tolist() == [0, 1, 2, 0, 1, 2]
+    assert (splits, group) == ([[3, 3], [3, 3]], "team")
+
+
+@pytest.mark.parametrize("machines", [Machines(2, 2, (25.0,) * 2), Machines(2, 2, (25.0,) * 2, has_adapters=True)])
+def test_a_link_is_shared_by_targets_where_it_enters_and_by_sources_where_it_comes_out(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a class has next to nothing of its own, which it may send whatever the link has left."""
+    told: dict[str, str] = {}
+
+    def noted(*command: str, given: str = "") -> None:
+        if command[0] == "tc":
+            told[" ".join(command[1:-2]) + given.split(" dev ")[1].split()[0]] = given
+
+    monkeypatch.setattr(network, "_run", noted)
+    network.Network(replace(machines, inside=100.0), PREFIX).make()
+    entering = {name for name in told if name.startswith("-n") or name.startswith(f"{PREFIX}u")}
+    assert entering
+    assert set(told) > entering
+    for name, lines in told.items():
+        assert ("match ip dst" in lines, "match ip src" in lines) == (name in entering, name not in entering)
+        assert lines.count("rate 8kbit") == machines.ranks
 
 
 def test_wrong_number_is_refused() -> None:
