@@ -170,10 +170,10 @@ def cases() -> Iterator[Case]:
     yield from (Case(_ADAPTERS, *others) for others in _CROSSED)
     # Calls that would take less than half a second, and one on a flat network: what a message costs a host weighs half.
     for machines, others in _SLOWER.items():
-        yield from (Case(slower(machines), *some) for some in others)
+        yield from (Case(_slower(machines), *some) for some in others)
 
 
-def slower(machines: Machines) -> Machines:
+def _slower(machines: Machines) -> Machines:
     """The same with links half as fast."""
     rates = tuple(rate / 2 for rate in machines.rates)
     return replace(machines, rates=rates, inside=machines.inside and machines.inside / 2)

@@ -1,11 +1,11 @@
 """Ranks as network namespaces, with links as clusters have them; and how they are removed again.
 
 Every rank has two interfaces: ``in`` to the switch of its node, ``out`` to other nodes. Either its node's ranks share
-one link, behind a switch of their own, or each has an adapter. A link is limited where something is sent into it and
-where it comes out, by ``tc htb``: there evenly for all ranks that something is sent to, here for all that it comes
-from; short packets go before long ones, or else a rank could not say that it is ready to receive while it sends. The
-rank's one address is at ``out``, and a route to its own node's goes by ``in``. All names begin with a prefix, by which
-everything is found again.
+one link, behind a switch of their own, or each has an adapter. A link is limited by ``tc htb`` at both ends: where it
+is entered evenly for all ranks that something is sent to, where it is left for all that it comes from; short packets
+go before long ones, or else a rank could not say that it is ready to receive while it sends. The rank's one address is
+at ``out``, and a route to its own node's goes by ``in``. All names begin with a prefix, by which everything is found
+again.
 """
 
 import ctypes
