@@ -38,8 +38,8 @@ from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because, _order, _Search
 from wallfacer_dt.planning.stack import stack_memory
-from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, last_of, run
-from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
+from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle, last_of, run
+from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires, wires_by_inner
 from wallfacer_dt.planning.units import format_size
 from wallfacer_dt.testing.fake import fake_world
 
@@ -131,17 +131,48 @@ def test_ranks_that_run_together_wait_for_those_who_send() -> None:
     assert (line.seconds, line.intra, line.busy) == (22, 22, (22, 0))
 
 
-@examples(30)
-@given(planned(12), st.integers(0, 40))
-def test_ranks_that_run_together_take_no_less_than_one_computes(drawn, window: int) -> None:
+def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last() -> None:
+    of_others = Begin("a", Wire(1, 1, 1, 0, 0, 6))
+    line = run([of_others, End("a"), Settle()], ONE)
+    assert [tuple(bar) for bar in line.bars] == [("intra", "a", 0, 1), ("inter", "a", 0, 6)]
+    assert (line.seconds, line.waiting) == (6, 6)
+    # Five are left of it when three begin to come that this rank waits for, and two when these have.
+    events = [of_others, End("a"), Begin("b", wire(0, 3)), End("b"), Compute(1), Settle(), Compute(1), Settle()]
+    line = run(events, ONE)
+    assert [(bar.what, bar.stop) for bar in line.bars if bar.lane == "inter"] == [("b", 7), ("a", 9)]
+    assert (line.seconds, line.waiting, line.busy) == (10, 8, (1, 9))
+    # Another of the same name is waited for again.
+    assert run([*events, Begin("a", wire(0, 3)), End("a")], ONE).seconds == 13
+    # Who waits for others at last may be through last.
+    assert (
+        last_of([[of_others, End("a"), Settle()], [Begin("a", wire(1)), End("a"), Compute(4), Settle()]], ONE)[0] == 0
+    )
+
+
+@examples(40)
+@given(planned(12), st.integers(0, 40), st.integers(0, 40), st.sampled_from([1e5, 1e8, 1e11]))
+def test_ranks_that_run_together_take_no_less_than_they_need(drawn, left: int, right: int, rate: float) -> None:
+    """Than any computes, or receives from its node, or its node from others; the search goes by it, of layers too."""
     candidate, model, sequence, per_node = drawn
-    sequence = replace(sequence, is_causal=True, window_size=(window, 0))
-    where = cluster(candidate.size, per_node)
+    model = replace(model, ffn=64, layers=2)
+    sequence = replace(sequence, window_size=(left, 0 if sequence.is_causal else right))
+    where = cluster(candidate.size, per_node, kernels=replace(cluster().kernels, forward=rate, backward=rate))
     alone, together = (attention_cost(candidate, model, sequence, where, together=way) for way in (False, True))
     for one, all_of_them in zip(alone.ways, together.ways, strict=True):
-        assert all_of_them.line.seconds >= max(one.line.compute, *one.line.busy) * (1 - 1e-9)
         assert run(all_of_them.events, where).seconds == all_of_them.line.seconds
         assert (one.rank_bytes, one.node_bytes) == (all_of_them.rank_bytes, all_of_them.node_bytes)
+        assert one.least.seconds >= max(one.line.compute, one.node_bytes / where.inter.bandwidth)
+        assert all_of_them.line.seconds >= one.least.seconds * (1 - 1e-9)
+        assert all(busy >= least * (1 - 1e-9) for busy, least in zip(
+            all_of_them.line.busy, (one.least.intra, one.least.inter), strict=True
+        ))  # fmt: skip
+    if per_node == candidate.size:
+        assert all(way.line.seconds >= way.rank_bytes / where.intra.bandwidth * (1 - 1e-9) for way in together.ways)
+    search = _Search(model, sequence, where, None, 0.0)
+    for one in with_layers(candidate, model):
+        least = search._least_step(one, [way.least for way in alone.ways])
+        took = predict(one, model, sequence, where, attention_cost(one, model, sequence, where))
+        assert least <= took.seconds * (1 + 1e-9)
 
 
 @example(6, 24, 6.67e7, 9e-4)
@@ -502,6 +533,21 @@ def test_a_ring_across_nodes_copies_what_one_rank_receives() -> None:
     hops = [one for key, one in on.items() if key.kind == "move" and not key.backward]
     shard = 2 * 4096 // 16 * 1024 * 4
     assert hops == [Wire(shard, 1, shard, 1, shard, shard)]
+
+
+def test_ranks_that_run_together_have_wires_of_their_own() -> None:
+    """Of a ring across nodes every rank receives from its node or from another, and none from both."""
+    ring, windowed = Candidate(16, order="contiguous"), replace(SEQUENCE, is_causal=True, window_size=(600, 0))
+    by_rank = wires_by_inner(arrivals(ring, MODEL, windowed), node_of(ring, 4), 16)
+    shard = 2 * 4096 // 16 * 1024 * 4
+    for rank, mine in enumerate(by_rank):
+        hops = {one for key, one in mine.items() if key.kind == "move" and not key.backward and key.shift == 1}
+        assert hops == {Wire(shard, 1, shard, 0, 0, shard) if rank % 4 else Wire(shard, 0, 0, 1, shard, shard)}
+    for way in attention_cost(ring, MODEL, windowed, cluster(16, 4)).ways:
+        begun = [event.wire for event in way.events if isinstance(event, Begin)]
+        assert begun
+        assert all((one.intra == 0) != (one.inter == 0) for one in begun)
+        assert way.events[-1] == Settle()
 
 
 def test_a_sequence_that_is_too_short_to_hop() -> None:

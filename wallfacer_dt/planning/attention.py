@@ -13,7 +13,7 @@ from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Kernels
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.programs import Attended, Awaited, Program, Sent, Sizes, area_of, attended, program_of
-from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
+from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle
 from wallfacer_dt.planning.traffic import Key, Wire
 
 Groups = tuple[tuple[int, int], ...]
@@ -77,6 +77,8 @@ def attention_events(
     if has_exchange:
         for group in range(len(groups)):
             yield End(f"to_tokens {group}")
+    if sequence.mask.spares_hops:
+        yield Settle()
 
 
 def compute_seconds(

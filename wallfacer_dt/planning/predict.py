@@ -1,6 +1,7 @@
 """What a candidate costs: bytes, time and memory, predicted on the host."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,7 +17,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run
-from wallfacer_dt.planning.traffic import into_nodes, into_ranks, one_way, wires
+from wallfacer_dt.planning.traffic import Arrivals, from_others, into_nodes, into_ranks, one_way, wires_by_inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +119,23 @@ def _one_way(
         return _by_groups(candidate, model, sequence, cluster, siblings, together, backward)
     arrived = one_way(candidate, model, sequence, backward=backward)
     node = node_of(candidate, cluster.ranks_per_node)
-    on_wires = wires(arrived, node, striped_gathers=cluster.striped_gathers)
-    if siblings > 1:
-        on_wires = {key: replace(wire, node=siblings * wire.node) for key, wire in on_wires.items()}
     programs = programs_of(candidate, sequence, together=together, backward=backward)
     indices = [*programs]
+    on_wires = wires_by_inner(arrived, node, len(indices), siblings=siblings, striped_gathers=cluster.striped_gathers)
 
     def of_heads(heads: Groups) -> tuple[Timeline, int, list[Event]]:
         ranks = [
-            attention_events(program, candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward)
-            for program in programs.values()
+            attention_events(program, candidate, model, sequence, cluster.kernels, mine, heads, backward=backward)
+            for program, mine in zip(programs.values(), on_wires, strict=True)
         ]
         last, events = last_of(ranks, cluster) if len(ranks) > 1 else (0, [*ranks[0]])
         return run(events, cluster), indices[last], events
 
     # Ranks with other heads wait for each other: the slowest counts.
     line, inner, events = max(map(of_heads, head_patterns(candidate, model)), key=lambda one: one[0].seconds)
+    least = Spent.of(line)
+    if sequence.mask.spares_hops:
+        least = _unlike(line.compute, [*arrived.values()], node, cluster, siblings)
     hops = np.zeros(candidate.size, np.int64)
     for key, some in arrived.items():
         if key.kind in ("move", "place"):
@@ -145,8 +147,18 @@ def _one_way(
         int(into_ranks(arrived.values(), candidate.size).max()),
         siblings * int(into_nodes(arrived.values(), node).max()),
         hops,
+        least,
         inner,
     )
+
+
+def _unlike(compute: float, arrived: Sequence[Arrivals], node: np.ndarray, cluster: Cluster, siblings: int) -> Spent:
+    """The least that ranks take of which one has more to do or to receive than another, whichever is last."""
+    entering = from_others(arrived, node)
+    intra = (into_ranks(arrived, len(node)) - entering) / cluster.intra.bandwidth
+    inter = siblings * into_nodes(arrived, node) / cluster.inter.bandwidth
+    seconds = np.max([compute, intra.max(), inter.max()])
+    return Spent(float(seconds), compute, 0.0, float(intra.min()), float(inter.min()))
 
 
 def _by_groups(
@@ -169,7 +181,8 @@ def _by_groups(
     hops.flags.writeable = False
     events = tuple(projected.events(lambda heads: inner[heads].events, backward=backward))
     most = int(rank_bytes.max()), siblings * int(node_bytes.max())
-    return OneWay(run(events, cluster), events, *most, hops)
+    line = run(events, cluster)
+    return OneWay(line, events, *most, hops, Spent.of(line))
 
 
 def least_projections(

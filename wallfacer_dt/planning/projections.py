@@ -14,7 +14,7 @@ from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
+from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle
 from wallfacer_dt.planning.traffic import Ints
 
 Heads = tuple[int, int]
@@ -134,6 +134,6 @@ class ProjectedAttention:
 
 def _of_group(event: Event, number: int) -> Event:
     """Attention's event, by a name that no other group's has."""
-    if isinstance(event, Compute):
+    if isinstance(event, Compute | Settle):
         return event
     return event._replace(name=f"{event.name} of heads {number}")

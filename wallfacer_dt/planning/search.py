@@ -337,9 +337,7 @@ class _Search:
         model, sequence, profile = self.model, self.sequence, self.profile
         plain = replace(attention, projections="plain")  # which an attention that was given may not be
         cost = attention_cost(plain, model, sequence, self.cluster, together=False)
-        # Ranks that run together may wait for less than one alone, as what others send late is not in the way.
-        of = Spent.without_waits if sequence.mask.spares_hops else Spent.of
-        spent = [of(way.line) for way in cost.ways]
+        spent = [way.least for way in cost.ways]
         handicap = 0.0
         if attention.team > 1:
             handicap = self.margin * model.layers * (cost.forward.seconds + cost.backward.seconds)

@@ -1,7 +1,7 @@
 """How long a schedule takes: one rank's steps against links on two levels, each shared by what is under way on it.
 
 Ranks that have as much to do run in step, so one stands for all; others are run together (``last_of``). What a link of
-a node carries is what all its ranks receive in that transfer.
+a node carries is what all its ranks receive in that transfer, whether or not this rank is one of them.
 
 Note [Latency]
 A link's bytes are shared and its latency is not: of messages that are under way together each waits for its own, and
@@ -48,7 +48,11 @@ class End(NamedTuple):
     name: str
 
 
-Event = Compute | Begin | End
+class Settle(NamedTuple):
+    """Wait for what only others of the node receive of what was begun: whoever waits for them ends no sooner."""
+
+
+Event = Compute | Begin | End | Settle
 
 _NEVER = math.inf
 
@@ -107,7 +111,7 @@ def on_links(wire: Wire, cluster: Cluster) -> tuple[tuple[float, float], tuple[f
     intra = inter = (0.0, 0.0)
     if wire.intra:
         intra = cluster.intra.latency * wire.near, wire.intra / cluster.intra.bandwidth
-    if wire.inter:
+    if wire.node:
         lane = cluster.inter.bandwidth / cluster.nics
         inter = cluster.inter.latency * wire.far, max(wire.node / cluster.inter.bandwidth, wire.inter / lane)
     return intra, inter
@@ -149,7 +153,7 @@ def last_of(programs: Sequence[Iterable[Event]], cluster: Cluster) -> tuple[int,
     return last, ran[last]
 
 
-def _to_transfers(events: Iterable[Event]) -> Iterator[tuple[list[Compute], Begin | End | None]]:
+def _to_transfers(events: Iterable[Event]) -> Iterator[tuple[list[Compute], Begin | End | Settle | None]]:
     """What a rank computes up to each start of a transfer and each wait, and that; at last what it computes then."""
     some: list[Compute] = []
     for event in events:
@@ -168,6 +172,7 @@ class _Rank:
         self.now, self._cluster, self._line = 0.0, cluster, Timeline()
         self._lanes = {"intra": _Lane(), "inter": _Lane()}
         self._under_way: dict[str, tuple[Wire, float]] = {}
+        self._of_others: dict[str, float] = {}  # what this node's link brings others alone, and when that began
 
     def run(self, event: Event) -> None:
         """The next event."""
@@ -182,17 +187,16 @@ class _Rank:
                 self._under_way[name] = wire, self.now + late
                 for lane, (latency, seconds) in zip(self._lanes.values(), on_links(wire, self._cluster), strict=True):
                     lane.begin(name, latency, seconds, self.now + late)
+                if wire.node and not wire.inter:
+                    self._of_others[name] = self.now + late
             case End(name):
                 wire, began = self._under_way.pop(name)
-                there = self.now
-                for level, lane in self._lanes.items():
-                    arrives = lane.end(name)
-                    if arrives is not None:
-                        line.bars.append(Bar(level, name, began, arrives))
-                        there = max(there, arrives)
-                line.waiting += there - self.now
-                self.now = there
+                self._wait(name, began, ("intra",) if name in self._of_others else ("intra", "inter"))
                 self._copy(wire)
+            case Settle():
+                for name, began in self._of_others.items():
+                    self._wait(name, began, ("inter",))
+                self._of_others.clear()
 
     def finished(self) -> Timeline:
         """What came of it."""
@@ -200,6 +204,16 @@ class _Rank:
         line.seconds, line.intra, line.inter = self.now, intra.under_way, inter.under_way
         line.busy = intra.busy, inter.busy
         return line
+
+    def _wait(self, name: str, began: float, levels: Iterable[str]) -> None:
+        there = self.now
+        for level in levels:
+            arrives = self._lanes[level].end(name)
+            if arrives is not None:
+                self._line.bars.append(Bar(level, name, began, arrives))
+                there = max(there, arrives)
+        self._line.waiting += there - self.now
+        self.now = there
 
     def _copy(self, wire: Wire) -> None:
         """What is sent, or received: as much."""

@@ -93,10 +93,28 @@ def one_way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *,
 
 def wires(arrived: dict[Key, Arrivals], node: Ints, *, striped_gathers: bool = True) -> dict[Key, Wire]:
     """The same as links see it; ``node`` is that of every sequence index. For gathers see :class:`Cluster`."""
-    return {
-        key: _wire(some, node, goes_round=key.kind == "gather", is_striped=striped_gathers)
-        for key, some in arrived.items()
-    }
+    (found,) = wires_by_inner(arrived, node, 1, striped_gathers=striped_gathers)
+    return found
+
+
+def wires_by_inner(
+    arrived: dict[Key, Arrivals], node: Ints, inner: int, *, siblings: int = 1, striped_gathers: bool = True
+) -> list[dict[Key, Wire]]:
+    """The same by inner index, of so many: at those of its ranks where it is most.
+
+    ``siblings``: how many groups of such ranks share a node's link.
+    """
+    found: list[dict[Key, Wire]] = [{} for _ in range(inner)]
+    known: dict[tuple[int, ...], Wire] = {}  # ranks in the middle of a sequence are alike
+    for key, some in arrived.items():
+        by_rank = _by_rank(some, node, goes_round=key.kind == "gather", is_striped=striped_gathers)
+        most = np.stack(by_rank).reshape(len(by_rank), -1, inner).max(1)
+        most[-1] *= siblings
+        for mine, one in zip(found, map(tuple, most.T.tolist()), strict=True):
+            if one not in known:
+                known[one] = Wire(*one)
+            mine[key] = known[one]
+    return found
 
 
 def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
@@ -106,8 +124,12 @@ def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
 
 def into_nodes(arrived: Iterable[Arrivals], node: Ints) -> Ints:
     """Bytes that every node receives from others."""
-    entering = sum((_summed(some.receiver, some.total * _crosses(some, node), len(node)) for some in arrived), 0 * node)
-    return _summed(node, entering, int(node.max()) + 1)
+    return _summed(node, from_others(arrived, node), int(node.max()) + 1)
+
+
+def from_others(arrived: Iterable[Arrivals], node: Ints) -> Ints:
+    """Bytes that every sequence index receives from other nodes."""
+    return sum((_summed(some.receiver, some.total * _crosses(some, node), len(node)) for some in arrived), 0 * node)
 
 
 def _crosses(some: Arrivals, node: Ints) -> Ints:
@@ -120,30 +142,25 @@ def _summed(of: Ints, amounts: Ints, size: int) -> Ints:
     return sums
 
 
-def _wire(some: Arrivals, node: Ints, *, goes_round: bool, is_striped: bool) -> Wire:
+def _by_rank(some: Arrivals, node: Ints, *, goes_round: bool, is_striped: bool) -> tuple[Ints, ...]:
+    """What a :class:`Wire` has, by rank."""
     crosses = _crosses(some, node)
 
     def by_rank(amounts: Ints) -> Ints:
         return _summed(some.receiver, amounts, len(node))
 
-    def messages(amounts: Ints) -> int:
-        return int(by_rank(amounts).max()) if goes_round else int(amounts.any())
+    def messages(amounts: Ints) -> Ints:
+        count = by_rank(amounts)
+        return count if goes_round else np.minimum(count, 1)
 
     nbytes = by_rank(some.nbytes)
     entering = some.nbytes * crosses
-    from_others = by_rank(entering)
-    intra, node_bytes = nbytes - from_others, _summed(node, from_others, int(node.max()) + 1)
+    inter = by_rank(entering)
+    intra, node_bytes = nbytes - inter, _summed(node, inter, int(node.max()) + 1)[node]
     if goes_round and is_striped:
         together = by_rank(node[some.receiver] == node[some.sender]) + 1
-        from_others = by_rank(-(-entering // together[some.receiver]))
-    return Wire(
-        nbytes=int(nbytes.max()),
-        near=messages(~crosses),
-        intra=int(intra.max()),
-        far=messages(crosses),
-        inter=int(from_others.max()),
-        node=int(node_bytes.max()),
-    )
+        inter = by_rank(-(-entering // together[some.receiver]))
+    return nbytes, messages(~crosses), intra, messages(crosses), inter, node_bytes
 
 
 @lru_cache(maxsize=16)  # the placements of a candidate come in a row, and arrays of many ranks are large
