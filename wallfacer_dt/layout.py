@@ -113,14 +113,14 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     """
     starts, parts = np.array(bounds[:-1]), math.prod(axes)
     even, rest = np.divmod(np.diff(np.array(bounds)), 2 * parts)
-    # (documents, parts): how many turns before a rank gets its first position more, its second comes ``parts`` later.
-    turn = (np.arange(parts) - (np.cumsum(rest) - rest)[:, None]) % parts
     by_turn = dealing_turns(axes, BY_DOCUMENT)
-    heads, tails = ((even[:, None] + (turn + more < rest[:, None]))[:, by_turn] for more in (0, parts))
-    chunks = np.concatenate([heads, tails[:, ::-1]], 1)
-    stops = starts[:, None] + np.cumsum(chunks, 1)
+    # (parts, documents): how many turns before a rank gets its first position more, its second comes ``parts`` later.
+    turn = np.array(by_turn)[:, None] - (np.cumsum(rest) - rest) % parts
+    turn += parts * (turn < 0)
+    chunks = np.concatenate([even + (turn < rest), (even + (turn + parts < rest))[::-1]])
+    stops = starts + np.cumsum(chunks, 0)
     spans = np.stack([stops - chunks, stops], -1)
-    held = {index: merged(_some(spans[:, [i, -1 - i]].reshape(-1, 2))) for i, index in enumerate(by_turn)}
+    held = {index: merged(_some(spans[[i, -1 - i]].swapaxes(0, 1).reshape(-1, 2))) for i, index in enumerate(by_turn)}
     return tuple(held[index] for index in range(parts))
 
 
@@ -177,4 +177,4 @@ def _chunked(size: int, parts: int) -> list[int]:
 
 
 def _some(spans: Spans) -> Spans:
-    return spans[spans[:, 0] < spans[:, 1]]
+    return np.compress(spans[:, 0] < spans[:, 1], spans, 0)  # a mask of whole rows takes numpy six times as long

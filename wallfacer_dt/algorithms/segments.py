@@ -263,34 +263,35 @@ def _apart(some: Ints) -> list[Ints]:
 
 def _before(k: Spans, at: Ints) -> Ints:
     """How many keys are stored whose position is before each."""
-    i = np.maximum(np.searchsorted(k[:, 0], at, "right") - 1, 0)
-    return stored_at(k)[i] + np.clip(at - k[i, 0], 0, k[i, 1] - k[i, 0])
+    begun = np.searchsorted(k[:, 0], at, "right")
+    stored, stops = np.append(0, np.cumsum(k[:, 1] - k[:, 0])), np.append(0, k[:, 1])
+    return stored[begun] - np.maximum(stops[begun] - at, 0)
 
 
-def _seen(k: Spans, mask: Mask, bounds: Ints, spans: Spans) -> tuple[Ints, Ints, Ints, Ints]:
-    """Of spans of queries, each in one document: its number, its first key, and what its two ends see up to."""
+def _seen(mask: Mask, bounds: Ints, spans: Spans) -> tuple[Ints, Ints, Ints]:
+    """Of spans of queries, each in one document: its number, and the positions before which its two ends see keys."""
     document = np.searchsorted(bounds, spans[:, 0], "right")
     ahead = UNBOUNDED if mask.right is None else mask.right + 1
-    high, last = (
-        _before(k, np.minimum(bounds[document], np.maximum(some + ahead, mask.prefix)))
-        for some in (spans[:, 0], spans[:, 1] - 1)
+    first, last = (
+        np.minimum(bounds[document], np.maximum(some + ahead, mask.prefix)) for some in (spans[:, 0], spans[:, 1] - 1)
     )
-    return document, _before(k, bounds[document - 1]), high, last
+    return document, first, last
 
 
 def _whole(q: Spans, k: Spans, mask: Mask, bounds: Ints) -> list[Call] | None:
     """The calls where all queries of a span see the same keys, as in most blocks of others; None elsewhere."""
     spans = _cut_at(q, bounds)
-    _, low, high, last = _seen(k, mask, bounds, spans)
-    if (high != last).any():
+    document, first, last = _seen(mask, bounds, spans)
+    low, high = _before(k, bounds)[document - 1], _before(k, first)
+    if (high != _before(k, last)).any():
         return None
-    at = stored_at(spans)
-    some = _beside(low < high, at, at + spans[:, 1] - spans[:, 0], low, high)
+    some = np.flatnonzero(low < high)
     if not len(some):
         return []
-    starts = np.flatnonzero(np.append(True, (some[1:, 2:] != some[:-1, 2:]).any(1)))
-    segments = some.take(np.append(starts[1:], len(some)) - 1, 0)
-    segments[:, 0] = some[starts, 0]
+    stops, low, high = np.cumsum(spans[:, 1] - spans[:, 0]), low[some], high[some]
+    starts = np.flatnonzero(np.append(True, (low[1:] != low[:-1]) | (high[1:] != high[:-1])))
+    ends = np.append(starts[1:], len(some)) - 1
+    segments = np.stack([np.append(0, stops)[some[starts]], stops[some[ends]], low[starts], high[starts]], -1)
     if (segments[_MOST:, 2] == segments[:-_MOST, 2]).any():
         return None
     calls = [(_FULL, some) for some in _apart(segments)]
@@ -310,7 +311,8 @@ def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tupl
         ahead = mask.right + 1
         cuts += [k.reshape(-1) - ahead, bounds - ahead, np.array([mask.prefix - ahead])]
     spans = _cut_at(q, np.concatenate(cuts))
-    document, low, high, last = _seen(k, mask, bounds, spans)
+    document, *sees = _seen(mask, bounds, spans)
+    low, high, last = _before(k, bounds)[document - 1], *(_before(k, at) for at in sees)
     lengths, moves = spans[:, 1] - spans[:, 0], last > high
     step = np.where(document[1:] == document[:-1], high[1:] - last[:-1], _JUMP)
     at = np.cumsum(lengths) - lengths

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -88,24 +89,29 @@ def hops(axes: tuple[int, int, int], sequences: Sequences, resident: Side) -> tu
         return tuple(range(1, ring))
     sign = 1 if resident == "q" else -1
     needed = {0}
-    for q, k in _seen(Coordinate(ring, team, 0, 0, ulysses, 0), sequences):
+    place = Coordinate(ring, team, 0, 0, ulysses, 0)
+    # The first spans of all may show that all are needed, and are sooner asked than thousands of documents.
+    for q, k in chain(_seen(place, sequences, _FEW), _seen(place, sequences)):
         needed.update(np.unique(sign * (q // team - k // team) % ring).tolist())
         if len(needed) == ring:
             break
     return tuple(sorted(needed - {0}))
 
 
-_AT_A_TIME = 1024
+_FEW, _AT_A_TIME = 4, 1024
 
 
-def _seen(place: Coordinate, sequences: Sequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of inner indices of which the first's queries see some of the second's keys, some at a time."""
+def _seen(place: Coordinate, sequences: Sequences, most: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of inner indices of which the first's queries see some of the second's keys, some at a time.
+
+    ``most``: of every shard only so many spans, the first.
+    """
     mask = sequences.mask
     queries, keys = (sequences.inner(side, place) for side in ("q", "kv"))
     for row in range(mask.rows):
         q_shards, k_shards = queries[row % len(queries)], keys[row % len(keys)]
-        q = in_order(enumerate(q_shards))
-        k = q if k_shards is q_shards else in_order(enumerate(k_shards))
+        q = in_order(enumerate(shard[:most] for shard in q_shards))
+        k = q if k_shards is q_shards else in_order(enumerate(shard[:most] for shard in k_shards))
         for first in range(0, len(q.span), _AT_A_TIME):
             some, which = mask.pairs(row, q.span[first : first + _AT_A_TIME], k.span)
             yield q.member[first + some], k.member[which]
