@@ -90,8 +90,9 @@ def hops(axes: tuple[int, int, int], sequences: Sequences, resident: Side) -> tu
     sign = 1 if resident == "q" else -1
     needed = {0}
     place = Coordinate(ring, team, 0, 0, ulysses, 0)
-    # The first spans of all may show that all are needed, and are sooner asked than thousands of documents.
-    for q, k in chain(_seen(place, sequences, _FEW), _seen(place, sequences)):
+    # Of thousands of documents the first spans of all show that all are needed, and are sooner asked.
+    first = _seen(place, sequences, _FEW) if sequences.order == BY_DOCUMENT else ()
+    for q, k in chain(first, _seen(place, sequences)):
         needed.update(np.unique(sign * (q // team - k // team) % ring).tolist())
         if len(needed) == ring:
             break

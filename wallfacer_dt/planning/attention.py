@@ -49,7 +49,7 @@ def attention_events(
 
     def wire(sent: Sent, group: int) -> Wire:
         key = Key(backward, sent.kind, sent.side, group, sent.shift)
-        return wires.get(key, _NOTHING) if sent.may_be_spared else wires[key]
+        return wires.get(key, _NOTHING) if sent.may_be_nothing else wires[key]
 
     def exchange(kind: str, group: int) -> Begin:
         return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)])
@@ -112,14 +112,21 @@ def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
 def programs_of(candidate: Candidate, sequence: SequenceShape, *, together: bool, backward: bool) -> dict[int, Program]:
     """By inner index the programs of ranks that are to be run together, in order, or that of one that stands for all.
 
-    Under masks that spare hops ranks with much to do and with little wait for each other by turns, so it takes all of
-    them to say how long. On too many ranks, or if not asked for, it is one that has as much to do as any. Of a
-    sequence that divides, no shorter one.
+    If not asked for, and where ranks need not be, it is one that has as much to do as any; but under masks that spare
+    hops, which depend on how long shards are, of a sequence that divides and is no shorter.
     """
-    if together and candidate.size <= _MOST_TOGETHER:
+    if together and runs_together(candidate, sequence):
         return _programs(candidate, sequence, range(candidate.ring * candidate.team), backward)
     index, program = _program_of_most(candidate, sequence, backward=backward)
     return {index: program}
+
+
+def runs_together(candidate: Candidate, sequence: SequenceShape) -> bool:
+    """Whether it takes all ranks to say how long one takes, and they are not too many.
+
+    Under masks that spare hops ranks with much to do and with little wait for each other by turns.
+    """
+    return sequence.mask.spares_hops and candidate.size <= _MOST_TOGETHER
 
 
 _MOST_TOGETHER = 64
@@ -137,7 +144,7 @@ def _program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward:
 def _programs(
     candidate: Candidate, sequence: SequenceShape, indices: Iterable[int], backward: bool
 ) -> dict[int, Program]:
-    length = candidate.size * -(-sequence.length // candidate.size)
+    length = sequence.length if sequence.mask.spares_hops else candidate.size * -(-sequence.length // candidate.size)
     rotate = candidate.rotate if backward else candidate.rotate_forward
     sequences = Sequences(length, length, candidate.order, sequence.mask)
     return {

@@ -23,7 +23,7 @@ from wallfacer_dt.planning.stack import division_memory, least_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.units import format_size, format_time
 
-_TRIED = 6  # attentions of a division, of different meshes or schedules
+_TRIED = 6  # attentions of a division of each token order, of different meshes or schedules
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +296,9 @@ class _Search:
         best = _best_attentions(heads, self.sequence, where, siblings)
         if division.context.projections == "metp":
             best = [replace(one, projections="metp") for one in best if one.ulysses == 1]
-        taken = self._taken(division)
-        return [(one, _cost(one, heads, taken, where, siblings=siblings)) for one in best[:_TRIED]]
+        taken, orders = self._taken(division), dict.fromkeys(one.order for one in best)
+        tried = [one for order in orders for one in [one for one in best if one.order == order][:_TRIED]]
+        return [(one, _cost(one, heads, taken, where, siblings=siblings)) for one in tried]
 
 
 @lru_cache(maxsize=64)

@@ -1,14 +1,13 @@
 """What a candidate costs: bytes, time and memory, predicted on the host."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
-from wallfacer_dt.planning.attention import Groups, attention_events, head_patterns, programs_of
+from wallfacer_dt.planning.attention import Groups, attention_events, head_patterns, programs_of, runs_together
 from wallfacer_dt.planning.candidates import Candidate, node_of
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
@@ -17,7 +16,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run
-from wallfacer_dt.planning.traffic import Arrivals, from_others, into_nodes, into_ranks, one_way, wires_by_inner
+from wallfacer_dt.planning.traffic import into_nodes, into_ranks, least_wires, one_way, wires_by_inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +99,56 @@ def attention_cost(
     Returns:
         Its cost.
     """
-    # What moves the other way does not matter to either, nor do layers.
-    alike = replace(candidate, feed_forward="plain", checkpoint="none")
-    kinds = (replace(alike, rotate="kv"), replace(alike, rotate_forward="kv"))
-    together = together and sequence.mask.spares_hops
+    together = together and runs_together(candidate, sequence)
     forward, backward = (
-        _one_way(kind, model, sequence, cluster, siblings, together, bool(way)) for way, kind in enumerate(kinds)
+        _one_way(kind, model, sequence, cluster, siblings, together, bool(way))
+        for way, kind in enumerate(_of_ways(candidate))
     )
     return AttentionCost((forward, backward))
+
+
+def _of_ways(candidate: Candidate) -> tuple[Candidate, Candidate]:
+    """A candidate for the forward and for the backward: what moves the other way does not matter, nor do layers."""
+    alike = replace(candidate, feed_forward="plain", checkpoint="none")
+    return replace(alike, rotate="kv"), replace(alike, rotate_forward="kv")
+
+
+def least_attention(
+    alone: AttentionCost, candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster
+) -> list[Spent]:
+    """What :func:`attention_cost` has attention take at least, forward and backward, whichever rank is through last.
+
+    Args:
+        alone: the same with no ranks run together; it is exact where none ever are.
+        candidate: without METP.
+        model: whose heads.
+        sequence: what is attended.
+        cluster: where.
+
+    Returns:
+        What it takes, or computing and work of the links.
+    """
+    if not runs_together(candidate, sequence):
+        return [Spent.of(way.line) for way in alone.ways]
+    return [_least(kind, model, sequence, cluster, backward=bool(way)) for way, kind in enumerate(_of_ways(candidate))]
+
+
+def _least(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, *, backward: bool
+) -> Spent:
+    """Of any pattern of heads, on wires on which there is what all ranks receive."""
+    arrived = one_way(candidate, model, sequence, backward=backward)
+    on_wires = least_wires(arrived, node_of(candidate, cluster.ranks_per_node), candidate.ring * candidate.team)
+    (program,) = programs_of(candidate, sequence, together=False, backward=backward).values()
+    lines = [
+        run(
+            attention_events(program, candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward),
+            cluster,
+        )
+        for heads in head_patterns(candidate, model)
+    ]
+    compute = max(line.compute for line in lines)
+    return Spent(compute, compute, 0.0, *(min(some) for some in zip(*(line.busy for line in lines), strict=True)))
 
 
 @lru_cache(maxsize=8)  # what differs in one way only comes in a row
@@ -133,9 +174,6 @@ def _one_way(
 
     # Ranks with other heads wait for each other: the slowest counts.
     line, inner, events = max(map(of_heads, head_patterns(candidate, model)), key=lambda one: one[0].seconds)
-    least = Spent.of(line)
-    if sequence.mask.spares_hops:
-        least = _unlike(line.compute, [*arrived.values()], node, cluster, siblings)
     hops = np.zeros(candidate.size, np.int64)
     for key, some in arrived.items():
         if key.kind in ("move", "place"):
@@ -147,18 +185,8 @@ def _one_way(
         int(into_ranks(arrived.values(), candidate.size).max()),
         siblings * int(into_nodes(arrived.values(), node).max()),
         hops,
-        least,
         inner,
     )
-
-
-def _unlike(compute: float, arrived: Sequence[Arrivals], node: np.ndarray, cluster: Cluster, siblings: int) -> Spent:
-    """The least that ranks take of which one has more to do or to receive than another, whichever is last."""
-    entering = from_others(arrived, node)
-    intra = (into_ranks(arrived, len(node)) - entering) / cluster.intra.bandwidth
-    inter = siblings * into_nodes(arrived, node) / cluster.inter.bandwidth
-    seconds = np.max([compute, intra.max(), inter.max()])
-    return Spent(float(seconds), compute, 0.0, float(intra.min()), float(inter.min()))
 
 
 def _by_groups(
@@ -181,8 +209,7 @@ def _by_groups(
     hops.flags.writeable = False
     events = tuple(projected.events(lambda heads: inner[heads].events, backward=backward))
     most = int(rank_bytes.max()), siblings * int(node_bytes.max())
-    line = run(events, cluster)
-    return OneWay(line, events, *most, hops, Spent.of(line))
+    return OneWay(run(events, cluster), events, *most, hops)
 
 
 def least_projections(

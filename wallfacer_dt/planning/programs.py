@@ -34,9 +34,8 @@ class Sent(NamedTuple):
         side: whose data it carries.
         shift: see ``traffic.Key``.
         sources: inner indices of the ranks that it comes from.
-        may_be_spared: whether it may be one that nobody receives anything in: of the published schedule's where every
-            rank is its own target, and of hops that a window spares, where the longer sequence that stands for one that
-            does not divide has them.
+        may_be_nothing: whether it may be one that nobody receives anything in: of the published schedule's where every
+            rank is its own target.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Sent(NamedTuple):
     side: str
     shift: int
     sources: tuple[int, ...]
-    may_be_spared: bool
+    may_be_nothing: bool
 
 
 class Awaited(NamedTuple):
@@ -80,14 +79,13 @@ def program_of(place: Coordinate, sequences: Sequences, schedule: str, resident:
     holdings = _Alike(place, resident, backward, hops(place.axes, sequences, resident), sequences.mask, held)
     steps = SCHEDULES["2d" if place.team == 1 else schedule](holdings)
     by_shift = schedule != "published" or place.team == 1
-    spares_hops = sequences.mask.spares_hops
-    return Parts(*(tuple(_written(step, place, by_shift, spares_hops) for step in part) for part in Parts.of(steps)))
+    return Parts(*(tuple(_written(step, place, by_shift) for step in part) for part in Parts.of(steps)))
 
 
-def _written(step: Step, place: Coordinate, by_shift: bool, spares_hops: bool) -> Sent | Awaited | Attended:
+def _written(step: Step, place: Coordinate, by_shift: bool) -> Sent | Awaited | Attended:
     match step:
         case Start(transfer):
-            return _sent(transfer, place, by_shift, spares_hops)
+            return _sent(transfer, place, by_shift)
         case Wait(transfer):
             return Awaited(str(transfer))
         case Attend(resident, _, block, work):
@@ -95,7 +93,7 @@ def _written(step: Step, place: Coordinate, by_shift: bool, spares_hops: bool) -
             return Attended(f"{step.part} {resident} x {rotating}[{block}]", _sizes(work))
 
 
-def _sent(transfer: Transfer, place: Coordinate, by_shift: bool, spares_hops: bool) -> Sent:
+def _sent(transfer: Transfer, place: Coordinate, by_shift: bool) -> Sent:
     hops, shift = by_shift and transfer.axis == RING_AXIS, 0
     if isinstance(transfer, Hop):
         back = transfer.block if transfer.kind == "return" else 0
@@ -103,8 +101,7 @@ def _sent(transfer: Transfer, place: Coordinate, by_shift: bool, spares_hops: bo
         sources = (peer_of(place, transfer.axis, transfer.source),)
     else:
         sources = tuple(index_of(place, place.ring_rank, member) for member in range(place.team))
-    may_be_spared = transfer.axis == CONTEXT or (hops and spares_hops)
-    return Sent(str(transfer), transfer.kind, transfer.side, shift, sources, may_be_spared)
+    return Sent(str(transfer), transfer.kind, transfer.side, shift, sources, transfer.axis == CONTEXT)
 
 
 @lru_cache(maxsize=4096)

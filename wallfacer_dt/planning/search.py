@@ -24,7 +24,14 @@ from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict
+from wallfacer_dt.planning.predict import (
+    AttentionCost,
+    Prediction,
+    attention_cost,
+    least_attention,
+    least_projections,
+    predict,
+)
 from wallfacer_dt.planning.stack import least_memory, stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.units import format_size, format_time
@@ -337,7 +344,7 @@ class _Search:
         model, sequence, profile = self.model, self.sequence, self.profile
         plain = replace(attention, projections="plain")  # which an attention that was given may not be
         cost = attention_cost(plain, model, sequence, self.cluster, together=False)
-        spent = [way.least for way in cost.ways]
+        spent = least_attention(cost, plain, model, sequence, self.cluster)
         handicap = 0.0
         if attention.team > 1:
             handicap = self.margin * model.layers * (cost.forward.seconds + cost.backward.seconds)

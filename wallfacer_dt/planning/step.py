@@ -34,7 +34,6 @@ class OneWay:
         rank_bytes: received on the rank that receives most.
         node_bytes: received from other nodes, by the node that receives most.
         hops: by sequence index.
-        least: what it takes at least, also of ranks that run together where one was run alone.
         inner: inner index of that rank; under METP, whose groups of heads may have one each, None.
     """
 
@@ -43,7 +42,6 @@ class OneWay:
     rank_bytes: int
     node_bytes: int
     hops: np.ndarray
-    least: "Spent"
     inner: int | None = None
 
 

@@ -107,14 +107,25 @@ def wires_by_inner(
     found: list[dict[Key, Wire]] = [{} for _ in range(inner)]
     known: dict[tuple[int, ...], Wire] = {}  # ranks in the middle of a sequence are alike
     for key, some in arrived.items():
-        by_rank = _by_rank(some, node, goes_round=key.kind == "gather", is_striped=striped_gathers)
-        most = np.stack(by_rank).reshape(len(by_rank), -1, inner).max(1)
+        most = _by_inner(key, some, node, inner, striped_gathers)
         most[-1] *= siblings
         for mine, one in zip(found, map(tuple, most.T.tolist()), strict=True):
             if one not in known:
                 known[one] = Wire(*one)
             mine[key] = known[one]
     return found
+
+
+def least_wires(arrived: dict[Key, Arrivals], node: Ints, inner: int) -> dict[Key, Wire]:
+    """The same, but what there is at least of each at every inner index."""
+    # Gathers have less at a rank that are striped, and as much in a node.
+    return {key: Wire(*_by_inner(key, some, node, inner, True).min(1).tolist()) for key, some in arrived.items()}
+
+
+def _by_inner(key: Key, some: Arrivals, node: Ints, inner: int, is_striped: bool) -> Ints:
+    """(fields, inner): what a :class:`Wire` has."""
+    by_rank = _by_rank(some, node, goes_round=key.kind == "gather", is_striped=is_striped)
+    return np.stack(by_rank).reshape(len(by_rank), -1, inner).max(1)
 
 
 def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
@@ -124,12 +135,8 @@ def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
 
 def into_nodes(arrived: Iterable[Arrivals], node: Ints) -> Ints:
     """Bytes that every node receives from others."""
-    return _summed(node, from_others(arrived, node), int(node.max()) + 1)
-
-
-def from_others(arrived: Iterable[Arrivals], node: Ints) -> Ints:
-    """Bytes that every sequence index receives from other nodes."""
-    return sum((_summed(some.receiver, some.total * _crosses(some, node), len(node)) for some in arrived), 0 * node)
+    entering = sum((_summed(some.receiver, some.total * _crosses(some, node), len(node)) for some in arrived), 0 * node)
+    return _summed(node, entering, int(node.max()) + 1)
 
 
 def _crosses(some: Arrivals, node: Ints) -> Ints:
