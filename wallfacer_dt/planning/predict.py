@@ -133,6 +133,7 @@ def least_attention(
     return [_least(kind, model, sequence, cluster, backward=bool(way)) for way, kind in enumerate(_of_ways(candidate))]
 
 
+@lru_cache(maxsize=8)  # as of what is run below
 def _least(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, *, backward: bool
 ) -> Spent:
