@@ -39,7 +39,7 @@ from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because, _order, _Search
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle, last_of, run
-from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires, wires_by_inner
+from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
 from wallfacer_dt.planning.units import format_size
 from wallfacer_dt.testing.fake import fake_world
 
@@ -153,29 +153,40 @@ def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last(
     (Candidate(4, 2, rotate="q"), ModelShape(64, 8, 2, 8), SequenceShape(12), 8), (7, 0), 1e11, (1e5, 1e5), 1, 1
 )  # the sequence that stands for it hops further
 @example(
-    (Candidate(4, 1, 3), ModelShape(64, 8, 2, 8), SequenceShape(216, dtype=torch.float32), 1),
-    (16, 0),
+    (
+        Candidate(4, 1, 3, "ulysses_in_node", rotate_forward="q"),
+        ModelShape(8, 8, 2, 8),
+        SequenceShape(216, 2),
+        6,
+    ),
+    (None, 26),
     1e9,
-    (1e8, 1e8),
+    (1e9, 1e8),
     1,
     1,
 )  # ranks with other heads have other groups
+@example(
+    (Candidate(6, rotate="q", rotate_forward="q"), ModelShape(8, 4, 1, 8), SequenceShape(36, is_causal=True), 3),
+    (20, 0),
+    1e8,
+    (1e6, 1e4),
+    2,
+    1,
+)  # not every rank receives from its own node what one does
 @examples(60)
 @given(
     planned(12), st.tuples(st.integers(0, 40), st.integers(0, 40)), st.sampled_from([1e5, 1e8, 1e11]),
     st.tuples(*2 * [st.sampled_from([1e4, 1e6, 1e9])]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]),
 )  # fmt: skip
 def test_ranks_that_run_together_take_no_less_than_they_need(
-    drawn, window: tuple[int, int], rate: float, rates: tuple[float, float], nics: int, siblings: int
+    drawn, window: tuple[int | None, int], rate: float, rates: tuple[float, float], nics: int, siblings: int
 ) -> None:
     """Than any computes, or receives from its node, or its node from others; the search goes by it, of layers too."""
     candidate, model, sequence, per_node = drawn
     model = replace(model, ffn=4096, layers=2)
     sequence = replace(sequence, window_size=(window[0], 0 if sequence.is_causal else window[1]))
-    where = cluster(
-        candidate.size, per_node, nics=nics, intra=Link(rates[0]), inter=Link(rates[1]),
-        kernels=replace(cluster().kernels, forward=rate, backward=rate, linear=1e9),
-    )  # fmt: skip
+    links, kernels = map(Link, rates), Kernels(rate, rate, 1e12, 0.0, 1e12)
+    where = Cluster(candidate.size, per_node, *links, nics, kernels=kernels, striped_gathers=siblings == 1)
     alone, together = (
         attention_cost(candidate, model, sequence, where, siblings=siblings, together=way) for way in (False, True)
     )
@@ -217,10 +228,10 @@ def test_a_gather_goes_round_and_an_exchange_is_sent_at_once() -> None:
         Arrivals(*(np.array(x) for x in (*ends, via, [5, 5, 5, 5], [1, 1, 1, 1]))) for via in (ends[1], [4, 4, 4, 4])
     )
     keys = [Key(False, kind, "", 0) for kind in ("exchange", "to_heads", "to_tokens")]
-    assert set(wires(dict.fromkeys(keys, sent), node).values()) == {Wire(20, 1, 5, 1, 15, 15)}
+    assert set(wires(dict.fromkeys(keys, sent), node)[0].values()) == {Wire(20, 1, 5, 1, 15, 15)}
     # Both of the node's ranks take half of what enters it, where there are interfaces for both.
-    assert list(wires({Key(False, "gather", "", 0): gathered}, node).values()) == [Wire(20, 0, 0, 4, 12, 20)]
-    through_one = wires({Key(False, "gather", "", 0): gathered}, node, striped_gathers=False)
+    assert list(wires({Key(False, "gather", "", 0): gathered}, node)[0].values()) == [Wire(20, 0, 0, 4, 12, 20)]
+    (through_one,) = wires({Key(False, "gather", "", 0): gathered}, node, striped_gathers=False)
     assert list(through_one.values()) == [Wire(20, 0, 0, 4, 20, 20)]
 
 
@@ -258,7 +269,7 @@ def test_what_a_timeline_moves_is_what_is_received(drawn) -> None:
     candidate = replace(candidate, placement="team_in_node")
     sequence = replace(sequence, length=candidate.size * -(-sequence.length // candidate.size))
     arrived = arrivals(candidate, model, sequence)
-    on_wires = wires(arrived, node_of(candidate, candidate.size))
+    (on_wires,) = wires(arrived, node_of(candidate, candidate.size))
     for backward in (False, True):
         received = into_ranks((some for key, some in arrived.items() if key.backward is backward), candidate.size)
         moved = []
@@ -549,7 +560,7 @@ def test_only_what_the_package_has_and_the_cluster_can_take() -> None:
 
 def test_a_ring_across_nodes_copies_what_one_rank_receives() -> None:
     """Not what one receives from its node and another from elsewhere."""
-    on = wires(arrivals(Candidate(16), MODEL, SEQUENCE), node_of(Candidate(16), 4))
+    (on,) = wires(arrivals(Candidate(16), MODEL, SEQUENCE), node_of(Candidate(16), 4))
     hops = [one for key, one in on.items() if key.kind == "move" and not key.backward]
     shard = 2 * 4096 // 16 * 1024 * 4
     assert hops == [Wire(shard, 1, shard, 1, shard, shard)]
@@ -558,7 +569,7 @@ def test_a_ring_across_nodes_copies_what_one_rank_receives() -> None:
 def test_ranks_that_run_together_have_wires_of_their_own() -> None:
     """Of a ring across nodes every rank receives from its node or from another, and none from both."""
     ring, windowed = Candidate(16, order="contiguous"), replace(SEQUENCE, is_causal=True, window_size=(600, 0))
-    by_rank = wires_by_inner(arrivals(ring, MODEL, windowed), node_of(ring, 4), 16)
+    by_rank = wires(arrivals(ring, MODEL, windowed), node_of(ring, 4), 16)
     shard = 2 * 4096 // 16 * 1024 * 4
     for rank, mine in enumerate(by_rank):
         hops = {one for key, one in mine.items() if key.kind == "move" and not key.backward and key.shift == 1}

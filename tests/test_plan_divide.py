@@ -1,5 +1,6 @@
 """Ranks divided among data, tensor, pipeline and context parallelism: what can be, what fits, what is chosen."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
@@ -14,7 +15,7 @@ from tests.divided import MODEL, SEQUENCE, attentions_of, cluster, cost_of, divi
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.dividing import DivisionPlan, divide, divisions
+from wallfacer_dt.planning.dividing import DivisionPlan, _Search, divide, divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.known_models import MODELS
@@ -151,6 +152,18 @@ def test_tensor_ranks_have_a_part_of_all_but_what_they_gather() -> None:
     tokens = 256 * MODEL.hidden * 2
     # Of a layer two norms' outputs are whole.
     assert 2 * two.kept - one.kept == pytest.approx(MODEL.layers * 2 * tokens, rel=1e-3)
+
+
+def test_six_attentions_of_each_token_order_are_tried() -> None:
+    """Under a window tokens may lie in either."""
+    where, causal = cluster(8, 4), replace(SEQUENCE, is_causal=True)
+    for sequence, orders in (
+        (causal, {"head_tail": 6}),
+        (replace(causal, window_size=(100, 0)), {"contiguous": 6, "head_tail": 6}),
+    ):
+        whole = next(one for one in divisions(MODEL, sequence, where, 1) if one.context.size == 8)
+        tried = _Search(MODEL, sequence, where)._attentions(whole)
+        assert Counter(one.order for one, _ in tried) == orders
 
 
 @pytest.mark.parametrize("size", [(4, 2), (4, 4), pytest.param((8, 4), marks=pytest.mark.whole)])

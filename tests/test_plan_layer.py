@@ -60,7 +60,7 @@ def test_a_gather_is_one_of_all_groups_rank_by_rank(drawn: tuple[Group, int], pa
     via = receiver + ((place[receiver] - 1) % group.size - place[receiver]) * group.stride
     arrived = Arrivals(receiver, sender, via, np.full(len(pairs), part), np.ones(len(pairs), int))
     key = Key(False, "gather", "", 0)
-    counted = wires({key: arrived}, node, striped_gathers=False)[key]
+    counted = wires({key: arrived}, node, striped_gathers=False)[0][key]
     assert group.gather(part, is_striped=False) == counted
     members = [sum(node[s] == node[r] for s in range(ranks) if (s - r) % group.stride == 0
                    and (place[s] - place[r]) * group.stride == s - r) for r in range(ranks)]  # fmt: skip
@@ -87,7 +87,7 @@ def test_what_goes_to_all_or_to_one_is_so_rank_by_rank(drawn: tuple[Group, int],
         receiver, sender = some.T
         via = sender if via is None else via
         arrived = Arrivals(receiver, sender, via, np.full(len(some), part), np.ones(len(some), int))
-        return wires({key: arrived}, node, striped_gathers=False)[key]
+        return wires({key: arrived}, node, striped_gathers=False)[0][key]
 
     assert group.exchange(part) == counted(pairs)
     assert group.collect(part) == counted(pairs[place[pairs[:, 0]] == 0])
@@ -121,7 +121,7 @@ def test_a_pipeline_sends_to_the_next_stage(drawn: tuple[Group, int], nbytes: in
     receiver = sender + group.stride
     key = Key(False, "move", "", 0)
     arrived = Arrivals(receiver, sender, sender, np.full(len(sender), nbytes), np.ones(len(sender), int))
-    assert group.send(nbytes) == wires({key: arrived}, node)[key]
+    assert group.send(nbytes) == wires({key: arrived}, node)[0][key]
 
 
 @examples(60)

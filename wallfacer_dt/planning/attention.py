@@ -17,7 +17,6 @@ from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle
 from wallfacer_dt.planning.traffic import Key, Wire
 
 Groups = tuple[tuple[int, int], ...]
-_NOTHING = Wire()
 
 
 def attention_events(
@@ -49,7 +48,7 @@ def attention_events(
 
     def wire(sent: Sent, group: int) -> Wire:
         key = Key(backward, sent.kind, sent.side, group, sent.shift)
-        return wires.get(key, _NOTHING) if sent.may_be_nothing else wires[key]
+        return wires[key]
 
     def exchange(kind: str, group: int) -> Begin:
         return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)])
@@ -112,8 +111,9 @@ def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
 def programs_of(candidate: Candidate, sequence: SequenceShape, *, together: bool, backward: bool) -> dict[int, Program]:
     """By inner index the programs of ranks that are to be run together, in order, or that of one that stands for all.
 
-    If not asked for, and where ranks need not be, it is one that has as much to do as any; but under masks that spare
-    hops, which depend on how long shards are, of a sequence that divides and is no shorter.
+    If not asked for, and where ranks need not be, it is one that has as much to do as any: of a sequence that divides,
+    no shorter one. Masks that spare hops depend on how long shards are; there it is of the sequence itself, and the one
+    with most to do of three.
     """
     if together and runs_together(candidate, sequence):
         return _programs(candidate, sequence, range(candidate.ring * candidate.team), backward)

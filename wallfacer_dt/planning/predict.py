@@ -16,7 +16,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run
-from wallfacer_dt.planning.traffic import into_nodes, into_ranks, least_wires, one_way, wires_by_inner
+from wallfacer_dt.planning.traffic import into_nodes, into_ranks, least_wires, one_way, wires
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,8 @@ def _least(
 ) -> Spent:
     """Of any pattern of heads, on wires on which there is what all ranks receive."""
     arrived = one_way(candidate, model, sequence, backward=backward)
-    on_wires = least_wires(arrived, node_of(candidate, cluster.ranks_per_node), candidate.ring * candidate.team)
+    node, inner = node_of(candidate, cluster.ranks_per_node), candidate.ring * candidate.team
+    on_wires = least_wires(arrived, node, inner, striped_gathers=cluster.striped_gathers)
     (program,) = programs_of(candidate, sequence, together=False, backward=backward).values()
     lines = [
         run(
@@ -163,7 +164,7 @@ def _one_way(
     node = node_of(candidate, cluster.ranks_per_node)
     programs = programs_of(candidate, sequence, together=together, backward=backward)
     indices = [*programs]
-    on_wires = wires_by_inner(arrived, node, len(indices), siblings=siblings, striped_gathers=cluster.striped_gathers)
+    on_wires = wires(arrived, node, len(indices), siblings=siblings, striped_gathers=cluster.striped_gathers)
 
     def of_heads(heads: Groups) -> tuple[Timeline, int, list[Event]]:
         ranks = [

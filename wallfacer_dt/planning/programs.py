@@ -17,7 +17,7 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
 from wallfacer_dt.algorithms.segments import Work, plan_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
-from wallfacer_dt.algorithms.steps import CONTEXT, SIDES, Attend, Hop, Parts, Side, Start, Step, Transfer, Wait
+from wallfacer_dt.algorithms.steps import SIDES, Attend, Hop, Parts, Side, Start, Step, Transfer, Wait
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
 
@@ -34,8 +34,6 @@ class Sent(NamedTuple):
         side: whose data it carries.
         shift: see ``traffic.Key``.
         sources: inner indices of the ranks that it comes from.
-        may_be_nothing: whether it may be one that nobody receives anything in: of the published schedule's where every
-            rank is its own target.
     """
 
     name: str
@@ -43,7 +41,6 @@ class Sent(NamedTuple):
     side: str
     shift: int
     sources: tuple[int, ...]
-    may_be_nothing: bool
 
 
 class Awaited(NamedTuple):
@@ -101,7 +98,7 @@ def _sent(transfer: Transfer, place: Coordinate, by_shift: bool) -> Sent:
         sources = (peer_of(place, transfer.axis, transfer.source),)
     else:
         sources = tuple(index_of(place, place.ring_rank, member) for member in range(place.team))
-    return Sent(str(transfer), transfer.kind, transfer.side, shift, sources, transfer.axis == CONTEXT)
+    return Sent(str(transfer), transfer.kind, transfer.side, shift, sources)
 
 
 @lru_cache(maxsize=4096)

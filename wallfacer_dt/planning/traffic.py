@@ -59,7 +59,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One transfer as links see it, at the rank and the node where it is most.
+    """One transfer as links see it, at a rank and its node, or at those of some where it is most.
 
     Attributes:
         nbytes: bytes into one rank.
@@ -91,18 +91,13 @@ def one_way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *,
     return _arrivals(candidate.axes, candidate.schedule, rotate, candidate.order, shape, sequence, backward)
 
 
-def wires(arrived: dict[Key, Arrivals], node: Ints, *, striped_gathers: bool = True) -> dict[Key, Wire]:
-    """The same as links see it; ``node`` is that of every sequence index. For gathers see :class:`Cluster`."""
-    (found,) = wires_by_inner(arrived, node, 1, striped_gathers=striped_gathers)
-    return found
-
-
-def wires_by_inner(
-    arrived: dict[Key, Arrivals], node: Ints, inner: int, *, siblings: int = 1, striped_gathers: bool = True
+def wires(
+    arrived: dict[Key, Arrivals], node: Ints, inner: int = 1, *, siblings: int = 1, striped_gathers: bool = True
 ) -> list[dict[Key, Wire]]:
-    """The same by inner index, of so many: at those of its ranks where it is most.
+    """The same as links see it, by inner index, of so many: at those of its ranks where it is most.
 
-    ``siblings``: how many groups of such ranks share a node's link.
+    ``node`` is that of every sequence index, and ``siblings`` how many groups of such ranks share a node's link. For
+    gathers see :class:`Cluster`.
     """
     found: list[dict[Key, Wire]] = [{} for _ in range(inner)]
     known: dict[tuple[int, ...], Wire] = {}  # ranks in the middle of a sequence are alike
@@ -116,10 +111,13 @@ def wires_by_inner(
     return found
 
 
-def least_wires(arrived: dict[Key, Arrivals], node: Ints, inner: int) -> dict[Key, Wire]:
+def least_wires(
+    arrived: dict[Key, Arrivals], node: Ints, inner: int, *, striped_gathers: bool = True
+) -> dict[Key, Wire]:
     """The same, but what there is at least of each at every inner index."""
-    # Gathers have less at a rank that are striped, and as much in a node.
-    return {key: Wire(*_by_inner(key, some, node, inner, True).min(1).tolist()) for key, some in arrived.items()}
+    return {
+        key: Wire(*_by_inner(key, some, node, inner, striped_gathers).min(1).tolist()) for key, some in arrived.items()
+    }
 
 
 def _by_inner(key: Key, some: Arrivals, node: Ints, inner: int, is_striped: bool) -> Ints:
