@@ -84,9 +84,9 @@ def compute_seconds(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool,
     together: bool = False,
 ) -> float:  # fmt: skip
-    """Seconds of computing in the :func:`attention_events` of a rank that computes most, in whatever placement.
+    """Seconds of computing in :func:`attention_events`, most of all ranks of :func:`programs_of`, told the same.
 
-    That is one of :func:`programs_of`, told the same.
+    They do not depend on the placement.
     """
     programs = programs_of(candidate, sequence, together=together, backward=backward).values()
     computed = [Counter(attended(program)) for program in programs]

@@ -50,7 +50,7 @@ def _dit(nodes: int, per_node: int, tokens: int, figure: str) -> Case:
 
 def _gpt(nodes: int, tokens: int, adapter: float, figure: str, model: ModelShape = GPT_7B) -> Case:
     """Causal, 32 heads of 128 or, GPT 3B, 16 of 256; eight H100s a node, an InfiniBand adapter for each."""
-    rate = _ADAPTER * (2 * _OF_MANY if nodes > 2 else 1)  # a call would take ten seconds
+    rate = _ADAPTER * (2 * _OF_MANY if nodes > 2 else 1)  # at the DiTs' part a call takes ten seconds
     machines = Machines(nodes, 8, (rate,) * nodes, has_adapters=True, inside=rate * GPUS["h100"].intra / adapter)
     figure += f", GPT{' 3B' * (model is GPT_3B)}, {adapter * 8e-9:.0f} Gbit/s"
     return _case(machines, model, H100.forward, adapter, tokens, figure)
