@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from recipes.train_bytes.__main__ import main
 from recipes.train_bytes.model import ByteGPT, ModelConfig
@@ -361,6 +363,30 @@ def test_gradients_of_weights_that_not_all_ranks_use(ranks: Ranks) -> None:
     for found, norm in ranks(2).run(averaged):
         assert found == {"all": 1.5, "one": 2.0, "none": None, "frozen": None}
         assert norm == pytest.approx(2.5)
+
+
+def clipped_part(size: int, *, is_whole: bool) -> tuple[list[int], float]:
+    """What a rank has of a gradient whose columns do not divide, which came whole or in parts; and its norm."""
+    rank = dist.get_rank()
+    model = nn.Linear(size + 2, 3, bias=False)
+    mesh = context_mesh("cpu", size)
+    columns = [Shard(1)] * mesh.ndim
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(3, size + 2), mesh, columns))
+    grad = distribute_tensor(torch.ones(3, size + 2), mesh, [Replicate()] * mesh.ndim if is_whole else columns)
+    model.weight.grad = grad * 1  # of its own memory
+    launch = Launch(rank=rank, world=size, local_rank=rank, local_world=size)
+    sizes = {"ulysses": 1, "ring": size, "team": 1}
+    where = TrainingRanks(launch=launch, device=torch.device("cpu"), dtype=torch.float32, **sizes)
+    norm = WholeGradients(model, where).average()
+    return [*model.weight.grad.to_local().shape], norm.item()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_gradient_that_comes_whole_counts_once(ranks: Ranks, is_whole: bool) -> None:
+    """As torch 2.11 gives it."""
+    found = ranks(3).run(partial(clipped_part, 3, is_whole=is_whole))
+    assert [shape for shape, _ in found] == [[3, 2], [3, 2], [3, 1]]
+    assert [norm for _, norm in found] == pytest.approx([15**0.5 / 3] * 3)
 
 
 def summed_over_groups() -> tuple[float, str]:

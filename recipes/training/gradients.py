@@ -3,7 +3,8 @@
 Note [Kinds of weights]: most weights are whole on every rank, plain tensors whose gradients are averaged over all
 ranks. METP's are DTensors, a part on every rank of a sequence, whose gradients are sums over these ranks already; those
 of groups with other sequences are still to be added. FSDP's are DTensors over all ranks, averaged by FSDP itself.
-Torch's foreach kernels, of clipping and of AdamW, take tensors of one kind at a time.
+Torch's foreach kernels, of clipping and of AdamW, take tensors of one kind at a time. Where columns do not divide torch
+2.11 gives METP's gradients whole to every rank: of these each takes its part, as of its weight.
 
 Note [The same sums after a restart]: DistributedDataParallel puts gradients into buckets once more after its first
 step, and where a gradient lies in a bucket decides in which turn ranks are added up. A run that goes on from a
@@ -66,6 +67,9 @@ class WholeGradients:
         world = self._ranks.launch.world
         if world > 1 and self._whole:
             self._agree_on_used()
+        for parameter in self._shared:
+            if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         whole = [parameter.grad for parameter in self._whole if parameter.grad is not None]
         mine = [*whole, *(p.grad.to_local() for p in self._shared if isinstance(p.grad, DTensor))]
         # Of METP's weights a rank may have nothing, which has no largest element.
