@@ -12,7 +12,8 @@ AT_A_TIME := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Other versions of torch that pyproject.toml allows, and tests of what is private or new in one of them.
 TORCHES ?= 2.11.0 2.14.1 2.15.0
 TORCH_TESTS ?= public fake_cuda transforms trace kernels combining checkpoint recorded masks blocks plan_memory generated \
-  metp_styles pool agreement whereabouts dealing sdpa schedule styles dtensor compile metp_attention equivalence
+  metp_styles metp_attention metp_feed_forward mesh recipe pool agreement whereabouts dealing sdpa schedule styles dtensor \
+  compile equivalence
 # Material announces its successor at every build unless it is told not to.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'

@@ -16,7 +16,7 @@ from recipes.training.settings import PATHS, Launch, RecipeError, RunSettings, S
 from wallfacer_dt import TokenOrder, context_mesh, sequence_positions
 from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.command.planning.launch import cores
-from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout
+from wallfacer_dt.mesh import CONTEXT_AXES, inherit_timeout, placed_ranks
 
 T = TypeVar("T")
 
@@ -155,23 +155,13 @@ def make_meshes(
     ulysses, ring, team = sizes
     if settings.data_parallel == 1:
         return context_mesh(device_type, ring, team, ulysses=ulysses, placement=settings.placement), None
-    grid, axes = _grid(settings, sizes), CONTEXT_AXES
+    groups = torch.arange(settings.data_parallel * math.prod(sizes)).view(settings.data_parallel, -1)
+    grid, axes = groups[:, placed_ranks(ring, team, ulysses=ulysses, placement=settings.placement)], CONTEXT_AXES
     if ulysses == 1:
         grid, axes = grid.squeeze(1), CONTEXT_AXES[1:]
     mesh = DeviceMesh(device_type, grid, mesh_dim_names=("dp", *axes))
     inherit_timeout(mesh)
     return mesh[axes], mesh["dp"]
-
-
-def _grid(settings: RunSettings, sizes: tuple[int, int, int]) -> Tensor:
-    """Ranks by (data-parallel group, ulysses, ring, team), as `context_mesh` places them in each group."""
-    ulysses, ring, team = sizes
-    groups = torch.arange(settings.data_parallel * math.prod(sizes)).view(settings.data_parallel, -1)
-    if settings.placement == "ring_in_node":
-        return groups.view(-1, ulysses, team, ring).transpose(2, 3)
-    if settings.placement == "ulysses_in_node":
-        return groups.view(-1, ring, team, ulysses).permute(0, 3, 1, 2)
-    return groups.view(-1, ulysses, ring, team)
 
 
 def _device(launch: Launch) -> torch.device:
