@@ -150,7 +150,7 @@ def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last(
 
 
 @example(
-    (Candidate(4, 2, rotate="q"), ModelShape(64, 8, 2, 8), SequenceShape(12), 8), (7, 0), 1e11, (1e5, 1e5), 1, 1
+    (Candidate(4, 2, rotate="q"), ModelShape(64, 8, 2, 8), SequenceShape(12), 8), (7, 0), 1e11, (1e5, 1e5), (0.0, 0.0), 1, 1
 )  # the sequence that stands for it hops further
 @example(
     (
@@ -162,6 +162,7 @@ def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last(
     (None, 26),
     1e9,
     (1e9, 1e8),
+    (0.0, 0.0),
     1,
     1,
 )  # ranks with other heads have other groups
@@ -170,22 +171,25 @@ def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last(
     (20, 0),
     1e8,
     (1e6, 1e4),
+    (0.0, 0.0),
     2,
     1,
 )  # not every rank receives from its own node what one does
 @examples(60)
 @given(
     planned(12), st.tuples(st.integers(0, 40), st.integers(0, 40)), st.sampled_from([1e5, 1e8, 1e11]),
-    st.tuples(*2 * [st.sampled_from([1e4, 1e6, 1e9])]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]),
+    st.tuples(*2 * [st.sampled_from([1e4, 1e6, 1e9])]), st.tuples(*2 * [st.sampled_from([0.0, 1e-6, 1e-3, 0.1])]),
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]),
 )  # fmt: skip
 def test_ranks_that_run_together_take_no_less_than_they_need(
-    drawn, window: tuple[int | None, int], rate: float, rates: tuple[float, float], nics: int, siblings: int
-) -> None:
+    drawn, window: tuple[int | None, int], rate: float, rates: tuple[float, float], latencies: tuple[float, float],
+    nics: int, siblings: int,
+) -> None:  # fmt: skip
     """Than any computes, or receives from its node, or its node from others; the search goes by it, of layers too."""
     candidate, model, sequence, per_node = drawn
     model = replace(model, ffn=4096, layers=2)
     sequence = replace(sequence, window_size=(window[0], 0 if sequence.is_causal else window[1]))
-    links, kernels = map(Link, rates), Kernels(rate, rate, 1e12, 0.0, 1e12)
+    links, kernels = map(Link, rates, latencies), Kernels(rate, rate, 1e12, 0.0, 1e12)
     where = Cluster(candidate.size, per_node, *links, nics, kernels=kernels, striped_gathers=siblings == 1)
     alone, together = (
         attention_cost(candidate, model, sequence, where, siblings=siblings, together=way) for way in (False, True)
@@ -199,11 +203,13 @@ def test_ranks_that_run_together_take_no_less_than_they_need(
         assert all(all_of_them.line.seconds >= some * (1 - 1e-9) for some in needed)
     if siblings > 1:
         return  # which the search has none of
-    spent = least_attention(alone, candidate, model, sequence, where)
+    least = least_attention(candidate, model, sequence, where)
+    assert all(one.seconds <= way.line.seconds * (1 + 1e-9) for one, way in zip(least.spent, together.ways, strict=True))
+    assert (least.rank_bytes, least.node_bytes) == (together.rank_bytes, together.node_bytes)
     search = _Search(model, sequence, where, None, 0.0)
     for one in with_layers(candidate, model):
         took = predict(one, model, sequence, where, attention_cost(one, model, sequence, where))
-        assert search._least_step(one, spent) <= took.seconds * (1 + 1e-9)
+        assert search._least_step(one, least.spent) <= took.seconds * (1 + 1e-9)
 
 
 @example(6, 24, 6.67e7, 9e-4)

@@ -152,7 +152,7 @@ def test_a_step_is_no_shorter_than_its_least(
     spent = [
         Spent.of(way.line) for way in attention_cost(replace(it, projections="plain"), model, sequence, where).ways
     ]
-    least = [a + b for a, b in zip(spent, least_projections(it, model, sequence, where), strict=True)]
+    least = [a.between(b) for a, b in zip(spent, least_projections(it, model, sequence, where), strict=True)]
     layer = Layer(Division(it, microbatch=sequence.batch), model, sequence, where)
     step = predict(it, model, sequence, where, attention_cost(it, model, sequence, where))
     assert least_step(layer, *least) <= step.seconds * (1 + 1e-9)

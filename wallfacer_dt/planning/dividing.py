@@ -288,7 +288,7 @@ class _Search:
         if division.context.projections == "plain":
             return ideal
         projections = least_projections(division.context, heads, self._taken(division), self.cluster)
-        return ideal[0] + projections[0], ideal[1] + projections[1]
+        return ideal[0].between(projections[0]), ideal[1].between(projections[1])
 
     def _attentions(self, division: Division) -> list[tuple[Candidate, AttentionCost]]:
         heads, where = division.heads_of(self.model), division.context_cluster(self.cluster)

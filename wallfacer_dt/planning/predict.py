@@ -1,8 +1,10 @@
 """What a candidate costs: bytes, time and memory, predicted on the host."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +17,8 @@ from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
-from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run
-from wallfacer_dt.planning.traffic import into_nodes, into_ranks, least_wires, one_way, wires
+from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run, work
+from wallfacer_dt.planning.traffic import Arrivals, Key, into_nodes, into_ranks, least_wires, one_way, wires
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,44 +115,65 @@ def _of_ways(candidate: Candidate) -> tuple[Candidate, Candidate]:
     return replace(alike, rotate="kv"), replace(alike, rotate_forward="kv")
 
 
+class LeastAttention(NamedTuple):
+    """What a call of attention takes at least, and what it receives, forward and backward.
+
+    Attributes:
+        spent: what it takes, or no more than that.
+        rank_bytes: received on the rank that receives most.
+        node_bytes: received from other nodes, by the node that receives most.
+        cost: where it is exact, all of it.
+    """
+
+    spent: tuple[Spent, ...]
+    rank_bytes: tuple[int, ...]
+    node_bytes: tuple[int, ...]
+    cost: AttentionCost | None = None
+
+
 def least_attention(
-    alone: AttentionCost, candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster
-) -> list[Spent]:
-    """What :func:`attention_cost` has attention take at least, forward and backward, whichever rank is through last.
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster
+) -> LeastAttention:
+    """What :func:`attention_cost` has attention take at least, whichever rank is through last; sooner told.
 
     Args:
-        alone: the same with no ranks run together; it is exact where none ever are.
         candidate: without METP.
         model: whose heads.
         sequence: what is attended.
         cluster: where.
 
     Returns:
-        What it takes, or computing and work of the links.
+        What it takes; exactly where no ranks are run together.
     """
     if not runs_together(candidate, sequence):
-        return [Spent.of(way.line) for way in alone.ways]
-    return [_least(kind, model, sequence, cluster, backward=bool(way)) for way, kind in enumerate(_of_ways(candidate))]
+        cost = attention_cost(candidate, model, sequence, cluster)
+        return LeastAttention(tuple(Spent.of(way.line) for way in cost.ways), cost.rank_bytes, cost.node_bytes, cost)
+    ways = [_least(kind, model, sequence, cluster, bool(way)) for way, kind in enumerate(_of_ways(candidate))]
+    return LeastAttention(*zip(*ways, strict=True))
 
 
 @lru_cache(maxsize=8)  # as of what is run below
 def _least(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, *, backward: bool
-) -> Spent:
-    """Of any pattern of heads, on wires on which there is what all ranks receive."""
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, backward: bool
+) -> tuple[Spent, int, int]:
+    """Of any pattern of heads: of a rank with much to do its time, and of links the work that there is on all ranks."""
     arrived = one_way(candidate, model, sequence, backward=backward)
     node, inner = node_of(candidate, cluster.ranks_per_node), candidate.ring * candidate.team
-    on_wires = least_wires(arrived, node, inner, striped_gathers=cluster.striped_gathers)
-    (program,) = programs_of(candidate, sequence, together=False, backward=backward).values()
-    lines = [
-        run(
-            attention_events(program, candidate, model, sequence, cluster.kernels, on_wires, heads, backward=backward),
-            cluster,
-        )
-        for heads in head_patterns(candidate, model)
-    ]
-    compute = max(line.compute for line in lines)
-    return Spent(compute, compute, 0.0, *(min(some) for some in zip(*(line.busy for line in lines), strict=True)))
+    ((index, program),) = programs_of(candidate, sequence, together=False, backward=backward).items()
+    own, least = least_wires(arrived, node, inner, index, striped_gathers=cluster.striped_gathers)
+    lines, works = [], []
+    for heads in head_patterns(candidate, model):
+        told = candidate, model, sequence, cluster.kernels
+        lines.append(run(attention_events(program, *told, own, heads, backward=backward), cluster, shares_links=False))
+        works.append(work(attention_events(program, *told, least, heads, backward=backward), cluster))
+    seconds, compute = (max(getattr(line, name) for line in lines) for name in ("seconds", "compute"))
+    spent = Spent(seconds, compute, 0.0, *(min(some) for some in zip(*works, strict=True)))
+    return spent, *_received(arrived, candidate.size, node)
+
+
+def _received(arrived: Mapping[Key, Arrivals], ranks: int, node: np.ndarray) -> tuple[int, int]:
+    """Bytes, by the rank and by the node that receive most."""
+    return int(into_ranks(arrived.values(), ranks).max()), int(into_nodes(arrived.values(), node).max())
 
 
 @lru_cache(maxsize=8)  # what differs in one way only comes in a row
@@ -181,14 +204,8 @@ def _one_way(
         if key.kind in ("move", "place"):
             np.add.at(hops, some.receiver, some.times)
     hops.flags.writeable = False
-    return OneWay(
-        line,
-        tuple(events),
-        int(into_ranks(arrived.values(), candidate.size).max()),
-        siblings * int(into_nodes(arrived.values(), node).max()),
-        hops,
-        inner,
-    )
+    rank_bytes, node_bytes = _received(arrived, candidate.size, node)
+    return OneWay(line, tuple(events), rank_bytes, siblings * node_bytes, hops, inner)
 
 
 def _by_groups(
@@ -217,7 +234,7 @@ def _by_groups(
 def least_projections(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster
 ) -> tuple[Spent, Spent]:
-    """What METP's attention takes at least beside attention, forward and backward: computing, and work of the links."""
+    """What METP's attention takes if attention itself takes no time, forward and backward."""
     kept = replace(candidate, placement="team_in_node", schedule="2d", rotate="kv", rotate_forward="kv")
     return _least_projections(replace(kept, feed_forward="plain", checkpoint="none"), model, sequence, cluster)
 
@@ -227,9 +244,10 @@ def _least_projections(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster
 ) -> tuple[Spent, Spent]:
     projected = ProjectedAttention(candidate, model, sequence, cluster)
-    forward, backward = (run(projected.events(lambda _: (), backward=way), cluster) for way in (False, True))
-    # What is waited for attention may hide.
-    return Spent.without_waits(forward), Spent.without_waits(backward)
+    forward, backward = (
+        run(projected.events(lambda _: (), backward=way), cluster, shares_links=False) for way in (False, True)
+    )
+    return Spent.of(forward), Spent.of(backward)
 
 
 def predict(
@@ -266,19 +284,30 @@ def predict_division(
         The prediction.
     """
     step = simulated_step(Layer(division, model, sequence, cluster), cost.ways)
-    calls, received = division.microbatches * model.layers // division.pipeline, received_bytes(division.context, cost)
+    rank_bytes, node_bytes = step_bytes(division, model, sequence, cost)
     return Prediction(
         step.seconds,
         step.compute,
         step.seconds - step.compute,
         step.overlapped,
-        calls * (received[0] + _feed_forward_bytes(division.context, model, sequence)),
-        calls * received[1],
+        rank_bytes,
+        node_bytes,
         cost.hops,
     )
 
 
-def received_bytes(candidate: Candidate, cost: AttentionCost) -> tuple[int, int]:
+def step_bytes(
+    division: Division, model: ModelShape, sequence: SequenceShape, cost: AttentionCost | LeastAttention
+) -> tuple[int, int]:
+    """A :class:`Prediction`'s ``rank_bytes`` and ``node_bytes``, which are quick to say.
+
+    Under METP's attention ``cost`` may be of plain projections: a rank then receives at least what is said of it.
+    """
+    calls, received = division.microbatches * model.layers // division.pipeline, received_bytes(division.context, cost)
+    return calls * (received[0] + _feed_forward_bytes(division.context, model, sequence)), calls * received[1]
+
+
+def received_bytes(candidate: Candidate, cost: AttentionCost | LeastAttention) -> tuple[int, int]:
     """By attention in a layer, into a rank and into a node; a full checkpoint runs its forward once more."""
     forwards = 2 if candidate.checkpoint == "full" else 1
     rank_bytes, node_bytes = (forwards * some[0] + some[1] for some in (cost.rank_bytes, cost.node_bytes))
@@ -289,7 +318,10 @@ def _feed_forward_bytes(candidate: Candidate, model: ModelShape, sequence: Seque
     """Received of METP's weights and gradients in a layer; a checkpoint has them come once more."""
     if candidate.feed_forward != "metp":
         return 0
-    forward, backward = feed_forward_volume(
+    forward, backward = _feed_forward_volume(
         candidate.axes, model_dim=model.hidden, hidden=model.ffn, dtype=sequence.dtype, gated=model.gated
     )
     return forward.bytes * (1 if candidate.checkpoint == "none" else 2) + backward.bytes
+
+
+_feed_forward_volume = lru_cache(maxsize=64)(feed_forward_volume)  # those of one mesh come in a row

@@ -3,8 +3,9 @@
 Note [What predictions do not tell apart]
 Predicted times are right to a few percent. A team's rank gathers, merges and exchanges more than one of a ring or of
 Ulysses alone, and is right where that saves time on links. So it is ranked behind what is predicted of it by 3% of its
-attention's time, forward and backward. On emulated clusters a predicted choice was slower than a ring or USP by up to
-3.6% without this, and always had a team (docs/benchmarks/cluster.md).
+attention's time, forward and backward (under windows of the least that it takes, which the search knows of all). On
+emulated clusters a predicted choice was slower than a ring or USP by up to 3.6% without this, and always had a team
+(docs/benchmarks/cluster.md).
 """
 
 import heapq
@@ -31,6 +32,7 @@ from wallfacer_dt.planning.predict import (
     least_attention,
     least_projections,
     predict,
+    step_bytes,
 )
 from wallfacer_dt.planning.stack import least_memory, stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
@@ -270,14 +272,11 @@ _UNKNOWN = -1  # bytes, so that a choice is looked at before those that are as f
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A candidate in the queue, by the least that it can take until it has been predicted."""
+    """A candidate in the queue, with the least that it can take and receive until it has been predicted."""
 
-    least: tuple
-    candidate: Candidate
-    cost: AttentionCost  # of attention, as if its projections were plain, and of one rank alone
-    measured: float | None
-    handicap: float
-    ranked: Ranked | None = None
+    ranked: Ranked
+    cost: AttentionCost | None  # of attention, as if its projections were plain, where that is known
+    is_predicted: bool = False
 
 
 _KEPT: dict[str, Any] = {"rotate": "kv", "rotate_forward": "kv"}
@@ -338,25 +337,25 @@ class _Search:
             choices = [one for attention in alike for one in self._choices(attention)]
             self.left[mesh] = len(choices)
             for turn, one in enumerate(choices):
-                heapq.heappush(self.queue, (one.least, mesh, turn, one))
+                heapq.heappush(self.queue, (_order(one.ranked), mesh, turn, one))
 
     def _choices(self, attention: Candidate) -> Iterator["_Choice"]:
         model, sequence, profile = self.model, self.sequence, self.profile
         plain = replace(attention, projections="plain")  # which an attention that was given may not be
-        cost = attention_cost(plain, model, sequence, self.cluster, together=False)
-        spent = least_attention(cost, plain, model, sequence, self.cluster)
+        least = least_attention(plain, model, sequence, self.cluster)
         handicap = 0.0
         if attention.team > 1:
-            handicap = self.margin * model.layers * (cost.forward.seconds + cost.backward.seconds)
+            handicap = self.margin * model.layers * sum(spent.seconds for spent in least.spent)
         for candidate in with_layers(attention, model):
             measured = profile.seconds(candidate, model, sequence) if profile else None
-            seconds = self._least_step(candidate, spent)
-            least = (measured is None, measured or 0.0, _rounded((seconds + handicap) * (1 - 1e-9)), _UNKNOWN)
-            yield _Choice(least, candidate, cost, measured, handicap)
+            seconds = self._least_step(candidate, least.spent) * (1 - 1e-9)
+            received = step_bytes(self._division(candidate), model, sequence, least)
+            no_more = Prediction(seconds, 0.0, 0.0, 0.0, *received, 0)
+            yield _Choice(Ranked(candidate, no_more, "", measured, handicap), least.cost)
 
     def _least_step(self, candidate: Candidate, attention: Sequence[Spent]) -> float:
         """Seconds that no step of a candidate is below if attention takes this at least."""
-        layer = Layer(Division(candidate, microbatch=self.sequence.batch), self.model, self.sequence, self.cluster)
+        layer = Layer(self._division(candidate), self.model, self.sequence, self.cluster)
         return least_step(layer, *self._with_projections(candidate, attention))
 
     def _with_projections(self, candidate: Candidate, attention: Sequence[Spent]) -> Sequence[Spent]:
@@ -367,11 +366,11 @@ class _Search:
         if candidate.projections == "plain":
             return attention
         projections = least_projections(candidate, self.model, self.sequence, self.cluster)
-        return [one + other for one, other in zip(attention, projections, strict=True)]
+        return [one.between(other) for one, other in zip(attention, projections, strict=True)]
 
     def _predicted(self, choice: "_Choice") -> Prediction:
-        candidate, cost = choice.candidate, choice.cost
-        if candidate.projections == "metp" or self.sequence.mask.spares_hops:
+        candidate, cost = choice.ranked.candidate, choice.cost
+        if cost is None or candidate.projections == "metp":
             cost = attention_cost(candidate, self.model, self.sequence, self.cluster)
         return predict(candidate, self.model, self.sequence, self.cluster, cost)
 
@@ -390,15 +389,16 @@ class _Search:
             if is_done[mesh]:
                 continue
             # What it holds at least is quick to say; what it holds takes longest.
-            memory = self._memory(choice.candidate) if choice.ranked else self._least_memory(choice.candidate)
+            candidate = choice.ranked.candidate
+            memory = self._memory(candidate) if choice.is_predicted else self._least_memory(candidate)
             if limit is not None and memory > limit:
                 too_large.setdefault(mesh, []).append((memory, choice))
                 self.left[mesh] -= 1
                 if not self.left[mesh]:
                     dropped.append(self._smallest(too_large[mesh]))
-            elif choice.ranked is None:
+            elif not choice.is_predicted:
                 one = self._ranked(choice)
-                heapq.heappush(self.queue, (_order(one), mesh, turn, replace(choice, ranked=one)))
+                heapq.heappush(self.queue, (_order(one), mesh, turn, replace(choice, ranked=one, is_predicted=True)))
             else:
                 ranked.append(_with_memory(choice.ranked, memory))
                 is_done[mesh] = True
@@ -411,7 +411,7 @@ class _Search:
         for least, choice in sorted(some, key=lambda one: one[0]):
             if smallest is not None and smallest <= least:
                 break
-            memory = self._memory(choice.candidate)
+            memory = self._memory(choice.ranked.candidate)
             if smallest is None or memory < smallest:
                 smallest, alike = memory, []
             alike += [choice] * (memory == smallest)
@@ -419,14 +419,16 @@ class _Search:
         return _with_memory(min(map(self._ranked, alike), key=_order), smallest)
 
     def _ranked(self, choice: _Choice) -> Ranked:
-        return choice.ranked or Ranked(choice.candidate, self._predicted(choice), "", choice.measured, choice.handicap)
+        return choice.ranked if choice.is_predicted else replace(choice.ranked, prediction=self._predicted(choice))
 
     def _memory(self, candidate: Candidate) -> int:
         return stack_memory(candidate, self.model, self.sequence).peak
 
     def _least_memory(self, candidate: Candidate) -> int:
-        division = Division(candidate, microbatch=self.sequence.batch)
-        return least_memory(division, self.model, self.sequence)
+        return least_memory(self._division(candidate), self.model, self.sequence)
+
+    def _division(self, candidate: Candidate) -> Division:
+        return Division(candidate, microbatch=self.sequence.batch)
 
 
 def _with_memory(one: Ranked, memory: int) -> Ranked:

@@ -68,16 +68,15 @@ class Spent:
         """What ran."""
         return cls(line.seconds, line.compute, line.overlapped, *line.busy)
 
-    @classmethod
-    def without_waits(cls, line: Timeline) -> "Spent":
-        """The least that it takes, if nothing is waited for."""
-        return cls(line.compute, line.compute, 0.0, *line.busy)
-
     def __add__(self, other: "Spent") -> "Spent":
         return Spent(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def __rmul__(self, times: int) -> "Spent":
         return Spent(*(times * getattr(self, name) for name in self.__slots__))
+
+    def between(self, other: "Spent") -> "Spent":
+        """The least of this and of something that goes on around it, whose waits this may hide."""
+        return replace(self + other, seconds=max(self.seconds + other.compute, other.seconds))
 
     @property
     def least(self) -> float:
@@ -108,7 +107,8 @@ def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
 def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
     """Seconds that no step is below, however transfers of attention and layers get along on the links.
 
-    A layer takes at least what its parts take one after the other, each alone, and what each link has to carry.
+    A layer takes at least what its parts take one after the other, each alone, and what each link has to carry; and no
+    less than FSDP's transfers do alone, which begin with it and are waited for at its end.
 
     Args:
         layer: what all layers are.
@@ -121,10 +121,14 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
     again = forward if layer.division.context.checkpoint == "full" else Spent()
     alike = _without_attention(layer)
 
-    def least(attention: Spent, parts: Callable[[Layer, bool], Spent]) -> Callable[[bool], Spent]:
-        return lambda shares: Spent((attention + parts(alike, shares)).least)
+    def least(attention: Spent, parts: Callable[[Layer], Spent], *shared: str) -> Callable[[bool], Spent]:
+        spent = attention + parts(alike)
+        beside = _shared(alike, *shared)
+        with_shared = max((spent + replace(beside, seconds=0.0)).least, beside.seconds)
+        return lambda shares: Spent(with_shared if shares else spent.least)
 
-    return _step(layer, least(forward, _forward_parts), least(backward + again, _backward_parts)).seconds
+    forwards = least(forward, _forward_parts, "weights")
+    return _step(layer, forwards, least(backward + again, _backward_parts, "replicas", "gradients", "weights")).seconds
 
 
 _OneLayer = Callable[[bool], Spent]
@@ -165,14 +169,11 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
     return replace(layer, division=replace(layer.division, context=replace(ring, **changes), microbatches=1))
 
 
-@lru_cache(maxsize=256)
 def _ends(layer: Layer) -> _Ends:
-    def spent(*names: str) -> Spent:
-        return Spent.of(run(alone(*((name, getattr(layer, name)) for name in names)), layer.cluster))
-
     # The last reduce-scatter while replicas reduce what the one before has left, then the same of the last.
     together = ("replicas", "gradients") if layer.division.pipeline == 1 else ("gradients",)
-    return _Ends(spent("weights"), spent(*together) + spent("replicas"), spent("activations"))
+    last = _shared(layer, *together) + _shared(layer, "replicas")
+    return _Ends(_shared(layer, "weights"), last, _shared(layer, "activations"))
 
 
 @lru_cache(maxsize=64)
@@ -187,19 +188,17 @@ def _backward(layer: Layer, way: OneWay, again: OneWay | None, shares_weights: b
 
 
 @lru_cache(maxsize=256)
-def _forward_parts(layer: Layer, shares_weights: bool) -> Spent:
-    """A forward without attention; FSDP's part of it is work of the links alone."""
-    parts = Spent.of(run(layer.forward((), shares_weights=False), layer.cluster))
-    return parts + _work(layer, "weights") if shares_weights else parts
+def _forward_parts(layer: Layer) -> Spent:
+    """A forward without attention and without FSDP's transfers."""
+    return Spent.of(run(layer.forward((), shares_weights=False), layer.cluster))
 
 
 @lru_cache(maxsize=256)
-def _backward_parts(layer: Layer, shares_weights: bool) -> Spent:
-    parts = Spent.of(run(layer.backward((), (), shares_weights=False), layer.cluster))
-    return parts + _work(layer, "replicas", "gradients", "weights") if shares_weights else parts
+def _backward_parts(layer: Layer) -> Spent:
+    return Spent.of(run(layer.backward((), (), shares_weights=False), layer.cluster))
 
 
-def _work(layer: Layer, *names: str) -> Spent:
-    """Of links alone."""
-    line = run(alone(*((name, getattr(layer, name)) for name in names)), layer.cluster)
-    return replace(Spent.of(line), seconds=0.0, compute=0.0, overlapped=0.0)
+@lru_cache(maxsize=256)
+def _shared(layer: Layer, *names: str) -> Spent:
+    """FSDP's transfers alone, begun together."""
+    return Spent.of(run(alone(*((name, getattr(layer, name)) for name in names)), layer.cluster))

@@ -117,12 +117,28 @@ def on_links(wire: Wire, cluster: Cluster) -> tuple[tuple[float, float], tuple[f
     return intra, inter
 
 
-def run(events: Iterable[Event], cluster: Cluster) -> Timeline:
-    """Run events in order."""
-    rank = _Rank(cluster)
+def run(events: Iterable[Event], cluster: Cluster, *, shares_links: bool = True) -> Timeline:
+    """Run events in order.
+
+    Args:
+        events: of a rank.
+        cluster: where.
+        shares_links: or everything comes as if it came alone: then no wait is over later than it is in any run of these
+            events with others between them or beside them.
+
+    Returns:
+        What came of it.
+    """
+    rank = _Rank(cluster, shares_links=shares_links)
     for event in events:
         rank.run(event)
     return rank.finished()
+
+
+def work(events: Iterable[Event], cluster: Cluster) -> tuple[float, float]:
+    """Seconds in which bytes of what is begun come over each link: a :class:`Timeline`'s ``busy``."""
+    begun = [on_links(event.wire, cluster) for event in events if isinstance(event, Begin)]
+    return sum(intra for (_, intra), _ in begun), sum(inter for _, (_, inter) in begun)
 
 
 def last_of(programs: Sequence[Iterable[Event]], cluster: Cluster) -> tuple[int, list[Event]]:
@@ -168,9 +184,10 @@ def _to_transfers(events: Iterable[Event]) -> Iterator[tuple[list[Compute], Begi
 class _Rank:
     """A rank on its links."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, *, shares_links: bool = True) -> None:
         self.now, self._cluster, self._line = 0.0, cluster, Timeline()
-        self._lanes = {"intra": _Lane(), "inter": _Lane()}
+        lane = _Lane if shares_links else _Unshared
+        self._lanes = {"intra": lane(), "inter": lane()}
         self._under_way: dict[str, tuple[Wire, float]] = {}
         self._of_others: dict[str, float] = {}  # what this node's link brings others alone, and when that began
 
@@ -276,3 +293,14 @@ class _Lane:
             _, name, seconds = self._coming.pop(0)
             self._left[name] = seconds
         self._now = at
+
+
+class _Unshared(_Lane):
+    """A link over which everything comes as if it came alone."""
+
+    def begin(self, name: str, latency: float, seconds: float, start: float) -> None:
+        """Likewise."""
+        if latency or seconds:
+            self.busy += seconds
+            self._arrived[name] = start + latency + seconds
+            self._spans.append((start, self._arrived[name]))

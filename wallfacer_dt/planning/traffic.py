@@ -112,12 +112,14 @@ def wires(
 
 
 def least_wires(
-    arrived: dict[Key, Arrivals], node: Ints, inner: int, *, striped_gathers: bool = True
-) -> dict[Key, Wire]:
-    """The same, but what there is at least of each at every inner index."""
-    return {
-        key: Wire(*_by_inner(key, some, node, inner, striped_gathers).min(1).tolist()) for key, some in arrived.items()
-    }
+    arrived: dict[Key, Arrivals], node: Ints, inner: int, index: int, *, striped_gathers: bool = True
+) -> tuple[dict[Key, Wire], dict[Key, Wire]]:
+    """The same at one inner index of so many, and what there is at least of each at all of them."""
+    own, least = {}, {}
+    for key, some in arrived.items():
+        most = _by_inner(key, some, node, inner, striped_gathers)
+        own[key], least[key] = Wire(*most[:, index].tolist()), Wire(*most.min(1).tolist())
+    return own, least
 
 
 def _by_inner(key: Key, some: Arrivals, node: Ints, inner: int, is_striped: bool) -> Ints:
