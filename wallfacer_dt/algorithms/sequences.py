@@ -53,7 +53,11 @@ class Sequences:
 
     def inner(self, side: Side, place: Coordinate) -> Sequence[Shards]:
         """By row of the batch and inner index, what it works on: the positions of all ranks it exchanges heads with."""
-        return [_together(self, side, place.axes, row) for row in range(self.rows)]
+        return [_together(self, self._like(side), place.axes, row) for row in range(self.rows)]
+
+    def _like(self, side: Side) -> Side:
+        """The same, or queries where keys are the same tokens."""
+        return "q" if self.q_length == self.k_length else side
 
 
 @lru_cache(maxsize=64)
@@ -87,13 +91,14 @@ def hops(axes: tuple[int, int, int], sequences: Sequences, resident: Side) -> tu
     ulysses, ring, team = axes
     if not sequences.mask.spares_hops:
         return tuple(range(1, ring))
-    sign = 1 if resident == "q" else -1
+    if resident == "kv":  # as far the other way
+        return tuple(sorted(ring - distance for distance in hops(axes, sequences, "q")))
     needed = {0}
     place = Coordinate(ring, team, 0, 0, ulysses, 0)
     # Of thousands of documents the first spans of all show that all are needed, and are sooner asked.
     first = _seen(place, sequences, _FEW) if sequences.order == BY_DOCUMENT else ()
     for q, k in chain(first, _seen(place, sequences)):
-        needed.update(np.unique(sign * (q // team - k // team) % ring).tolist())
+        needed.update(np.unique((q // team - k // team) % ring).tolist())
         if len(needed) == ring:
             break
     return tuple(sorted(needed - {0}))

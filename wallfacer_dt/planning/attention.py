@@ -89,6 +89,21 @@ def compute_seconds(
     They do not depend on the placement.
     """
     programs = programs_of(candidate, sequence, together=together, backward=backward).values()
+    return _most_seconds(programs, candidate, model, sequence, kernels, backward=backward)
+
+
+def least_seconds(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
+) -> float:
+    """No more than :func:`compute_seconds`: of one rank."""
+    programs = _programs(candidate, sequence, _standing(candidate, sequence)[-1:], backward).values()
+    return _most_seconds(programs, candidate, model, sequence, kernels, backward=backward)
+
+
+def _most_seconds(
+    programs: Iterable[Program], candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *,
+    backward: bool,
+) -> float:  # fmt: skip
     computed = [Counter(attended(program)) for program in programs]
     patterns = [
         [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups if heads[0]]
@@ -133,12 +148,17 @@ _MOST_TOGETHER = 64
 
 
 def _program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[int, Program]:
+    programs = _programs(candidate, sequence, _standing(candidate, sequence), backward)
+    return max(programs.items(), key=lambda one: area_of(one[1]))
+
+
+def _standing(candidate: Candidate, sequence: SequenceShape) -> list[int]:
+    """Inner indices of those of whom one has as much to do as any."""
     inner = candidate.ring * candidate.team
     is_even = -(-sequence.length // candidate.size) % 2 == 0
     is_balanced = candidate.order == "head_tail" and is_even if sequence.is_causal else True
     # Otherwise ends and middle of the sequence have more or less to do.
-    some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
-    return max(_programs(candidate, sequence, sorted(some), backward).items(), key=lambda one: area_of(one[1]))
+    return [inner - 1] if is_balanced and not sequence.mask.spares_hops else sorted({0, inner // 2, inner - 1})
 
 
 def _programs(

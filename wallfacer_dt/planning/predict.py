@@ -1,7 +1,7 @@
 """What a candidate costs: bytes, time and memory, predicted on the host."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -169,6 +169,15 @@ def _least(
     seconds, compute = (max(getattr(line, name) for line in lines) for name in ("seconds", "compute"))
     spent = Spent(seconds, compute, 0.0, *(min(some) for some in zip(*works, strict=True)))
     return spent, *_received(arrived, candidate.size, node)
+
+
+def least_node_bytes(some: Iterable[Candidate], model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> int:
+    """Received by the node that receives most in a call of attention, no more than of any candidate, both ways."""
+    least: tuple[list[int], list[int]] = ([], [])
+    for way, kind in dict.fromkeys((way, kind) for one in some for way, kind in enumerate(_of_ways(one))):
+        arrived = one_way(kind, model, sequence, backward=bool(way)).values()
+        least[way].append(int(into_nodes(arrived, node_of(kind, cluster.ranks_per_node)).max()))
+    return sum(map(min, least))
 
 
 def _received(arrived: Mapping[Key, Arrivals], ranks: int, node: np.ndarray) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
-from wallfacer_dt.planning.attention import compute_seconds
+from wallfacer_dt.planning.attention import least_seconds
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
@@ -30,6 +30,7 @@ from wallfacer_dt.planning.predict import (
     Prediction,
     attention_cost,
     least_attention,
+    least_node_bytes,
     least_projections,
     predict,
     step_bytes,
@@ -267,7 +268,7 @@ def plan(
     return Plan(model, sequence, cluster, explained, too_large, len(some))
 
 
-_UNKNOWN = -1  # bytes, so that a choice is looked at before those that are as fast
+_UNKNOWN = -1  # bytes, so that they are asked for before those that are as fast are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +316,8 @@ class _Search:
             self.left.append(0)
         for meshes in placements.values():
             # Of any some may have been measured, which go first, however long they take.
-            least = (True, 0.0, self._least(meshes)) if self.profile is None else (False, 0.0, 0.0)
-            self.queue.append(((*least, _UNKNOWN), min(meshes), _UNKNOWN, meshes))
+            least = (True, 0.0, self._least(meshes), _UNKNOWN) if self.profile is None else (False, 0.0, 0.0, 0)
+            self.queue.append((least, min(meshes), _UNKNOWN, meshes))
 
     def _least(self, meshes: "_Meshes") -> float:
         """Seconds below which no choice of meshes that differ in their placement is: what it computes."""
@@ -327,7 +328,7 @@ class _Search:
         for backward, sides in enumerate(rotations):
             side = "rotate" if backward else "rotate_forward"
             kinds = (replace(some[0], projections="plain", **_KEPT | {side: one}) for one in sides)
-            seconds = min(compute_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds)
+            seconds = min(least_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds)
             spent.append(Spent(seconds, seconds))
         return _rounded(min(self._least_step(one, spent) for one in with_layers(some[0], model)) * (1 - 1e-9))
 
@@ -382,9 +383,15 @@ class _Search:
         is_done = [False] * len(self.left)
         heapq.heapify(self.queue)
         while self.queue and len(ranked) != keep:
-            _, mesh, turn, choice = heapq.heappop(self.queue)
+            order, mesh, turn, choice = heapq.heappop(self.queue)
             if isinstance(choice, dict):
-                self._open(choice)
+                if order[-1] == _UNKNOWN and self.queue and self.queue[0][0][2] == order[2]:
+                    # As fast as another, as where it is FSDP that is waited for: bytes may say that neither is opened.
+                    some = [one for alike in choice.values() for one in alike]
+                    least = self.model.layers * least_node_bytes(some, self.model, self.sequence, self.cluster)
+                    heapq.heappush(self.queue, ((*order[:-1], least), mesh, turn, choice))
+                else:
+                    self._open(choice)
                 continue
             if is_done[mesh]:
                 continue
