@@ -150,7 +150,13 @@ def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last(
 
 
 @example(
-    (Candidate(4, 2, rotate="q"), ModelShape(64, 8, 2, 8), SequenceShape(12), 8), (7, 0), 1e11, (1e5, 1e5), (0.0, 0.0), 1, 1
+    (Candidate(4, 2, rotate="q"), ModelShape(64, 8, 2, 8), SequenceShape(12), 8),
+    (7, 0),
+    1e11,
+    (1e5, 1e5),
+    (0.0, 0.0),
+    1,
+    1,
 )  # the sequence that stands for it hops further
 @example(
     (
@@ -204,7 +210,9 @@ def test_ranks_that_run_together_take_no_less_than_they_need(
     if siblings > 1:
         return  # which the search has none of
     least = least_attention(candidate, model, sequence, where)
-    assert all(one.seconds <= way.line.seconds * (1 + 1e-9) for one, way in zip(least.spent, together.ways, strict=True))
+    assert all(
+        one.seconds <= way.line.seconds * (1 + 1e-9) for one, way in zip(least.spent, together.ways, strict=True)
+    )
     assert (least.rank_bytes, least.node_bytes) == (together.rank_bytes, together.node_bytes)
     search = _Search(model, sequence, where, None, 0.0)
     for one in with_layers(candidate, model):
@@ -473,6 +481,23 @@ def test_memory_is_asked_of_few_where_it_binds() -> None:
         plan(layers, SEQUENCE, replace(where, memory=1000))
 
 
+@pytest.mark.parametrize("window", [None, (100, 0)])
+def test_of_what_is_as_fast_few_are_predicted(window: tuple[int, int] | None) -> None:
+    """Where a step waits for FSDP it is bytes that say what goes first, which are known before."""
+    layers = replace(MODEL, ffn=2**14, layers=4)
+    where = cluster(intra=Link(1e12, 1e-6), inter=Link(1e12, 1e-2), kernels=Kernels(1e12, 1e12, 1e15, 0, 1e15))
+    sequence = SequenceShape(2**9, is_causal=True, window_size=window)
+    with (
+        mock.patch.object(_Search, "_predicted", autospec=True, side_effect=_Search._predicted) as predicted,
+        mock.patch.object(_Search, "_open", autospec=True, side_effect=_Search._open) as opened,
+        mock.patch.object(_Search, "_memory", return_value=0),
+    ):
+        made = plan(layers, sequence, where, keep=3)
+    assert len({_order(one)[2] for one in made.ranked}) == 1
+    assert predicted.call_count < 10
+    assert opened.call_count < len({(it.axes, it.schedule, it.order) for it in attentions(layers, sequence, where)}) / 3
+
+
 def test_layers_are_chosen_for_every_attention() -> None:
     layers = replace(MODEL, ffn=4096, layers=4)
     assert len(list(with_layers(Candidate(16), layers))) == 12
@@ -670,15 +695,18 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text: str) -> None:
     length=st.sampled_from([96, 4096, 4099]),
     window=st.sampled_from([None, 300]),
     link=st.sampled_from([1e7, 1e9, 1e11]),
+    latency=st.sampled_from([1e-5, 1e-2]),
     keep=st.integers(1, 9),
+    ffn=st.sampled_from([0, 1024]),
 )
 def test_what_is_looked_at_late_is_not_overlooked(
-    ranks: tuple[int, int], heads: tuple[int, int], length: int, window: int | None, link: float, keep: int
-) -> None:
+    ranks: tuple[int, int], heads: tuple[int, int], length: int, window: int | None, link: float, latency: float,
+    keep: int, ffn: int,
+) -> None:  # fmt: skip
     """The first few are those of all, of which none is left out, and which are in order."""
-    model = ModelShape(hidden=256, heads=heads[0], kv_heads=heads[1], head_dim=64)
+    model = ModelShape(hidden=256, heads=heads[0], kv_heads=heads[1], head_dim=64, ffn=ffn)
     sequence = SequenceShape(length, is_causal=True, window_size=None if window is None else (window, 0))
-    where = cluster(*ranks, intra=Link(100 * link, 1e-6), inter=Link(link, 1e-5))
+    where = cluster(*ranks, intra=Link(100 * link, 1e-6), inter=Link(link, latency))
     # What memory they need does not matter here, and takes longest.
     with mock.patch.object(_Search, "_memory", return_value=0):
         every, few = (plan(model, sequence, where, keep=some) for some in (None, keep))

@@ -141,13 +141,13 @@ def test_attention_and_its_projections_are_computed_once(
 
 
 @examples(60)
-@given(projected(), st.sampled_from(FEED_FORWARDS))
+@given(projected(), st.sampled_from(FEED_FORWARDS), st.sampled_from([0.0, 1e-4, 1e-2, 1.0]))
 def test_a_step_is_no_shorter_than_its_least(
-    drawn: tuple[Candidate, ModelShape, SequenceShape, int], feed_forward: str
+    drawn: tuple[Candidate, ModelShape, SequenceShape, int], feed_forward: str, latency: float
 ) -> None:
     """What the search looks at plans by: attention of all heads at once, and the projections' work beside."""
     it, model, sequence, per_node = drawn
-    where = cluster(it.size, per_node)
+    where = cluster(it.size, per_node, inter=Link(1e8, latency))
     it = replace(it, feed_forward=feed_forward if it.size > 1 else "plain")
     spent = [
         Spent.of(way.line) for way in attention_cost(replace(it, projections="plain"), model, sequence, where).ways

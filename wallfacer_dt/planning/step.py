@@ -99,6 +99,7 @@ def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
     alike = _without_attention(layer)
     return _step(
         layer,
+        _ends(alike),
         lambda shares: _forward(_without_attention(layer, checkpoint="none"), forward, shares),
         lambda shares: _backward(alike, backward, again, shares),
     )
@@ -128,19 +129,19 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
         return lambda shares: Spent(with_shared if shares else spent.least)
 
     forwards = least(forward, _forward_parts, "weights")
-    return _step(layer, forwards, least(backward + again, _backward_parts, "replicas", "gradients", "weights")).seconds
+    backwards = least(backward + again, _backward_parts, "replicas", "gradients", "weights")
+    return _step(layer, _ends(alike), forwards, backwards).seconds
 
 
 _OneLayer = Callable[[bool], Spent]
 """What one layer takes, with FSDP's transfers or without."""
 
 
-def _step(layer: Layer, forward: _OneLayer, backward: _OneLayer) -> Spent:
+def _step(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) -> Spent:
     division = layer.division
     layers, rounds = layer.model.layers // division.pipeline, division.microbatches
     flops = 6 * layer.rows * layer.model.hidden * layer.model.vocab / division.tensor
     head = Spent(flops / layer.cluster.kernels.linear, flops / layer.cluster.kernels.linear)
-    ends = _ends(_without_attention(layer))
     if division.pipeline == 1:
         return rounds * (ends.weights + layers * (forward(True) + backward(True)) + head + ends.gradients)
     # See Note [Pipelines].
