@@ -239,8 +239,8 @@ def placed_ranks(ring: int, team: int, *, ulysses: int, placement: str) -> Tenso
         "ring_in_node": lambda: ranks.view(ulysses, team, ring).transpose(1, 2),
         "ulysses_in_node": lambda: ranks.view(ring, team, ulysses).permute(2, 0, 1),
     }[placement]()
-    # With the strides of its shape, of axes of one rank too, which `contiguous` leaves as they are: torch 2.11 slices no
-    # other mesh.
+    # With the strides of its shape, those of axes of one rank, too, which `contiguous` leaves alone: torch 2.11 slices
+    # no other mesh.
     return layout.flatten().view(layout.shape)
 
 
