@@ -149,7 +149,8 @@ def least_attention(
         cost = attention_cost(candidate, model, sequence, cluster)
         return LeastAttention(tuple(Spent.of(way.line) for way in cost.ways), cost.rank_bytes, cost.node_bytes, cost)
     ways = [_least(kind, model, sequence, cluster, bool(way)) for way, kind in enumerate(_of_ways(candidate))]
-    return LeastAttention(*zip(*ways, strict=True))
+    spent, rank_bytes, node_bytes = zip(*ways, strict=True)
+    return LeastAttention(spent, rank_bytes, node_bytes)
 
 
 @lru_cache(maxsize=8)  # as of what is run below
