@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from tests.cases import Case
 from tests.metp_cases import AttentionBlock, assert_exact, assert_mean, assert_ratio, check, expected, run, whole
 from tests.pairwise import tiers
-from tests.strategies import examples, mask_options, meshes, schedules
+from tests.strategies import PLACEMENTS, examples, mask_options, meshes, schedules
 from wallfacer_dt.testing import RankPool
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
 SEPARATE, FUSED = ["query", "key", "value", "output"], ["qkv", "output"]
-
-# On a mesh that is placed otherwise torch 2.11 refuses the full_tensor() of weights.
-PLACEMENTS = ["team_in_node"] + ["ring_in_node"] * (not torch.__version__.startswith("2.11."))
 
 
 @st.composite

@@ -33,7 +33,7 @@ from wallfacer_dt.algorithms.steps import SIDES, Attend
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.attention import attention_events, head_patterns, programs_of
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
-from wallfacer_dt.planning.predict import attention_cost, least_attention, predict
+from wallfacer_dt.planning.predict import attention_cost, least_attention, least_node_bytes, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because, _order, _Search
@@ -220,6 +220,41 @@ def test_ranks_that_run_together_take_no_less_than_they_need(
         assert search._least_step(one, least.spent) <= took.seconds * (1 + 1e-9)
 
 
+@example(ModelShape(192, 3, 1, 64), SequenceShape(780, is_causal=True), (12, 4), 64, 1e-3, 64.0, 2)
+@example(
+    ModelShape(192, 3, 1, 64, ffn=1024, layers=2), SequenceShape(400, is_causal=True, window_size=(30, 0)), (8, 8), 2,
+    1e-3, 64.0, 8,
+)  # fmt: skip
+@examples(15)
+@given(
+    st.sampled_from([MODEL, ModelShape(192, 3, 1, 64, ffn=1024, layers=2)]),
+    st.builds(
+        SequenceShape, st.integers(64, 700), is_causal=st.booleans(),
+        window_size=st.none() | st.tuples(st.integers(0, 200), st.just(0)),
+    ),
+    st.sampled_from([(4, 2), (6, 3), (8, 8), (12, 4)]), st.sampled_from([2, 64]), st.sampled_from([0.0, 1e-3]),
+    st.sampled_from([0.0, 64.0]), st.integers(0, 10**6),
+)  # fmt: skip
+def test_no_plan_is_before_its_mesh(
+    model: ModelShape, sequence: SequenceShape, ranks: tuple[int, int], together: int, overhead: float,
+    half_rows: float, which: int,
+) -> None:  # fmt: skip
+    """What is said of meshes that differ in their placement, of any way over them, whatever a tile costs."""
+    where = cluster(*ranks, inter=Link(1e8), kernels=Kernels(1e8, 1e8, overhead=overhead, half_rows=half_rows))
+    ways = [*attentions(model, sequence, where)]
+    kinds = {(one.axes, one.schedule, one.order): [] for one in ways}
+    for one in ways:
+        kinds[one.axes, one.schedule, one.order].append(one)
+    some = [*kinds.values()][which % len(kinds)]
+    with mock.patch("wallfacer_dt.planning.attention._MOST_TOGETHER", together):
+        search = _Search(model, sequence, where, None, 0.03)
+        least = search._least({0: some}), model.layers * least_node_bytes(some, model, sequence, where)
+        for choice in search._choices(some[which % len(some)]):
+            predicted = _order(search._predicted(choice))
+            assert _order(choice.ranked) <= predicted
+            assert (True, 0.0, *least) <= predicted
+
+
 @example(6, 24, 6.67e7, 9e-4)
 @examples(8)
 @given(st.sampled_from([4, 6]), st.integers(0, 700), st.floats(1e6, 1e8), st.floats(1e-5, 1e-3))
@@ -229,8 +264,13 @@ def test_plans_under_a_window_are_in_their_order(ranks: int, window: int, bandwi
     sequence = SequenceShape(128 * ranks, is_causal=True, window_size=(window, 0))
     link = Link(bandwidth, latency)
     with mock.patch("wallfacer_dt.planning.search.stack_memory", return_value=mock.Mock(peak=0)):
-        ranked = plan(model, sequence, Cluster(ranks, 1, link, link, kernels=kernels), keep=None).ranked
+        where = Cluster(ranks, 1, link, link, kernels=kernels)
+        ranked = plan(model, sequence, where, keep=None).ranked
     assert len(ranked) > 4
+    for one in ranked:
+        cost = attention_cost(one.candidate, model, sequence, where)
+        of_attention = cost.forward.seconds + cost.backward.seconds
+        assert one.handicap == pytest.approx(0.03 * of_attention if one.candidate.team > 1 else 0)
     seconds = [one.prediction.seconds + one.handicap for one in ranked]
     assert all(one <= other * (1 + 1e-3) for one, other in pairwise(seconds))
 

@@ -95,8 +95,10 @@ def compute_seconds(
 def least_seconds(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
 ) -> float:
-    """No more than :func:`compute_seconds`: of one rank."""
-    programs = _programs(candidate, sequence, _standing(candidate, sequence)[-1:], backward).values()
+    """No more than attention's events take on the rank that they are of; where ranks run together what one computes."""
+    if not runs_together(candidate, sequence):
+        return compute_seconds(candidate, model, sequence, kernels, backward=backward)
+    programs = _programs(candidate, sequence, [candidate.ring * candidate.team - 1], backward).values()
     return _most_seconds(programs, candidate, model, sequence, kernels, backward=backward)
 
 
@@ -148,17 +150,12 @@ _MOST_TOGETHER = 64
 
 
 def _program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward: bool) -> tuple[int, Program]:
-    programs = _programs(candidate, sequence, _standing(candidate, sequence), backward)
-    return max(programs.items(), key=lambda one: area_of(one[1]))
-
-
-def _standing(candidate: Candidate, sequence: SequenceShape) -> list[int]:
-    """Inner indices of those of whom one has as much to do as any."""
     inner = candidate.ring * candidate.team
     is_even = -(-sequence.length // candidate.size) % 2 == 0
     is_balanced = candidate.order == "head_tail" and is_even if sequence.is_causal else True
     # Otherwise ends and middle of the sequence have more or less to do.
-    return [inner - 1] if is_balanced and not sequence.mask.spares_hops else sorted({0, inner // 2, inner - 1})
+    some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
+    return max(_programs(candidate, sequence, sorted(some), backward).items(), key=lambda one: area_of(one[1]))
 
 
 def _programs(

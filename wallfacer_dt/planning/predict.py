@@ -162,14 +162,14 @@ def _least(
     node, inner = node_of(candidate, cluster.ranks_per_node), candidate.ring * candidate.team
     ((index, program),) = programs_of(candidate, sequence, together=False, backward=backward).items()
     own, least = least_wires(arrived, node, inner, index, striped_gathers=cluster.striped_gathers)
-    lines, works = [], []
+    seconds, works = [], []
     for heads in head_patterns(candidate, model):
         told = candidate, model, sequence, cluster.kernels
-        lines.append(run(attention_events(program, *told, own, heads, backward=backward), cluster, shares_links=False))
+        events = attention_events(program, *told, own, heads, backward=backward)
+        seconds.append(run(events, cluster, shares_links=False).seconds)
         works.append(work(attention_events(program, *told, least, heads, backward=backward), cluster))
-    seconds, compute = (max(getattr(line, name) for line in lines) for name in ("seconds", "compute"))
-    spent = Spent(seconds, compute, 0.0, *(min(some) for some in zip(*works, strict=True)))
-    return spent, *_received(arrived, candidate.size, node)
+    intra, inter = map(min, zip(*works, strict=True))
+    return Spent(max(seconds), intra=intra, inter=inter), *_received(arrived, candidate.size, node)
 
 
 def least_node_bytes(some: Iterable[Candidate], model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> int:

@@ -3,9 +3,8 @@
 Note [What predictions do not tell apart]
 Predicted times are right to a few percent. A team's rank gathers, merges and exchanges more than one of a ring or of
 Ulysses alone, and is right where that saves time on links. So it is ranked behind what is predicted of it by 3% of its
-attention's time, forward and backward (under windows of the least that it takes, which the search knows of all). On
-emulated clusters a predicted choice was slower than a ring or USP by up to 3.6% without this, and always had a team
-(docs/benchmarks/cluster.md).
+attention's time, forward and backward. On emulated clusters a predicted choice was slower than a ring or USP by up to
+3.6% without this, and always had a team (docs/benchmarks/cluster.md).
 """
 
 import heapq
@@ -344,9 +343,7 @@ class _Search:
         model, sequence, profile = self.model, self.sequence, self.profile
         plain = replace(attention, projections="plain")  # which an attention that was given may not be
         least = least_attention(plain, model, sequence, self.cluster)
-        handicap = 0.0
-        if attention.team > 1:
-            handicap = self.margin * model.layers * sum(spent.seconds for spent in least.spent)
+        handicap = self._handicap(attention, sum(spent.seconds for spent in least.spent) * (1 - 1e-9))
         for candidate in with_layers(attention, model):
             measured = profile.seconds(candidate, model, sequence) if profile else None
             seconds = self._least_step(candidate, least.spent) * (1 - 1e-9)
@@ -369,11 +366,16 @@ class _Search:
         projections = least_projections(candidate, self.model, self.sequence, self.cluster)
         return [one.between(other) for one, other in zip(attention, projections, strict=True)]
 
-    def _predicted(self, choice: "_Choice") -> Prediction:
-        candidate, cost = choice.ranked.candidate, choice.cost
-        if cost is None or candidate.projections == "metp":
-            cost = attention_cost(candidate, self.model, self.sequence, self.cluster)
-        return predict(candidate, self.model, self.sequence, self.cluster, cost)
+    def _handicap(self, attention: Candidate, seconds: float) -> float:
+        """See Note [What predictions do not tell apart]; ``seconds``: of its forward and backward in a layer."""
+        return self.margin * self.model.layers * seconds if attention.team > 1 else 0.0
+
+    def _predicted(self, choice: "_Choice") -> Ranked:
+        candidate, told = choice.ranked.candidate, (self.model, self.sequence, self.cluster)
+        plain = choice.cost or attention_cost(replace(candidate, projections="plain"), *told)
+        cost = plain if candidate.projections == "plain" else attention_cost(candidate, *told)
+        handicap = self._handicap(candidate, plain.forward.seconds + plain.backward.seconds)
+        return replace(choice.ranked, prediction=predict(candidate, *told, cost), handicap=handicap)
 
     def run(self, keep: int | None) -> tuple[list[Ranked], list[Ranked]]:
         """Those that fit, best first, of every mesh one; and those of which no choice fits, as small as can be."""
@@ -426,7 +428,7 @@ class _Search:
         return _with_memory(min(map(self._ranked, alike), key=_order), smallest)
 
     def _ranked(self, choice: _Choice) -> Ranked:
-        return choice.ranked if choice.is_predicted else replace(choice.ranked, prediction=self._predicted(choice))
+        return choice.ranked if choice.is_predicted else self._predicted(choice)
 
     def _memory(self, candidate: Candidate) -> int:
         return stack_memory(candidate, self.model, self.sequence).peak

@@ -123,8 +123,8 @@ def run(events: Iterable[Event], cluster: Cluster, *, shares_links: bool = True)
     Args:
         events: of a rank.
         cluster: where.
-        shares_links: or everything comes as if it came alone: then no wait is over later than it is in any run of these
-            events with others between them or beside them.
+        shares_links: evenly, see Note [Latency]. If not, everything comes as if it came alone, and so no later than in
+            any run of these events, whatever others are between or beside them.
 
     Returns:
         What came of it.
@@ -299,7 +299,7 @@ class _Unshared(_Lane):
     """A link over which everything comes as if it came alone."""
 
     def begin(self, name: str, latency: float, seconds: float, start: float) -> None:
-        """Likewise."""
+        """Something whose bytes take so long after its latency, or nothing."""
         if latency or seconds:
             self.busy += seconds
             self._arrived[name] = start + latency + seconds
