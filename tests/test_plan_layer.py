@@ -264,21 +264,25 @@ def test_a_transfer_alone_takes_what_its_links_say(name: str) -> None:
     assert slower == pytest.approx(by_hand[name])
 
 
-def test_weights_hide_behind_all_that_computes_and_gradients_of_the_last_layer_do_not() -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_weights_hide_behind_all_that_computes_and_gradients_of_the_last_layer_do_not(replicas: int) -> None:
     """Of a chain of layers by hand: what is longer than the layer is exposed, and a layer's at both ends."""
     model = replace(MODEL, vocab=0)
     for bandwidth, is_hidden in ((1e12, True), (1e6, False)):
-        where = Cluster(2, 2, Link(bandwidth), Link(1.0), kernels=KERNELS)
-        layer = Layer(Division(Candidate(1), shards=2), model, SEQUENCE, where)
+        where = Cluster(2 * replicas, 2 * replicas, Link(bandwidth), Link(1.0), kernels=KERNELS)
+        layer = Layer(Division(Candidate(1), shards=2, replicas=replicas), model, SEQUENCE, where)
         cost = cost_of(layer)
         elements = (model.attention_weights + model.ffn_weights) / 2
         gather, reduce = elements * 2 / bandwidth, elements * 4 / bandwidth
+        # Of two that hold the same each receives half of its part as a sum, and the other half summed.
+        alike = elements * 4 / bandwidth * (replicas > 1)
         forward = cost.forward.compute + 2 * 256 * 2 * elements / KERNELS.linear
         backward = cost.backward.compute + 4 * 256 * 2 * elements / KERNELS.linear
         step = simulated_step(layer, cost.ways)
-        layers = max(forward, gather) + max(backward, gather + reduce)
+        layers = max(forward, gather) + max(backward, gather + reduce + alike)
         assert (gather < forward) is is_hidden
-        assert step.seconds == pytest.approx(gather + model.layers * layers + reduce)
+        # Of the last layer but one the replicas' sum is still to be made, and then that of the last.
+        assert step.seconds == pytest.approx(gather + model.layers * layers + reduce + 2 * alike)
 
 
 def test_a_pipeline_by_hand() -> None:
