@@ -134,6 +134,7 @@ def test_what_is_said_of_context_ranks(seconds: tuple[float, ...], said: list[st
 
 def test_flags_are_torchtitans() -> None:
     """Names that its configuration and the recipe's have, and numbers that make up the ranks and the sequences."""
+    pytest.importorskip("torchtitan", reason="the extra `torchtitan` is not installed")
     from torchtitan.config import TrainingConfig
     from torchtitan.distributed.parallel_dims import ParallelDims
 
