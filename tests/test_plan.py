@@ -33,7 +33,7 @@ from wallfacer_dt.algorithms.steps import SIDES, Attend
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.attention import attention_events, head_patterns, programs_of
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
-from wallfacer_dt.planning.predict import attention_cost, least_attention, least_node_bytes, predict
+from wallfacer_dt.planning.predict import attention_cost, least_attention, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because, _order, _Search
@@ -241,14 +241,13 @@ def test_no_plan_is_before_its_mesh(
 ) -> None:  # fmt: skip
     """What is said of meshes that differ in their placement, of any way over them, whatever a tile costs."""
     where = cluster(*ranks, inter=Link(1e8), kernels=Kernels(1e8, 1e8, overhead=overhead, half_rows=half_rows))
-    ways = [*attentions(model, sequence, where)]
-    kinds = {(one.axes, one.schedule, one.order): [] for one in ways}
-    for one in ways:
-        kinds[one.axes, one.schedule, one.order].append(one)
+    kinds: dict[tuple, list[Candidate]] = {}
+    for one in attentions(model, sequence, where):
+        kinds.setdefault((one.axes, one.schedule, one.order), []).append(one)
     some = [*kinds.values()][which % len(kinds)]
     with mock.patch("wallfacer_dt.planning.attention._MOST_TOGETHER", together):
         search = _Search(model, sequence, where, None, 0.03)
-        least = search._least({0: some}), model.layers * least_node_bytes(some, model, sequence, where)
+        least = search._least({0: some}), search._least_node_bytes({0: some})
         for choice in search._choices(some[which % len(some)]):
             predicted = _order(search._predicted(choice))
             assert _order(choice.ranked) <= predicted

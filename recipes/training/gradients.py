@@ -68,8 +68,9 @@ class WholeGradients:
         if world > 1 and self._whole:
             self._agree_on_used()
         for parameter in self._shared:
-            if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+            grad, own = parameter.grad, parameter.placements if isinstance(parameter, DTensor) else ()
+            if isinstance(grad, DTensor) and grad.placements != own:
+                parameter.grad = grad.redistribute(placements=own)
         whole = [parameter.grad for parameter in self._whole if parameter.grad is not None]
         mine = [*whole, *(p.grad.to_local() for p in self._shared if isinstance(p.grad, DTensor))]
         # Of METP's weights a rank may have nothing, which has no largest element.

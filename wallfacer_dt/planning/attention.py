@@ -47,8 +47,7 @@ def attention_events(
     """
 
     def wire(sent: Sent, group: int) -> Wire:
-        key = Key(backward, sent.kind, sent.side, group, sent.shift)
-        return wires[key]
+        return wires[Key(backward, sent.kind, sent.side, group, sent.shift)]
 
     def exchange(kind: str, group: int) -> Begin:
         return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)])
@@ -95,7 +94,9 @@ def compute_seconds(
 def least_seconds(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
 ) -> float:
-    """No more than attention's events take on the rank that they are of; where ranks run together what one computes."""
+    """Seconds that attention takes at least: in which the rank that stands for all computes, or of those that are run
+    together one, which is sooner told.
+    """
     if not runs_together(candidate, sequence):
         return compute_seconds(candidate, model, sequence, kernels, backward=backward)
     programs = _programs(candidate, sequence, [candidate.ring * candidate.team - 1], backward).values()

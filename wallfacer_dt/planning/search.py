@@ -10,6 +10,7 @@ attention's time, forward and backward. On emulated clusters a predicted choice 
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -321,7 +322,7 @@ class _Search:
     def _least(self, meshes: "_Meshes") -> float:
         """Seconds below which no choice of meshes that differ in their placement is: what it computes."""
         model, sequence, kernels = self.model, self.sequence, self.cluster.kernels
-        some = [one for alike in meshes.values() for one in alike]
+        some = [*chain.from_iterable(meshes.values())]
         rotations = {one.rotate_forward for one in some}, {one.rotate for one in some}
         spent = []
         for backward, sides in enumerate(rotations):
@@ -330,6 +331,11 @@ class _Search:
             seconds = min(least_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds)
             spent.append(Spent(seconds, seconds))
         return _rounded(min(self._least_step(one, spent) for one in with_layers(some[0], model)) * (1 - 1e-9))
+
+    def _least_node_bytes(self, meshes: "_Meshes") -> int:
+        """Bytes into a node below which none of them is."""
+        some = chain.from_iterable(meshes.values())
+        return self.model.layers * least_node_bytes(some, self.model, self.sequence, self.cluster)
 
     def _open(self, meshes: "_Meshes") -> None:
         """Have the choices of some meshes wait for their turn."""
@@ -389,9 +395,7 @@ class _Search:
             if isinstance(choice, dict):
                 if order[-1] == _UNKNOWN and self.queue and self.queue[0][0][2] == order[2]:
                     # As fast as another, as where it is FSDP that is waited for: bytes may say that neither is opened.
-                    some = [one for alike in choice.values() for one in alike]
-                    least = self.model.layers * least_node_bytes(some, self.model, self.sequence, self.cluster)
-                    heapq.heappush(self.queue, ((*order[:-1], least), mesh, turn, choice))
+                    heapq.heappush(self.queue, ((*order[:-1], self._least_node_bytes(choice)), mesh, turn, choice))
                 else:
                     self._open(choice)
                 continue

@@ -124,7 +124,7 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
 
     def least(attention: Spent, parts: Callable[[Layer], Spent], *shared: str) -> Callable[[bool], Spent]:
         spent = attention + parts(alike)
-        beside = _shared(alike, *shared)
+        beside = _transfers(alike, *shared)
         with_shared = max((spent + replace(beside, seconds=0.0)).least, beside.seconds)
         return lambda shares: Spent(with_shared if shares else spent.least)
 
@@ -173,8 +173,8 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
 def _ends(layer: Layer) -> _Ends:
     # The last reduce-scatter while replicas reduce what the one before has left, then the same of the last.
     together = ("replicas", "gradients") if layer.division.pipeline == 1 else ("gradients",)
-    last = _shared(layer, *together) + _shared(layer, "replicas")
-    return _Ends(_shared(layer, "weights"), last, _shared(layer, "activations"))
+    last = _transfers(layer, *together) + _transfers(layer, "replicas")
+    return _Ends(_transfers(layer, "weights"), last, _transfers(layer, "activations"))
 
 
 @lru_cache(maxsize=64)
@@ -200,6 +200,6 @@ def _backward_parts(layer: Layer) -> Spent:
 
 
 @lru_cache(maxsize=256)
-def _shared(layer: Layer, *names: str) -> Spent:
-    """FSDP's transfers alone, begun together."""
+def _transfers(layer: Layer, *names: str) -> Spent:
+    """A layer's own transfers, by name, alone: begun together, and waited for."""
     return Spent.of(run(alone(*((name, getattr(layer, name)) for name in names)), layer.cluster))
