@@ -143,12 +143,33 @@ class Attention(nn.Module):
         return self.output(self.inner(q, k, v).flatten(2))
 
 
+class _FusedNorm(torch.autograd.Function):
+    """What torch's fused RMSNorm, which CPU wheels have no kernel of, keeps and makes; no numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class Norm(nn.RMSNorm):
+    """As on CUDA."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _FusedNorm.apply(x, self.weight)
+
+
 class Layer(nn.Module):
     """x + attention(norm(x)), x + ffn(norm(x))."""
 
     def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(model.hidden, dtype=dtype) for _ in range(2))
+        self.norms = nn.ModuleList(Norm(model.hidden, dtype=dtype) for _ in range(2))
         self.attention = Attention(model, dtype)
         self.ffn = (SwiGLU if model.gated else GELU)(model.hidden, model.ffn, dtype)
 

@@ -300,15 +300,15 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
 of 540
-5.581 s, 73.9 GB, fastest: 1% of the step is waiting
+5.581 s, 61.0 GB, fastest: 1% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-5.640 s, 73.9 GB, +1.0%: computes 118 ms longer, in smaller tiles
+5.589 s, 69.0 GB, +0.1%: waits 7.67 ms longer
+  replicas 2 x shards 2 x context 4, 4 microbatches of 1: ulysses 4, head-tail
+5.640 s, 61.0 GB, +1.0%: computes 118 ms longer, in smaller tiles
   shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
-5.689 s, 73.9 GB, +1.9%: computes 108 ms longer, in smaller tiles
-  context 16, 4 microbatches of 4: ulysses 4 x team 4, ulysses in node, 2d, rotates q, head-tail
-5.689 s, 50.3 GB, +1.9%: waits 108 ms longer
-  replicas 2 x context 8, 8 microbatches of 1: ulysses 8, head-tail
-1: 6.264, 2: 5.757, 4: 5.581, 8: 5.640, 16: 5.689
+5.647 s, 69.0 GB, +1.2%: computes 118 ms longer, in smaller tiles
+  replicas 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
+1: 6.079, 2: 5.757, 4: 5.581, 8: 5.640, 16: 5.689
 enough: 4""",
     )
 
@@ -319,16 +319,16 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 1125
-22.458 s, 77.0 GB, fastest: 13% of the step is waiting
+21.693 s, 72.8 GB, fastest: 11% of the step is waiting
+  shards 4 x context 2 x tensor 4, 8 microbatches of 1: ulysses 2, head-tail
+21.985 s, 72.8 GB, +1.3%: computes 218 ms longer, in smaller tiles
+  shards 2 x context 4 x tensor 4, 8 microbatches of 2: ulysses 2 x ring 2, ulysses in node, rotates kv, head-tail
+22.458 s, 68.9 GB, +3.5%: waits 531 ms longer
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: team 4, 2d, rotates q, head-tail
-22.729 s, 77.0 GB, +1.2%: waits 287 ms longer
-  shards 2 x context 8 x tensor 2, 8 microbatches of 2: ulysses 4 x ring 2, ulysses in node, rotates kv, head-tail
-22.861 s, 77.2 GB, +1.8%: waits 371 ms longer
-  shards 4 x context 8, 8 microbatches of 1: team 8, 2d, rotates q, head-tail
-23.218 s, 77.2 GB, +3.4%: waits 776 ms longer
-  shards 2 x context 16, 8 microbatches of 2: ulysses 8 x ring 2, ulysses in node, rotates kv, head-tail
-1: 24.950, 2: 24.987, 4: 22.458, 8: 22.729, 16: 23.218, 32: 23.845
-enough: 4""",
+22.612 s, 72.8 GB, +4.2%: computes 543 ms longer, in smaller tiles
+  context 8 x tensor 4, 8 microbatches of 4: ulysses 2 x team 4, ulysses in node, rings, rotates q, head-tail
+1: 24.950, 2: 21.693, 4: 21.985, 8: 22.612, 16: 23.218, 32: 23.845
+enough: 2""",
     )
 
 
@@ -338,14 +338,14 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
 of 90
-16.606 s, 94.5 GB, fastest: 0% of the step is waiting
-  context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail, METP
-16.933 s, 68.9 GB, +2.0%: computes 272 ms longer, layers but for attention twice
+16.214 s, 123.8 GB, fastest: 0% of the step is waiting
+  context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
+16.429 s, 132.0 GB, +1.3%: waits 234 ms longer
+  context 4 x tensor 2, 2 microbatches of 1: team 4, 2d, rotates q, head-tail
+16.933 s, 68.9 GB, +4.4%: computes 668 ms longer, layers but for attention twice
   shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
-17.218 s, 67.4 GB, +3.7%: waits 340 ms longer
+17.218 s, 67.4 GB, +6.2%: computes 668 ms longer, layers but for attention twice
   shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
-17.249 s, 67.4 GB, +3.9%: computes 339 ms longer, layers but for attention twice
-  context 4 x tensor 2: team 4, 2d, rotates q, head-tail, checkpoint attention
-1: 17.670, 2: 17.218, 4: 16.933, 8: 16.606
+1: 17.670, 2: 17.218, 4: 16.429, 8: 16.214
 enough: 8""",
     )

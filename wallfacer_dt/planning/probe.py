@@ -29,6 +29,7 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 _SMALL, _MANY = 1024, 50
 _SECONDS = 0.05  # that a timed transfer should take at least
 _LARGEST = 2**26
+_ROWS, _ROWS_OF_GPU = 2048, 8192  # of a block at most; a GPU is not busy with fewer, and starting it is what takes time
 _LONG, _MOST = 0.1, 1000  # seconds that repeating a kernel should take at least, and how often it is repeated at most
 _REPEATS = 5
 
@@ -94,7 +95,8 @@ class Probe:
 
     def kernels(self, model: ModelShape, sequence: SequenceShape, kernel: BlockKernel) -> tuple[Kernels, float]:
         """Rates of kernels, and how many seconds pass while a rank's processor works for one (ranks may share it)."""
-        rows = max(16, min(2048, sequence.length // self.ranks)) // 4 * 4
+        most = _ROWS if self.device.type == "cpu" else _ROWS_OF_GPU
+        rows = max(16, min(most, sequence.length // self.ranks)) // 4 * 4
         few = rows // 4
         blocks = ((rows, rows), (few, few), (few, 4 * rows))
         forwards, backwards = zip(*(self._attention(kernel, model, sequence, *block) for block in blocks), strict=True)

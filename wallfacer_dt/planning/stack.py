@@ -4,8 +4,9 @@ Of tensor ranks each has a part of heads, hidden units and vocabulary, and betwe
 before a projection is kept, as DTensor keeps it (Korthikanti et al. 2022, section 4.2.2, would gather it once more).
 
 A layer is x + attention(norm(x)), then x + ffn(norm(x)), of ``torch.nn.RMSNorm`` and projections without biases. The
-most is held in the backward, of the last layer or of the loss: so only these are written out. Bytes are those of
-torch's CPU kernels, whose RMSNorm keeps its input and its result in the accumulation dtype; fused ones keep less.
+most is held in the backward, of the last layer or of the loss: so only these are written out. RMSNorm is torch's fused
+one, which CUDA has: it keeps its input as it is. (On the CPU torch puts it together of other ops, which keep input and
+result in the accumulation dtype, in half precision three times as much.)
 """
 
 from dataclasses import dataclass
@@ -190,8 +191,6 @@ class _Layer:
         own = -(-self.rows // tensor)
         itemsize, wide = sequence.dtype.itemsize, accumulation_dtype(sequence.dtype).itemsize
         self.x = own * model.hidden * itemsize
-        self.wide_x = own * model.hidden * wide
-        self.is_narrow = itemsize != wide
         self.whole_x = self.rows * model.hidden * itemsize
         self.hidden = self.rows * -(-model.ffn // tensor) * itemsize
         self.loss = self.rows * -(-model.vocab // tensor) * itemsize
@@ -219,8 +218,8 @@ class _Layer:
 
     @property
     def norm(self) -> int:
-        """What a norm keeps: its input in the wide dtype, that scaled, the scale; and its output, for projections."""
-        return (self.wide_x if self.is_narrow else self.x) + self.wide_x + self.scale + self.whole_x
+        """What a norm keeps: its input and the scale; and its output, for projections."""
+        return self.x + self.scale + self.whole_x
 
     @property
     def feed_forward(self) -> int:
@@ -242,13 +241,12 @@ class _Layer:
     @property
     def backward(self) -> int:
         """The most that there is of the last layer in its backward, with the gradient that comes to it."""
-        # A checkpoint has the input besides the wide copy of it.
-        there = self.whole + self.x * (self.is_narrow and self.candidate.checkpoint != "none")
+        there = self.whole
         before_ffn = there - self.feed_forward - self.norm if self.model.ffn else there
         attending = before_ffn - self.attention.kept + self.attention.most + self.x
         if not self.model.ffn:
             return attending
-        norming = before_ffn + 6 * self.wide_x + self.x
+        norming = before_ffn + 4 * self.x
         # Tensor ranks gather the gradient of what they have given, which projections of the feed-forward need whole.
         gathered = self.whole_x * (self.division.tensor > 1)
         return max(self._feeding(there) + self.x + gathered, norming, attending)
