@@ -179,13 +179,14 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers under a checkpoint, an embedding before them and a projection and a loss after them."""
+    """Layers under a checkpoint, an embedding before them, and a norm, a projection and a loss after them."""
 
     def __init__(self, model: ModelShape, dtype: torch.dtype, how: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(model, dtype) for _ in range(model.layers))
         self.how = how
         self.embedding = nn.Embedding(model.vocab, model.hidden, dtype=dtype)
+        self.norm = Norm(model.hidden, dtype=dtype)
         self.head = nn.Linear(model.hidden, model.vocab, bias=False, dtype=dtype)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ class Stack(nn.Module):
         for layer in self.layers:
             context = {"context_fn": save_attention()} if self.how == "attention" else {}
             x = layer(x) if self.how == "none" else checkpoint(layer, x, use_reentrant=False, **context)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def stack_of(candidate: Candidate, model: ModelShape, sequence: SequenceShape, mesh: DeviceMesh) -> Stack:

@@ -22,6 +22,7 @@ from tests.pairwise import tiers
 from tests.plan_cases import Followed, Tracked, kernels_without_workspace, stack_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
+from wallfacer_dt.algorithms.steps import Side
 from wallfacer_dt.planning import Candidate, dry_run
 from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.dry_run import Peaks, attention_peaks
@@ -152,17 +153,46 @@ def test_a_forward_of_groups_in_turn(candidate: Candidate, units: float) -> None
     assert round(peak / queries, 2) == units
 
 
-@pytest.mark.parametrize(("ring", "team"), [(4, 1), (8, 1), (4, 2), (2, 4)])
-def test_a_call_on_an_h200(ring: int, team: int) -> None:
-    """The most that torch's flash attention held there, beyond what it was given, and at most a tenth more."""
-    case = f"flash, ring {ring} x team {team}, hops at None GB/s"
+def on_an_h200(stage: str) -> dict[str, dict[str, Any]]:
+    """What was measured there in the last run, by case."""
     records = map(json.loads, gzip.decompress(GPU.read_bytes()).splitlines())
-    (found,) = (each["peak MiB"] for each in records if (each["run"], each["case"]) == (3, case))
+    return {one["case"]: one for one in records if (one["run"], one["stage"]) == (7, stage)}
+
+
+@pytest.mark.parametrize(
+    ("ring", "team", "rotate"), [(4, 1, "kv"), (8, 1, "kv"), (4, 2, "kv"), (2, 4, "q"), (16, 4, "kv")]
+)
+def test_a_call_on_an_h200(ring: int, team: int, rotate: Side) -> None:
+    """The most that torch's flash attention held there, beyond what it was given, and at most 11% more."""
+    found = on_an_h200("loops")[f"flash, ring {ring} x team {team}, hops at None GB/s"]["peak MiB"]
     model, sequence = ModelShape(32 * 128, 32, 8), SequenceShape(ring * team * 8192, is_causal=True)
-    ways = (Candidate(ring, team, order="head_tail", rotate=rotate) for rotate in ("kv", "q"))
-    most = min(attention_memory(way, model, sequence, by_tokens=True, index=1).most for way in ways)
+    way = Candidate(ring, team, order="head_tail", rotate=rotate)
+    most = attention_memory(way, model, sequence, by_tokens=True, index=1).most
     given = 8192 * 2 * (32 + 8) * 128 * 2  # q and the output's gradient, k and v
-    assert found <= (most - given) / 2**20 <= 1.1 * found
+    assert found <= (most - given) / 2**20 <= 1.11 * found
+
+
+STACKS = {
+    f"{layers} layers, ring 8, checkpoint {how}": (layers, Candidate(8, order="head_tail", checkpoint=how))
+    for layers, how in product((2, 4), ("none", "attention", "full"))
+} | {
+    f"4 layers, ring 4 x team 2, metp and {how}": (
+        4, Candidate(4, 2, order="head_tail", feed_forward="metp", projections=how)
+    )
+    for how in ("plain", "metp")
+}  # fmt: skip
+
+
+def test_stacks_on_an_h200() -> None:
+    """Kept as much, but for 8 MiB of cosines and sines and some tokens; the most within 1%, with METP 4%."""
+    found = on_an_h200("memory")
+    assert found.keys() == STACKS.keys()
+    for case, (layers, candidate) in STACKS.items():
+        model = ModelShape(4096, 32, 8, ffn=10944, layers=layers, vocab=256)
+        said = stack_memory(candidate, model, SequenceShape(65536, is_causal=True))
+        assert 7 <= found[case]["kept MiB"] - said.kept / 2**20 <= 25, case
+        tolerance = 0.01 if candidate.feed_forward == "plain" else 0.05
+        assert (said.kept + said.working) / 2**20 == pytest.approx(found[case]["peak MiB"], rel=tolerance), case
 
 
 @examples(25)

@@ -62,7 +62,7 @@ def test_gpus_are_assumed_to_stay_below_their_peak(name: str) -> None:
         for kernel, rows in gpu.attention.items():
             it = gpu.kernels(dim, kernel)
             least = 0.13 if name == "b200" else 0.25  # whose flash is not made for it
-            assert least * gpu.peak <= it.backward < it.forward < 0.7 * gpu.peak
+            assert least * gpu.peak <= it.backward < 1.01 * it.forward < 0.75 * gpu.peak
             assert kernel != AUTO or it.forward < it.linear
             row = max((one for one in rows if one <= dim), default=64)
             assert (it.forward, it.backward) == rows[row][:2]
@@ -107,17 +107,28 @@ def takes(name: str, kernel: str, dim: int) -> bool:
 
 
 def test_rates_said_to_be_measured_are_those_of_the_record() -> None:
-    """One call of as many pairs as a rank of a ring of 8 has: 32 heads of 128, 8192 queries, half of 65536 keys."""
+    """One call of as many pairs as a rank of a ring of 8 has: 32 heads, 8192 queries, half of 65536 keys."""
     with gzip.open("docs/benchmarks/gpu_2026-11-26.jsonl.gz", "rt") as file:
         record = [json.loads(line) for line in file]
-    gpus = {1: "h200", 2: "h200", 3: "h200", 4: "h100", 5: "h200"}  # by run; the page says so of the fourth
-    seen: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    gpus = {4: "h100"}  # by run, as the page says; the others are of an H200
+    seen: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    linear = []
     for one in record:
+        gpu, pairs = gpus.get(one["run"], "h200"), 32 * 8192 * 32768
         kernel, _, case = one["case"].partition(", ")
         if one["run"] > 1 and case.startswith("ring 8") and "one call, ms" in one and "priority" not in case:
             forward, both = one["one call, forward ms"] / 1e3, one["one call, ms"] / 1e3
-            pairs = 32 * 128 * 8192 * 32768
-            seen.setdefault((gpus[one["run"]], kernel), []).append((4 * pairs / forward, 10 * pairs / (both - forward)))
+            seen.setdefault((gpu, kernel, 128), []).append(
+                (4 * 128 * pairs / forward, 10 * 128 * pairs / (both - forward))
+            )
+        if one["stage"] == "rates" and "forward ms" in one:
+            kernel, dim, _, block = one["case"].split()
+            if block == "8192x32768" and dim in ("64", "256"):
+                seen.setdefault((gpu, kernel, int(dim)), []).append(
+                    (4e3 * int(dim) * pairs / one["forward ms"], 1e4 * int(dim) * pairs / one["backward ms"])
+                )
+        if one["stage"] == "probe" and "error" not in one:
+            linear.append(one["linear"])
     said = {
         (name, kernel, dim): rates
         for name, gpu in GPUS.items()
@@ -125,10 +136,12 @@ def test_rates_said_to_be_measured_are_those_of_the_record() -> None:
         for dim, rates in rows.items()
         if rates.is_measured
     }
-    assert said.keys() == {(*key, 128) for key in seen}
+    assert said.keys() == seen.keys()
     for key, rates in said.items():
-        # The last run's, rounded; other runs differ by 1%.
-        assert rates[:2] == tuple(round(rate / 1e12) * 1e12 for rate in seen[key[:2]][-1])
+        # The last run's, rounded; other runs differ by 1%, of FlashAttention-3 by 8%.
+        assert rates[:2] == tuple(round(rate / 1e12) * 1e12 for rate in seen[key][-1])
+    assert min(linear) <= GPUS["h200"].linear <= max(linear)
+    assert [name for name, gpu in GPUS.items() if gpu.is_measured] == ["h200"]
 
 
 def where(**said: str | int) -> tuple[Cluster, dict[str, str], float | None]:
@@ -168,8 +181,8 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
     assert "--kernel" not in Machines(name="a100x16").cluster(torch.bfloat16, 128).source
     said = where(name="h100x16", attention_speed="1TFLOPS", linear_speed="1TFLOPS")[1]
     assert said == {"forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given"}
-    told = Machines(name="h200x16", kernel="flash_attn_3", attention_speed="646TFLOPS")
-    assert told.cluster(torch.bfloat16, 128).cluster.kernels.backward == pytest.approx(602e12)
+    told = Machines(name="h200x16", kernel="flash_attn_3", attention_speed="699TFLOPS")
+    assert told.cluster(torch.bfloat16, 128).cluster.kernels.backward == pytest.approx(587e12)
 
 
 def test_heads_between_those_in_the_table() -> None:
@@ -179,9 +192,9 @@ def test_heads_between_those_in_the_table() -> None:
     )
     assert machines.cluster(torch.float16, 64).origins["forward"] == "assumed with flash, 48% of the peak"
     hopper = Machines(name="h200x8", kernel="flash_attn_3")
-    assert hopper.cluster(torch.float16, 128).origins["backward"] == "measured"
+    assert hopper.cluster(torch.float16, 128).origins == dict.fromkeys(("forward", "backward", "linear"), "measured")
     # What was measured of others is assumed of these.
-    assert hopper.cluster(torch.float16, 192).origins["backward"] == "assumed, 61% of the peak as for heads of 128"
+    assert hopper.cluster(torch.float16, 192).origins["backward"] == "assumed, 59% of the peak as for heads of 128"
     with pytest.raises(OptionError, match="--dtype: no attention kernel for it on --cluster a100x8, use --dtype bfloa"):
         machines.cluster(torch.float64, 64)
 
@@ -254,7 +267,7 @@ def test_a_kernel_by_name_is_in_what_is_printed(capsys: pytest.CaptureFixture[st
     command = "plan --cluster h200x4 --model llama3-8b --layers 2 --seq 8k --causal --kernel flash_attn_3"
     assert main(command.split()) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "attention by flash_attn_3 at 646 TFLOPS (measured), its backward at 602 TFLOPS (measured), other" in text
+    assert "attention by flash_attn_3 at 699 TFLOPS (measured), its backward at 587 TFLOPS (measured), other" in text
     assert 'kernel="flash_attn_3"' in text
     assert "With --kernel" not in text
     assert main([*command.split(), "--json"]) == 0

@@ -1,8 +1,8 @@
 """GPUs by name, as the planner takes them: what data sheets say, and rates of attention's kernels.
 
-Rates that were measured are of one call, 32 query and 8 key heads, 8192 queries that see all of 32768 keys
-(docs/benchmarks/gpu_2026-11-26.md). Nothing else here was measured; ``profile`` measures. What is assumed are round
-numbers below the data sheet's dense peak.
+Rates that were measured are of one call, 32 query and 8 key heads, 8192 queries that see all of 32768 keys, and what
+``profile`` found of matrix products and of merging (docs/benchmarks/gpu_2026-11-26.md). What is assumed are round numbers
+below the data sheet's dense peak.
 """
 
 from collections.abc import Mapping
@@ -40,10 +40,11 @@ class GPU:
         intra: NVLink's bytes per second, in one direction.
         adapter: bytes per second of one adapter, in one direction.
         attention: of kernels by name, by head dim.
-        linear: assumed rate of other matrix products.
-        merge: assumed rate at which memory is read and written, bytes per second.
+        linear: rate of other matrix products.
+        merge: at which memory is read and written in merging, bytes per second.
         capability: CUDA's.
         source: of the first four.
+        is_measured: ``linear`` and ``merge`` are; else they are assumed.
     """
 
     peak: float
@@ -55,6 +56,7 @@ class GPU:
     merge: float
     capability: tuple[int, int]
     source: str
+    is_measured: bool = False
 
     def kernels(self, head_dim: int, kernel: str = "auto") -> Kernels:
         """Rates of a kernel for heads of a dim, in 16 bits."""
@@ -69,6 +71,11 @@ class GPU:
             return [f"measured{name}"] * 2
         heads = f" as for heads of {dim}" * (dim != head_dim)
         return [f"assumed{name}, {rate / self.peak:.0%} of the peak{heads}" for rate in rates]
+
+    @property
+    def origin_of_linear(self) -> str:
+        """Who says the rate of other matrix products."""
+        return "measured" if self.is_measured else f"assumed, {self.linear / self.peak:.0%} of the peak"
 
     def fastest(self, dtype: torch.dtype, head_dim: int) -> tuple[str, Kernels]:
         """The kernel that one call takes least time with, of those that take such heads, and its rates."""
@@ -100,12 +107,16 @@ def check_kernel_of(kernel: str, capability: tuple[int, int] | None, dtype: torc
 _HDR, _NDR = 25e9, 50e9  # InfiniBand of 200 and 400 Gbit/s
 _AMPERE = {64: Rates(150e12, 115e12), 128: Rates(170e12, 140e12), 256: Rates(170e12, 130e12)}
 _HOPPER = {
-    "flash": {64: Rates(300e12, 250e12), 128: Rates(349e12, 318e12, True), 256: Rates(320e12, 260e12)},
-    "flash_attn": {64: Rates(310e12, 250e12), 128: Rates(376e12, 328e12, True), 256: Rates(330e12, 260e12)},
-    "flash_attn_3": {64: Rates(450e12, 400e12), 128: Rates(646e12, 602e12, True), 256: Rates(600e12, 450e12)},
+    "flash": {64: Rates(304e12, 288e12, True), 128: Rates(343e12, 319e12, True), 256: Rates(318e12, 267e12, True)},
+    "flash_attn": {64: Rates(314e12, 296e12, True), 128: Rates(377e12, 323e12, True), 256: Rates(327e12, 271e12, True)},
+    "flash_attn_3": {
+        64: Rates(521e12, 523e12, True), 128: Rates(699e12, 587e12, True), 256: Rates(733e12, 457e12, True),
+    },
     "flash_attn_4": {64: Rates(450e12, 400e12), 128: Rates(682e12, 605e12, True), 256: Rates(600e12, 450e12)},
-    "cudnn": {64: Rates(400e12, 350e12), 128: Rates(601e12, 540e12, True)},
-}  # an H200's, which computes as an H100 does
+    "cudnn": {64: Rates(462e12, 452e12, True), 128: Rates(592e12, 553e12, True)},
+}  # fmt: skip
+"""An H200's; an H100 computes as it does."""
+_ASSUMED = {name: {dim: it._replace(is_measured=False) for dim, it in rows.items()} for name, rows in _HOPPER.items()}
 
 GPUS = {
     "a100": GPU(
@@ -114,14 +125,13 @@ GPUS = {
     ),
     "h100": GPU(
         989e12, 80 * GB, 450e9, _NDR,
-        {name: {dim: it._replace(is_measured=False) for dim, it in rows.items()} for name, rows in _HOPPER.items()}
-        | {"flash": _HOPPER["flash"] | {128: Rates(357e12, 322e12, True)}},
+        _ASSUMED | {"flash": _ASSUMED["flash"] | {128: Rates(357e12, 322e12, True)}},
         linear=600e12, merge=2e12, capability=(9, 0),
         source="NVIDIA H100 SXM and DGX H100 data sheets",
     ),
     "h200": GPU(
-        989e12, 141 * GB, 450e9, _NDR, _HOPPER, linear=600e12, merge=3e12, capability=(9, 0),
-        source="NVIDIA H200 SXM and DGX H200 data sheets",
+        989e12, 141 * GB, 450e9, _NDR, _HOPPER, linear=710e12, merge=4.4e12, capability=(9, 0),
+        source="NVIDIA H200 SXM and DGX H200 data sheets", is_measured=True,
     ),
     "b200": GPU(
         2250e12, 180 * GB, 900e9, _NDR,

@@ -3,10 +3,11 @@
 Of tensor ranks each has a part of heads, hidden units and vocabulary, and between these of the tokens; what they gather
 before a projection is kept, as DTensor keeps it (Korthikanti et al. 2022, section 4.2.2, would gather it once more).
 
-A layer is x + attention(norm(x)), then x + ffn(norm(x)), of ``torch.nn.RMSNorm`` and projections without biases. The
-most is held in the backward, of the last layer or of the loss: so only these are written out. RMSNorm is torch's fused
-one, which CUDA has: it keeps its input as it is. (On the CPU torch puts it together of other ops, which keep input and
-result in the accumulation dtype, in half precision three times as much.)
+A layer is x + attention(norm(x)), then x + ffn(norm(x)), of ``torch.nn.RMSNorm`` and projections without biases; before
+a vocabulary's output projection there is one more norm. The most is held in the backward, of the last layer or of the
+loss: so only these are written out. RMSNorm is torch's fused one, which CUDA has: it keeps its input as it is. (On the
+CPU torch puts it together of other ops, which keep input and result in the accumulation dtype, in half precision three
+times as much.)
 """
 
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def _stage(layer: "_Layer", stage: int) -> StackMemory:
     in_flight = min(division.pipeline - stage, division.microbatches)
     stack = layer.kept * layers
     has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
-    kept = stack + (layer.x + layer.loss + layer.tokens if has_loss else layer.tokens * has_tokens)
+    kept = stack + (layer.norm + layer.loss + layer.tokens if has_loss else layer.tokens * has_tokens)
     # Logits' gradient, and the gradient of what the loss keeps; later, what it kept and the output are gone.
     peaks = [kept + 2 * layer.loss * has_loss, stack - layer.kept + layer.backward + layer.tokens * has_tokens]
     others = (in_flight - 1) * kept
@@ -151,7 +152,8 @@ def _elements(division: Division, model: ModelShape, stage: int) -> int:
     if context.projections == "metp":
         rows = sum(shard_sizes(heads * model.dim, context.axes)[0] for heads in (model.heads, model.keys))
         mine += layers * 2 * rows * model.hidden
-    return -(-(-(-split // tensor) + layers * _norms(model)) // division.weight_ranks) + mine
+    norms = layers * _norms(model) + model.hidden * (bool(model.vocab) and stage == division.pipeline - 1)
+    return -(-(-(-split // tensor) + norms) // division.weight_ranks) + mine
 
 
 def _shared(context: Candidate, model: ModelShape) -> int:

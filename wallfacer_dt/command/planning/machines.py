@@ -186,7 +186,7 @@ class Machines:
         if gpu is None and (self.kernel or "forward" not in given):
             self._check_kernel(None if "forward" in given else whose.capability, dtype, head_dim)
         known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
-        origins = {"linear": f"assumed, {whose.linear / whose.peak:.0%} of the peak"}
+        origins = {"linear": whose.origin_of_linear}
         if kernel == "auto" or kernel in whose.attention:
             known = whose.kernels(head_dim, kernel)
             origins["forward"], origins["backward"] = whose.origins(head_dim, kernel)
