@@ -55,6 +55,31 @@ def test_every_rank_measures_the_same_cluster(ranks) -> None:
     assert Cluster.from_json(cluster.as_json()) == cluster
 
 
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 2048), ("cuda", 8192)])
+@pytest.mark.parametrize(("tokens", "share"), [(1.0, 1.0), (0.25, 0.25), (16.0, 1.0)])
+def test_kernels_are_measured_on_blocks_that_keep_a_device_busy(
+    device: str, rows: int, tokens: float, share: float
+) -> None:
+    """Of a rank's tokens, and at most so many."""
+    where, sequence = Probe(torch.device(device), "", 1), replace(SEQUENCE, length=int(2 * rows * tokens))
+    blocks = []
+
+    def measured(*given: Any) -> tuple[float, float]:
+        blocks.append(given[-2:])
+        return 1.0, 1.0
+
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.multiple(
+            Probe, _attention=measured, _repeated=lambda *_: 1.0, _contention=lambda *_: 1.0,
+            _random=lambda _, *shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
+        ),
+    ):  # fmt: skip
+        where.kernels(MODEL, sequence, reference.KERNEL)
+    few = int(rows * share) // 4
+    assert blocks == [(4 * few, 4 * few), (few, few), (few, 16 * few)]
+
+
 def block(queries: int, keys: int, overhead: float, pair: float, half_rows: float) -> float:
     return overhead + queries * keys * pair * (1 + half_rows / queries)
 

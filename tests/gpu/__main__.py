@@ -12,7 +12,7 @@ from tests.gpu.stack import memory
 
 STAGES = {
     "kernels": (kernels, 240), "segments": (segments, 90), "merging": (merging, 60), "ranks": (ranks, 240),
-    "waiting": (waiting, 60), "nccl": (nccl, 60), "memory": (memory, 60), "training": (training, 150),
+    "waiting": (waiting, 60), "nccl": (nccl, 60), "memory": (memory, 60), "training": (training, 90),
 }  # fmt: skip
 """In this order, with seconds, after 30 of versions."""
 

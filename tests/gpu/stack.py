@@ -72,7 +72,7 @@ def _held(candidate: Candidate, layers: int) -> Record:
     found = {"kept MiB": kept, "peak MiB": peak, "planner, kept MiB": said.kept}
     found |= {"planner, peak MiB": said.kept + said.working}
     found = {name: round(nbytes / 2**20) for name, nbytes in found.items()}
-    if not abs(found["planner, peak MiB"] / found["peak MiB"] - 1) <= _BEYOND:
+    if not 1 - _BEYOND <= found["planner, peak MiB"] / found["peak MiB"] <= 1 + _BEYOND:
         raise AssertionError(f"the planner is off by more than {_BEYOND:.0%}: {found}")
     return found
 

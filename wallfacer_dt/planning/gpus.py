@@ -1,8 +1,8 @@
 """GPUs by name, as the planner takes them: what data sheets say, and rates of attention's kernels.
 
 Rates that were measured are of one call, 32 query and 8 key heads, 8192 queries that see all of 32768 keys, and what
-``profile`` found of matrix products and of merging (docs/benchmarks/gpu_2026-11-26.md). What is assumed are round numbers
-below the data sheet's dense peak.
+``profile`` found of matrix products and of merging (docs/benchmarks/gpu_2026-11-26.md). What is assumed are round
+numbers below the data sheet's dense peak.
 """
 
 from collections.abc import Mapping

@@ -110,7 +110,7 @@ def _most(layer: "_Layer") -> StackMemory:
 
 def _stage(layer: "_Layer", stage: int) -> StackMemory:
     division, model = layer.division, layer.model
-    layers, has_loss = model.layers // division.pipeline, bool(model.vocab) and stage == division.pipeline - 1
+    layers, has_loss = model.layers // division.pipeline, _has_loss(division, model, stage)
     in_flight = min(division.pipeline - stage, division.microbatches)
     stack = layer.kept * layers
     has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
@@ -128,6 +128,11 @@ def _of_weights(
     mine, itemsize = _elements(division, model, stage), sequence.dtype.itemsize
     optimizer = mine * (_MOMENTS + _MASTER * (itemsize < _MASTER))
     return mine * itemsize, mine * itemsize, optimizer, _gathered(division, model, stage) * itemsize
+
+
+def _has_loss(division: Division, model: ModelShape, stage: int) -> bool:
+    """Whether a stage has the output projection, and the norm before it."""
+    return bool(model.vocab) and stage == division.pipeline - 1
 
 
 def _ends(division: Division, stage: int) -> int:
@@ -152,7 +157,7 @@ def _elements(division: Division, model: ModelShape, stage: int) -> int:
     if context.projections == "metp":
         rows = sum(shard_sizes(heads * model.dim, context.axes)[0] for heads in (model.heads, model.keys))
         mine += layers * 2 * rows * model.hidden
-    norms = layers * _norms(model) + model.hidden * (bool(model.vocab) and stage == division.pipeline - 1)
+    norms = layers * _norms(model) + model.hidden * _has_loss(division, model, stage)
     return -(-(-(-split // tensor) + norms) // division.weight_ranks) + mine
 
 
