@@ -339,14 +339,14 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
 of 90
-15.819 s, 123.9 GB, fastest: 0% of the step is waiting
+15.862 s, 123.9 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
-16.041 s, 132.3 GB, +1.4%: waits 234 ms longer
+16.077 s, 132.3 GB, +1.4%: waits 234 ms longer
   context 4 x tensor 2, 2 microbatches of 1: team 4, 2d, rotates q, head-tail
-16.441 s, 69.1 GB, +3.9%: computes 624 ms longer, layers but for attention twice
-  shards 2 x context 4: team 4, 2d, rotates q, head-tail, checkpoint attention
-16.732 s, 68.0 GB, +5.8%: computes 612 ms longer, layers but for attention twice
-  shards 2 x context 2 x tensor 2: ring 2, rotates q, head-tail, checkpoint attention
-1: 17.185, 2: 16.732, 4: 16.041, 8: 15.819
+16.463 s, 69.1 GB, +3.8%: computes 550 ms longer, layers but for attention twice
+  shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
+16.749 s, 68.0 GB, +5.6%: computes 550 ms longer, layers but for attention twice
+  shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
+1: 17.201, 2: 16.749, 4: 16.077, 8: 15.862
 enough: 8""",
     )

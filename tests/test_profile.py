@@ -55,14 +55,26 @@ def test_every_rank_measures_the_same_cluster(ranks) -> None:
     assert Cluster.from_json(cluster.as_json()) == cluster
 
 
-@pytest.mark.parametrize(("device", "rows"), [("cpu", 2048), ("cuda", 8192)])
+FLASH = select_kernel("flash", Need("cpu", torch.float32, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("device", "batch", "rows", "kernel"),
+    [
+        ("cpu", 1, 2048, FLASH),
+        ("cuda", 1, 8192, FLASH),
+        ("cuda", 16, 4096, FLASH),
+        ("cuda", 1000, 2048, FLASH),
+        ("cuda", 1, 2048, reference.KERNEL),
+    ],
+)
 @pytest.mark.parametrize(("tokens", "share"), [(1.0, 1.0), (0.25, 0.25), (16.0, 1.0)])
 def test_kernels_are_measured_on_blocks_that_keep_a_device_busy(
-    device: str, rows: int, tokens: float, share: float
+    device: str, batch: int, rows: int, kernel: BlockKernel, tokens: float, share: float
 ) -> None:
-    """Of a rank's tokens, and at most so many."""
-    where, sequence = Probe(torch.device(device), "", 1), replace(SEQUENCE, length=int(2 * rows * tokens))
-    blocks = []
+    """Of a rank's tokens, and at most so many: of 4 heads and a batch of 16 those are 2^18 in all."""
+    sequence = replace(SEQUENCE, length=int(2 * rows * tokens), batch=batch)
+    where, blocks = Probe(torch.device(device), "", 1), []
 
     def measured(*given: Any) -> tuple[float, float]:
         blocks.append(given[-2:])
@@ -75,7 +87,7 @@ def test_kernels_are_measured_on_blocks_that_keep_a_device_busy(
             _random=lambda _, *shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
         ),
     ):  # fmt: skip
-        where.kernels(MODEL, sequence, reference.KERNEL)
+        where.kernels(MODEL, sequence, kernel)
     few = int(rows * share) // 4
     assert blocks == [(4 * few, 4 * few), (few, few), (few, 16 * few)]
 

@@ -1,8 +1,8 @@
 """GPUs by name, as the planner takes them: what data sheets say, and rates of attention's kernels.
 
-Rates that were measured are of one call, 32 query and 8 key heads, 8192 queries that see all of 32768 keys, and what
-``profile`` found of matrix products and of merging (docs/benchmarks/gpu_2026-11-26.md). What is assumed are round
-numbers below the data sheet's dense peak.
+Rates that were measured are of one call, 32 query and 8 key heads, 8192 queries that see all of 32768 keys (for heads
+of 128 as ``make gpu`` takes time, for others by events), and what ``profile`` found of matrix products
+(docs/benchmarks/gpu_2026-11-26.md). What is assumed are round numbers below the data sheet's dense peak.
 """
 
 from collections.abc import Mapping
@@ -41,10 +41,10 @@ class GPU:
         adapter: bytes per second of one adapter, in one direction.
         attention: of kernels by name, by head dim.
         linear: rate of other matrix products.
-        merge: at which memory is read and written in merging, bytes per second.
+        merge: assumed rate at which memory is read and written, bytes per second.
         capability: CUDA's.
         source: of the first four.
-        is_measured: ``linear`` and ``merge`` are; else they are assumed.
+        linear_is_measured: else it is assumed.
     """
 
     peak: float
@@ -56,7 +56,7 @@ class GPU:
     merge: float
     capability: tuple[int, int]
     source: str
-    is_measured: bool = False
+    linear_is_measured: bool = False
 
     def kernels(self, head_dim: int, kernel: str = "auto") -> Kernels:
         """Rates of a kernel for heads of a dim, in 16 bits."""
@@ -75,7 +75,7 @@ class GPU:
     @property
     def origin_of_linear(self) -> str:
         """Who says the rate of other matrix products."""
-        return "measured" if self.is_measured else f"assumed, {self.linear / self.peak:.0%} of the peak"
+        return "measured" if self.linear_is_measured else f"assumed, {self.linear / self.peak:.0%} of the peak"
 
     def fastest(self, dtype: torch.dtype, head_dim: int) -> tuple[str, Kernels]:
         """The kernel that one call takes least time with, of those that take such heads, and its rates."""
@@ -115,7 +115,7 @@ _HOPPER = {
     "flash_attn_4": {64: Rates(450e12, 400e12), 128: Rates(682e12, 605e12, True), 256: Rates(600e12, 450e12)},
     "cudnn": {64: Rates(462e12, 452e12, True), 128: Rates(592e12, 553e12, True)},
 }  # fmt: skip
-"""An H200's; an H100 computes as it does."""
+"""An H200's; attention on an H100 is assumed to be as fast."""
 _ASSUMED = {name: {dim: it._replace(is_measured=False) for dim, it in rows.items()} for name, rows in _HOPPER.items()}
 
 GPUS = {
@@ -130,8 +130,8 @@ GPUS = {
         source="NVIDIA H100 SXM and DGX H100 data sheets",
     ),
     "h200": GPU(
-        989e12, 141 * GB, 450e9, _NDR, _HOPPER, linear=710e12, merge=4.4e12, capability=(9, 0),
-        source="NVIDIA H200 SXM and DGX H200 data sheets", is_measured=True,
+        989e12, 141 * GB, 450e9, _NDR, _HOPPER, linear=710e12, merge=3e12, capability=(9, 0),
+        source="NVIDIA H200 SXM and DGX H200 data sheets", linear_is_measured=True,
     ),
     "b200": GPU(
         2250e12, 180 * GB, 900e9, _NDR,

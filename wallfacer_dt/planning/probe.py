@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.collectives.functional import permute, wait
+from wallfacer_dt.kernels import reference
 from wallfacer_dt.kernels.block import FULL, BlockKernel, How, Need
 from wallfacer_dt.kernels.merge import accumulation_dtype, merge_
 from wallfacer_dt.kernels.registry import select_kernel
@@ -29,7 +30,8 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 _SMALL, _MANY = 1024, 50
 _SECONDS = 0.05  # that a timed transfer should take at least
 _LARGEST = 2**26
-_ROWS, _ROWS_OF_GPU = 2048, 8192  # of a block at most; a GPU is not busy with fewer, and starting it is what takes time
+_ROWS, _MOST_ROWS = 2048, 8192  # queries of a block at most; of a GPU as many as there are with
+_BUSY = 2**18  # queries of all heads, as with fewer starting kernels is what takes a GPU's time
 _LONG, _MOST = 0.1, 1000  # seconds that repeating a kernel should take at least, and how often it is repeated at most
 _REPEATS = 5
 
@@ -95,7 +97,9 @@ class Probe:
 
     def kernels(self, model: ModelShape, sequence: SequenceShape, kernel: BlockKernel) -> tuple[Kernels, float]:
         """Rates of kernels, and how many seconds pass while a rank's processor works for one (ranks may share it)."""
-        most = _ROWS if self.device.type == "cpu" else _ROWS_OF_GPU
+        most = _ROWS
+        if self.device.type != "cpu" and kernel is not reference.KERNEL:  # whose scores would fill the memory
+            most = max(_ROWS, min(_MOST_ROWS, _BUSY // (sequence.batch * model.heads)))
         rows = max(16, min(most, sequence.length // self.ranks)) // 4 * 4
         few = rows // 4
         blocks = ((rows, rows), (few, few), (few, 4 * rows))

@@ -30,7 +30,7 @@ from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
 from wallfacer_dt.reading import FileError, make, read_json, shown
 
-_VERSION = 4
+_VERSION = 5
 _MOST_BYTES = 2**22  # of a file; some 6000 runs
 _MOST_RANKS = 10**6 - 1  # as many as a cluster by name has at most
 _CLOSE = 1.1  # times the fastest: so close are run again

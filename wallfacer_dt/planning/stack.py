@@ -5,9 +5,13 @@ before a projection is kept, as DTensor keeps it (Korthikanti et al. 2022, secti
 
 A layer is x + attention(norm(x)), then x + ffn(norm(x)), of ``torch.nn.RMSNorm`` and projections without biases; before
 a vocabulary's output projection there is one more norm. The most is held in the backward, of the last layer or of the
-loss: so only these are written out. RMSNorm is torch's fused one, which CUDA has: it keeps its input as it is. (On the
-CPU torch puts it together of other ops, which keep input and result in the accumulation dtype, in half precision three
-times as much.)
+loss: so only these are written out. (In a norm's backward it is less, unless a model has next to no heads.)
+
+Note [Norms]
+RMSNorm is torch's fused one, which CUDA has for weights of the input's dtype: it keeps its input, and what it gives is
+kept by the projections after it. Others keep more. In units of the input, with what they give: the fused one 2, torch's
+on the CPU, or with float32 weights under autocast, which is put together of other ops, 5 in 16 bits and 3 in float32,
+transformers' own 4 and 3.
 """
 
 from dataclasses import dataclass
@@ -225,7 +229,7 @@ class _Layer:
 
     @property
     def norm(self) -> int:
-        """What a norm keeps: its input and the scale; and its output, for projections."""
+        """What a norm keeps: its input and the scale; and its output, for projections. See Note [Norms]."""
         return self.x + self.scale + self.whole_x
 
     @property
@@ -253,10 +257,9 @@ class _Layer:
         attending = before_ffn - self.attention.kept + self.attention.most + self.x
         if not self.model.ffn:
             return attending
-        norming = before_ffn + 4 * self.x
         # Tensor ranks gather the gradient of what they have given, which projections of the feed-forward need whole.
         gathered = self.whole_x * (self.division.tensor > 1)
-        return max(self._feeding(there) + self.x + gathered, norming, attending)
+        return max(self._feeding(there) + self.x + gathered, attending)
 
     def _feeding(self, there: int) -> int:
         if self.candidate.feed_forward == "metp" and self.is_least:

@@ -103,6 +103,10 @@ def _left_out(model: ModelShape) -> Iterator[str]:
         yield "in the time: FSDP's traffic of the embedding; of the output projection a layer's counts"
     yield "in the time: norms, rotary embedding and other elementwise work, the loss, the optimizer, loading data"
     yield (
+        "in memory: what norms keep that are not torch's fused RMSNorm (transformers' own, float32 weights under "
+        "autocast, any on the CPU), up to 3 times a rank's tokens each"
+    )
+    yield (
         "in memory: workspace of kernels (that of torch's flash is counted, for all), CUDA's context, NCCL's buffers, "
         "what the allocator loses"
     )
