@@ -31,7 +31,7 @@ _BEYOND = 0.05
 
 
 def memory(place: Place) -> Cases:
-    """What layers hold after the forward, and at most, beyond weights and states; gradients are the planner's."""
+    """What layers hold after the forward, and at most in either way, beyond weights and their gradients."""
     if not place.is_gpu:
         return
     for checkpointed in ("none", "attention", "full"):
