@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from tests.cases import shard_sizes
+from tests.gpu.stack import STACKS
 from tests.pairwise import tiers
 from tests.plan_cases import Followed, Tracked, kernels_without_workspace, stack_of
 from tests.strategies import examples
@@ -170,17 +171,6 @@ def test_a_call_on_an_h200(ring: int, team: int, rotate: Side) -> None:
     most = attention_memory(way, model, sequence, by_tokens=True, index=1).most
     given = 8192 * 2 * (32 + 8) * 128 * 2  # q and the output's gradient, k and v
     assert found <= (most - given) / 2**20 <= 1.11 * found
-
-
-STACKS = {
-    f"{layers} layers, ring 8, checkpoint {how}": (layers, Candidate(8, order="head_tail", checkpoint=how))
-    for layers, how in product((2, 4), ("none", "attention", "full"))
-} | {
-    f"4 layers, ring 4 x team 2, metp and {how}": (
-        4, Candidate(4, 2, order="head_tail", feed_forward="metp", projections=how)
-    )
-    for how in ("plain", "metp")
-}  # fmt: skip
 
 
 def test_stacks_on_an_h200() -> None:

@@ -1,6 +1,7 @@
 """Memory of a stack of layers on one device, one rank of a world that does not exist, beside the planner's."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,17 +31,23 @@ _BEYOND = 0.05
 """Of what was held, that the planner may be above it or below."""
 
 
+STACKS = {
+    f"{layers} layers, ring 8, checkpoint {how}": (layers, Candidate(8, order="head_tail", checkpoint=how))
+    for how, layers in product(("none", "attention", "full"), (2, 4))
+} | {
+    f"4 layers, ring 4 x team 2, metp and {how}": (
+        4, Candidate(4, 2, order="head_tail", feed_forward="metp", projections=how)
+    )
+    for how in ("plain", "metp")
+}  # fmt: skip
+"""How many layers, and how eight ranks share them."""
+
+
 def memory(place: Place) -> Cases:
     """What layers hold after the forward, and at most in either way, beyond weights and their gradients."""
-    if not place.is_gpu:
-        return
-    for checkpointed in ("none", "attention", "full"):
-        for layers in (2, 4):
-            ring = Candidate(8, order="head_tail", checkpoint=checkpointed)
-            yield f"{layers} layers, ring 8, checkpoint {checkpointed}", partial(_held, ring, layers)
-    for feed_forward, projections in (("metp", "plain"), ("metp", "metp")):
-        team = Candidate(4, 2, order="head_tail", feed_forward=feed_forward, projections=projections)
-        yield f"4 layers, ring 4 x team 2, {feed_forward} and {projections}", partial(_held, team, 4)
+    if place.is_gpu:
+        for case, (layers, candidate) in STACKS.items():
+            yield case, partial(_held, candidate, layers)
 
 
 def _held(candidate: Candidate, layers: int) -> Record:
