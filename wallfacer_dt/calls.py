@@ -17,7 +17,7 @@ from wallfacer_dt.agreement.worlds import is_lasting
 from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import Answers, check_mask
 from wallfacer_dt.algorithms.execute import Computed, Groups, execute, nothing
-from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, split_heads
+from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, head_exchange, split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.replicated import Replicated
 from wallfacer_dt.algorithms.schedule import make_asked_schedule, make_schedule, needed_offsets
@@ -118,6 +118,13 @@ class _Plan:
     def heads(self) -> tuple[Heads, ...]:
         """This rank's groups of heads."""
         return self.all_heads[self.groups.place.ulysses_rank]
+
+    @cached_property
+    def exchange(self) -> HeadExchange:
+        """Of tokens for heads."""
+        place = self.groups.place
+        together = exchanged(self.sequences, "q", place), exchanged(self.sequences, "kv", place)
+        return head_exchange(self.groups.ulysses, place.ulysses_rank, self.all_heads, together)
 
     @cached_property
     def replicated(self) -> Replicated:
@@ -309,13 +316,11 @@ class Call(NamedTuple):
         result_kinds: Sequence[Kind],
     ) -> Sequence[Tensor]:
         """Compute all heads by a schedule, or exchange tokens for the heads that this rank computes and back."""
-        plan, place, mine = self.plan, self.plan.groups.place, self.plan.heads
-        if place.ulysses == 1:
+        plan, mine = self.plan, self.plan.heads
+        if plan.groups.place.ulysses == 1:
             return completed(compute(mine[0], tensors))
-        together = exchanged(plan.sequences, "q", place), exchanged(plan.sequences, "kv", place)
-        exchange = HeadExchange(plan.groups.ulysses, place.ulysses_rank, plan.all_heads, together)
         turns = in_turn(len(mine), schedule.parts)
-        return exchange.run(tensors, kinds, turns, lambda group, given: compute(mine[group], given), result_kinds)
+        return plan.exchange.run(tensors, kinds, turns, lambda group, given: compute(mine[group], given), result_kinds)
 
     def _scores(self, heads: Heads) -> Scores:
         options, answers = self.plan.options, self.answers

@@ -10,8 +10,8 @@ results are on theirs; see ``turns``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
@@ -29,6 +29,7 @@ from wallfacer_dt.rows import Members, Rows, pairs
 
 Kind = Literal["q", "kv", "shared"]
 """Which heads of a tensor a rank is sent: its query heads, its key heads, or (of one head for all) that one."""
+KINDS: tuple[Kind, ...] = ("q", "kv", "shared")
 
 _GROUPS = 4
 
@@ -101,10 +102,11 @@ def _divided(groups: list[Heads]) -> list[Heads]:
     return groups
 
 
-@lru_cache(maxsize=256)
-def _head_rows(heads: tuple[tuple[Heads, ...], ...], number: int, kind: Kind) -> tuple[Rows, ...]:
-    """By rank, its heads in one group, out of all heads."""
-    return tuple(Rows.at([np.array([groups[number].of(kind)])]) for groups in heads)
+class _Totals(NamedTuple):
+    """How many heads there are of a kind, and whether several ranks compute some of them."""
+
+    heads: int
+    are_summed: bool
 
 
 class _Leaving(NamedTuple):
@@ -115,14 +117,19 @@ class _Leaving(NamedTuple):
     own: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
+_Fields = tuple[tuple[int, Sequence[int], torch.dtype], ...]
+"""Of tensors, the rows of the batch, their dims after that of tokens, and dtypes."""
+
+
+@dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """The exchanges of one call on one rank."""
+    """The exchanges of calls of one kind on one rank, and what is known of them from one call to the next."""
 
     group: str  # name of the process group of axis ``cp_ulysses``
     rank: int  # this rank's position on that axis
     heads: tuple[tuple[Heads, ...], ...]  # by rank, its groups of heads
     tokens: tuple[Members, Members]  # how the ranks' tokens are put together, of queries and of keys
+    _known: dict[tuple[int, tuple[Kind, ...], _Fields], tuple[Shares, Shares]] = field(default_factory=dict, repr=False)
 
     def run(
         self,
@@ -163,9 +170,9 @@ class HeadExchange:
     def _start(self, number: int, tensors: Sequence[Tensor], kinds: Sequence[Kind], dim: int) -> _Leaving:
         """Start sending every other rank, of a group of heads, its heads of one's own tokens or its tokens of these."""
         fields = tuple([(x.shape[0], x.shape[3:], x.dtype) for x in tensors])
-        sent, received = _shares(self, number, tuple(kinds), fields)[:: 1 if dim == HEADS_DIM else -1]
+        sent, received = self._shares(number, tuple(kinds), fields)[:: 1 if dim == HEADS_DIM else -1]
         if dim == HEADS_DIM:
-            rows = [_head_rows(self.heads, number, kind) for kind in kinds]
+            rows = [self._head_rows[kind][number] for kind in kinds]
         else:
             rows = [self.tokens[kind != "q"].rows for kind in kinds]
         own = tuple(some[self.rank].of(x, dim) for x, some in zip(tensors, rows, strict=True))
@@ -192,9 +199,9 @@ class HeadExchange:
         for first, stacked in self._arrived(leaving):
             for parts, kind, whole in zip(stacked, kinds, wholes, strict=True):
                 # Each rank's heads are one piece, of which `pairs` gives views: a copy would be written in vain.
-                rows = _head_rows(self.heads, number, kind)[first : first + parts.shape[0]]
+                rows = self._head_rows[kind][number][first : first + parts.shape[0]]
                 assert all(some.are_two for some in rows)
-                if self._are_summed(kind):
+                if self._totals[kind].are_summed:
                     for some, part in zip(rows, parts.split(1), strict=True):
                         for there, here in pairs((some,), whole, part, HEADS_DIM):
                             there.add_(here)
@@ -202,38 +209,54 @@ class HeadExchange:
                     for there, here in pairs(rows, whole, parts, HEADS_DIM):
                         there.copy_(here)
 
-    def _are_summed(self, kind: Kind) -> bool:
-        """Whether several ranks compute some head."""
-        ranges = [some.of(kind) for groups in self.heads for some in groups]
-        return sum(stop - start for start, stop in ranges) > max(stop for _, stop in ranges)
-
     def _empty(self, part: Tensor, kind: Kind, like: Tensor) -> Tensor:
         """Where results with all heads are put, zeros where they are summed."""
-        heads = max(some.of(kind)[1] for groups in self.heads for some in groups)
+        heads, are_summed = self._totals[kind]
         batch, _, rows, *rest = part.shape
         by_tokens = bool(rest) and like.stride(HEADS_DIM) < like.stride(SEQUENCE_DIM)
         shape = (batch, rows, heads, *rest) if by_tokens else (batch, heads, rows, *rest)
-        are_summed = self._are_summed(kind)
         whole = part.new_zeros(shape, dtype=accumulation_dtype(part.dtype)) if are_summed else part.new_empty(shape)
         return whole.transpose(HEADS_DIM, SEQUENCE_DIM) if by_tokens else whole
 
+    @cached_property
+    def _totals(self) -> dict[Kind, _Totals]:
+        ranges = {kind: [some.of(kind) for groups in self.heads for some in groups] for kind in KINDS}
+        most = {kind: max(stop for _, stop in some) for kind, some in ranges.items()}
+        return {
+            kind: _Totals(most[kind], sum(stop - start for start, stop in some) > most[kind])
+            for kind, some in ranges.items()
+        }
+
+    @cached_property
+    def _head_rows(self) -> dict[Kind, list[tuple[Rows, ...]]]:
+        """By number of a group and rank, its heads in it, out of all heads."""
+        groups = [*zip(*self.heads, strict=True)]
+        return {kind: [tuple(Rows.at([np.array([one.of(kind)])]) for one in some) for some in groups] for kind in KINDS}
+
+    def _shares(self, number: int, kinds: tuple[Kind, ...], fields: _Fields) -> tuple[Shares, Shares]:
+        """By rank, its heads of one's own tokens, and its tokens of one's own heads."""
+        key = (number, kinds, fields)
+        if key not in self._known:
+            me, ranks = self.rank, range(len(self.heads))
+            sizes = [(self._head_rows[kind][number], self.tokens[kind != "q"].rows) for kind in kinds]
+
+            def of(heads: int, tokens: int) -> Layout:
+                shapes = [
+                    (batch, n[heads].length, m[tokens].length, *dims)
+                    for (batch, dims, _), (n, m) in zip(fields, sizes, strict=True)
+                ]
+                return layout(*zip(shapes, [dtype for *_, dtype in fields], strict=True))
+
+            self._known[key] = (
+                Shares([of(rank, me) for rank in ranks], me),
+                Shares([of(me, rank) for rank in ranks], me),
+            )
+        return self._known[key]
+
 
 @lru_cache(maxsize=64)
-def _shares(
-    exchange: HeadExchange,
-    number: int,
-    kinds: tuple[Kind, ...],
-    fields: tuple[tuple[int, Sequence[int], torch.dtype], ...],
-) -> tuple[Shares, Shares]:
-    """By rank, its heads of one's own tokens, and its tokens of one's own heads; of a batch, dims and dtype each."""
-
-    def of(heads: int, tokens: int) -> Layout:
-        sizes = [
-            (_head_rows(exchange.heads, number, kind)[heads], exchange.tokens[kind != "q"].rows[tokens])
-            for kind in kinds
-        ]
-        given = zip(fields, sizes, strict=True)
-        return layout(*[((batch, n.length, m.length, *dims), dtype) for (batch, dims, dtype), (n, m) in given])
-
-    me, ranks = exchange.rank, range(len(exchange.heads))
-    return Shares([of(rank, me) for rank in ranks], me), Shares([of(me, rank) for rank in ranks], me)
+def head_exchange(
+    group: str, rank: int, heads: tuple[tuple[Heads, ...], ...], tokens: tuple[Members, Members]
+) -> HeadExchange:
+    """Equal arguments give the same object."""
+    return HeadExchange(group, rank, heads, tokens)
