@@ -9,7 +9,7 @@ Heads are exchanged in groups: while one group's attention is computed, the next
 results are on theirs; see ``turns``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
@@ -25,7 +25,7 @@ from wallfacer_dt.algorithms.turns import Computing, Turn, last
 from wallfacer_dt.collectives.functional import all_to_all, wait
 from wallfacer_dt.collectives.send_buffer import Layout, layout
 from wallfacer_dt.kernels.merge import accumulation_dtype
-from wallfacer_dt.rows import Members, Rows, pairs
+from wallfacer_dt.rows import Members, Rows
 
 Kind = Literal["q", "kv", "shared"]
 """Which heads of a tensor a rank is sent: its query heads, its key heads, or (of one head for all) that one."""
@@ -102,13 +102,6 @@ def _divided(groups: list[Heads]) -> list[Heads]:
     return groups
 
 
-class _Totals(NamedTuple):
-    """How many heads there are of a kind, and whether several ranks compute some of them."""
-
-    heads: int
-    are_summed: bool
-
-
 class _Leaving(NamedTuple):
     """An exchange under way: what is pending, what others send in it, and what is not sent."""
 
@@ -159,13 +152,12 @@ class HeadExchange:
                 next(computing[turn.group])
             else:
                 leaving.append(self._start(turn.group, last(computing.pop(turn.group)), result_kinds, SEQUENCE_DIM))
-        wholes = [
-            self._empty(x, kind, tensors[kinds.index(kind)])
-            for x, kind in zip(leaving[0].own, result_kinds, strict=True)
+        come = [self._by_rank(some) for some in leaving]
+        results = zip(*[zip(*ranks, strict=True) for ranks in come], strict=True)
+        return [
+            self._whole(parts, kind, tensors[kinds.index(kind)])
+            for parts, kind in zip(results, result_kinds, strict=True)
         ]
-        for number in range(count):
-            self._put(number, leaving.pop(0), result_kinds, wholes)
-        return wholes
 
     def _start(self, number: int, tensors: Sequence[Tensor], kinds: Sequence[Kind], dim: int) -> _Leaving:
         """Start sending every other rank, of a group of heads, its heads of one's own tokens or its tokens of these."""
@@ -179,53 +171,36 @@ class HeadExchange:
         pending = all_to_all(sent.packed(tensors, rows, dim), sent.splits, received.splits, self.group)
         return _Leaving(pending, received, own)
 
-    def _arrived(self, coming: _Leaving) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Wait: the tensors of neighbouring ranks, stacked, with the first rank; one's own among them."""
-        yield from coming.shares.views(wait(coming.pending, "all_to_all cp_ulysses", self.group))
-        yield self.rank, tuple(x.unsqueeze(0) for x in coming.own)
+    def _by_rank(self, coming: _Leaving) -> list[tuple[Tensor, ...]]:
+        """Wait: the tensors of every rank, one's own among them."""
+        parts = {self.rank: coming.own}
+        for first, stacked in coming.shares.views(wait(coming.pending, "all_to_all cp_ulysses", self.group)):
+            parts |= enumerate(zip(*(x.unbind(0) for x in stacked), strict=True), first)
+        return [parts[rank] for rank in range(len(parts))]
 
     def _gathered(self, coming: _Leaving, kinds: Sequence[Kind]) -> tuple[Tensor, ...]:
         """Wait, and put the tokens of all ranks together in order."""
-        parts = {}
-        for first, stacked in self._arrived(coming):
-            parts |= enumerate(zip(*(x.unbind(0) for x in stacked), strict=True), first)
-        by_tensor = zip(*(parts[rank] for rank in range(len(parts))), strict=True)
+        by_tensor = zip(*self._by_rank(coming), strict=True)
         return tuple(
             self.tokens[kind != "q"].together(x, SEQUENCE_DIM) for x, kind in zip(by_tensor, kinds, strict=True)
         )
 
-    def _put(self, number: int, leaving: _Leaving, kinds: Sequence[Kind], wholes: Sequence[Tensor]) -> None:
-        """Wait, and put what was computed of a group of heads in place."""
-        for first, stacked in self._arrived(leaving):
-            for parts, kind, whole in zip(stacked, kinds, wholes, strict=True):
-                # Each rank's heads are one piece, of which `pairs` gives views: a copy would be written in vain.
-                rows = self._head_rows[kind][number][first : first + parts.shape[0]]
-                assert all(some.are_two for some in rows)
-                if self._totals[kind].are_summed:
-                    for some, part in zip(rows, parts.split(1), strict=True):
-                        for there, here in pairs((some,), whole, part, HEADS_DIM):
-                            there.add_(here)
-                else:
-                    for there, here in pairs(rows, whole, parts, HEADS_DIM):
-                        there.copy_(here)
-
-    def _empty(self, part: Tensor, kind: Kind, like: Tensor) -> Tensor:
-        """Where results with all heads are put, zeros where they are summed."""
-        heads, are_summed = self._totals[kind]
-        batch, _, rows, *rest = part.shape
-        by_tokens = bool(rest) and like.stride(HEADS_DIM) < like.stride(SEQUENCE_DIM)
-        shape = (batch, rows, heads, *rest) if by_tokens else (batch, heads, rows, *rest)
-        whole = part.new_zeros(shape, dtype=accumulation_dtype(part.dtype)) if are_summed else part.new_empty(shape)
+    def _whole(self, parts: Sequence[Sequence[Tensor]], kind: Kind, like: Tensor) -> Tensor:
+        """A result with all heads out of what, by number of a group and rank, was computed of some."""
+        some = [part for ranks in parts for part in ranks]
+        heads = [groups[number].of(kind) for number in range(len(parts)) for groups in self.heads]
+        dim, by_tokens = HEADS_DIM, some[0].ndim > 3 and like.stride(HEADS_DIM) < like.stride(SEQUENCE_DIM)
+        if by_tokens:
+            dim, some = SEQUENCE_DIM, [part.transpose(HEADS_DIM, SEQUENCE_DIM) for part in some]
+        total = max(stop for _, stop in heads)
+        if sum(stop - start for start, stop in heads) == total:
+            whole = torch.cat([part for _, part in sorted(zip(heads, some, strict=True), key=lambda one: one[0])], dim)
+        else:  # several ranks compute some head
+            shape = (*some[0].shape[:dim], total, *some[0].shape[dim + 1 :])
+            whole = some[0].new_zeros(shape, dtype=accumulation_dtype(some[0].dtype))
+            for (start, stop), part in zip(heads, some, strict=True):
+                whole.narrow(dim, start, stop - start).add_(part)
         return whole.transpose(HEADS_DIM, SEQUENCE_DIM) if by_tokens else whole
-
-    @cached_property
-    def _totals(self) -> dict[Kind, _Totals]:
-        ranges = {kind: [some.of(kind) for groups in self.heads for some in groups] for kind in KINDS}
-        most = {kind: max(stop for _, stop in some) for kind, some in ranges.items()}
-        return {
-            kind: _Totals(most[kind], sum(stop - start for start, stop in some) > most[kind])
-            for kind, some in ranges.items()
-        }
 
     @cached_property
     def _head_rows(self) -> dict[Kind, list[tuple[Rows, ...]]]:
