@@ -11,7 +11,8 @@ from wallfacer_dt.planning.dividing import divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 
-KERNELS = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10)
+KERNELS = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10, launch=0.0)
+HOSTS = st.sampled_from([0.0, 1e-5, 1e-4])  # seconds of an operation
 MODEL = ModelShape(hidden=64, heads=4, kv_heads=2, ffn=192, layers=4, vocab=100)
 SEQUENCE = SequenceShape(256, is_causal=True, dtype=torch.bfloat16)
 
@@ -25,7 +26,8 @@ def cluster(ranks: int = 8, per_node: int = 4, **changes: object) -> Cluster:
 def divided(draw: st.DrawFn, **fixed: object) -> Layer:
     """A layer of any division of a small cluster, with any of its attentions."""
     per_node = draw(st.sampled_from([1, 2, 4]))
-    where = cluster(per_node * draw(st.sampled_from([1, 2, 4])), per_node)
+    kernels = replace(KERNELS, launch=draw(HOSTS))
+    where = cluster(per_node * draw(st.sampled_from([1, 2, 4])), per_node, kernels=kernels)
     model = replace(
         MODEL, ffn=draw(st.sampled_from([192, 256])), gated=draw(st.booleans()), vocab=draw(st.sampled_from([0, 100]))
     )

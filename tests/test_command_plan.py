@@ -88,7 +88,7 @@ SMALL = Plan(
 
 FIGURES = Figures(
     flops=10**12, peak=1e15, ranks=4, tokens=4098, memory=StackMemory(1, 20, 300, 4000, 50000, 600000),
-    origins={"forward": "assumed, 50% of the peak", "backward": "given", "linear": "measured"},
+    origins={"forward": "assumed, 50% of the peak", "backward": "given", "linear": "measured", "launch": "by hand"},
     source="h100x4: by its data sheet", activation="gelu", left_out=("in the time: this", "of the model: that"),
 )  # fmt: skip
 
@@ -112,6 +112,7 @@ def test_golden_text() -> None:
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us over 2 interfaces
 attention at 357 TFLOPS (assumed, 50% of the peak), its backward at 322 TFLOPS (given), other matrix
 products at 600 TFLOPS (measured)
+the host launches an operation of attention in 60 us (by hand)
 4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024
 h100x4: by its data sheet
@@ -169,7 +170,7 @@ tokens = shard_sequence(tokens, order, dim=1)
 
 def test_golden_text_of_a_profile() -> None:
     runs = tuple(Measured(SMALL.model, SMALL.sequence, one.candidate, 0.0) for one in SMALL.ranked[1::-1])
-    kernels = Kernels(1e12, 5e11, 2e12, 1e-5, 1e9, copy=1e-9, half_rows=40)
+    kernels = Kernels(1e12, 5e11, 2e12, 1e-5, 1e9, copy=1e-9, half_rows=40, launch=0.0)
     assert_expected_inline(
         printed(replace(SMALL, cluster=replace(CLUSTER, kernels=kernels)), Profile(CLUSTER, runs)),
         """\
@@ -221,7 +222,8 @@ def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert (figures["mfu"], figures["peak"], figures["source"]) == (None, None, "")
     assert sum(figures["memory"].values()) == plan.prediction.memory
     assert figures["origins"] == {
-        "forward": "given", "backward": "assumed, 0.95 of the forward's", "linear": "given"
+        "forward": "given", "backward": "assumed, 0.95 of the forward's", "linear": "given",
+        "launch": "assumed, an H100's",
     }  # fmt: skip
     assert document.pop("version") == 1
     assert document == listed(asdict(plan))

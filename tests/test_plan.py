@@ -44,13 +44,17 @@ from wallfacer_dt.planning.units import format_size
 from wallfacer_dt.testing.fake import fake_world
 
 FAST = Link(1e40)
-FREE = Kernels(1e30, 1e30, 1e30, 0.0, 1e40)
+FREE = Kernels(1e30, 1e30, 1e30, 0.0, 1e40, launch=0.0)
 MODEL = ModelShape(hidden=1024, heads=16)
 SEQUENCE = SequenceShape(4096, dtype=torch.float32)
 
 
 def cluster(ranks: int = 16, per_node: int = 4, **changes: object) -> Cluster:
-    given = {"intra": Link(1e9, 1e-5), "inter": Link(1e8, 1e-4), "kernels": Kernels(1e11, 1e11, 1e11, 1e-5, 1e10)}
+    given = {
+        "intra": Link(1e9, 1e-5),
+        "inter": Link(1e8, 1e-4),
+        "kernels": Kernels(1e11, 1e11, 1e11, 1e-5, 1e10, launch=0.0),
+    }
     return Cluster(ranks, per_node, **(given | changes))
 
 
@@ -524,7 +528,9 @@ def test_memory_is_asked_of_few_where_it_binds() -> None:
 def test_of_what_is_as_fast_few_are_predicted(window: tuple[int, int] | None) -> None:
     """Where a step waits for FSDP it is bytes that say what goes first, which are known before."""
     layers = replace(MODEL, ffn=2**14, layers=4)
-    where = cluster(intra=Link(1e12, 1e-6), inter=Link(1e12, 1e-2), kernels=Kernels(1e12, 1e12, 1e15, 0, 1e15))
+    where = cluster(
+        intra=Link(1e12, 1e-6), inter=Link(1e12, 1e-2), kernels=Kernels(1e12, 1e12, 1e15, 0, 1e15, launch=0.0)
+    )
     sequence = SequenceShape(2**9, is_causal=True, window_size=window)
     with (
         mock.patch.object(_Search, "_predicted", autospec=True, side_effect=_Search._predicted) as predicted,
@@ -737,15 +743,17 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text: str) -> None:
     latency=st.sampled_from([1e-5, 1e-2]),
     keep=st.integers(1, 9),
     ffn=st.sampled_from([0, 1024]),
+    launch=st.sampled_from([0.0, 1e-5, 1e-3]),
 )
 def test_what_is_looked_at_late_is_not_overlooked(
     ranks: tuple[int, int], heads: tuple[int, int], length: int, window: int | None, link: float, latency: float,
-    keep: int, ffn: int,
+    keep: int, ffn: int, launch: float,
 ) -> None:  # fmt: skip
     """The first few are those of all, of which none is left out, and which are in order."""
     model = ModelShape(hidden=256, heads=heads[0], kv_heads=heads[1], head_dim=64, ffn=ffn)
     sequence = SequenceShape(length, is_causal=True, window_size=None if window is None else (window, 0))
-    where = cluster(*ranks, intra=Link(100 * link, 1e-6), inter=Link(link, latency))
+    kernels = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10, launch=launch)
+    where = cluster(*ranks, intra=Link(100 * link, 1e-6), inter=Link(link, latency), kernels=kernels)
     # What memory they need does not matter here, and takes longest.
     with mock.patch.object(_Search, "_memory", return_value=0):
         every, few = (plan(model, sequence, where, keep=some) for some in (None, keep))

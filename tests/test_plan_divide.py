@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.divided import MODEL, SEQUENCE, attentions_of, cluster, cost_of, divided
+from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, divided
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
@@ -174,13 +174,15 @@ def test_six_attentions_of_each_token_order_are_tried() -> None:
     tight=st.floats(0.3, 1.5),
     causal=st.booleans(),
     window=st.sampled_from([None, 20, 100]),
+    launch=HOSTS,
 )
 def test_the_chosen_is_the_fastest_that_fits(
-    size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None
+    size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None, launch: float
 ) -> None:
     """Every division with every attention predicted: none that fits is faster by more than 1% (see _TRIED)."""
     bounds = None if window is None else (window, 0 if causal else window)
-    where, sequence = cluster(*size), replace(SEQUENCE, is_causal=causal, window_size=bounds)
+    where = cluster(*size, kernels=replace(KERNELS, launch=launch))
+    sequence = replace(SEQUENCE, is_causal=causal, window_size=bounds)
     typical = division_memory(next(divisions(MODEL, sequence, where, sequences)), MODEL, sequence).peak
     where = replace(where, memory=int(tight * typical))
     best: dict[int, float] = {}

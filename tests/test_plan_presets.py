@@ -154,7 +154,8 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
     assert base == GPUS["h100"].cluster(16)
     assert peak == 989e12
     assert origins == {
-        "forward": "measured with flash", "backward": "measured with flash", "linear": "assumed, 61% of the peak"
+        "forward": "measured with flash", "backward": "measured with flash", "linear": "assumed, 61% of the peak",
+        "launch": "assumed",
     }  # fmt: skip
     flash = base.kernels
     changes = {
@@ -166,6 +167,7 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
         "memory": ("40GB", {"memory": 40 * 10**9}),
         "ranks_per_node": (4, {"ranks_per_node": 4, "nics": 4, "inter": Link(200e9, 10e-6)}),
         "linear_speed": ("1TFLOPS", {"kernels": replace(flash, linear=1e12)}),
+        "launch": ("9us", {"kernels": replace(flash, launch=9e-6)}),
         "attention_speed": ("1TFLOPS", {"kernels": replace(flash, forward=1e12, backward=322 / 357 * 1e12)}),
         "kernel": ("cudnn", {"kernels": GPUS["h100"].kernels(128, "cudnn")}),
     }
@@ -179,8 +181,11 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
     for told in ({"kernel": "auto"}, {"attention_speed": "1TFLOPS"}):
         assert "--kernel" not in Machines(name="h100x16", **told).cluster(torch.bfloat16, 128).source
     assert "--kernel" not in Machines(name="a100x16").cluster(torch.bfloat16, 128).source
-    said = where(name="h100x16", attention_speed="1TFLOPS", linear_speed="1TFLOPS")[1]
-    assert said == {"forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given"}
+    speeds = {"attention_speed": "1TFLOPS", "linear_speed": "1TFLOPS", "launch": "0s"}
+    said = where(name="h100x16", **speeds)[1]
+    assert said == {
+        "forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given", "launch": "given"
+    }  # fmt: skip
     told = Machines(name="h200x16", kernel="flash_attn_3", attention_speed="699TFLOPS")
     assert told.cluster(torch.bfloat16, 128).cluster.kernels.backward == pytest.approx(587e12)
 
@@ -192,7 +197,8 @@ def test_heads_between_those_in_the_table() -> None:
     )
     assert machines.cluster(torch.float16, 64).origins["forward"] == "assumed with flash, 48% of the peak"
     hopper = Machines(name="h200x8", kernel="flash_attn_3")
-    assert hopper.cluster(torch.float16, 128).origins == dict.fromkeys(("forward", "backward", "linear"), "measured")
+    measured = dict.fromkeys(("forward", "backward", "linear"), "measured")
+    assert hopper.cluster(torch.float16, 128).origins == measured | {"launch": "assumed"}
     # What was measured of others is assumed of these.
     assert hopper.cluster(torch.float16, 192).origins["backward"] == "assumed, 59% of the peak as for heads of 128"
     with pytest.raises(OptionError, match="--dtype: no attention kernel for it on --cluster a100x8, use --dtype bfloa"):
@@ -204,13 +210,16 @@ def test_without_a_name_rates_are_assumed_to_be_an_h100s() -> None:
     assert (cluster.kernels, peak) == (GPUS["h100"].kernels(128), None)
     assert origins == {
         "forward": "measured with flash, an H100's", "backward": "measured with flash, an H100's",
-        "linear": "assumed, 61% of the peak, an H100's",
+        "linear": "assumed, 61% of the peak, an H100's", "launch": "assumed, an H100's",
     }  # fmt: skip
     cluster, origins, _ = where(
         ranks=2, intra="1GB/s", kernel="flex", attention_speed="1TFLOPS", linear_speed="2TFLOPS"
     )
     assert cluster.kernels == Kernels(1e12, 322 / 357 * 1e12, 2e12, merge=2e12, attention="flex")
-    assert origins == {"forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given"}
+    assert origins == {
+        "forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given",
+        "launch": "assumed, an H100's",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,11 @@
-"""One call of attention as a rank's events: its schedule's steps, with what they cost."""
+"""One call of attention as a rank's events: its schedule's steps, with what they cost.
+
+Note [Launches]
+A call of a kernel comes with a merge, in a backward it is three kernels, and three gradients are added up; of what goes
+to or comes from all ranks of a team, or of Ulysses, something is copied for each. With these numbers the operations of
+a call are told within an eighth (``tests/test_plan_host.py`` counts them). For each the hosts of two H200s took 45 and
+56 to 94 microseconds, whatever the mesh (docs/benchmarks/gpu_2026-11-26.md).
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +24,8 @@ from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle
 from wallfacer_dt.planning.traffic import Key, Wire
 
 Groups = tuple[tuple[int, int], ...]
+HOP = 3
+"""Operations that a hop is launched with: the transfer, the wait for it, and a copy or a sum."""
 
 
 def attention_events(
@@ -50,8 +59,12 @@ def attention_events(
         return wires[Key(backward, sent.kind, sent.side, group, sent.shift)]
 
     def exchange(kind: str, group: int) -> Begin:
-        return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)])
+        return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)], launches=of_all(candidate.ulysses))
 
+    def of_all(ranks: int) -> int:
+        return 4 + (4 if backward else 2) * ranks
+
+    of_call = 10 if backward else 3  # see Note [Launches]
     costs = [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups]
     has_exchange = candidate.ulysses > 1
     if has_exchange:
@@ -65,11 +78,12 @@ def attention_events(
         for step in program[turn.part] if groups[group][0] else ():
             match step:
                 case Sent(name):
-                    yield Begin(f"{name} {group}", wire(step, group), step.sources)
+                    launched = of_all(candidate.team) if step.kind in ("gather", "exchange") else HOP
+                    yield Begin(f"{name} {group}", wire(step, group), step.sources, launches=launched)
                 case Awaited(name):
                     yield End(f"{name} {group}")
-                case Attended(name, sizes):
-                    yield Compute(costs[group].of(sizes), name)
+                case Attended(name, sizes, calls):
+                    yield Compute(costs[group].of(sizes), name, of_call * calls)
         if has_exchange and turn.is_last:
             yield exchange("to_tokens", group)
     if has_exchange:

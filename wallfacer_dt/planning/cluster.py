@@ -62,6 +62,7 @@ class Kernels:
         copy: seconds that a rank's processor is busy with a byte that it sends or receives; 0 where others do that.
         half_rows: of how many queries a block has half of these rates (Hockney's n1/2).
         attention: the kernel of attention that they are of, by name; it is what a plan's styles take.
+        launch: seconds of the host for every operation of attention or METP; 0 where it is not what runs ahead.
     """
 
     forward: float = 357e12
@@ -72,6 +73,7 @@ class Kernels:
     copy: float = 0.0
     half_rows: float = 0.0
     attention: str = "auto"
+    launch: float = 60e-6
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what are no rates, or of no kernel."""

@@ -325,7 +325,7 @@ def _kind(division: Division) -> tuple[int, ...]:
 def _why(one: RankedDivision, first: RankedDivision) -> str:
     p, best = one.prediction, first.prediction
     if one is first:
-        return f"fastest: {p.exposed / p.seconds:.0%} of the step is waiting"
+        return f"fastest: {p.waiting}"
     slower = p.seconds / best.seconds - 1
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:

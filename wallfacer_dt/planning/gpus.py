@@ -2,7 +2,8 @@
 
 Rates that were measured are of one call, 32 query and 8 key heads, 8192 queries that see all of 32768 keys (for heads
 of 128 as ``make gpu`` takes time, for others by events), and what ``profile`` found of matrix products
-(docs/benchmarks/gpu_2026-11-26.md). What is assumed are round numbers below the data sheet's dense peak.
+(docs/benchmarks/gpu_2026-11-26.md). What is assumed are round numbers below the data sheet's dense peak, and of a host
+one between those of two.
 """
 
 from collections.abc import Mapping

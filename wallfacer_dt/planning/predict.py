@@ -28,13 +28,14 @@ class Prediction:
     Attributes:
         seconds: it takes.
         compute: seconds of these in which a rank computes.
-        exposed: seconds in which it waits for others, or copies what comes; a pipeline's bubble among them.
+        exposed: seconds in which it waits for others or its host, or copies what comes; a pipeline's bubble among them.
         overlapped: seconds of transfers hidden behind these two.
         rank_bytes: received by attention on the rank that receives most, weights and gradients under METP among it, and
             by METP's feed-forward.
         node_bytes: the same into the node that receives most from other nodes, of queries, keys and values only.
         hops: transfers that one rank's blocks take in one call of attention, forward and backward, of all head groups.
         memory: the most bytes a rank holds; 0 before anyone has asked, which takes longest.
+        host: seconds in which a rank's host launches attention and METP, before the device runs them or meanwhile.
     """
 
     seconds: float
@@ -45,6 +46,13 @@ class Prediction:
     node_bytes: int
     hops: int
     memory: int = 0
+    host: float = 0.0
+
+    @property
+    def waiting(self) -> str:
+        """How much of the step is waiting, in words; and for whom, where the host launches for most of it."""
+        said = f"{self.exposed / self.seconds if self.seconds else 0.0:.0%} of the step is waiting"
+        return said + ", for the host's launches" * (self.host > 0.5 * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +311,7 @@ def predict_division(
         rank_bytes,
         node_bytes,
         cost.hops,
+        host=step.host,
     )
 
 

@@ -26,14 +26,16 @@ from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.predict import Prediction, attention_cost
 from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
 from wallfacer_dt.reading import FileError, make, read_json, shown
 
-_VERSION = 5
+_VERSION = 6
 _MOST_BYTES = 2**22  # of a file; some 6000 runs
 _MOST_RANKS = 10**6 - 1  # as many as a cluster by name has at most
 _CLOSE = 1.1  # times the fastest: so close are run again
+_SHORT, _MANY = 16, 20  # tokens of a rank with which a call has a GPU wait for its host, and how many calls in a row
 _RANKED = len(PLACEMENTS)  # plans for each that is run: so many there may be of a mesh and schedule
 
 Build = Callable[[Plan], Callable[[], object]]
@@ -219,7 +221,10 @@ def profile(
     if cluster is None:
         assert run is not None, "it was selected, as there is no cluster"
         cluster = probe.cluster(model, sequence, memory, run)
-        cluster = replace(cluster, kernels=replace(cluster.kernels, attention=kernel))
+        cluster = replace(cluster, kernels=replace(cluster.kernels, attention=kernel, launch=0.0))
+        if device_type != "cpu":
+            launch = launch_seconds(probe, model.attention_alone, sequence, cluster)
+            cluster = replace(cluster, kernels=replace(cluster.kernels, launch=launch))
     _by_first(lambda: _check_path(path, kernel, cluster))
     model = model if build else model.attention_alone
 
@@ -240,6 +245,28 @@ def profile(
         return plan(model, sequence, result.cluster, profile=result, keep=_RANKED * top)
 
     return _by_first(finish), result
+
+
+def launch_seconds(probe: Probe, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> float:
+    """Seconds of the slowest host for an operation of attention, in calls that keep it busy alone: short ones of a
+    ring of all ranks, forward and backward.
+
+    Args:
+        probe: this rank's.
+        model: whose heads.
+        sequence: whose batch and dtype.
+        cluster: of all ranks.
+
+    Returns:
+        The seconds, the same on all ranks.
+    """
+    ring = Candidate(cluster.ranks, order="head_tail", rotate="kv", rotate_forward="kv")
+    short = SequenceShape(_SHORT * cluster.ranks, sequence.batch, is_causal=True, dtype=sequence.dtype)
+    one = replace(cluster, kernels=replace(cluster.kernels, launch=1.0))
+    launched = sum(way.line.host for way in attention_cost(ring, model, short, one).ways)
+    given = Plan(model, short, cluster, (Ranked(ring, Prediction(0.0, 0.0, 0.0, 0.0, 0, 0, 0), ""),), (), 1)
+    with _built(None, probe.device.type, given) as step:
+        return probe.timed(step, _MANY) / launched
 
 
 def _check_path(path: str | os.PathLike[str] | None, kernel: str, cluster: Cluster | None = None) -> None:

@@ -50,10 +50,11 @@ class Awaited(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Compute tiles of these sizes."""
+    """Compute tiles of these sizes, in so many calls of a kernel that takes segments."""
 
     name: str
     sizes: Sizes
+    calls: int
 
 
 Program = Parts[Sent | Awaited | Attended]
@@ -87,7 +88,7 @@ def _written(step: Step, place: Coordinate, by_shift: bool) -> Sent | Awaited | 
             return Awaited(str(transfer))
         case Attend(resident, _, block, work):
             rotating = "kv" if resident == "q" else "q"
-            return Attended(f"{step.part} {resident} x {rotating}[{block}]", _sizes(work))
+            return Attended(f"{step.part} {resident} x {rotating}[{block}]", _sizes(work), _calls(work))
 
 
 def _sent(transfer: Transfer, place: Coordinate, by_shift: bool) -> Sent:
@@ -105,6 +106,11 @@ def _sent(transfer: Transfer, place: Coordinate, by_shift: bool) -> Sent:
 def _sizes(work: Work) -> Sizes:
     tiles = [tile for segments in work for tile in segments.tiles]
     return tuple((tile.area, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) for tile in tiles)
+
+
+@lru_cache(maxsize=4096)
+def _calls(work: Work) -> int:
+    return sum(segments.calls for segments in work)
 
 
 class _Alike(Holdings):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from wallfacer_dt.algorithms.head_groups import OUT, HeadGroup, head_groups
+from wallfacer_dt.planning.attention import HOP
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.groups import Group
@@ -52,10 +53,11 @@ class ProjectedAttention:
             yield from (End(self._named("weights", number, owner)) for owner in self._owners(number))
             yield from self._weights(number + 1)
             inward, outward = self._elements(group)
-            yield self._compute(number, inward + 2 * outward if backward else inward)
+            launched = 8 if backward else 3
+            yield self._compute(number, inward + 2 * outward if backward else inward, launched)
             yield from (_of_group(event, number) for event in attention(group.heads.counts))
             # By inputs and by weights.
-            yield self._compute(number, 2 * inward if backward else outward)
+            yield self._compute(number, 2 * inward if backward else outward, launched)
             if backward:
                 yield from self._on_their_way(number)
                 yield from self._gradients("sums", number)
@@ -93,14 +95,14 @@ class ProjectedAttention:
             wire = self._ranks.broadcast(
                 self._sent(self.groups[number], owner), is_striped=self.cluster.striped_gathers
             )
-            yield Begin(self._named("weights", number, owner), wire)
+            yield Begin(self._named("weights", number, owner), wire, launches=HOP)
 
     def _gradients(self, what: str, number: int) -> Iterator[Event]:
         """To be summed, a part on every rank, or the sums home to the owner."""
         for owner in self._owners(number):
             share = self._share(self.groups[number], owner)
             wire = self._ranks.exchange(share) if what == "sums" else self._ranks.collect(share)
-            yield Begin(self._named(what, number, owner), wire)
+            yield Begin(self._named(what, number, owner), wire, launches=HOP)
 
     def _owners(self, number: int) -> Iterable[int]:
         """Of a group; none where there is no such group, and where there is one rank, which sends nothing."""
@@ -127,9 +129,9 @@ class ProjectedAttention:
             lengths[piece.part == OUT] += self.model.hidden * piece.length
         return lengths[0], lengths[1]
 
-    def _compute(self, number: int, elements: int) -> Compute:
+    def _compute(self, number: int, elements: int, launched: int) -> Compute:
         tokens = self.sequence.batch * -(-self.sequence.length // self.candidate.size)
-        return Compute(2 * tokens * elements / self.cluster.kernels.linear, f"projections {number}")
+        return Compute(2 * tokens * elements / self.cluster.kernels.linear, f"projections {number}", launched)
 
 
 def _of_group(event: Event, number: int) -> Event:

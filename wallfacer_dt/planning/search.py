@@ -465,9 +465,8 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     p, best = one.prediction, first.prediction
     if one is first:
         how = "measured fastest" if one.measured is not None else "best"
-        hidden = p.exposed / p.seconds if p.seconds else 0.0
         into_node = f", {format_size(p.node_bytes)} come into a node" if p.node_bytes else ""
-        return replace(one, why=f"{how}: {hidden:.0%} of the step is waiting{into_node}")
+        return replace(one, why=f"{how}: {p.waiting}{into_node}")
     slower = one.seconds / first.seconds - 1 if first.seconds else 0.0
     if one.measured is not None:
         return replace(one, why=f"measured {slower:+.0%}")

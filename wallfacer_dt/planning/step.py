@@ -55,6 +55,7 @@ class Spent:
         overlapped: seconds of transfers that are hidden.
         intra: seconds of work of the link within a node.
         inter: likewise between nodes.
+        host: seconds in which the host launches it.
     """
 
     seconds: float = 0.0
@@ -62,11 +63,18 @@ class Spent:
     overlapped: float = 0.0
     intra: float = 0.0
     inter: float = 0.0
+    host: float = 0.0
 
     @classmethod
     def of(cls, line: Timeline) -> "Spent":
-        """What ran."""
-        return cls(line.seconds, line.compute, line.overlapped, *line.busy)
+        """What ran, on a device that does not wait for its host."""
+        return cls(line.seconds, line.compute, line.overlapped, *line.busy, line.host)
+
+    @classmethod
+    def of_many(cls, line: Timeline) -> "Spent":
+        """What each takes of many like it in a row, of which the host has to launch all."""
+        one = cls.of(line)
+        return replace(one, seconds=max(one.seconds, one.host))
 
     def __add__(self, other: "Spent") -> "Spent":
         return Spent(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -81,7 +89,7 @@ class Spent:
     @property
     def least(self) -> float:
         """Seconds below which it cannot go, if what it was added up of had shared links."""
-        return max(self.seconds, self.intra, self.inter)
+        return max(self.seconds, self.intra, self.inter, self.host)
 
 
 def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
@@ -179,13 +187,13 @@ def _ends(layer: Layer) -> _Ends:
 
 @lru_cache(maxsize=64)
 def _forward(layer: Layer, way: OneWay, shares_weights: bool) -> Spent:
-    return Spent.of(run(layer.forward(way.events, shares_weights=shares_weights), layer.cluster))
+    return Spent.of_many(run(layer.forward(way.events, shares_weights=shares_weights), layer.cluster))
 
 
 @lru_cache(maxsize=64)
 def _backward(layer: Layer, way: OneWay, again: OneWay | None, shares_weights: bool) -> Spent:
     repeated = () if again is None else again.events
-    return Spent.of(run(layer.backward(way.events, repeated, shares_weights=shares_weights), layer.cluster))
+    return Spent.of_many(run(layer.backward(way.events, repeated, shares_weights=shares_weights), layer.cluster))
 
 
 @lru_cache(maxsize=256)

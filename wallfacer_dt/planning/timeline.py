@@ -7,6 +7,10 @@ Note [Latency]
 A link's bytes are shared and its latency is not: of messages that are under way together each waits for its own, and
 only then takes part of the link (Hockney 1994 has a message's time as the sum of both). Where a rank receives messages
 one after the other, in a gather, their latencies are taken to come first.
+
+Note [The host]
+A GPU runs what its host has launched. Here it never waits for that; in a row of like layers the host is ahead by as
+much as it can be, and whichever of the two takes longer says how long a layer takes (``step``).
 """
 
 import math
@@ -20,10 +24,11 @@ from wallfacer_dt.planning.traffic import Wire
 
 
 class Compute(NamedTuple):
-    """Compute for so many seconds."""
+    """Compute for so many seconds, by so many operations that the host launches."""
 
     seconds: float
     what: str = ""
+    launches: int = 0
 
 
 class Begin(NamedTuple):
@@ -34,12 +39,14 @@ class Begin(NamedTuple):
         wire: how much of it comes over which link.
         sources: of ranks that run together, whom it comes from.
         late: seconds until the last of these starts to send.
+        launches: operations that the host launches for it, with what is copied for it and from it.
     """
 
     name: str
     wire: Wire
     sources: tuple[int, ...] = ()
     late: float = 0.0
+    launches: int = 0
 
 
 class End(NamedTuple):
@@ -78,6 +85,7 @@ class Timeline:
         intra: seconds during which something was under way on the link within a node.
         inter: the same of the one between nodes.
         busy: seconds in which bytes came over each of them.
+        host: seconds in which the host launches all that, see Note [The host].
         bars: of lanes "compute", "intra" and "inter".
     """
 
@@ -88,6 +96,7 @@ class Timeline:
     intra: float = 0.0
     inter: float = 0.0
     busy: tuple[float, float] = (0.0, 0.0)
+    host: float = 0.0
     bars: list[Bar] = field(default_factory=list)
 
     @property
@@ -194,12 +203,14 @@ class _Rank:
     def run(self, event: Event) -> None:
         """The next event."""
         line = self._line
+        if isinstance(event, Compute | Begin):
+            line.host += self._cluster.kernels.launch * event.launches
         match event:
             case Compute(seconds, what):
                 line.bars.append(Bar("compute", what, self.now, self.now + seconds))
                 line.compute += seconds
                 self.now += seconds
-            case Begin(name, wire, _, late):
+            case Begin(name, wire, late=late):
                 self._copy(wire)
                 self._under_way[name] = wire, self.now + late
                 for lane, (latency, seconds) in zip(self._lanes.values(), on_links(wire, self._cluster), strict=True):

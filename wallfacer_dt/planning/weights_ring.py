@@ -13,6 +13,7 @@ from wallfacer_dt.algorithms.steps import Attend, Schedule, Start, Wait
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.planning.attention import HOP
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -40,6 +41,8 @@ def feed_forward_events(
     per_unit = (
         2 * tokens * element * (2 + (2 / 3 if model.gated else 1 / 2) if backward else 1) / cluster.kernels.linear
     )
+    # Of each projection a product, or three and what is added up; and activations.
+    launched = (8 if backward else 2) * (3 if model.gated else 2)
     sent = max(units) * element
     group = Group(len(units), 1, cluster.ranks_per_node)
     weights = group.send(sent * sequence.dtype.itemsize)
@@ -47,13 +50,14 @@ def feed_forward_events(
     for step in _schedule(units, backward).steps:
         match step:
             case Start(transfer):
-                yield Begin(f"feed-forward {transfer}", carried if transfer.kind == "carry" else weights)
+                wire = carried if transfer.kind == "carry" else weights
+                yield Begin(f"feed-forward {transfer}", wire, launches=HOP)
             case Wait(transfer):
                 yield End(f"feed-forward {transfer}")
             case Attend(_, _, block, work):
                 area = sum(tile.area for segments in work for tile in segments.tiles)
                 # A token of the schedule is all tokens.
-                yield Compute(area / _TOKENS * per_unit, f"feed-forward [{block}]")
+                yield Compute(area / _TOKENS * per_unit, f"feed-forward [{block}]", launched)
 
 
 _TOKENS = 2  # enough to be split where something is kept for the end

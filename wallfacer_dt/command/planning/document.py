@@ -27,20 +27,20 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
         sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype
         cluster     ranks, ranks_per_node, nics, memory (or null)
           intra, inter  bandwidth, latency
-          kernels       forward, backward, linear, overhead, merge, copy, half_rows, attention (the kernel's name)
+          kernels       forward, backward, linear, overhead, merge, copy, half_rows, attention (its name), launch
         considered  how many attentions there were to choose from
         ranked[]    why, measured (or null), handicap (seconds by which a team is ranked behind its prediction); what
                     was measured first, fastest first, as many as --top
           candidate     ring, team, ulysses, placement, schedule, rotate, rotate_forward, order, feed_forward,
                         projections, checkpoint
-          prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory
+          prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory, host
         dropped[]   likewise: what was found not to fit, smallest first
         code        of the first, as text
         figures     of the first: tokens_per_second, mfu (or null), flops of the model in a step, peak of a rank (or
                     null), source of the cluster's (and a faster kernel), activation, left_out (what no number counts,
                     as text)
           memory        weights, gradients, optimizer, gathered, kept, working
-          origins       forward, backward, linear: who says the kernels' rates, as text
+          origins       forward, backward, linear, launch: who says the kernels' rates, as text
 
     Args:
         plan: the plan.

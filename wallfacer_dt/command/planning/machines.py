@@ -17,7 +17,7 @@ from wallfacer_dt.planning.gpus import GPU, GPUS, INTER_LATENCY, INTRA_LATENCY, 
 from wallfacer_dt.planning.units import format_speed, format_time, parse_rate, parse_size, parse_speed, parse_time
 
 _NO_LINK = Link(1e12)
-MEASURED = dict.fromkeys(("forward", "backward", "linear"), "measured")
+MEASURED = dict.fromkeys(("forward", "backward", "linear", "launch"), "measured")
 
 
 class Where(NamedTuple):
@@ -51,6 +51,7 @@ class Machines:
         inter_latency: of one between nodes.
         attention_speed: of attention's forward.
         linear_speed: of matrix products.
+        launch: time of the host for an operation of attention.
         peak_speed: of a rank by its data sheet.
         memory: of a rank.
         kernel: of attention, by name.
@@ -66,6 +67,7 @@ class Machines:
     inter_latency: str | None = None
     attention_speed: str | None = None
     linear_speed: str | None = None
+    launch: str | None = None
     peak_speed: str | None = None
     memory: str | None = None
     kernel: str | None = None
@@ -130,7 +132,8 @@ class Machines:
                 raise OptionError(f"{_option(name)} is {known} in --profile, got {given}; leave it out")
         if self.name is not None:
             raise OptionError("--cluster: links and kernels are measured in --profile; leave one of them out")
-        for name in ("intra", "inter", "intra_latency", "inter_latency", "attention_speed", "linear_speed", "kernel"):
+        links = "intra", "inter", "intra_latency", "inter_latency"
+        for name in (*links, "attention_speed", "linear_speed", "launch", "kernel"):
             if getattr(self, name) is not None:
                 raise OptionError(f"{_option(name)} is measured in --profile; leave one of them out")
         cluster = cluster if self.memory is None else replace(cluster, memory=read_memory(self.memory))
@@ -173,7 +176,7 @@ class Machines:
 
     def _kernels(self, gpu: GPU | None, dtype: torch.dtype, head_dim: int) -> tuple[Kernels, Mapping[str, str]]:
         """Rates, and by name who says so: of what neither a name nor an option says an H100's."""
-        whose, kernel, given = gpu or GPUS["h100"], self.kernel or "auto", self._given_speeds()
+        whose, kernel, given = gpu or GPUS["h100"], self.kernel or "auto", self._given_rates()
         check_kernel_name(kernel)
         if gpu is not None:
             self._check_kernel(gpu.capability, dtype, head_dim)
@@ -186,7 +189,7 @@ class Machines:
         if gpu is None and (self.kernel or "forward" not in given):
             self._check_kernel(None if "forward" in given else whose.capability, dtype, head_dim)
         known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
-        origins = {"linear": whose.origin_of_linear}
+        origins = {"linear": whose.origin_of_linear, "launch": "assumed"}
         if kernel == "auto" or kernel in whose.attention:
             known = whose.kernels(head_dim, kernel)
             origins["forward"], origins["backward"] = whose.origins(head_dim, kernel)
@@ -219,8 +222,8 @@ class Machines:
             reason = str(error).partition(": ")[0]  # without the remedy of who has tensors
             raise OptionError(f"{option}: no attention kernel for it on {where}, {remedy} ({reason})") from error
 
-    def _given_speeds(self) -> dict[str, Any]:
-        """By names of rates."""
+    def _given_rates(self) -> dict[str, Any]:
+        """By names."""
         given = {}
         if self.attention_speed is not None:
             with naming("--attention-speed"):
@@ -228,6 +231,9 @@ class Machines:
         if self.linear_speed is not None:
             with naming("--linear-speed"):
                 given["linear"] = parse_speed(self.linear_speed)
+        if self.launch is not None:
+            with naming("--launch"):
+                given["launch"] = parse_time(self.launch)
         return given
 
     def _described(self, gpu: GPU, kernels: Kernels, dtype: torch.dtype, head_dim: int) -> str:

@@ -31,6 +31,7 @@ from wallfacer_dt.command.planning.shape import (
     make_sequence,
 )
 from wallfacer_dt.command.planning.text import make_console, print_plan
+from wallfacer_dt.planning.cluster import Kernels
 from wallfacer_dt.planning.gpus import GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
 from wallfacer_dt.planning.longest import MOST, length_unit, longest_length
 from wallfacer_dt.planning.units import format_time
@@ -123,6 +124,14 @@ def plan(
         str | None,
         typer.Option(metavar=_SPEED, help="Speed of other matrix products. [default: of --cluster, or an H100's]"),
     ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_TIME,
+            help="Of the host for an operation of attention; 0s where a graph is replayed. "
+            f"[default: {format_time(Kernels().launch)}]",
+        ),
+    ] = None,
     peak_speed: Annotated[
         str | None,
         typer.Option(metavar=_SPEED, help="Peak of a rank by its data sheet, for MFU. [default: of --cluster]"),
@@ -161,7 +170,7 @@ def plan(
     machines = Machines(
         name=cluster, ranks=ranks, ranks_per_node=ranks_per_node, nics=nics, intra=intra, inter=inter,
         intra_latency=intra_latency, inter_latency=inter_latency, attention_speed=attention_speed,
-        linear_speed=linear_speed, peak_speed=peak_speed, memory=memory, kernel=kernel,
+        linear_speed=linear_speed, launch=launch, peak_speed=peak_speed, memory=memory, kernel=kernel,
     )  # fmt: skip
     measured = None if profile is None else load_profile(profile)
     where = machines.cluster(sequence.dtype, known.shape.dim) if measured is None else machines.measured(measured)

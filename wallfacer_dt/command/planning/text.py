@@ -104,10 +104,12 @@ def summary_of_cluster(cluster: Cluster, origins: Mapping[str, str]) -> Iterator
     if cluster.ranks > 1:
         yield "; ".join(links)
     kernels = cluster.kernels
-    speeds = [f"{format_speed(getattr(kernels, name))} ({origin})" for name, origin in origins.items()]
+    speeds = [f"{format_speed(getattr(kernels, name))} ({origins[name]})" for name in ("forward", "backward", "linear")]
     long = f" in long blocks, half of that in those of {kernels.half_rows:.0f} queries" * (kernels.half_rows >= 0.5)
     by = f" by {kernels.attention}" * (kernels.attention != "auto")
     yield f"attention{by} at {speeds[0]}, its backward at {speeds[1]}{long}, other matrix products at {speeds[2]}"
+    if kernels.launch:
+        yield f"the host launches an operation of attention in {format_time(kernels.launch)} ({origins['launch']})"
 
 
 def mask_of(sequence: SequenceShape) -> str:

@@ -1,0 +1,172 @@
+"""What the host launches, in the planner and in fact; and what comes of it where that takes longer than the device."""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.divided import KERNELS, MODEL, cost_of, divided
+from tests.strategies import examples
+from wallfacer_dt import METPParallel, TokenOrder, context_mesh, context_parallel_attention, register_kernel
+from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.metp import BODIES as METP
+from wallfacer_dt.ops import BODIES
+from wallfacer_dt.planning import Candidate, Cluster, Kernels, Link, ModelShape, SequenceShape, plan
+from wallfacer_dt.planning.layer import Layer
+from wallfacer_dt.planning.predict import attention_cost, predict_division
+from wallfacer_dt.planning.probe import Probe
+from wallfacer_dt.planning.profiling import launch_seconds
+from wallfacer_dt.planning.timeline import run
+from wallfacer_dt.planning.weights_ring import feed_forward_events
+from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing.fake import fake_world
+
+WHERE = Cluster(64, 64, Link(1e9), Link(1e9), kernels=Kernels(launch=1.0))  # seconds are operations
+VIEWS = {
+    "view", "as_strided", "narrow", "slice", "transpose", "expand", "unbind", "split", "split_with_sizes", "unsqueeze",
+    "squeeze", "detach", "detach_", "alias", "select", "permute", "t", "empty", "empty_like", "new_empty",
+    "empty_strided", "_unsafe_view",
+}  # fmt: skip
+"""What a device is given nothing to do for."""
+
+
+class Launched(TorchDispatchMode):
+    """Counts what a GPU would be given, within this package's operators too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        bodies = BODIES | METP
+        if func in bodies:
+            with self:
+                return bodies[func](*args, **(kwargs or {}))
+        Launched.count += func._schema.name.partition("::")[2] not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, how: object) -> tuple[Tensor, Tensor]:
+    Launched.count += 1
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's flash, which starts three kernels."""
+    Launched.count += 3
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def combined(partial: tuple[Tensor, ...], more: object, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """As on CUDA, where it is one kernel."""
+    Launched.count += 1
+    dtypes = dtype, accumulation_dtype(dtype)
+    return tuple(torch.empty_like(x, dtype=own) for x, own in zip(partial, dtypes, strict=False))
+
+
+register_kernel("counted", forward, backward, lambda _: True, takes_bands=True, takes_segments=True)
+
+
+def launched(work: Any) -> tuple[int, Any]:
+    Launched.count = 0
+    with Launched():
+        result = work()
+    return Launched.count, result
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "team", "heads"),
+    [
+        (1, 4, 1, (8, 2)), (1, 8, 1, (8, 2)), (1, 4, 2, (8, 2)), (1, 2, 4, (8, 2)), (1, 16, 4, (8, 2)),
+        (8, 1, 1, (32, 8)), (4, 2, 1, (32, 8)), (2, 4, 1, (32, 8)), (4, 1, 1, (32, 8)), (2, 2, 2, (8, 2)),
+    ],
+)  # fmt: skip
+def test_what_a_call_launches_is_told_within_an_eighth(
+    ulysses: int, ring: int, team: int, heads: tuple[int, int]
+) -> None:
+    way = Candidate(ring, team, ulysses, order="head_tail", rotate="kv", rotate_forward="kv")
+    with (
+        fake_world(way.size, 1),
+        mock.patch("wallfacer_dt.algorithms.arithmetic.is_fused", return_value=True),
+        mock.patch("wallfacer_dt.algorithms.arithmetic.combined", combined),
+    ):
+        mesh = context_mesh("cpu", ring, team, ulysses=ulysses)
+        order = TokenOrder("head_tail", mesh)
+        q, k, v = (torch.randn(1, 64, n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (*heads, heads[1]))
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        told = {"order": order, "kernel": "counted", "rotate": "kv", "rotate_forward": "kv"}
+        counted, out = launched(lambda: context_parallel_attention(*turned, mesh, is_causal=True, **told))
+        grads, _ = launched(lambda: out.backward(torch.zeros_like(out)))
+    shape, sequence = ModelShape(16 * heads[0], *heads), SequenceShape(64 * way.size, is_causal=True)
+    cost = attention_cost(way, shape, sequence, replace(WHERE, ranks=way.size, ranks_per_node=way.size))
+    assert cost.forward.host + cost.backward.host == pytest.approx(counted + grads, rel=1 / 8)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, *, gated: bool) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.w3 = nn.Linear(32, 64, bias=False) if gated else None
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_metps_feed_forward_launches_is_told_within_a_fifth(ranks: int, gated: bool) -> None:
+    with fake_world(ranks, 1):
+        style = METPParallel(
+            up="w3" if gated else "w1", down="w2", gate="w1" if gated else None, activation="silu", check=False
+        )
+        module = parallelize_module(FeedForward(gated=gated).bfloat16(), context_mesh("cpu", ranks, 1), style)
+        x = torch.randn(1, 8, 32, dtype=torch.bfloat16, requires_grad=True)
+        counted, out = launched(lambda: module(x))
+        grads, _ = launched(lambda: out.backward(torch.zeros_like(out)))
+    model, sequence = ModelShape(32, 2, ffn=64, gated=gated), SequenceShape(8 * ranks)
+    told = (ranks,), 8, model, sequence, WHERE
+    lines = [run(feed_forward_events(*told, backward=way), WHERE) for way in (False, True)]
+    assert sum(line.host for line in lines) == pytest.approx(counted + grads, rel=0.2)
+
+
+@examples(60)
+@given(divided(), st.sampled_from([1e-6, 1e-4, 1e-2]))
+def test_a_step_takes_what_its_device_does_or_its_host(layer: Layer, launch: float) -> None:
+    """Nothing else changes; a layer's forward and backward each take what takes longer."""
+    where = replace(layer.cluster, kernels=replace(KERNELS, launch=launch))
+    free = replace(layer.cluster, kernels=replace(KERNELS, launch=0.0))
+    hosted, alone = (
+        predict_division(one.division, one.model, one.sequence, one.cluster, cost_of(one))
+        for one in (replace(layer, cluster=where), replace(layer, cluster=free))
+    )
+    assert max(alone.seconds, hosted.host) <= hosted.seconds * (1 + 1e-9)
+    rounds = layer.division.microbatches
+    stages = (rounds + layer.division.pipeline - 1) / rounds  # whose hosts a microbatch waits for, one after the other
+    assert hosted.seconds <= (alone.seconds + stages * hosted.host) * (1 + 1e-9)
+    assert (alone.host, hosted.compute) == (0, alone.compute)
+    same = {"seconds": 0.0, "exposed": 0.0, "host": 0.0}
+    assert replace(hosted, **same) == replace(alone, **same)
+
+
+def test_what_a_plan_says_where_its_host_binds() -> None:
+    model, sequence = replace(MODEL, ffn=0), SequenceShape(256, is_causal=True)
+    where = Cluster(4, 4, Link(1e12), Link(1e12), kernels=Kernels(1e15, 1e15, 1e15, 0.0, 1e15, launch=1e-3))
+    first = plan(model, sequence, where).ranked[0]
+    assert first.prediction.seconds == pytest.approx(first.prediction.host)
+    assert first.why.startswith("best: 100% of the step is waiting, for the host's launches")
+    assert "host" not in plan(model, sequence, replace(where, kernels=replace(where.kernels, launch=0.0))).ranked[0].why
+
+
+def host_of_these_ranks() -> float:
+    where = Cluster(2, 2, Link(1e9), Link(1e9), kernels=Kernels(attention="flash"), device_type="cpu")
+    return launch_seconds(Probe.on("cpu", 2), MODEL, SequenceShape(4096, dtype=torch.float32), where)
+
+
+@pytest.mark.ranks
+def test_an_operations_time_is_measured_by_all_ranks(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    one, other = pool.run(host_of_these_ranks)
+    assert one == other
+    assert 1e-7 < one < 1e-1
