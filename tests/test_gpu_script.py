@@ -15,7 +15,7 @@ from recipes.benchmarks.gpu.stages import Place, attempted, page, record, versio
 from tests.gpu.__main__ import STAGES as CHECKS
 
 EVERY = {**CHECKS, **STAGES}
-QUICK = ["kernels", "segments", "merging", "waiting", "loops"]
+QUICK = ["kernels", "segments", "merging", "waiting", "host", "loops"]
 
 
 def test_that_all_end_within_20_minutes() -> None:
