@@ -59,7 +59,7 @@ def test_golden_text() -> None:
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us
 attention at 304 TFLOPS (assumed), its backward at 288 TFLOPS (given), other matrix products at 600
 TFLOPS (measured)
-the host launches an operation of attention in 60 us (by hand)
+the host launches an operation of attention in 70 us (by hand)
 8 sequences in a step, of 4096 tokens, causal, window 100, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024, vocabulary of 1000
 

@@ -112,7 +112,7 @@ def test_golden_text() -> None:
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us over 2 interfaces
 attention at 357 TFLOPS (assumed, 50% of the peak), its backward at 322 TFLOPS (given), other matrix
 products at 600 TFLOPS (measured)
-the host launches an operation of attention in 60 us (by hand)
+the host launches an operation of attention in 70 us (by hand)
 4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024
 h100x4: by its data sheet

@@ -570,7 +570,7 @@ def test_a_full_checkpoint_runs_attention_once_more() -> None:
 
 
 def test_one_rank_has_one_plan() -> None:
-    made = plan(MODEL, SEQUENCE, Cluster(1, 1, FAST, FAST))
+    made = plan(MODEL, SEQUENCE, Cluster(1, 1, FAST, FAST, kernels=Kernels(launch=0.0)))
     assert [one.candidate.axes for one in made.ranked] == [(1, 1, 1)]
     assert (made.prediction.rank_bytes, made.prediction.node_bytes, made.prediction.exposed) == (0, 0, 0)
     assert math.isclose(made.prediction.seconds, made.prediction.compute)

@@ -42,12 +42,12 @@ BlockwiseFeedForward
 Cluster
     ranks, ranks_per_node, intra, inter, nics=1, memory=None, kernels=Kernels(forward=357000000000000.0,
     backward=322000000000000.0, linear=600000000000000.0, overhead=2e-05, merge=2000000000000.0, copy=0.0,
-    half_rows=0.0, attention='auto', launch=6e-05), striped_gathers=True, device_type='cuda'
+    half_rows=0.0, attention='auto', launch=7e-05), striped_gathers=True, device_type='cuda'
 EquivalenceError
     AssertionError
 Kernels
     forward=357000000000000.0, backward=322000000000000.0, linear=600000000000000.0, overhead=2e-05,
-    merge=2000000000000.0, copy=0.0, half_rows=0.0, attention='auto', launch=6e-05
+    merge=2000000000000.0, copy=0.0, half_rows=0.0, attention='auto', launch=7e-05
 Link
     bandwidth, latency=0.0
 METPAttentionParallel

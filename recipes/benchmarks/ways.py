@@ -31,8 +31,7 @@ def predicted_ways(
     ways = []
     for it in filter(only, attentions(model, sequence, cluster)):
         cost = attention_cost(it, model, sequence, cluster)
-        seconds, exposed = cost.forward.seconds + cost.backward.seconds, cost.forward.exposed + cost.backward.exposed
-        ways.append(Way(it, seconds, exposed, cost.rank_bytes, sum(cost.node_bytes)))
+        ways.append(Way(it, cost.seconds, cost.exposed, cost.rank_bytes, sum(cost.node_bytes)))
     return sorted(ways, key=lambda way: way.seconds)
 
 

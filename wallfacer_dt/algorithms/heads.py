@@ -29,7 +29,7 @@ from wallfacer_dt.rows import Members, Rows
 
 Kind = Literal["q", "kv", "shared"]
 """Which heads of a tensor a rank is sent: its query heads, its key heads, or (of one head for all) that one."""
-KINDS: tuple[Kind, ...] = ("q", "kv", "shared")
+_KINDS: tuple[Kind, ...] = ("q", "kv", "shared")
 
 _GROUPS = 4
 
@@ -204,9 +204,7 @@ class HeadExchange:
 
     @cached_property
     def _head_rows(self) -> dict[Kind, list[tuple[Rows, ...]]]:
-        """By number of a group and rank, its heads in it, out of all heads."""
-        groups = [*zip(*self.heads, strict=True)]
-        return {kind: [tuple(Rows.at([np.array([one.of(kind)])]) for one in some) for some in groups] for kind in KINDS}
+        return _head_rows(self.heads)
 
     def _shares(self, number: int, kinds: tuple[Kind, ...], fields: _Fields) -> tuple[Shares, Shares]:
         """By rank, its heads of one's own tokens, and its tokens of one's own heads."""
@@ -227,6 +225,13 @@ class HeadExchange:
                 Shares([of(me, rank) for rank in ranks], me),
             )
         return self._known[key]
+
+
+@lru_cache(maxsize=64)
+def _head_rows(heads: tuple[tuple[Heads, ...], ...]) -> dict[Kind, list[tuple[Rows, ...]]]:
+    """By number of a group and rank, its heads in it, out of all heads; the same for every packing of documents."""
+    groups = [*zip(*heads, strict=True)]
+    return {kind: [tuple(Rows.at([np.array([one.of(kind)])]) for one in some) for some in groups] for kind in _KINDS}
 
 
 @lru_cache(maxsize=64)

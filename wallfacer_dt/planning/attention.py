@@ -1,10 +1,11 @@
 """One call of attention as a rank's events: its schedule's steps, with what they cost.
 
 Note [Launches]
-A call of a kernel comes with a merge, in a backward it is three kernels, and three gradients are added up; of what goes
-to or comes from all ranks of a team, or of Ulysses, something is copied for each. With these numbers the operations of
-a call are told within an eighth (``tests/test_plan_host.py`` counts them). For each the hosts of two H200s took 45 and
-56 to 94 microseconds, whatever the mesh (docs/benchmarks/gpu_2026-11-26.md).
+A call of a kernel comes with a merge, in a backward it is three kernels, and three gradients are added up; a hop is its
+start and its wait; of what goes to or comes from all ranks of a team, or of Ulysses, something is copied for each. With
+these numbers the operations of a forward and of a backward are told within a quarter, on every rank
+(``tests/test_plan_host.py`` counts them). What a call checks and compares takes as long as some more. By operation the
+host of one H200 so took 50 to 59 microseconds, of another 77 to 126 (docs/benchmarks/gpu_2026-11-26.md).
 """
 
 from collections import Counter
@@ -24,8 +25,7 @@ from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle
 from wallfacer_dt.planning.traffic import Key, Wire
 
 Groups = tuple[tuple[int, int], ...]
-HOP = 3
-"""Operations that a hop is launched with: the transfer, the wait for it, and a copy or a sum."""
+HOP = 2  # operations, see Note [Launches]
 
 
 def attention_events(
@@ -62,9 +62,9 @@ def attention_events(
         return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)], launches=of_all(candidate.ulysses))
 
     def of_all(ranks: int) -> int:
-        return 4 + (4 if backward else 2) * ranks
+        return 4 + of_rank * ranks // 2
 
-    of_call = 10 if backward else 3  # see Note [Launches]
+    of_call, of_rank, others = (8, 6, 7) if backward else (2, 3, 14)  # see Note [Launches]
     costs = [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups]
     has_exchange = candidate.ulysses > 1
     if has_exchange:
@@ -83,7 +83,8 @@ def attention_events(
                 case Awaited(name):
                     yield End(f"{name} {group}")
                 case Attended(name, sizes, calls):
-                    yield Compute(costs[group].of(sizes), name, of_call * calls)
+                    yield Compute(costs[group].of(sizes), name, of_call * calls + others)
+                    others = 0
         if has_exchange and turn.is_last:
             yield exchange("to_tokens", group)
     if has_exchange:

@@ -73,7 +73,7 @@ class Kernels:
     copy: float = 0.0
     half_rows: float = 0.0
     attention: str = "auto"
-    launch: float = 60e-6
+    launch: float = 70e-6
 
     def __post_init__(self) -> None:
         """Refuse (ValueError) what are no rates, or of no kernel."""

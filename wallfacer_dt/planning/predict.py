@@ -35,7 +35,7 @@ class Prediction:
         node_bytes: the same into the node that receives most from other nodes, of queries, keys and values only.
         hops: transfers that one rank's blocks take in one call of attention, forward and backward, of all head groups.
         memory: the most bytes a rank holds; 0 before anyone has asked, which takes longest.
-        host: seconds in which a rank's host launches attention and METP, before the device runs them or meanwhile.
+        host: seconds in which a rank's device waits for its host to launch attention and METP.
     """
 
     seconds: float
@@ -50,9 +50,9 @@ class Prediction:
 
     @property
     def waiting(self) -> str:
-        """How much of the step is waiting, in words; and for whom, where the host launches for most of it."""
+        """How much of the step is waiting, in words; and for whom, where most of it is for the host."""
         said = f"{self.exposed / self.seconds if self.seconds else 0.0:.0%} of the step is waiting"
-        return said + ", for the host's launches" * (self.host > 0.5 * self.seconds)
+        return said + ", most for the host" * (self.host > 0.5 * self.exposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,16 @@ class AttentionCost:
     def backward(self) -> Timeline:
         """The backward, likewise."""
         return self.ways[1].line
+
+    @property
+    def seconds(self) -> float:
+        """Of both, one layer after the other: each as long as its device takes, or its host."""
+        return sum(Spent.of_many(way.line).seconds for way in self.ways)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of these in which nothing is computed."""
+        return self.seconds - sum(way.line.compute for way in self.ways)
 
     @property
     def rank_bytes(self) -> tuple[int, int]:
@@ -311,7 +321,7 @@ def predict_division(
         rank_bytes,
         node_bytes,
         cost.hops,
-        host=step.host,
+        host=step.hosted,
     )
 
 

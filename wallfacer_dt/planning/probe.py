@@ -68,6 +68,11 @@ class Probe:
         return cls(device, str(group.group_name), ranks_per_node or _ranks_per_node())
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether hosts launch what devices run later."""
+        return self.device.type != "cpu"
+
+    @property
     def rank(self) -> int:
         """This rank."""
         return dist.get_rank()
@@ -90,7 +95,7 @@ class Probe:
         intra, copy = self._intra(per_node, contention) if has_intra else (Link(1e12), 0.0)
         inter, nics, copy_inter = self._inter(per_node, contention) if has_inter else (intra, 1, 0.0)
         return Cluster(
-            self.ranks, per_node, intra, inter, nics, kernels=Kernels(copy=max(copy, copy_inter)),
+            self.ranks, per_node, intra, inter, nics, kernels=Kernels(copy=max(copy, copy_inter), launch=0.0),
             striped_gathers=self.device.type != "cpu",  # where gloo gathers
             device_type=self.device.type,
         )  # fmt: skip
@@ -115,7 +120,7 @@ class Probe:
         product = self._repeated(lambda: square @ square)
         kernels = Kernels(
             4 * pair / fit.forward, 10 * pair / fit.backward, 2 * size**3 / product, fit.overhead,
-            3 * out.nbytes / merging, half_rows=fit.half_rows,
+            3 * out.nbytes / merging, half_rows=fit.half_rows, launch=0.0,
         )  # fmt: skip
         return kernels, self._contention(lambda: square @ square)
 

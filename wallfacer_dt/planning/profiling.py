@@ -221,9 +221,9 @@ def profile(
     if cluster is None:
         assert run is not None, "it was selected, as there is no cluster"
         cluster = probe.cluster(model, sequence, memory, run)
-        cluster = replace(cluster, kernels=replace(cluster.kernels, attention=kernel, launch=0.0))
-        if device_type != "cpu":
-            launch = launch_seconds(probe, model.attention_alone, sequence, cluster)
+        cluster = replace(cluster, kernels=replace(cluster.kernels, attention=kernel))
+        if probe.runs_ahead:
+            launch = _launch_seconds(probe, model.attention_alone, sequence, cluster)
             cluster = replace(cluster, kernels=replace(cluster.kernels, launch=launch))
     _by_first(lambda: _check_path(path, kernel, cluster))
     model = model if build else model.attention_alone
@@ -247,9 +247,9 @@ def profile(
     return _by_first(finish), result
 
 
-def launch_seconds(probe: Probe, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> float:
-    """Seconds of the slowest host for an operation of attention, in calls that keep it busy alone: short ones of a
-    ring of all ranks, forward and backward.
+def _launch_seconds(probe: Probe, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> float:
+    """Seconds of the slowest host for an operation of attention, in calls for which devices wait: short ones of a ring
+    of all ranks, forward and backward.
 
     Args:
         probe: this rank's.

@@ -56,6 +56,7 @@ class Spent:
         intra: seconds of work of the link within a node.
         inter: likewise between nodes.
         host: seconds in which the host launches it.
+        hosted: seconds in which its device waits for that.
     """
 
     seconds: float = 0.0
@@ -64,6 +65,7 @@ class Spent:
     intra: float = 0.0
     inter: float = 0.0
     host: float = 0.0
+    hosted: float = 0.0
 
     @classmethod
     def of(cls, line: Timeline) -> "Spent":
@@ -73,8 +75,8 @@ class Spent:
     @classmethod
     def of_many(cls, line: Timeline) -> "Spent":
         """What each takes of many like it in a row, of which the host has to launch all."""
-        one = cls.of(line)
-        return replace(one, seconds=max(one.seconds, one.host))
+        waits = max(0.0, line.host - line.seconds)
+        return replace(cls.of(line), seconds=line.seconds + waits, hosted=waits)
 
     def __add__(self, other: "Spent") -> "Spent":
         return Spent(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

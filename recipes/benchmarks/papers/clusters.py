@@ -151,4 +151,4 @@ def _step(setting: Setting, candidate: Candidate) -> Step:
     peak = stack_memory(candidate, *sizes).peak
     prediction = replace(predict(candidate, *sizes, setting.cluster, cost), memory=peak)
     fits = setting.cluster.memory is None or peak <= setting.cluster.memory
-    return Step(candidate, cost.forward.seconds + cost.backward.seconds, prediction, setting.tokens, fits)
+    return Step(candidate, cost.seconds, prediction, setting.tokens, fits)
