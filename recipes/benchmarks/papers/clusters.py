@@ -35,13 +35,15 @@ CHECKPOINT = "attention"
 
 
 def a100(nodes: int, per_node: int) -> Cluster:
-    """Nodes of A100s with 40 GB, NVLink within them and 100 Gbit/s Ethernet between them."""
-    return replace(GPUS["a100"].cluster(nodes * per_node, per_node), inter=ETHERNET, nics=1, memory=40 * GIB)
+    """Nodes of A100s with 40 GB, NVLink within them and 100 Gbit/s Ethernet between them; hosts are not waited for."""
+    found = GPUS["a100"].cluster(nodes * per_node, per_node)
+    return replace(found, inter=ETHERNET, nics=1, memory=40 * GIB, kernels=replace(found.kernels, launch=0.0))
 
 
 def h100(gpus: int, inter: Link = INFINIBAND, nics: int = 8) -> Cluster:
-    """H100s with 80 GB, eight to a node, NVLink within them and InfiniBand between them."""
-    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=H100)
+    """H100s with 80 GB, eight to a node, NVLink within them and InfiniBand between them; likewise."""
+    kernels = replace(H100, launch=0.0)
+    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=kernels)
 
 
 @dataclass(frozen=True, slots=True)
