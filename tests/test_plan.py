@@ -654,7 +654,7 @@ def test_ranks_that_run_together_have_wires_of_their_own() -> None:
         begun = [event.wire for event in way.events if isinstance(event, Begin)]
         assert begun
         assert all((one.intra == 0) != (one.inter == 0) for one in begun)
-        assert way.events[-1] == Settle()
+        assert way.events[-1] == Settle()  # the slowest host is told first
 
 
 def test_a_sequence_that_is_too_short_to_hop() -> None:

@@ -20,11 +20,14 @@ from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.metp import BODIES as METP
 from wallfacer_dt.ops import BODIES
 from wallfacer_dt.planning import Candidate, Cluster, Kernels, Link, ModelShape, SequenceShape, plan
+from wallfacer_dt.planning.attention import attention_events, head_patterns, programs_of
+from wallfacer_dt.planning.candidates import node_of
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.predict import attention_cost, predict_division
 from wallfacer_dt.planning.probe import Probe
 from wallfacer_dt.planning.profiling import Profile, profile
 from wallfacer_dt.planning.timeline import run
+from wallfacer_dt.planning.traffic import one_way, wires
 from wallfacer_dt.planning.weights_ring import feed_forward_events
 from wallfacer_dt.testing import RankPool
 from wallfacer_dt.testing.fake import fake_world
@@ -121,6 +124,34 @@ def test_what_a_call_launches_is_told_within_a_quarter(
             counted, out = launched(lambda: context_parallel_attention(*turned, where, **given))  # noqa: B023
             grads, _ = launched(lambda: out.backward(torch.zeros_like(out)))  # noqa: B023
         assert told == [pytest.approx(counted, rel=1 / 4), pytest.approx(grads, rel=1 / 4)]
+
+
+@examples(60)
+@given(
+    mesh=st.sampled_from([(1, 8, 1), (1, 4, 2), (2, 4, 1), (1, 1, 4), (4, 2, 1)]), left=st.integers(0, 600),
+    heads=st.sampled_from([(8, 2), (5, 5)]), order=st.sampled_from(["contiguous", "head_tail"]),
+    intra=st.sampled_from([1e2, 1e12]),
+)  # fmt: skip
+def test_of_ranks_that_run_together_the_slowest_host_counts(
+    mesh: tuple[int, int, int], heads: tuple[int, int], order: str, left: int, intra: float
+) -> None:
+    """Whichever device is through last."""
+    ulysses, ring, team = mesh
+    way = Candidate(ring, team, ulysses, order=order, rotate="kv", rotate_forward="kv")
+    model, sequence = ModelShape(16 * heads[0], *heads), SequenceShape(64 * 8, is_causal=True, window_size=(left, 0))
+    where = replace(WHERE, ranks=way.size, ranks_per_node=way.size, intra=Link(intra))
+    for backward, one in enumerate(attention_cost(way, model, sequence, where).ways):
+        arrived = one_way(way, model, sequence, backward=bool(backward))
+        mine = wires(arrived, node_of(way, way.size), ring * team)
+        programs = programs_of(way, sequence, together=True, backward=bool(backward)).values()
+        told = way, model, sequence, where.kernels
+        lines = [
+            run(attention_events(program, *told, on, groups, backward=bool(backward)), where)
+            for groups in head_patterns(way, model)
+            for program, on in zip(programs, mine, strict=True)
+        ]
+        assert one.line.host == max(line.host for line in lines)
+        assert run(one.events, where) == one.line
 
 
 class FeedForward(nn.Module):

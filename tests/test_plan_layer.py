@@ -13,7 +13,7 @@ from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
 from wallfacer_dt.planning import Candidate
-from wallfacer_dt.planning.attention import compute_seconds, least_seconds
+from wallfacer_dt.planning.attention import compute_seconds, least_seconds, runs_together
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
@@ -218,7 +218,7 @@ def test_a_step_is_no_shorter_than_its_least(layer: Layer) -> None:
 
 @examples(60)
 @given(divided())
-def test_what_attention_computes_is_known_before_its_transfers(layer: Layer) -> None:
+def test_what_attention_computes_and_launches_is_known_before_its_transfers(layer: Layer) -> None:
     cost, division = cost_of(layer), layer.division
     plain = replace(division.context, projections="plain")
     model, where = division.heads_of(layer.model), division.context_cluster(layer.cluster)
@@ -228,7 +228,12 @@ def test_what_attention_computes_is_known_before_its_transfers(layer: Layer) -> 
         told = plain, model, layer.sequence, where.kernels
         seconds = compute_seconds(*told, backward=bool(backward))
         assert line.compute <= seconds * (1 + 1e-9)  # that of the rank with most to do
-        assert max(seconds, least_seconds(*told, backward=bool(backward))) <= line.seconds * (1 + 1e-9)
+        least, host = least_seconds(*told, backward=bool(backward))
+        assert max(seconds, least) <= line.seconds * (1 + 1e-9)
+        assert (host > 0) == (where.kernels.launch > 0)
+        assert host <= line.host * (1 + 1e-9)  # of METP's groups of heads each has as many operations
+        if division.context.projections == "plain" and not runs_together(plain, layer.sequence):
+            assert host == pytest.approx(line.host)
 
 
 def test_one_rank_only_computes() -> None:

@@ -235,7 +235,8 @@ def test_flows_of_all_ranks_are_those_of_each(case: Case, backward: bool) -> Non
             for *one, comes in zip(*(x.flatten().tolist() for x in np.broadcast_arrays(*arrays)), strict=True):
                 if comes:
                     assert flow.axis == ULYSSES_AXIS or any(one[2:]), "what comes is something"
-                    found[flow.kind, flow.side, flow.axis, flow.group, *one] += flow.times
+                    for group in flow.groups:
+                        found[flow.kind, flow.side, flow.axis, group, *one] += flow.times
         return found
 
     inner = case.ring * case.team

@@ -98,8 +98,8 @@ class Flow(NamedTuple):
     kind: str
     side: str  # whose data they carry, ``"q"``, ``"kv"``, or ``""`` for both
     axis: str  # of the mesh, or ``"cp"`` for ring and team together
-    group: int  # of heads
-    times: int
+    groups: tuple[int, ...]  # of heads, which are alike in that
+    times: int  # for each of these
     receiver: Ints  # sequence indices, of what shape the coordinate says
     sources: Ints  # (n, *that shape) whom each receives from; itself where nothing comes
     content: Content  # of what comes from one source, once; spread over the sources
@@ -140,7 +140,7 @@ class Flows:
             sent = shape.batch * max(shard_sizes(replicated, place.axes)) * shape.heads * shape.value_dim
             content = Content(carried=sent) if self.backward else Content(sent)
             sources = self._some(0 * place.index, place.size)
-            yield Flow("replicated", "q", CONTEXT, 0, 1, place.index, sources, content)
+            yield Flow("replicated", "q", CONTEXT, (0,), 1, place.index, sources, content)
 
     def inner(self) -> Iterator[Flow]:
         """Of the ring and the team alone, for every group of heads: read off the schedule."""
@@ -151,16 +151,14 @@ class Flows:
         for transfer in schedule.transfers:
             source = np.asarray(transfer.source).tobytes() if isinstance(transfer, Hop) else b""
             alike.setdefault((transfer.kind, transfer.side, transfer.axis, source), []).append(transfer)
-        heads = self._heads
-        for group in range(heads.shape[1]):
+        for groups, heads in self._heads:
             for transfer, *more in alike.values():
-                times = 1 + len(more)
-                mine = heads[place.ulysses_rank, group, int(transfer.side == "kv")]
+                mine = heads[place.ulysses_rank, int(transfer.side == "kv")]
                 content = self.shape.transferred(transfer, schedule.rows(transfer), mine, backward=self.backward)
                 # Of a group without heads there is no attention.
                 sources = np.where(mine > 0, self._sources(transfer), place.index)
-                of = transfer.kind, transfer.side, transfer.axis, group
-                yield Flow(*of, times, place.index, sources, content)
+                of = transfer.kind, transfer.side, transfer.axis, groups
+                yield Flow(*of, 1 + len(more), place.index, sources, content)
 
     def _sources(self, transfer: Transfer) -> np.ndarray:
         place = self.place
@@ -170,22 +168,25 @@ class Flows:
 
     def _exchanged(self) -> Iterator[Flow]:
         """Of Ulysses: tokens for heads, and back."""
-        place, heads, inner = self.place, self._heads, self.place.ring * self.place.team
+        place, inner = self.place, self.place.ring * self.place.team
         sources = self._some(place.index % inner, place.ulysses, inner)
         rows = [np.array(self.sequences.sizes(side, place.axes)) for side in ("q", "kv")]
         theirs, own = ([some[index] for some in rows] for index in (sources, place.index))
-        for group in range(heads.shape[1]):
-            mine, others = (np.moveaxis(heads[u, group], -1, 0) for u in (place.ulysses_rank, sources // inner))
+        for groups, heads in self._heads:
+            mine, others = (np.moveaxis(heads[u], -1, 0) for u in (place.ulysses_rank, sources // inner))
             for kind, *of in (("to_heads", theirs, mine), ("to_tokens", own, others)):
                 content = self.shape.exchanged(kind, *of, backward=self.backward)
-                yield Flow(kind, "", ULYSSES_AXIS, group, 1, place.index, sources, content)
+                yield Flow(kind, "", ULYSSES_AXIS, groups, 1, place.index, sources, content)
 
     @property
-    def _heads(self) -> np.ndarray:
-        """(ranks of ``cp_ulysses``, groups, 2): how many query heads and key heads each computes."""
-        ulysses, shape = self.place.ulysses, self.shape
-        ranks = split_heads(shape.heads, shape.kv_heads, ulysses, hidden=not shape.shared_dim)
-        return np.array([[some.counts for some in groups] for groups in ranks])
+    def _heads(self) -> list[tuple[tuple[int, ...], np.ndarray]]:
+        """Groups that are alike, with (ranks of ``cp_ulysses``, 2): how many query and key heads each rank computes."""
+        shape, alike = self.shape, dict[tuple[tuple[int, int], ...], tuple[int, ...]]()
+        ranks = split_heads(shape.heads, shape.kv_heads, self.place.ulysses, hidden=not shape.shared_dim)
+        for group, some in enumerate(zip(*ranks, strict=True)):
+            counts = tuple(one.counts for one in some)
+            alike[counts] = (*alike.get(counts, ()), group)
+        return [(groups, np.array(counts)) for counts, groups in alike.items()]
 
     def _some(self, first: Ints, count: int, step: int = 1) -> np.ndarray:
         """(count, ...) indices, from one on."""

@@ -63,9 +63,12 @@ class Holdings:
         """What is computed of some ranks' rows of the resident side and some ranks' of the other."""
         if (stays, moves) not in self.works:
             rows = self.rows(self.resident, stays), self.rows(self.rotating, moves)
-            queries, keys = rows if self.resident == "q" else rows[::-1]
-            self.works[stays, moves] = plan_work(queries, keys, self.mask, self.sees)
+            self.works[stays, moves] = self.planned(*rows if self.resident == "q" else rows[::-1])
         return self.works[stays, moves]
+
+    def planned(self, queries: ByRow, keys: ByRow) -> Work:
+        """What is computed of these."""
+        return plan_work(queries, keys, self.mask, self.sees)
 
     def rows(self, side: Side, owners: Ranks) -> ByRow:
         """By row of the batch, the positions that some ranks hold together."""

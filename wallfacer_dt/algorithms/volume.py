@@ -129,7 +129,7 @@ def _offsets(hops: Collection[int] | None, ring: int, rotate: str) -> tuple[int,
 def _total(flows: Iterable[Flow], dtype: torch.dtype) -> Volume:
     total = Volume(0, 0, 0)
     for flow in flows:
-        content, arrivals = flow.content, flow.times * flow.comes
+        content, arrivals = flow.content, len(flow.groups) * flow.times * flow.comes
         one = content.payload, content.statistics, content.nbytes(dtype)
         total += Volume(*(int((arrivals * n).sum()) for n in one))
     return total

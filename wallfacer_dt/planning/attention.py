@@ -10,6 +10,7 @@ host of one H200 so took 50 to 59 microseconds, of another 77 to 126 (docs/bench
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 import torch
 
@@ -59,12 +60,12 @@ def attention_events(
         return wires[Key(backward, sent.kind, sent.side, group, sent.shift)]
 
     def exchange(kind: str, group: int) -> Begin:
-        return Begin(f"{kind} {group}", wires[Key(backward, kind, "", group)], launches=of_all(candidate.ulysses))
+        return Begin(
+            f"{kind} {group}", wires[Key(backward, kind, "", group)], launches=launched.of_all(candidate.ulysses)
+        )
 
-    def of_all(ranks: int) -> int:
-        return 4 + of_rank * ranks // 2
-
-    of_call, of_rank, others = (8, 6, 7) if backward else (2, 3, 14)  # see Note [Launches]
+    launched = _Launches(candidate, backward=backward)
+    others = launched.others
     costs = [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups]
     has_exchange = candidate.ulysses > 1
     if has_exchange:
@@ -78,12 +79,11 @@ def attention_events(
         for step in program[turn.part] if groups[group][0] else ():
             match step:
                 case Sent(name):
-                    launched = of_all(candidate.team) if step.kind in ("gather", "exchange") else HOP
-                    yield Begin(f"{name} {group}", wire(step, group), step.sources, launches=launched)
+                    yield Begin(f"{name} {group}", wire(step, group), step.sources, launches=launched.of(step))
                 case Awaited(name):
                     yield End(f"{name} {group}")
-                case Attended(name, sizes, calls):
-                    yield Compute(costs[group].of(sizes), name, of_call * calls + others)
+                case Attended(name, sizes, _):
+                    yield Compute(costs[group].of(sizes), name, launched.of(step) + others)
                     others = 0
         if has_exchange and turn.is_last:
             yield exchange("to_tokens", group)
@@ -92,6 +92,34 @@ def attention_events(
             yield End(f"to_tokens {group}")
     if sequence.mask.spares_hops:
         yield Settle()
+
+
+class _Launches:
+    """How many operations the host launches, see Note [Launches]."""
+
+    def __init__(self, candidate: Candidate, *, backward: bool) -> None:
+        self.candidate = candidate
+        # Of a call of a kernel, for every two ranks of a collective, and of whatever is attended.
+        self.of_call, self.of_rank, self.others = (8, 6, 7) if backward else (2, 3, 14)
+
+    def of_all(self, ranks: int) -> int:
+        """For what goes to or comes from all of so many ranks."""
+        return 4 + self.of_rank * ranks // 2
+
+    def of(self, step: Sent | Awaited | Attended) -> int:
+        """For a step."""
+        match step:
+            case Sent():
+                return self.of_all(self.candidate.team) if step.kind in ("gather", "exchange") else HOP
+            case Attended():
+                return self.of_call * step.calls
+        return 0
+
+    def of_program(self, program: Program, groups: Groups) -> int:
+        """For all of :func:`attention_events`."""
+        exchanges = 2 * len(groups) * self.of_all(self.candidate.ulysses) if self.candidate.ulysses > 1 else 0
+        attending = sum(heads > 0 for heads, _ in groups)
+        return exchanges + attending * sum(map(self.of, chain(*program))) + self.others * (attending > 0)
 
 
 def compute_seconds(
@@ -103,35 +131,35 @@ def compute_seconds(
     They do not depend on the placement.
     """
     programs = programs_of(candidate, sequence, together=together, backward=backward).values()
-    return _most_seconds(programs, candidate, model, sequence, kernels, backward=backward)
+    return max(_seconds(program, candidate, model, sequence, kernels, backward=backward) for program in programs)
 
 
 def least_seconds(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
-) -> float:
-    """Seconds that attention takes at least: in which the rank that stands for all computes, or of those that are run
-    together one, which is sooner told.
+) -> tuple[float, float]:
+    """Seconds in which the rank that stands for all computes, and in which its host launches that; of ranks that are
+    run together the last one's, which are sooner told. Attention takes no less.
     """
-    if not runs_together(candidate, sequence):
-        return compute_seconds(candidate, model, sequence, kernels, backward=backward)
-    programs = _programs(candidate, sequence, [candidate.ring * candidate.team - 1], backward).values()
-    return _most_seconds(programs, candidate, model, sequence, kernels, backward=backward)
+    if runs_together(candidate, sequence):
+        (program,) = _programs(candidate, sequence, [candidate.ring * candidate.team - 1], backward).values()
+    else:
+        (program,) = programs_of(candidate, sequence, together=False, backward=backward).values()
+    launched = _Launches(candidate, backward=backward)
+    most = max(launched.of_program(program, groups) for groups in head_patterns(candidate, model))
+    return _seconds(program, candidate, model, sequence, kernels, backward=backward), most * kernels.launch
 
 
-def _most_seconds(
-    programs: Iterable[Program], candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *,
+def _seconds(
+    program: Program, candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *,
     backward: bool,
 ) -> float:  # fmt: skip
-    computed = [Counter(attended(program)) for program in programs]
-    patterns = [
+    """Of computing, with the heads that take longest."""
+    times = Counter(attended(program))
+    patterns = (
         [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups if heads[0]]
         for groups in head_patterns(candidate, model)
-    ]
-    return max(
-        sum(n * one.of(sizes) for one in costs for sizes, n in times.items())
-        for times in computed
-        for costs in patterns
     )
+    return max(sum(n * one.of(sizes) for one in costs for sizes, n in times.items()) for costs in patterns)
 
 
 def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:

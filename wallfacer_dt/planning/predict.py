@@ -17,7 +17,7 @@ from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
-from wallfacer_dt.planning.timeline import Event, Timeline, last_of, run, work
+from wallfacer_dt.planning.timeline import Event, Lag, Timeline, last_of, launches, run, work
 from wallfacer_dt.planning.traffic import Arrivals, Key, into_nodes, into_ranks, least_wires, one_way, wires
 
 
@@ -180,14 +180,16 @@ def _least(
     node, inner = node_of(candidate, cluster.ranks_per_node), candidate.ring * candidate.team
     ((index, program),) = programs_of(candidate, sequence, together=False, backward=backward).items()
     own, least = least_wires(arrived, node, inner, index, striped_gathers=cluster.striped_gathers)
-    seconds, works = [], []
+    seconds, hosts, works = [], [], []
     for heads in head_patterns(candidate, model):
         told = candidate, model, sequence, cluster.kernels
         events = attention_events(program, *told, own, heads, backward=backward)
-        seconds.append(run(events, cluster, shares_links=False).seconds)
+        line = run(events, cluster, shares_links=False)
+        seconds.append(line.seconds)
+        hosts.append(line.host)
         works.append(work(attention_events(program, *told, least, heads, backward=backward), cluster))
     intra, inter = map(min, zip(*works, strict=True))
-    return Spent(max(seconds), intra=intra, inter=inter), *_received(arrived, candidate.size, node)
+    return Spent(max(seconds), intra=intra, inter=inter, host=max(hosts)), *_received(arrived, candidate.size, node)
 
 
 def least_node_bytes(some: Iterable[Candidate], model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> int:
@@ -217,16 +219,21 @@ def _one_way(
     indices = [*programs]
     on_wires = wires(arrived, node, len(indices), siblings=siblings, striped_gathers=cluster.striped_gathers)
 
-    def of_heads(heads: Groups) -> tuple[Timeline, int, list[Event]]:
+    def of_heads(heads: Groups) -> tuple[Timeline, int, list[Event], int]:
         ranks = [
-            attention_events(program, candidate, model, sequence, cluster.kernels, mine, heads, backward=backward)
+            [*attention_events(program, candidate, model, sequence, cluster.kernels, mine, heads, backward=backward)]
             for program, mine in zip(programs.values(), on_wires, strict=True)
         ]
-        last, events = last_of(ranks, cluster) if len(ranks) > 1 else (0, [*ranks[0]])
-        return run(events, cluster), indices[last], events
+        last, events = last_of(ranks, cluster) if len(ranks) > 1 else (0, ranks[0])
+        return run(events, cluster), indices[last], events, max(sum(map(launches, events)) for events in ranks)
 
-    # Ranks with other heads wait for each other: the slowest counts.
-    line, inner, events = max(map(of_heads, head_patterns(candidate, model)), key=lambda one: one[0].seconds)
+    # Ranks wait for each other: the slowest device counts, and the slowest host, which may be another rank's.
+    patterns = [*map(of_heads, head_patterns(candidate, model))]
+    line, inner, events, _ = max(patterns, key=lambda one: one[0].seconds)
+    lag = max(most for *_, most in patterns) - sum(map(launches, events))
+    if lag:
+        events.insert(0, Lag(lag))
+        line.host += cluster.kernels.launch * lag
     hops = np.zeros(candidate.size, np.int64)
     for key, some in arrived.items():
         if key.kind in ("move", "place"):

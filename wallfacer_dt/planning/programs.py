@@ -15,7 +15,7 @@ import numpy as np
 from wallfacer_dt.algorithms.holdings import Holdings, Ranks, index_of, peer_of
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
-from wallfacer_dt.algorithms.segments import Work, plan_work
+from wallfacer_dt.algorithms.segments import ByRow, Work, plan_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import SIDES, Attend, Hop, Parts, Side, Start, Step, Transfer, Wait
 from wallfacer_dt.layout import Spans
@@ -74,10 +74,18 @@ def attended(program: Program) -> Iterator[Sizes]:
 def program_of(place: Coordinate, sequences: Sequences, schedule: str, resident: Side, backward: bool) -> Program:
     """What a rank's schedule is, as of :func:`wallfacer_dt.algorithms.schedule.make_schedule`."""
     held = {side: sequences.inner(side, place) for side in SIDES}
-    holdings = _Alike(place, resident, backward, hops(place.axes, sequences, resident), sequences.mask, held)
+    offsets, works = hops(place.axes, sequences, resident), _works(place, sequences, resident)
+    holdings = _Alike(place, resident, backward, offsets, sequences.mask, held, works=works)
     steps = SCHEDULES["2d" if place.team == 1 else schedule](holdings)
     by_shift = schedule != "published" or place.team == 1
     return Parts(*(tuple(_written(step, place, by_shift) for step in part) for part in Parts.of(steps)))
+
+
+@lru_cache(maxsize=256)  # those of all ranks that are run together, of either side
+def _works(place: Coordinate, sequences: Sequences, resident: Side) -> dict[tuple[Ranks, Ranks], Work]:
+    """What has been planned to be computed, in every schedule and both ways alike."""
+    del place, sequences, resident
+    return {}
 
 
 def _written(step: Step, place: Coordinate, by_shift: bool) -> Sent | Awaited | Attended:
@@ -116,14 +124,16 @@ def _calls(work: Work) -> int:
 class _Alike(Holdings):
     """Holdings of which what lies as other things do is planned once, under masks that do not ask where."""
 
-    def work(self, stays: Ranks, moves: Ranks) -> Work:
+    def planned(self, queries: ByRow, keys: ByRow) -> Work:
         """As of any holdings."""
         if self.mask.prefix or self.mask.documents or self.mask.asked:
-            return super().work(stays, moves)
-        (resident,), (rotating,) = self.rows(self.resident, stays), self.rows(self.rotating, moves)
-        queries, keys = (resident, rotating) if self.resident == "q" else (rotating, resident)
-        reach = (self.mask.left or 0) + (self.mask.right or 0) + 2
-        return _work(self.mask, *_closed_up(queries, keys, reach))
+            return super().planned(queries, keys)
+        (q,), (k,), (left, right) = queries, keys, (self.mask.left, self.mask.right)
+        # Most of a sequence is out of a window's reach, which is sooner told.
+        if left is not None and not ((k[:, 1] > q[:, :1] - left) & (k[:, 0] < q[:, 1:] + (right or 0))).any():
+            return ()
+        reach = (left or 0) + (right or 0) + 2
+        return _work(self.mask, *_closed_up(q, k, reach))
 
 
 Ends = tuple[tuple[int, int], ...]

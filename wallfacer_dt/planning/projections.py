@@ -15,7 +15,7 @@ from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle
+from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Lag, Settle
 from wallfacer_dt.planning.traffic import Ints
 
 Heads = tuple[int, int]
@@ -136,6 +136,6 @@ class ProjectedAttention:
 
 def _of_group(event: Event, number: int) -> Event:
     """Attention's event, by a name that no other group's has."""
-    if isinstance(event, Compute | Settle):
+    if isinstance(event, Compute | Settle | Lag):
         return event
     return event._replace(name=f"{event.name} of heads {number}")

@@ -322,15 +322,16 @@ class _Search:
     def _least(self, meshes: "_Meshes") -> float:
         """Seconds below which no choice of meshes that differ in their placement is: what it computes."""
         model, sequence, kernels = self.model, self.sequence, self.cluster.kernels
-        some = [*chain.from_iterable(meshes.values())]
-        rotations = {one.rotate_forward for one in some}, {one.rotate for one in some}
+        alike = [*chain.from_iterable(meshes.values())]
+        rotations = {one.rotate_forward for one in alike}, {one.rotate for one in alike}
         spent = []
         for backward, sides in enumerate(rotations):
             side = "rotate" if backward else "rotate_forward"
-            kinds = (replace(some[0], projections="plain", **_KEPT | {side: one}) for one in sides)
-            seconds = min(least_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds)
-            spent.append(Spent(seconds, seconds))
-        return _rounded(min(self._least_step(one, spent) for one in with_layers(some[0], model)) * (1 - 1e-9))
+            kinds = (replace(alike[0], projections="plain", **_KEPT | {side: one}) for one in sides)
+            some = [least_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds]
+            seconds, host = map(min, zip(*some, strict=True))
+            spent.append(Spent(seconds, seconds, host=host))
+        return _rounded(min(self._least_step(one, spent) for one in with_layers(alike[0], model)) * (1 - 1e-9))
 
     def _least_node_bytes(self, meshes: "_Meshes") -> int:
         """Bytes into a node below which none of them is."""

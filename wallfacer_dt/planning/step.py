@@ -15,6 +15,7 @@ reduced after the last backward.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import add, attrgetter
 from typing import Any
 
 import numpy as np
@@ -79,10 +80,10 @@ class Spent:
         return replace(cls.of(line), seconds=line.seconds + waits, hosted=waits)
 
     def __add__(self, other: "Spent") -> "Spent":
-        return Spent(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        return Spent(*map(add, _amounts(self), _amounts(other)))
 
     def __rmul__(self, times: int) -> "Spent":
-        return Spent(*(times * getattr(self, name) for name in self.__slots__))
+        return Spent(*[times * one for one in _amounts(self)])
 
     def between(self, other: "Spent") -> "Spent":
         """The least of this and of something that goes on around it, whose waits this may hide."""
@@ -92,6 +93,9 @@ class Spent:
     def least(self) -> float:
         """Seconds below which it cannot go, if what it was added up of had shared links."""
         return max(self.seconds, self.intra, self.inter, self.host)
+
+
+_amounts = attrgetter(*Spent.__slots__)
 
 
 def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:

@@ -59,7 +59,13 @@ class Settle(NamedTuple):
     """Wait for what only others of the node receive of what was begun: whoever waits for them ends no sooner."""
 
 
-Event = Compute | Begin | End | Settle
+class Lag(NamedTuple):
+    """The host of another rank launches so many operations more than this one's: who waits for it is as late."""
+
+    launches: int
+
+
+Event = Compute | Begin | End | Settle | Lag
 
 _NEVER = math.inf
 
@@ -150,6 +156,11 @@ def work(events: Iterable[Event], cluster: Cluster) -> tuple[float, float]:
     return sum(intra for (_, intra), _ in begun), sum(inter for _, (_, inter) in begun)
 
 
+def launches(event: Event) -> int:
+    """How many operations the host launches for it."""
+    return event.launches if isinstance(event, Compute | Begin | Lag) else 0
+
+
 def last_of(programs: Sequence[Iterable[Event]], cluster: Cluster) -> tuple[int, list[Event]]:
     """Run ranks together, what comes from others starting when they send it; and see which is through last.
 
@@ -203,8 +214,7 @@ class _Rank:
     def run(self, event: Event) -> None:
         """The next event."""
         line = self._line
-        if isinstance(event, Compute | Begin):
-            line.host += self._cluster.kernels.launch * event.launches
+        line.host += self._cluster.kernels.launch * launches(event)
         match event:
             case Compute(seconds, what):
                 line.bars.append(Bar("compute", what, self.now, self.now + seconds))

@@ -3,6 +3,7 @@
 Read off the schedule as for :func:`wallfacer_dt.attention_volume`, but of all ranks; here they meet a placement.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,9 +34,11 @@ class Key(NamedTuple):
     shift: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Arrivals:
     """What is received in transfers of one kind, over all ranks: one entry for every receiver and sender.
+
+    Groups of heads that are alike have one object.
 
     Attributes:
         receiver: sequence indices.
@@ -101,13 +104,14 @@ def wires(
     """
     found: list[dict[Key, Wire]] = [{} for _ in range(inner)]
     known: dict[tuple[int, ...], Wire] = {}  # ranks in the middle of a sequence are alike
+    alike: dict[Arrivals, list[Wire]] = {}
     for key, some in arrived.items():
-        most = _by_inner(key, some, node, inner, striped_gathers)
-        most[-1] *= siblings
-        for mine, one in zip(found, map(tuple, most.T.tolist()), strict=True):
-            if one not in known:
-                known[one] = Wire(*one)
-            mine[key] = known[one]
+        if some not in alike:
+            most = _by_inner(key, some, node, inner, striped_gathers)
+            most[-1] *= siblings
+            alike[some] = [known.setdefault(one, Wire(*one)) for one in map(tuple, most.T.tolist())]
+        for mine, wire in zip(found, alike[some], strict=True):
+            mine[key] = wire
     return found
 
 
@@ -116,9 +120,12 @@ def least_wires(
 ) -> tuple[dict[Key, Wire], dict[Key, Wire]]:
     """The same at one inner index of so many, and what there is at least of each at all of them."""
     own, least = {}, {}
+    alike: dict[Arrivals, tuple[Wire, Wire]] = {}
     for key, some in arrived.items():
-        most = _by_inner(key, some, node, inner, striped_gathers)
-        own[key], least[key] = Wire(*most[:, index].tolist()), Wire(*most.min(1).tolist())
+        if some not in alike:
+            most = _by_inner(key, some, node, inner, striped_gathers)
+            alike[some] = Wire(*most[:, index].tolist()), Wire(*most.min(1).tolist())
+        own[key], least[key] = alike[some]
     return own, least
 
 
@@ -130,13 +137,18 @@ def _by_inner(key: Key, some: Arrivals, node: Ints, inner: int, is_striped: bool
 
 def into_ranks(arrived: Iterable[Arrivals], ranks: int) -> Ints:
     """Bytes that every sequence index receives."""
-    return sum((_summed(some.receiver, some.total, ranks) for some in arrived), np.zeros(ranks, np.int64))
+    sums = np.zeros(ranks, np.int64)
+    for some, groups in Counter(arrived).items():
+        sums += groups * _summed(some.receiver, some.total, ranks)
+    return sums
 
 
 def into_nodes(arrived: Iterable[Arrivals], node: Ints) -> Ints:
     """Bytes that every node receives from others."""
-    entering = sum((_summed(some.receiver, some.total * _crosses(some, node), len(node)) for some in arrived), 0 * node)
-    return _summed(node, entering, int(node.max()) + 1)
+    sums = np.zeros(int(node.max()) + 1, np.int64)
+    for some, groups in Counter(arrived).items():
+        sums += groups * _summed(node[some.receiver], some.total * _crosses(some, node), len(sums))
+    return sums
 
 
 def _crosses(some: Arrivals, node: Ints) -> Ints:
@@ -182,7 +194,7 @@ def _arrivals(
 ) -> dict[Key, Arrivals]:
     ring, team = axes[1:]
     sequences = Sequences(sequence.length, sequence.length, order, sequence.mask)
-    entries: dict[Key, list[tuple[Ints, ...]]] = {}
+    entries: dict[tuple[str, str, tuple[int, ...], int], list[tuple[Ints, ...]]] = {}
     for flow in Flows(everyone(*axes), shape, sequences, schedule, rotate, backward):
         comes = flow.comes
         if comes.any():
@@ -195,13 +207,15 @@ def _arrivals(
                 shift = int(receiver[0] // team - sender[0] // team) % ring
             elif flow.kind == "return":
                 shift = int(sender[0] - receiver[0]) % team
-            key = Key(backward, flow.kind, flow.side, flow.group, shift)
             via = _before(receiver, team) if flow.kind == "gather" else sender
-            entries.setdefault(key, []).append((receiver, sender, via, sent, np.full(len(sent), flow.times)))
-    return {
-        key: Arrivals(*(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*some, strict=True)))
-        for key, some in entries.items()
-    }
+            some = entries.setdefault((flow.kind, flow.side, flow.groups, shift), [])
+            some.append((receiver, sender, via, sent, np.full(len(sent), flow.times)))
+    found = {}
+    for (kind, side, groups, shift), some in entries.items():
+        columns = zip(*some, strict=True)
+        alike = Arrivals(*(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in columns))
+        found.update({Key(backward, kind, side, group, shift): alike for group in groups})
+    return found
 
 
 def _before(indices: Ints, team: int) -> Ints:
