@@ -20,7 +20,7 @@ from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.metp import BODIES as METP
 from wallfacer_dt.ops import BODIES
 from wallfacer_dt.planning import Candidate, Cluster, Kernels, Link, ModelShape, SequenceShape, plan
-from wallfacer_dt.planning.attention import attention_events, head_patterns, programs_of
+from wallfacer_dt.planning.attention import attention_events, head_patterns, least_seconds, programs_of
 from wallfacer_dt.planning.candidates import node_of
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.predict import attention_cost, predict_division
@@ -107,6 +107,9 @@ def test_what_a_call_launches_is_told_within_a_quarter(
     shape, sequence = ModelShape(16 * heads[0], *heads), SequenceShape(64 * way.size, **options)
     cost = attention_cost(way, shape, sequence, replace(WHERE, ranks=way.size, ranks_per_node=way.size))
     told = [one.line.host - others for one, others in zip(cost.ways, OTHERS, strict=True)]
+    for back, one in enumerate(cost.ways):  # and the search knows it beforehand, or what one rank's host does
+        _, least = least_seconds(way, shape, sequence, WHERE.kernels, backward=bool(back))
+        assert least == one.line.host or (sequence.window_size is not None and least < one.line.host)
     for rank in {0, way.size // 2, way.size - 1}:
         with (
             fake_world(way.size, rank),
