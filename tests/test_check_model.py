@@ -97,8 +97,8 @@ def check(mistake: str, size: int) -> str:
         return loss / (wanted.numel() if mistake == "mean" else labels.numel())
 
     model.head.bias.grad = torch.ones(V).double()
-    state, noticed = torch.get_rng_state(), dealing._noticed()
-    noticed.dealt.clear()
+    state, noticed = torch.get_rng_state(), dealing._noticed(order.dealt)
+    noticed.are_dealt = False
     try:
         check_model(model, mesh, whole=whole, sharded=sharded, order=order)
     except (EquivalenceError, ValueError, TypeError, IndexError) as error:
@@ -108,7 +108,7 @@ def check(mistake: str, size: int) -> str:
     assert bool((model.head.bias.grad == 1).all())
     assert model.head.weight.grad is None
     assert bool((torch.get_rng_state() == state).all())
-    return text if noticed.dealt else f"{text}, and nothing was dealt out"
+    return text if noticed.are_dealt else f"{text}, and nothing was dealt out"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def plans() -> dict[str, str]:
     def forgotten(call: Callable[[], Any]) -> str:
         """What is said, and that tokens were dealt out is not known any more."""
         found = said(call)
-        _noticed().dealt.clear()
+        _noticed(order.dealt).are_dealt = False
         return found
 
     def apply(path: str, on: Any = mesh, to: nn.Module | None = None) -> str:

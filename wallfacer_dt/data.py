@@ -62,7 +62,7 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
                 if order.name == BY_DOCUMENT:
                     raise ValueError(f"order={order.name!r} needs documents, which a stream does not have")
                 held = deal(length, order.axes, order.name)[order.groups.coordinate.index]
-                notice_dealt(tuple(sorted(order.dealt)))
+                notice_dealt(order.dealt)
         self.tokens, self.length = tokens, length
         self.spans: list[tuple[int, int]] = held.tolist()
 

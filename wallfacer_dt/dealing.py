@@ -9,7 +9,7 @@ lives as long as the world.
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,8 +19,6 @@ from torch import nn
 
 from wallfacer_dt.agreement.worlds import World, this_world
 from wallfacer_dt.unmatched import Place
-
-Ranks = tuple[int, ...]  # ascending
 
 
 class _Missed(NamedTuple):
@@ -42,61 +40,61 @@ class _Missed(NamedTuple):
 
 @dataclass
 class _Noticed:
-    """By ranks of a mesh."""
+    """Of some ranks."""
 
-    dealt: set[Ranks] = field(default_factory=set)  # to which tokens were dealt out
-    others: set[Ranks] = field(default_factory=set)  # to which others deal tokens out, who are not seen
-    # On which paths matched nothing, that have not been made up for since.
-    missed: dict[Ranks, list[_Missed]] = field(default_factory=dict)
-    warned: set[Ranks] = field(default_factory=set)
-
-
-_by_world: weakref.WeakKeyDictionary[World, _Noticed] = weakref.WeakKeyDictionary()
+    are_dealt: bool = False  # tokens, to them
+    others_deal: bool = False  # tokens out to them, who are not seen
+    has_warned: bool = False
+    missed: list[_Missed] = field(default_factory=list)  # what has not been made up for since
 
 
-def _noticed() -> _Noticed:
+_by_world: weakref.WeakKeyDictionary[World, dict[frozenset[int], _Noticed]] = weakref.WeakKeyDictionary()
+
+
+def _noticed(ranks: Iterable[int]) -> _Noticed:
     world = this_world()
-    return _Noticed() if world is None else _by_world.setdefault(world, _Noticed())
+    return _Noticed() if world is None else _by_world.setdefault(world, {}).setdefault(frozenset(ranks), _Noticed())
 
 
-def notice_dealt(ranks: Ranks) -> None:
+def notice_dealt(ranks: Iterable[int]) -> None:
     """Tokens are dealt out; refused (ValueError), once, where a plan on these ranks matched nothing in a model."""
-    noticed = _noticed()
-    noticed.dealt.add(ranks)
-    if missed := noticed.missed.pop(ranks, None):
+    noticed = _noticed(ranks)
+    noticed.are_dealt = True
+    missed, noticed.missed = noticed.missed, []
+    if missed:
         raise ValueError(missed[-1].what)
 
 
-def notice_others_deal(ranks: Ranks) -> None:
+def notice_others_deal(ranks: Iterable[int]) -> None:
     """Others deal tokens out to these ranks."""
-    _noticed().others.add(ranks)
+    _noticed(ranks).others_deal = True
 
 
-def notice_missed(ranks: Ranks, what: str, place: Place | None, *, at_once: bool) -> None:
+def notice_missed(ranks: Iterable[int], what: str, place: Place | None, *, at_once: bool) -> None:
     """A plan's path matched nothing: refused (ValueError) where tokens were dealt out, otherwise when they are."""
-    noticed = _noticed()
-    if at_once and ranks in noticed.dealt | noticed.others:
+    noticed = _noticed(ranks)
+    if at_once and (noticed.are_dealt or noticed.others_deal):
         raise ValueError(what)
     model, path = (None, "") if place is None else (place.model(), place.path)
-    noticed.missed.setdefault(ranks, []).append(_Missed(what, model, path))
+    noticed.missed.append(_Missed(what, model, path))
 
 
-def notice_applied(ranks: Ranks, place: Place | None, module: nn.Module) -> None:
+def notice_applied(ranks: Iterable[int], place: Place | None, module: nn.Module) -> None:
     """A style was applied to a module: a path that was missed in its model, and that is not asked for again, is made up
     for, and so is one that matches here.
     """
-    missed = _noticed().missed
-    missed[ranks] = [x for x in missed.get(ranks, ()) if not x.is_made_up_for(place, module)]
+    noticed = _noticed(ranks)
+    noticed.missed = [x for x in noticed.missed if not x.is_made_up_for(place, module)]
 
 
-def warn_undealt(ranks: Ranks) -> None:
+def warn_undealt(ranks: Collection[int]) -> None:
     """Warn, once, that ranks attend to whose sequences nothing is known of."""
-    noticed = _noticed()
-    if len(ranks) < 2 or ranks in noticed.dealt | noticed.others | noticed.warned:
+    noticed = _noticed(ranks)
+    if len(ranks) < 2 or noticed.are_dealt or noticed.others_deal or noticed.has_warned:
         return
     if dist.get_backend() == "fake":  # ranks that are only imagined hold nothing
         return
-    noticed.warned.add(ranks)
+    noticed.has_warned = True
     warnings.warn(
         f"attention on {len(ranks)} ranks, to which no sequence was dealt out in this process: each must hold its "
         "shard of the same sequences, and what a data-parallel loader gives them are different ones; use "
@@ -106,13 +104,11 @@ def warn_undealt(ranks: Ranks) -> None:
 
 
 @contextmanager
-def dealing_by_hand(ranks: Ranks) -> Iterator[None]:
+def dealing_by_hand(ranks: Iterable[int]) -> Iterator[None]:
     """While it lasts tokens are dealt out to these ranks without :func:`notice_dealt`."""
-    others = _noticed().others
-    was_there = ranks in others
-    others.add(ranks)
+    noticed = _noticed(ranks)
+    before, noticed.others_deal = noticed.others_deal, True
     try:
         yield
     finally:
-        if not was_there:
-            others.discard(ranks)
+        noticed.others_deal = before

@@ -27,7 +27,7 @@ class AttentionStyle(ParallelStyle):
         if place is not None:
             beside = [x for x in self._applied if x._replace(path=place.path) == place]
             self._applied = [*beside, place]
-        notice_applied(_ascending(mesh), place, module)
+        notice_applied(mesh_ranks(mesh), place, module)
 
     def matched_nothing(self, path: str, mesh: DeviceMesh, *, is_part: bool) -> None:
         """Refuse (ValueError) a plan's path that matches no module where tokens are dealt out.
@@ -44,7 +44,7 @@ class AttentionStyle(ParallelStyle):
             return
         with refusing_together(name_of(mesh)):
             notice_missed(
-                _ascending(self._sharing(mesh)),
+                mesh_ranks(self._sharing(mesh)),
                 f"{type(self).__name__} was to be applied to {whole!r}, which matches no module{_of(model)}, so that "
                 f"every rank would attend its own tokens alone: name the {self._kind} as model.named_modules() does, "
                 "or leave the path out of the plan of a model, or a layer, that has none",
@@ -63,7 +63,3 @@ class AttentionStyle(ParallelStyle):
 
 def _of(model: nn.Module | None) -> str:
     return "" if model is None else f" of {type(model).__name__}"
-
-
-def _ascending(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(sorted(mesh_ranks(mesh)))

@@ -226,7 +226,7 @@ def split_context_axis(
     # As `context_mesh` makes it: without an axis of one rank for Ulysses.
     names, layout = (CONTEXT_AXES, layout) if ulysses > 1 else (CONTEXT_AXES[1:], layout.squeeze(1))
     inner = DeviceMesh(mesh.device_type, layout, mesh_dim_names=("others", *names))[names]
-    notice_others_deal(tuple(sorted(mesh_ranks(inner))))
+    notice_others_deal(mesh_ranks(inner))
     inherit_timeout(inner)
     return inner
 

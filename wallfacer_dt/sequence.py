@@ -41,7 +41,7 @@ def shard_sequence(
     """
     check_token_order(order)
     with refusing_together(order.mesh_name):
-        notice_dealt(tuple(sorted(order.dealt)))
+        notice_dealt(order.dealt)
     return local_shard(x, order, dim=dim, document_ids=document_ids, cu_seqlens=cu_seqlens)
 
 

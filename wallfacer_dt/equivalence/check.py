@@ -92,7 +92,7 @@ def check_equivalence(
     # Gradients on, which they are without inference mode under no_grad, too; and tensors on the mesh's device.
     with (
         random_state_kept(mesh), torch.inference_mode(False), torch.device(mesh.device_type),
-        dealing_by_hand(tuple(sorted(mesh_ranks(mesh)))),
+        dealing_by_hand(mesh_ranks(mesh)),
     ):  # fmt: skip
         reference = run_together("check_equivalence", name, trial.run_module)
         shard = run_together("check_equivalence", name, trial.run_style, reference)
