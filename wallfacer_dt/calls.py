@@ -16,7 +16,7 @@ from wallfacer_dt.agreement.agree import agree, hear_once, named, tell
 from wallfacer_dt.agreement.worlds import is_lasting
 from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import Answers, check_mask
-from wallfacer_dt.algorithms.execute import Computed, Groups, execute, nothing
+from wallfacer_dt.algorithms.execute import Computed, execute, nothing
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, head_exchange, split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.replicated import Replicated
@@ -31,7 +31,7 @@ from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels.block import BlockKernel, Need
 from wallfacer_dt.kernels.merge import output_factor, row_delta, sinks_gradient, with_sinks
 from wallfacer_dt.kernels.registry import select_kernel
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import ContextGroups, Coordinate
 from wallfacer_dt.options import Options
 
 
@@ -90,9 +90,8 @@ def make_call(options: Options, inputs: AttentionInputs) -> Call:
     q, k, hidden = inputs.q.shape, inputs.k.shape, inputs.k_shared is None
     plan = _kept_plan(options, q, k, hidden) if is_kept else _plan(options, q, k, hidden, *inputs.documents)
     if plan.is_elsewhere:
-        setting, groups = options.setting, plan.groups
-        here = groups_here(setting.mesh, setting.place, setting.groups)
-        plan = replace(plan, groups=Groups(setting.place, *here, groups.context, groups.context_ranks))
+        here = groups_here(options.setting.mesh, *plan.groups[:2])
+        plan = replace(plan, groups=plan.groups._replace(names=here))
     if inputs.q.is_cuda:  # all else can be gathered
         _check_gathers(plan, inputs.q.device)
     need = Need.of(inputs.q, inputs.v, masked=bool(options.mask), softcap=options.softcap)
@@ -108,7 +107,7 @@ class _Plan:
     """What follows from a call's options and shapes, and where its documents are."""
 
     options: Options
-    groups: Groups
+    groups: ContextGroups
     sequences: Sequences
     all_heads: tuple[tuple[Heads, ...], ...]
     is_elsewhere: bool
@@ -117,14 +116,14 @@ class _Plan:
     @property
     def heads(self) -> tuple[Heads, ...]:
         """This rank's groups of heads."""
-        return self.all_heads[self.groups.place.ulysses_rank]
+        return self.all_heads[self.groups.coordinate.ulysses_rank]
 
     @cached_property
     def exchange(self) -> HeadExchange:
         """Of tokens for heads."""
-        place = self.groups.place
+        place = self.groups.coordinate
         together = exchanged(self.sequences, "q", place), exchanged(self.sequences, "kv", place)
-        return head_exchange(self.groups.ulysses, place.ulysses_rank, self.all_heads, together)
+        return head_exchange(self.groups.names[0], place.ulysses_rank, self.all_heads, together)
 
     @cached_property
     def replicated(self) -> Replicated:
@@ -147,7 +146,7 @@ def _plan(
     mask = Mask(left, right, told.prefix_length, bounds, bool(options.mask))
     heads = split_heads(q[1], k[1], place.ulysses, hidden=hidden)
     sequences = Sequences(q_length, k_length, setting.order, mask, told.replicated)
-    groups = Groups(place, *setting.groups, setting.context, setting.context_ranks)
+    groups = ContextGroups(place, setting.groups, setting.context, setting.context_ranks)
     return _Plan(options, groups, sequences, heads, is_lasting(setting.mesh))
 
 
@@ -158,8 +157,8 @@ def _check_gathers(plan: _Plan, device: torch.device) -> None:
     """Refuse (ValueError) what is to be gathered where the backend cannot, before anything is sent."""
     groups, are_all = plan.groups, bool(plan.replicated.count)
     of_team = plan.options.setting.options.schedule != "rings"
-    gathers = (groups.ulysses, are_all), (groups.ring, are_all), (groups.team, are_all or of_team)
-    for size, (group, is_made) in zip(groups.place.axes, gathers, strict=True):
+    gathers = are_all, are_all, are_all or of_team
+    for size, group, is_made in zip(groups.coordinate.axes, groups.names, gathers, strict=True):
         if size > 1 and is_made:
             check_gather(device, group)
 
@@ -268,7 +267,7 @@ class Call(NamedTuple):
         grad_out = replicated.summed(_dense(grad_out))
         out, lse, own_q, *own_keys = replicated.own(out, lse, q, *keys)
         queries, own_out, delta = (own_q, grad_out, lse), out, None
-        if self.plan.groups.place.ulysses > 1:  # queries come from elsewhere
+        if self.plan.groups.coordinate.ulysses > 1:  # queries come from elsewhere
             delta = row_delta(grad_out, out, lse.dtype)
             queries, own_out = (*queries, output_factor(grad_out, delta)), None
 
@@ -292,7 +291,7 @@ class Call(NamedTuple):
         plan = self.plan
         if self.answers is None and backward in plan.schedules:
             return plan.schedules[backward]
-        place, resident = plan.groups.place, plan.resident(backward=backward)
+        place, resident = plan.groups.coordinate, plan.resident(backward=backward)
         how: Any = {"schedule": plan.options.setting.options.schedule, "resident": resident, "backward": backward}
         if self.answers is not None:
             offsets = tuple(range(1, place.ring)) if self.offsets is None else self.offsets[resident]
@@ -317,7 +316,7 @@ class Call(NamedTuple):
     ) -> Sequence[Tensor]:
         """Compute all heads by a schedule, or exchange tokens for the heads that this rank computes and back."""
         plan, mine = self.plan, self.plan.heads
-        if plan.groups.place.ulysses == 1:
+        if plan.groups.coordinate.ulysses == 1:
             return completed(compute(mine[0], tensors))
         turns = in_turn(len(mine), schedule.parts)
         return plan.exchange.run(tensors, kinds, turns, lambda group, given: compute(mine[group], given), result_kinds)

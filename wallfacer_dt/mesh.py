@@ -65,10 +65,16 @@ class Coordinate:
 
 
 class ContextGroups(NamedTuple):
-    """This rank's place in a mesh, and names of its groups of axes ulysses, ring and team; empty where none is."""
+    """This rank's place in a mesh, and names of its groups of axes ulysses, ring and team; empty where none is.
+
+    ``context``, of ring and team together, and ``context_ranks`` (the rank in it of every inner index) serve the
+    published schedule.
+    """
 
     coordinate: Coordinate
     names: tuple[str, str, str]
+    context: str = ""
+    context_ranks: tuple[int, ...] = ()
 
 
 class _Known(NamedTuple):

@@ -1,7 +1,6 @@
 """Executing a schedule: a loop over its steps, and what each transfer packs and unpacks."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,43 +28,15 @@ from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute,
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 from wallfacer_dt.kernels.merge import accumulation_dtype
-from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, Coordinate
+from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, ContextGroups
 from wallfacer_dt.rows import cut
-
-
-class Groups(NamedTuple):
-    """Where a schedule runs: this rank's coordinate and its process groups by name.
-
-    ``context`` and ``context_ranks`` (the rank in that group of every inner index) serve the published schedule.
-    """
-
-    place: Coordinate
-    ulysses: str
-    ring: str
-    team: str
-    context: str
-    context_ranks: tuple[int, ...]
-
-    def permute(self, buffer: Tensor, way: Hop) -> Tensor:
-        """Start to pass a buffer on along an axis, receiving as much: pending."""
-        if way.axis == RING_AXIS:
-            return permute(buffer, way.to, way.source, self.place.ring, self.ring)
-        if way.axis == TEAM_AXIS:
-            return permute(buffer, way.to, way.source, self.place.team, self.team)
-        ranks = self.context_ranks
-        return permute(buffer, ranks[way.to], ranks[way.source], len(ranks), self.context)
-
-    def along(self, axis: str) -> str:
-        """The name of the process group of an axis."""
-        return self.ring if axis == RING_AXIS else self.team if axis == TEAM_AXIS else self.context
-
 
 Computed = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """What comes of own queries and of own keys."""
 
 
 def execute(
-    schedule: Schedule, arithmetic: Arithmetic, groups: Groups, queries: Operand, keys: Operand
+    schedule: Schedule, arithmetic: Arithmetic, groups: ContextGroups, queries: Operand, keys: Operand
 ) -> Computing[Computed]:
     """What a schedule computes for this rank's own queries and keys.
 
@@ -84,7 +55,7 @@ def execute(
                             run.start(step.transfer)
                         case Wait():
                             run.wait(step)
-        if part == "computes" and groups.place.ulysses > 1:
+        if part == "computes" and groups.coordinate.ulysses > 1:
             run.let_go()
         if part != "ends":
             yield
@@ -103,8 +74,17 @@ class _Run:
     Shards may differ in length: what is sent is padded with zeros, and an owner takes of what arrives what it has.
     """
 
-    def __init__(self, schedule: Schedule, arithmetic: Arithmetic, groups: Groups, own: dict[Side, Operand]) -> None:
-        self.schedule, self.arithmetic, self.groups = schedule, arithmetic, groups
+    def __init__(
+        self, schedule: Schedule, arithmetic: Arithmetic, groups: ContextGroups, own: dict[Side, Operand]
+    ) -> None:
+        self.schedule, self.arithmetic, self.place = schedule, arithmetic, groups.coordinate
+        _, ring, team = groups.names
+        # By axis its process group, and by position on it the rank in that.
+        self.axes: dict[str, tuple[str, Sequence[int]]] = {
+            RING_AXIS: (ring, range(self.place.ring)),
+            TEAM_AXIS: (team, range(self.place.team)),
+            CONTEXT: (groups.context, groups.context_ranks),
+        }
         self.blocks = {side: {0: operand} for side, operand in own.items()}
         self.rotating = self.blocks[schedule.rotating]
         self.rotating[TEAM] = Operand(own[schedule.rotating].data)
@@ -116,13 +96,13 @@ class _Run:
         transfer = self.awaited
         if not isinstance(transfer, Hop):
             return "" if transfer is None else str(transfer)
-        source = self.groups.context_ranks[transfer.source] if transfer.axis == CONTEXT else transfer.source
-        return f"{transfer}, rank {group_ranks(self.groups.along(transfer.axis))[source]}"
+        group, ranks = self.axes[transfer.axis]
+        return f"{transfer}, rank {group_ranks(group)[ranks[transfer.source]]}"
 
     def ranks(self) -> Sequence[int]:
         """Those that take part in what is waited for."""
         awaited = self.awaited
-        return () if awaited is None else group_ranks(self.groups.along(awaited.axis))
+        return () if awaited is None else group_ranks(self.axes[awaited.axis][0])
 
     def attend(self, step: Attend) -> None:
         """Attend a block of the resident side and a rotating block."""
@@ -134,21 +114,20 @@ class _Run:
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, and remember what is pending with the layout of what it will bring."""
-        groups, place, blocks = self.groups, self.groups.place, self.blocks[transfer.side]
+        blocks, (group, ranks) = self.blocks[transfer.side], self.axes[transfer.axis]
         match transfer:
-            case Hop(partial=True):
-                sent = self._sent_partial(blocks.pop(transfer.block), transfer)
-                pending = groups.permute(sent.buffer, transfer)
-            case Hop():
-                sent = self._sent(blocks[transfer.block], transfer)
-                pending = groups.permute(sent.buffer, transfer)
+            case Hop(block=block, partial=partial):
+                sent = (
+                    self._sent_partial(blocks.pop(block), transfer) if partial else self._sent(blocks[block], transfer)
+                )
+                pending = permute(sent.buffer, ranks[transfer.to], ranks[transfer.source], len(ranks), group)
             case Gather():
                 sent = self._sent(blocks[0], transfer)
-                pending = all_gather(sent.buffer, groups.team)
+                pending = all_gather(sent.buffer, group)
             case Exchange():
                 sent = self._shares(transfer)
-                splits = [0 if rank == place.team_rank else sent.layout.size for rank in range(place.team)]
-                pending = all_to_all(sent.buffer, splits, splits, groups.team)
+                splits = [0 if rank == self.place.team_rank else sent.layout.size for rank in ranks]
+                pending = all_to_all(sent.buffer, splits, splits, group)
         self.pending[transfer] = Sent(pending, sent.layout)
 
     def wait(self, step: Wait) -> None:
@@ -229,7 +208,7 @@ class _Run:
 
     def _shares(self, transfer: Exchange) -> Sent:
         """What an exchange sends: to every other team member the partial result of its rows."""
-        schedule, place, blocks = self.schedule, self.groups.place, self.blocks[transfer.side]
+        schedule, place, blocks = self.schedule, self.place, self.blocks[transfer.side]
         partial, rows = self._partial(blocks[TEAM]), schedule.members[transfer.side].rows
         if transfer.side == schedule.resident:
             del blocks[TEAM]

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM
-from wallfacer_dt.algorithms.execute import Groups
 from wallfacer_dt.collectives.over_axes import gathered, summed
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.mesh import ContextGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Replicated:
     """The first ``count`` (T) rows of this rank's tensors, of which it takes care of a part."""
 
     count: int
-    groups: Groups
+    groups: ContextGroups
 
     def own(self, *tensors: Tensor) -> Sequence[Tensor]:
         """The rows that this rank takes care of: its part of the replicated ones, and its shard."""
@@ -39,7 +39,7 @@ class Replicated:
             return x
         _, own = self._own
         mine = self._padded(x.narrow(SEQUENCE_DIM, 0, own)).contiguous()
-        all_rows = gathered(mine.view(-1), self._axes, "replicated rows")
+        all_rows = gathered(mine.view(-1), self.groups.names, "replicated rows")
         parts = zip(all_rows.view(-1, *mine.shape).unbind(0), self._sizes, strict=True)
         rows = [part.narrow(SEQUENCE_DIM, 0, n) for part, n in parts]
         return torch.cat([*rows, _after(x, own)], SEQUENCE_DIM)
@@ -51,7 +51,7 @@ class Replicated:
         wide = accumulation_dtype(x.dtype)
         parts = x.narrow(SEQUENCE_DIM, 0, self.count).split(self._sizes, SEQUENCE_DIM)
         flat = torch.stack([self._padded(part).to(wide) for part in parts])
-        mine = summed(flat, self._axes, "replicated rows' gradients")
+        mine = summed(flat, self.groups.names, "replicated rows' gradients")
         mine = mine.narrow(SEQUENCE_DIM, 0, self._own[1]).to(x.dtype)
         return torch.cat([mine, _after(x, self.count)], SEQUENCE_DIM)
 
@@ -68,17 +68,13 @@ class Replicated:
     @property
     def _sizes(self) -> tuple[int, ...]:
         """By rank, how many of the replicated rows it takes care of."""
-        return shard_sizes(self.count, self.groups.place.axes)
+        return shard_sizes(self.count, self.groups.coordinate.axes)
 
     @property
     def _own(self) -> tuple[int, int]:
         """The replicated rows before those that this rank takes care of, and how many these are."""
-        index = self.groups.place.index
+        index = self.groups.coordinate.index
         return sum(self._sizes[:index]), self._sizes[index]
-
-    @property
-    def _axes(self) -> tuple[str, str, str]:
-        return self.groups.ulysses, self.groups.ring, self.groups.team
 
     def _padded(self, x: Tensor) -> Tensor:
         return _filled(x, 0, max(self._sizes) - x.shape[SEQUENCE_DIM])

@@ -12,14 +12,14 @@ from torch import Tensor
 from wallfacer_dt import lowering
 from wallfacer_dt.agreement.agree import agree, fake_number
 from wallfacer_dt.algorithms.arithmetic import Operand
-from wallfacer_dt.algorithms.execute import Groups, execute
+from wallfacer_dt.algorithms.execute import execute
 from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS, FeedForward, FeedForwardBackward, RingOfWeights, Units
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Schedule
 from wallfacer_dt.algorithms.turns import completed
 from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.compiler import SOURCES
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import ContextGroups, Coordinate
 
 
 class FeedForwardOptions(NamedTuple):
@@ -135,8 +135,8 @@ def _options(rest: tuple[Any, ...]) -> FeedForwardOptions:
     return FeedForwardOptions(group, rank, hidden, tuple(units), *others)
 
 
-def _groups(options: FeedForwardOptions) -> Groups:
-    return Groups(_place(options), ulysses="", ring=options.group, team="", context="", context_ranks=())
+def _groups(options: FeedForwardOptions) -> ContextGroups:
+    return ContextGroups(_place(options), ("", options.group, ""))
 
 
 def _place(options: FeedForwardOptions) -> Coordinate:
