@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.calls import groups_here
-from wallfacer_dt.collectives.over_axes import gathered, summed
+from wallfacer_dt.collectives.over_axes import gathered, gathered_rows, summed_rows
 from wallfacer_dt.dealing import notice_dealt
 from wallfacer_dt.documents import boundaries, check_documents, digest
 from wallfacer_dt.kernels.merge import accumulation_dtype
@@ -158,30 +158,21 @@ def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.complex64) if x.is_complex() else accumulation_dtype(x.dtype)
     dealt = how.dealt(x, x.shape[dim])
     parts = [Rows.at([shards[i] for shards in dealt]).of(x, dim) for i in range(how.order.groups.coordinate.size)]
-    most = max(part.shape[dim] for part in parts)
-    flat = torch.stack([_padded(part, dim, most).to(wide) for part in parts])
-    return summed(flat, how.groups, "a sequence's gradients").narrow(dim, 0, held).to(x.dtype)
+    return summed_rows(parts, dim, held, how.groups, "a sequence's gradients", wide).to(x.dtype)
 
 
 def _whole(x: Tensor, how: _Unsharding) -> Tensor:
     dim, order, groups = how.dim, how.order, how.groups
     sizes = gathered(torch.tensor([x.shape[dim]], device=x.device), groups, "lengths of shards").tolist()
-    length, padded_length = sum(sizes), max(sizes)
+    length = sum(sizes)
     if tuple(sizes) != shard_sizes(length, order.axes, order.name):
         raise ValueError(
             f"shards of {sizes} positions are none of shard_sequence's, which for {length} positions in "
             f"order={order.name!r} are {list(shard_sizes(length, order.axes, order.name))}"
         )
-    padded = _padded(x, dim, padded_length)
-    everyone = gathered(padded.contiguous().view(-1), groups, "a sequence")
-    shards = everyone.view(len(sizes), *padded.shape).unbind(0)
+    shards = gathered_rows(x, dim, sizes, groups, "a sequence")
     by_row = [in_order(enumerate(row)) for row in how.dealt(x, length)]
     return Members.made(by_row, len(sizes)).together(shards, dim).contiguous()
-
-
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """With zeros behind it."""
-    return torch.cat([x, x.new_zeros((*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]))], dim)
 
 
 def sequence_positions(

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM
-from wallfacer_dt.collectives.over_axes import gathered, summed
+from wallfacer_dt.collectives.over_axes import gathered_rows, padded, summed_rows
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import ContextGroups
@@ -38,32 +37,26 @@ class Replicated:
         if not self.count:
             return x
         _, own = self._own
-        mine = self._padded(x.narrow(SEQUENCE_DIM, 0, own)).contiguous()
-        all_rows = gathered(mine.view(-1), self.groups.names, "replicated rows")
-        parts = zip(all_rows.view(-1, *mine.shape).unbind(0), self._sizes, strict=True)
-        rows = [part.narrow(SEQUENCE_DIM, 0, n) for part, n in parts]
+        mine = x.narrow(SEQUENCE_DIM, 0, own)
+        rows = gathered_rows(mine, SEQUENCE_DIM, self._sizes, self.groups.names, "replicated rows")
         return torch.cat([*rows, _after(x, own)], SEQUENCE_DIM)
 
     def summed(self, x: Tensor) -> Tensor:
         """From gradients of all replicated results and the shard those of own rows; sums over ranks."""
         if not self.count:
             return x
-        wide = accumulation_dtype(x.dtype)
+        wide, what = accumulation_dtype(x.dtype), "replicated rows' gradients"
         parts = x.narrow(SEQUENCE_DIM, 0, self.count).split(self._sizes, SEQUENCE_DIM)
-        flat = torch.stack([self._padded(part).to(wide) for part in parts])
-        mine = summed(flat, self.groups.names, "replicated rows' gradients")
-        mine = mine.narrow(SEQUENCE_DIM, 0, self._own[1]).to(x.dtype)
-        return torch.cat([mine, _after(x, self.count)], SEQUENCE_DIM)
+        mine = summed_rows(parts, SEQUENCE_DIM, self._own[1], self.groups.names, what, wide)
+        return torch.cat([mine.to(x.dtype), _after(x, self.count)], SEQUENCE_DIM)
 
     def placed(self, *tensors: Tensor) -> Sequence[Tensor]:
         """From gradients of own rows those of all: zero for the replicated rows that others take care of."""
         if not self.count:
             return tensors
         before, own = self._own
-        around = before, self.count - before - own
-        return [
-            torch.cat([_filled(x.narrow(SEQUENCE_DIM, 0, own), *around), _after(x, own)], SEQUENCE_DIM) for x in tensors
-        ]
+        mine = [padded(x.narrow(SEQUENCE_DIM, 0, own), SEQUENCE_DIM, self.count, before) for x in tensors]
+        return [torch.cat([rows, _after(x, own)], SEQUENCE_DIM) for rows, x in zip(mine, tensors, strict=True)]
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -76,15 +69,7 @@ class Replicated:
         index = self.groups.coordinate.index
         return sum(self._sizes[:index]), self._sizes[index]
 
-    def _padded(self, x: Tensor) -> Tensor:
-        return _filled(x, 0, max(self._sizes) - x.shape[SEQUENCE_DIM])
-
 
 def _after(x: Tensor, rows: int) -> Tensor:
     """What comes behind some rows."""
     return x.narrow(SEQUENCE_DIM, rows, x.shape[SEQUENCE_DIM] - rows)
-
-
-def _filled(x: Tensor, before: int, after: int) -> Tensor:
-    """Rows with zeros around them."""
-    return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (before, after)) if before or after else x

@@ -6,6 +6,8 @@ order, the innermost axis running fastest.
 
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, wait
@@ -19,15 +21,32 @@ def gathered(flat: Tensor, groups: Sequence[str], what: str) -> Tensor:
     return flat
 
 
-def summed(parts: Tensor, groups: Sequence[str], what: str) -> Tensor:
-    """From what every rank has for every rank, (P, ...) by rank, the sum over ranks of what they have for this one."""
-    shape = parts.shape[1:]
+def gathered_rows(x: Tensor, dim: int, lengths: Sequence[int], groups: Sequence[str], what: str) -> list[Tensor]:
+    """Every rank's rows, along a dim, of which it has as many as ``lengths`` say by rank."""
+    mine = padded(x, dim, max(lengths)).contiguous()
+    everyone = gathered(mine.view(-1), groups, what).view(len(lengths), *mine.shape)
+    return [rows.narrow(dim, 0, n) for rows, n in zip(everyone.unbind(0), lengths, strict=True)]
+
+
+def summed_rows(
+    parts: Sequence[Tensor], dim: int, length: int, groups: Sequence[str], what: str, dtype: torch.dtype
+) -> Tensor:
+    """From what every rank says of every rank's rows, by rank and along a dim, the sum of this one's, in ``dtype``."""
+    most = max(part.shape[dim] for part in parts)
+    rows = torch.stack([padded(part, dim, most).to(dtype) for part in parts])
+    shape = rows.shape[1:]
     for group in _longer_than_one(groups):
         size = group_size(group)
-        splits = [parts.numel() // size] * size
-        pending = all_to_all(parts.contiguous().view(-1), splits, splits, group)
-        parts = wait(pending, f"all_to_all of {what}", group).view(size, -1, *shape).sum(0)
-    return parts.view(shape)
+        splits = [rows.numel() // size] * size
+        pending = all_to_all(rows.contiguous().view(-1), splits, splits, group)
+        rows = wait(pending, f"all_to_all of {what}", group).view(size, -1, *shape).sum(0)
+    return rows.view(shape).narrow(dim, 0, length)
+
+
+def padded(x: Tensor, dim: int, length: int, before: int = 0) -> Tensor:
+    """With zeros along a dim, so many before it and the others behind, in all as long as that."""
+    after = length - before - x.shape[dim]
+    return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (before, after)) if before or after else x
 
 
 def _longer_than_one(groups: Sequence[str]) -> list[str]:
