@@ -234,9 +234,5 @@ def _head_rows(heads: tuple[tuple[Heads, ...], ...]) -> dict[Kind, list[tuple[Ro
     return {kind: [tuple(Rows.at([np.array([one.of(kind)])]) for one in some) for some in groups] for kind in _KINDS}
 
 
-@lru_cache(maxsize=64)
-def head_exchange(
-    group: str, rank: int, heads: tuple[tuple[Heads, ...], ...], tokens: tuple[Members, Members]
-) -> HeadExchange:
-    """Equal arguments give the same object."""
-    return HeadExchange(group, rank, heads, tokens)
+head_exchange = lru_cache(maxsize=64)(HeadExchange)
+"""Equal arguments give the same object."""

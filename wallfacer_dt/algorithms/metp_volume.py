@@ -20,6 +20,7 @@ holds, and reduces in two steps of 1/p each.
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 
@@ -107,11 +108,12 @@ def metp_attention_volume(
     """
     p = ring * team
     groups = head_groups(heads, kv_heads, head_dim, (ring, team), fused=fused)
+    attention = partial(
+        attention_volume, ring, team, batch=batch, length=length, head_dim=head_dim, dtype=dtype, schedule=schedule
+    )
     n, m = groups[0].heads.counts
-    chosen = attention_volume(
-        ring, team, batch=batch, length=length, heads=n, kv_heads=m, head_dim=head_dim, dtype=dtype,
-        schedule=schedule, rotate=rotate, rotate_forward=rotate_forward,
-    )  # fmt: skip
+    chosen = attention(heads=n, kv_heads=m, rotate=rotate, rotate_forward=rotate_forward)
+    rotations = {"rotate": chosen.rotate, "rotate_forward": chosen.rotate_forward}
     inward, outward = model_dim + bias, model_dim if out_dim is None else out_dim
     forward = backward = Volume(0, 0, 0)
     for group in groups:
@@ -122,9 +124,6 @@ def metp_attention_volume(
             forward += Volume(sent, 0, sent * dtype.itemsize)
             backward += Volume(sent + reduced, 0, (sent + reduced) * dtype.itemsize)
         n, m = group.heads.counts
-        inner = attention_volume(
-            ring, team, batch=batch, length=length, heads=n, kv_heads=m, head_dim=head_dim, dtype=dtype,
-            schedule=schedule, rotate=chosen.rotate, rotate_forward=chosen.rotate_forward, hops=hops, index=index,
-        )  # fmt: skip
+        inner = attention(heads=n, kv_heads=m, **rotations, hops=hops, index=index)
         forward, backward = forward + inner.forward, backward + inner.backward
-    return AttentionVolume(forward, backward, chosen.rotate, chosen.rotate_forward)
+    return AttentionVolume(forward, backward, **rotations)
