@@ -20,6 +20,7 @@ from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.agreement.meeting import outside_modes
 from wallfacer_dt.agreement.worlds import name_mesh, world_timeout
 from wallfacer_dt.dealing import notice_others_deal
+from wallfacer_dt.layout import check_length
 
 ULYSSES_AXIS = "cp_ulysses"
 RING_AXIS = "cp_ring"
@@ -183,10 +184,7 @@ def context_mesh(
 
 def _check_axes(ring: int, team: int, ulysses: int, placement: str) -> None:
     for option, size in (("ring", ring), ("team", team), ("ulysses", ulysses)):
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{option} must be an int, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{option} must be at least 1, got {size}")
+        check_length(size, option)
     if placement not in PLACEMENTS:
         raise ValueError(f"placement must be one of {PLACEMENTS}, got {placement!r}")
 

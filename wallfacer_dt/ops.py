@@ -2,7 +2,7 @@
 
 Made with ``torch.library``: autograd, torch.compile, checkpointing policies and dispatch modes see one opaque op each
 way, which saves q, k, v, out and lse of this rank's size and nothing else. Groups travel by name. DTensors go through
-a rule for each (``sharding``), and Inductor keeps the order of all that communicate (``lowering``).
+a rule for each (``sharding``).
 """
 
 from typing import Any, NoReturn
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt import lowering, sharding
+from wallfacer_dt import sharding
 from wallfacer_dt.agreement.agree import tell
 from wallfacer_dt.algorithms.blocks import known_recording
 from wallfacer_dt.autocast import operator_body
@@ -153,9 +153,6 @@ def _refuse_second(*_: Any) -> NoReturn:
 
 differentiable(attention, _autograd, _setup_context)
 differentiable(attention_backward, _refuse_second, lambda *_: None)
-
-for _op in BODIES:
-    lowering.keep_order(_op)
 
 sharding.register(attention, INPUTS, _OUTPUTS)
 sharding.register(attention_backward, ("grad_out", *INPUTS, *_OUTPUTS), tuple(f"grad_{name}" for name in _GRADIENTS))

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from wallfacer_dt.compiler import opaque
+from wallfacer_dt.lowering import keep_order
 
 is_transformed: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 """Whether a tensor is one of a transform of ``torch.func``."""
@@ -31,13 +32,15 @@ _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 def operator(name: str, body: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> OpOverload:
     """Make an operator, as ``torch.library.custom_op`` does, but for what that looks up and checks at every call.
 
-    The schema is without name and defaults (torch fills these in slowly); what the body returns are new tensors.
+    The schema is without name and defaults (torch fills these in slowly); what the body returns are new tensors. It
+    communicates, so that Inductor keeps its place; see Note [One order on all ranks].
     """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, opaque(body), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wallfacer_dt::{name}", fake, lib=_library)
     op = getattr(torch.ops.wallfacer_dt, name).default
     _bodies[op] = body
+    keep_order(op)
     return op
 
 

@@ -1,13 +1,14 @@
 """What tensors attention accepts; and refusals in a graph, see Note [Refusing together] in ``agreement``."""
 
 from collections.abc import Hashable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from wallfacer_dt import lowering, sharding
+from wallfacer_dt import sharding
 from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.documents import check_documents
@@ -17,7 +18,7 @@ from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
 from wallfacer_dt.options import Setting
 from wallfacer_dt.order import check_order_is_told
-from wallfacer_dt.transforms import check_transforms, has_tangent, is_transformed
+from wallfacer_dt.transforms import check_transforms, has_tangent, is_transformed, operator
 
 
 def refuse_in_graph(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
@@ -29,23 +30,19 @@ def refuse_in_graph(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
     if isinstance(x, DTensor):
         local = refuse_in_graph(x.to_local(), out_dim, error, mesh)
         return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
-    return torch.ops.wallfacer_dt.refuse(x.detach(), out_dim, error, mesh)
+    return _operator(x.detach(), out_dim, error, mesh)
 
 
-@torch.library.custom_op(
-    "wallfacer_dt::refuse", mutates_args=(), schema="(Tensor x, int out_dim, str error, str mesh) -> Tensor"
-)
-def _refuse(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
+def _refuse(_x: Tensor, _out_dim: int, error: str, mesh: str) -> NoReturn:
     with refusing_together(mesh):
         raise ValueError(error)
 
 
-@_refuse.register_fake
-def _refuse_fake(x: Tensor, out_dim: int, error: str, mesh: str) -> Tensor:
+def _refuse_fake(x: Tensor, out_dim: int, *_: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_dim))
 
 
-lowering.keep_order(torch.ops.wallfacer_dt.refuse.default)
+_operator = operator("refuse", _refuse, "(Tensor x, int out_dim, str error, str mesh) -> Tensor", _refuse_fake)
 
 
 def check_call(inputs: AttentionInputs, setting: Setting) -> None:
