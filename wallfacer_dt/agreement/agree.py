@@ -121,8 +121,7 @@ def _naming_call(meeting: Meeting) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        others = meeting.whereabouts.of(meeting.ranks)
-        late = WaitError(f"{meeting.call}: {error}" + f"; {others}" * bool(others))
+        late = WaitError(f"{meeting.call}: {error}{meeting.whereabouts.of(meeting.ranks)}")
         raise _met(late, meeting.ranks) from error
 
 

@@ -5,6 +5,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from wallfacer_dt.agreement.whereabouts import WaitError
 from wallfacer_dt.agreement.worlds import this_world
 
 
@@ -30,8 +31,7 @@ def places() -> str:
     world = this_world()
     if world is None:
         return ""
-    others = world.whereabouts.of(range(dist.get_world_size()))
-    return f"{world.whereabouts}" + f"; {others}" * bool(others)
+    return f"{world.whereabouts}{world.whereabouts.of(range(dist.get_world_size()))}"
 
 
 class Within:
@@ -82,6 +82,7 @@ class Waiting:
         try:
             if error is not None and here.is_wait(error) and str(self._what):
                 ranks = range(dist.get_world_size()) if self._ranks is None else self._ranks()
-                raise here.in_vain(error, ranks) from error
+                said = f"this rank ({dist.get_rank()}) {here} in vain: {error}{here.of(ranks)}"
+                raise WaitError(said) from error
         finally:
             here.waits_for = self._outer

@@ -61,7 +61,7 @@ class Whereabouts:
         self._store.set(str(self._rank), json.dumps([str(self), time.time()]))
 
     def of(self, ranks: Iterable[int]) -> str:
-        """Where other ranks were last, those in the same place together; empty where nobody tells."""
+        """Where other ranks were last, those in one place together, each after a semicolon; empty if nobody tells."""
         if self._store is None or self._process != os.getpid():  # a forked process has no thread, and no connection
             return ""
         heard: dict[int, tuple[str, int]] = {}
@@ -74,10 +74,10 @@ class Whereabouts:
         for rank, (place, ago) in list(heard.items()):
             ago_by_place.setdefault(place, {})[rank] = ago
         found = [
-            f"rank {', '.join(map(str, some))} {place}, told {max(some.values())} s ago"
+            f"; rank {', '.join(map(str, some))} {place}, told {max(some.values())} s ago"
             for place, some in ago_by_place.items()
         ]
-        return "; ".join(found[:_PLACES] + ["..."] * (len(found) > _PLACES))
+        return "".join(found[:_PLACES] + ["; ..."] * (len(found) > _PLACES))
 
     def _ask(self, ranks: tuple[int, ...], heard: dict[int, tuple[str, int]]) -> None:
         with suppress(RuntimeError):  # the store is gone with the rank that had it
@@ -100,13 +100,8 @@ class Whereabouts:
     @staticmethod
     def is_wait(error: object) -> TypeGuard[RuntimeError]:
         """Whether an error may be of a collective's wait, and not the device's or its memory's, which come late."""
-        others = torch.OutOfMemoryError, NotImplementedError, getattr(torch, "AcceleratorError", NotImplementedError)
+        others = torch.OutOfMemoryError, NotImplementedError, torch.AcceleratorError
         return isinstance(error, RuntimeError) and not isinstance(error, others)
-
-    def in_vain(self, error: RuntimeError, ranks: Iterable[int]) -> WaitError:
-        """The error of a wait for these ranks, which says where this one and the others were last."""
-        others = self.of(ranks)
-        return WaitError(f"this rank ({dist.get_rank()}) {self} in vain: {error}" + f"; {others}" * bool(others))
 
 
 _ending = threading.Event()
