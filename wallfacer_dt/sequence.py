@@ -148,17 +148,12 @@ class _Unshard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         """Send every rank what is said of its rows, and add up."""
-        agree("the backward of unshard_sequence", (), ctx.how.order.mesh_name, forward=ctx.how.number)
-        return _summed(grad, ctx.how, ctx.held), None
-
-
-def _summed(x: Tensor, how: _Unsharding, held: int) -> Tensor:
-    """This rank's rows of the sum of all ranks' whole tensors."""
-    dim = how.dim
-    wide = torch.promote_types(x.dtype, torch.complex64) if x.is_complex() else accumulation_dtype(x.dtype)
-    dealt = how.dealt(x, x.shape[dim])
-    parts = [Rows.at([shards[i] for shards in dealt]).of(x, dim) for i in range(how.order.groups.coordinate.size)]
-    return summed_rows(parts, dim, held, how.groups, "a sequence's gradients", wide).to(x.dtype)
+        how, dim = ctx.how, ctx.how.dim
+        agree("the backward of unshard_sequence", (), how.order.mesh_name, forward=how.number)
+        wide = torch.promote_types(grad.dtype, torch.complex64) if grad.is_complex() else accumulation_dtype(grad.dtype)
+        dealt = how.dealt(grad, grad.shape[dim])
+        parts = [Rows.at([shards[i] for shards in dealt]).of(grad, dim) for i in range(len(dealt[0]))]
+        return summed_rows(parts, dim, ctx.held, how.groups, "a sequence's gradients", wide).to(grad.dtype), None
 
 
 def _whole(x: Tensor, how: _Unsharding) -> Tensor:
