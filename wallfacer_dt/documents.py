@@ -56,7 +56,8 @@ def boundaries(documents: Tensor, kind: str, length: int) -> tuple[tuple[int, ..
     if kind == "cu_seqlens":
         values = values.reshape(-1)
         if values[0] != 0 or values[-1] != length or (values[1:] < values[:-1]).any():
-            raise ValueError(f"cu_seqlens must ascend from 0 to the sequence's length {length}, got {_short(values)}")
+            shown = np.array2string(values, threshold=8, edgeitems=3, separator=", ")
+            raise ValueError(f"cu_seqlens must ascend from 0 to the sequence's length {length}, got {shown}")
         return ((0, *values[1:][values[1:] != values[:-1]].tolist()),)
     if values.shape[-1] != length:
         raise ValueError(f"document_ids must be those of the whole sequence of {length} tokens, got {values.shape}")
@@ -70,7 +71,3 @@ def digest(numbers: Tensor | np.ndarray | None) -> str:
     if numbers is None:
         return "none"
     return hashlib.blake2b(np.ascontiguousarray(numbers, np.int64).data, digest_size=8).hexdigest()
-
-
-def _short(values: np.ndarray) -> str:
-    return np.array2string(values, threshold=8, edgeitems=3, separator=", ")

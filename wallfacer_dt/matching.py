@@ -42,10 +42,11 @@ class AttentionStyle(ParallelStyle):
         found = True if model is None else matches(model, whole)
         if is_part and (found is None or place in self._applied):
             return
+        of = "" if model is None else f" of {type(model).__name__}"
         with refusing_together(name_of(mesh)):
             notice_missed(
                 mesh_ranks(self._sharing(mesh)),
-                f"{type(self).__name__} was to be applied to {whole!r}, which matches no module{_of(model)}, so that "
+                f"{type(self).__name__} was to be applied to {whole!r}, which matches no module{of}, so that "
                 f"every rank would attend its own tokens alone: name the {self._kind} as model.named_modules() does, "
                 "or leave the path out of the plan of a model, or a layer, that has none",
                 place,
@@ -59,7 +60,3 @@ class AttentionStyle(ParallelStyle):
     def __getstate__(self) -> dict[str, Any]:
         """Plans are of this process."""
         return vars(self) | {"_applied": []}
-
-
-def _of(model: nn.Module | None) -> str:
-    return "" if model is None else f" of {type(model).__name__}"

@@ -8,7 +8,7 @@ shared keys, a mask), or is refused by name; what stands in its code is found by
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Unpack
 
@@ -225,7 +225,9 @@ class _ContextParallel(AttentionStyle):
             if not isinstance(asked, Tensor) and asked == own:
                 return
             lacks = f"{lacks} unless it is given {option}" if given is None else f"was not given: {option}={given}"
-        if not _is_one_of(value, _NEUTRAL.get(name, ())):
+        # Tensors compare elementwise, so identity or plain values only.
+        is_plain = isinstance(value, int | float | tuple)
+        if not any(value is x or (is_plain and value == x) for x in _NEUTRAL.get(name, ())):
             raise ValueError(f"{where}{_short(value)}, which this style {lacks}")
 
     def _translated(self, module: nn.Module, told: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
@@ -381,11 +383,6 @@ def _asked_window(name: str, value: Any, is_causal: bool) -> tuple[int, int] | N
 
 def _does_nothing(thing: Any) -> bool:
     return thing is None or isinstance(thing, nn.Identity) or (isinstance(thing, nn.Dropout) and thing.p == 0)
-
-
-def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
-    # Tensors compare elementwise, so identity or plain values only.
-    return any(value is a or (isinstance(value, int | float | tuple) and value == a) for a in allowed)
 
 
 def _short(value: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt.algorithms.cumulative import cumulative
-from wallfacer_dt.algorithms.segments import Segments, Work
+from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.steps import Side
 from wallfacer_dt.algorithms.tiles import Rows, Tile
 from wallfacer_dt.collectives.send_buffer import Layout
@@ -80,14 +80,12 @@ class Scores:
     def calls(self, work: Work) -> Iterator[tuple[Tile, bool]]:
         """As the kernel takes them: at once, one by one, or in pieces that need no band; and whether it is the last."""
         for segments in work:
-            tiles = self._tiles(segments)
+            if self.kernel.takes_segments and segments.is_ragged:
+                tiles = (Tile(*segments.extents, ragged=segments),)
+            else:
+                tiles = segments.bands if self.kernel.takes_bands else segments.tiles
             for tile in tiles:
                 yield tile, segments is work[-1] and tile is tiles[-1]
-
-    def _tiles(self, segments: Segments) -> Sequence[Tile]:
-        if self.kernel.takes_segments and segments.is_ragged:
-            return (Tile(*segments.extents, ragged=segments),)
-        return segments.bands if self.kernel.takes_bands else segments.tiles
 
     def how(self, tile: Tile, q: Tensor, k: Tensor) -> How:
         """What the kernel is told of a tile."""
