@@ -250,6 +250,18 @@ def test_what_a_call_brings(change: str) -> None:
         module(*tensors(), **options)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_sinks_with_a_tangent_and_mapped_over() -> None:
+    """These are refused as they are for q, k and v, and not without what they ask for."""
+    module = styled()
+    module(x(), x(), x(), sinks=x(HEADS))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="but sinks has a tangent"):
+        module(x(), x(), x(), sinks=forward_ad.make_dual(x(HEADS), x(HEADS)))
+    q, k, v = x(), x(), x()
+    with pytest.raises(NotImplementedError, match=r"sinks is mapped over by torch\.vmap"):
+        vmap(lambda sinks: module(q, k, v, sinks=sinks))(x(2, HEADS))
+
+
 def test_a_transform() -> None:
     module = styled()
     module(x(), x(), x())

@@ -416,6 +416,14 @@ def test_hops_that_there_are_not() -> None:
             attention_volume(4, 1, hops=hops, **SHAPE, heads=4, kv_heads=2)
 
 
+@pytest.mark.parametrize("index", [-1, 8])
+def test_a_rank_that_there_is_not(index: int) -> None:
+    """It would count itself among those it receives from."""
+    shape = SHAPE | {"heads": 4, "kv_heads": 2}
+    with pytest.raises(ValueError, match=f"index must be from 0 to 7, a rank of these axes, got {index}"):
+        attention_volume(2, 2, ulysses=2, index=index, **shape)
+
+
 def test_uneven_shards_are_sent_as_long_as_the_longest() -> None:
     shape = SHAPE | {"heads": 4, "kv_heads": 2}
     uneven, even = (attention_volume(4, 2, **(shape | {"length": n})) for n in (237, 240))

@@ -86,15 +86,21 @@ def _check_each(inputs: AttentionInputs) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if isinstance(x, DTensor) != isinstance(q, DTensor):
             raise TypeError(f"q, k and v must all be DTensors or all plain tensors, but q and {name} differ")
-        if not torch.compiler.is_compiling():
-            check_transforms(name, x)
-            if has_tangent(x):
-                raise NotImplementedError(
-                    f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"
-                )
+        _check_differentiation(name, x)
         # A rank may hold no token of a short sequence.
         if x.ndim != 4 or 0 in (*x.shape[:2], *x.shape[3:]):
             raise ValueError(f"{name} must have shape (B, N, L, H) without empty dims, got {sizes(x)}")
+
+
+def _check_differentiation(name: str, x: Tensor) -> None:
+    """Refuse transforms and tangents that the operator does not have; a compiler would not get this far."""
+    if torch.compiler.is_compiling():
+        return
+    check_transforms(name, x)
+    if has_tangent(x):
+        raise NotImplementedError(
+            f"context-parallel attention has no forward-mode derivative, but {name} has a tangent"
+        )
 
 
 def _check_together(inputs: AttentionInputs, setting: Setting) -> None:
@@ -192,6 +198,7 @@ def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
         raise TypeError(f"sinks must be a tensor, got {type(sinks).__name__}")
     if isinstance(sinks, DTensor) != isinstance(q, DTensor):
         raise TypeError("sinks must be a DTensor where q is, and a plain tensor where q is")
+    _check_differentiation("sinks", sinks)
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
     if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():

@@ -98,7 +98,7 @@ def attention_volume(
         Forward and backward volumes.
 
     Raises:
-        ValueError: unknown schedule or rotation, or they do not fit the mesh or each other; no such distances.
+        ValueError: unknown schedule or rotation, or they do not fit the mesh or each other; no such distances or rank.
     """
     value_dim = head_dim if value_dim is None else value_dim
     kv_length = length if kv_length is None else kv_length
@@ -110,9 +110,11 @@ def attention_volume(
     sequences = Sequences(length, kv_length, order, Mask(), replicated)
     if hops is not None and not set(hops) <= set(range(1, ring)):
         raise ValueError(f"hops must be distances from 1 to {ring - 1}, got {sorted(hops)}")
+    inner = ring * team
     if index is None:
         index = 1 if schedule == "published" and team > 1 else 0
-    inner = ring * team
+    elif not 0 <= index < ulysses * inner:
+        raise ValueError(f"index must be from 0 to {ulysses * inner - 1}, a rank of these axes, got {index}")
     place = Coordinate(ring, team, *divmod(index % inner, team), ulysses, index // inner)
     forward, backward = (
         _total(Flows(place, shape, sequences, schedule, side, backward, _offsets(hops, ring, side)), dtype)
