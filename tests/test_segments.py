@@ -19,7 +19,7 @@ from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Score
 from wallfacer_dt.algorithms.cumulative import cumulative
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
-from wallfacer_dt.algorithms.segments import Sees, Segments, Work, plan_work, split_work
+from wallfacer_dt.algorithms.segments import Sees, Segments, Stored, Work, plan_work, split_work
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import Attend, Schedule
 from wallfacer_dt.algorithms.tiles import Tile
@@ -154,11 +154,10 @@ def test_blocks_whose_spans_are_seen_as_a_whole_are_no_more_calls_than_stairs(da
     mask = replace(planned(case), asked=False)
     assume(mask.left is None)
     row = data.draw(st.integers(0, mask.rows - 1))
-    q, k = (merged(data.draw(ascending_spans(case.total))) for _ in range(2))
-    bounds = mask.bounds(row)
-    whole = segments._whole(q, k, mask, bounds)
+    q, k = (Stored(data.draw(ascending_spans(case.total)), mask, row) for _ in range(2))
+    whole = segments._whole(q, k)
     assume(whole is not None)
-    calls = (segments._calls(*segments._stairs(q, k, mask, bounds, between)) for between in (True, False))
+    calls = (segments._calls(*segments._stairs(q, k, between)) for between in (True, False))
     assert segments._count(whole) <= min(map(segments._count, calls))
 
 
@@ -210,7 +209,7 @@ def test_triangles_and_what_all_see_are_the_window(
     length: int, left: int, right: int | None, data: st.DataObject
 ) -> None:
     q, k = (merged(data.draw(ascending_spans(length))) for _ in range(2))
-    paired = segments._windows(q, k, Mask(left, right), 0)
+    paired = segments._windows(*(Stored(spans, Mask(left, right), 0) for spans in (q, k)))
     counts = []
     for some in (paired, segments._triangles(*paired)):
         counts.append(np.zeros((length_of(q), length_of(k)), int))

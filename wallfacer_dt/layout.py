@@ -15,6 +15,7 @@ of a batch whose documents differ are dealt out differently.
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -114,13 +115,16 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     starts, parts = np.array(bounds[:-1]), math.prod(axes)
     even, rest = np.divmod(np.diff(np.array(bounds)), 2 * parts)
     by_turn = dealing_turns(axes, BY_DOCUMENT)
-    # (parts, documents): how many turns before a rank gets its first position more, its second comes ``parts`` later.
-    turn = np.array(by_turn)[:, None] - (np.cumsum(rest) - rest) % parts
-    turn += parts * (turn < 0)
-    chunks = np.concatenate([even + (turn < rest), (even + (turn + parts < rest))[::-1]])
-    stops = starts + np.cumsum(chunks, 0)
-    spans = np.stack([stops - chunks, stops], -1)
-    held = {index: merged(_some(spans[[i, -1 - i]].swapaxes(0, 1).reshape(-1, 2))) for i, index in enumerate(by_turn)}
+    # By rank, in how many turns it gets its first position more of each document; its second comes ``parts`` later.
+    first = (np.cumsum(rest) - rest) % parts
+    turns = [turn + parts * (turn < 0) for turn in (index - first for index in by_turn)]
+    more = chain((turn < rest for turn in turns), (turn + parts < rest for turn in reversed(turns)))
+    cuts = [*accumulate(more, lambda at, one: at + even + one, initial=starts)]
+
+    def spans(turn: int) -> Spans:
+        return np.stack([cuts[turn], cuts[turn + 1], cuts[-2 - turn], cuts[-1 - turn]], -1).reshape(-1, 2)
+
+    held = {index: merged(_some(spans(turn))) for turn, index in enumerate(by_turn)}
     return tuple(held[index] for index in range(parts))
 
 
@@ -144,6 +148,17 @@ def stored_at(spans: Spans) -> np.ndarray:
     """(n,), the row at which each span is stored."""
     lengths = spans[:, 1] - spans[:, 0]
     return np.cumsum(lengths) - lengths
+
+
+def begun(starts: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """How many of these starts are at or before each position; both ascend.
+
+    To merge them is faster than ``np.searchsorted`` where both are many.
+    """
+    if len(at) < len(starts) >> 3 or len(starts) < len(at) >> 3:
+        return np.searchsorted(starts, at, "right")
+    order = np.argsort(np.concatenate([starts, at]), kind="stable")
+    return np.flatnonzero(order >= len(starts)) - np.arange(len(at))
 
 
 def positions(spans: Spans) -> np.ndarray:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from wallfacer_dt.algorithms.masks import Mask
-from wallfacer_dt.algorithms.segments import ByRow, Sees, Work, plan_work
+from wallfacer_dt.algorithms.segments import ByRow, Sees, Stored, Work, plan_block
 from wallfacer_dt.algorithms.steps import CONTEXT, TEAM, Attend, Exchange, Side, Start, Step
 from wallfacer_dt.layout import Shards, in_order
 from wallfacer_dt.mesh import TEAM_AXIS, Coordinate
@@ -30,7 +30,7 @@ class Holdings:
     sees: Sees | None = None  # of a mask that is asked
     # What is computed of whose rows of the resident side and of the other; a backward's may be its forward's.
     works: dict[tuple[Ranks, Ranks], Work] = field(default_factory=dict)
-    _rows: dict[tuple[Side, Ranks], ByRow] = field(default_factory=dict)
+    _rows: dict[tuple[Side, Ranks], list[Stored]] = field(default_factory=dict)
 
     @property
     def rotating(self) -> Side:
@@ -62,21 +62,25 @@ class Holdings:
     def work(self, stays: Ranks, moves: Ranks) -> Work:
         """What is computed of some ranks' rows of the resident side and some ranks' of the other."""
         if (stays, moves) not in self.works:
-            rows = self.rows(self.resident, stays), self.rows(self.rotating, moves)
-            self.works[stays, moves] = self.planned(*rows if self.resident == "q" else rows[::-1])
+            blocks = self._stored(self.resident, stays), self._stored(self.rotating, moves)
+            self.works[stays, moves] = self.planned(*blocks if self.resident == "q" else blocks[::-1])
         return self.works[stays, moves]
 
-    def planned(self, queries: ByRow, keys: ByRow) -> Work:
-        """What is computed of these."""
-        return plan_work(queries, keys, self.mask, self.sees)
+    def planned(self, queries: Sequence[Stored], keys: Sequence[Stored]) -> Work:
+        """What is computed of these, by row of the batch."""
+        return plan_block(queries, keys, self.sees)
 
     def rows(self, side: Side, owners: Ranks) -> ByRow:
         """By row of the batch, the positions that some ranks hold together."""
+        return [some.spans for some in self._stored(side, owners)]
+
+    def _stored(self, side: Side, owners: Ranks) -> list[Stored]:
         if (side, owners) not in self._rows:
-            self._rows[side, owners] = [
+            rows = [
                 shards[owners[0]] if len(owners) == 1 else in_order((i, shards[i]) for i in owners).span
                 for shards in self.held[side]
             ]
+            self._rows[side, owners] = Stored.by_row(rows, self.mask)
         return self._rows[side, owners]
 
     def put_together(self, side: Side, exclude: int | None = None) -> Members:

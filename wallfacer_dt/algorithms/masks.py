@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from wallfacer_dt.layout import Spans, positions
+from wallfacer_dt.layout import Spans, begun, positions
 
 UNBOUNDED = 1 << 62
 _FAR = UNBOUNDED >> 1
@@ -65,7 +65,11 @@ class Mask:
 
     def pairs(self, row: int, queries: Spans, keys: Spans) -> tuple[np.ndarray, np.ndarray]:
         """By number, each span of queries with the spans of keys of which it sees some, ascending."""
-        reach = self.reach(row, queries)
-        first = np.searchsorted(keys[:, 1], reach[:, 0], "right")
-        stop = np.maximum(first, np.searchsorted(keys[:, 0], reach[:, 1], "left"))
-        return np.repeat(np.arange(len(queries)), stop - first), positions(np.stack([first, stop], -1))
+        return pairs_of(self.reach(row, queries), keys)
+
+
+def pairs_of(reach: Spans, keys: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """By number, each of ascending spans with those of keys that have positions in it, ascending."""
+    first = begun(keys[:, 1], reach[:, 0])
+    stop = np.maximum(first, begun(keys[:, 0], reach[:, 1] - 1))
+    return np.repeat(np.arange(len(reach)), stop - first), positions(np.stack([first, stop], -1))

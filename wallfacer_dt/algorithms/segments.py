@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from wallfacer_dt.algorithms.masks import UNBOUNDED, Mask
+from wallfacer_dt.algorithms.masks import UNBOUNDED, Mask, pairs_of
 from wallfacer_dt.algorithms.tiles import Rows, Tile, pairs, rectangles
 from wallfacer_dt.kernels.block import Band
-from wallfacer_dt.layout import Spans, length_of, merged, positions, spans_of, stored_at
+from wallfacer_dt.layout import Spans, begun, length_of, merged, positions, spans_of, stored_at
 
 Ints = np.ndarray
 ByRow = Sequence[Spans]
@@ -136,24 +136,99 @@ Sees = Callable[[Spans, Spans], bool]
 """Whether, under a mask that is asked, some query at these positions sees some key at those."""
 
 
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Positions stored one after another, in one row of the batch: what one block after another asks of them, kept."""
+
+    spans: Spans  # ascending
+    mask: Mask
+    row: int
+
+    @classmethod
+    def by_row(cls, spans: ByRow, mask: Mask) -> "list[Stored]":
+        """By row of the batch, where some differ in positions or documents."""
+        return [cls(spans[row % len(spans)], mask, row % mask.rows) for row in range(max(mask.rows, len(spans)))]
+
+    @cached_property
+    def bounds(self) -> Ints:
+        """Where documents begin, and where the last one ends."""
+        return self.mask.bounds(self.row)
+
+    @cached_property
+    def pieces(self) -> Spans:
+        """Spans as few as can be of which each is in one document."""
+        return _cut_at(merged(self.spans), self.bounds)
+
+    @cached_property
+    def rows(self) -> Ints:
+        """Where each piece is stored, and how many positions there are."""
+        return np.append(0, np.cumsum(self.pieces[:, 1] - self.pieces[:, 0]))
+
+    def before(self, at: Ints) -> Ints:
+        """How many are stored whose position is before each of these, which ascend."""
+        starts, stops, rows = self._found
+        number = begun(starts, at)
+        return rows[number] - np.maximum(stops[number] - at, 0)
+
+    @cached_property
+    def _found(self) -> tuple[Ints, Ints, Ints]:
+        """Where spans start; by how many have, where the last of these stops, and how many are stored in them."""
+        starts, stops = np.ascontiguousarray(merged(self.spans).T)
+        return starts, np.append(0, stops), np.append(0, np.cumsum(stops - starts))
+
+    @cached_property
+    def ends(self) -> tuple[Ints, Ints]:
+        """Positions before which queries see keys, and where among them is what a piece's do not see yet.
+
+        (3, pieces): the document before, and what the first and the last query see.
+        """
+        document, first, last = self.seen(self.pieces)
+        begins = np.append(True, document[1:] != document[:-1])
+        # Ascending, as no query sees what is beyond its document.
+        at = np.stack([np.where(begins, self.bounds[document - 1], first), first, last], -1).reshape(-1)
+        differs = np.append(True, at[1:] != at[:-1])
+        low, *sees = (np.cumsum(differs) - 1).reshape(-1, 3).T
+        return at[differs], np.stack([low[begins][np.cumsum(begins) - 1], *sees])
+
+    def seen(self, spans: Spans) -> tuple[Ints, Ints, Ints]:
+        """Of spans of queries, each in one document: its number, and the positions before which its ends see keys."""
+        document = begun(self.bounds, spans[:, 0])
+        ahead = UNBOUNDED if self.mask.right is None else self.mask.right + 1
+        first, last = (
+            np.minimum(self.bounds[document], np.maximum(some + ahead, self.mask.prefix))
+            for some in (spans[:, 0], spans[:, 1] - 1)
+        )
+        return document, first, last
+
+    @cached_property
+    def reach(self) -> Spans:
+        """By piece, the positions of all keys that some of its queries see."""
+        return self.mask.reach(self.row, self.pieces)
+
+
 def plan_work(queries: ByRow, keys: ByRow, mask: Mask, sees: Sees | None = None) -> Work:
     """What is computed of a block of queries and one of keys, stored as these spans; ``sees``: of a mask that is asked.
 
     >>> print(*plan_work([np.array([[2, 4], [12, 14]])], [np.array([[2, 4], [12, 14]])], Mask(right=0)))
     0:4 x 0:4 causal
     """
-    rows = max(mask.rows, len(queries))
-    q, k = ([some[row % len(some)] for row in range(rows)] for some in (queries, keys))
+    return plan_block(Stored.by_row(queries, mask), Stored.by_row(keys, mask), sees)
+
+
+def plan_block(q: Sequence[Stored], k: Sequence[Stored], sees: Sees | None = None) -> Work:
+    """:func:`plan_work` of what may be asked again."""
+    mask, rows = q[0].mask, len(q)
     if mask.asked:
         assert sees is not None, "a mask that is asked answers"
-        whole = np.array([[0, length_of(q[0]), 0, length_of(k[0])]])
-        seen = len(q[0]) and len(k[0]) and sees(q[0], k[0])
-        return (Segments(*_FULL, (whole,), asked=(q[0], k[0])),) if seen else ()
+        asked = q[0].spans, k[0].spans
+        whole = np.array([[0, length_of(asked[0]), 0, length_of(asked[1])]])
+        seen = len(asked[0]) and len(asked[1]) and sees(*asked)
+        return (Segments(*_FULL, (whole,), asked=asked),) if seen else ()
     # The n-th call of a window is one for all rows of the batch.
     calls: dict[tuple[Window, int], list[Ints]] = {}
     for row in range(rows):
         numbers: Counter[Window] = Counter()
-        for window, some in _row_of_batch(merged(q[row]), merged(k[row]), mask, row % mask.rows):
+        for window, some in _row_of_batch(q[row], k[row]):
             calls.setdefault((window, numbers[window]), [np.zeros((0, 4), np.int64)] * rows)[row] = some
             numbers[window] += 1
     return tuple(Segments(*window, tuple(by_row)) for (window, _), by_row in calls.items())
@@ -205,19 +280,18 @@ def _cut(call: Segments, some: Ints, areas: Ints, share: float) -> tuple[Ints, I
     )
 
 
-def _row_of_batch(q: Spans, k: Spans, mask: Mask, row: int) -> list[Call]:
+def _row_of_batch(q: Stored, k: Stored) -> list[Call]:
     """The calls of one row of the batch."""
-    if not len(q) or not len(k):
+    if not len(q.spans) or not len(k.spans):
         return []
-    if mask.left is None:
-        bounds = mask.bounds(row)
-        whole = _whole(q, k, mask, bounds)
+    if q.mask.left is None:
+        whole = _whole(q, k)
         if whole is not None:
             return whole
-        found = (_calls(*_stairs(q, k, mask, bounds, between)) for between in (True, False))
+        found = (_calls(*_stairs(q, k, between)) for between in (True, False))
     else:
-        paired = _windows(q, k, mask, row)
-        found = (_calls(*some) for some in (paired, _triangles(*paired)))
+        paired = _windows(q, k)
+        found = (_calls(*(_triangles(*paired) if apart else paired)) for apart in (False, True))
     calls = next(found)
     return calls if _count(calls) <= _MOST else min(calls, next(found), key=_count)
 
@@ -230,7 +304,8 @@ def _calls(windows: Ints, segments: Ints) -> list[Call]:
     """Segments by window, those that share queries or keys in calls of their own."""
     order = np.lexsort((segments[:, 0], windows[:, 1], windows[:, 0]))
     windows, segments = windows.take(order, 0), segments.take(order, 0)
-    starts = np.flatnonzero(np.append(True, (windows[1:] != windows[:-1]).any(1))[: len(windows)])
+    left, right = windows.T
+    starts = np.flatnonzero(np.append(True, (left[1:] != left[:-1]) | (right[1:] != right[:-1]))[: len(windows)])
     parts = zip(windows[starts].tolist(), np.split(segments, starts[1:]), strict=False)
     return [((left, right), part) for (left, right), some in parts for part in _apart(some)]
 
@@ -243,9 +318,9 @@ def _distinct(x: Ints) -> Ints:
 
 def _apart(some: Ints) -> list[Ints]:
     """Each goes to the first call in which it shares neither queries nor keys with those before it."""
-    if (some[1:, ::2] >= some[:-1, 1::2]).all():
-        return [some]
     q, q_stop, k, k_stop = some.T
+    if (q[1:] >= q_stop[:-1]).all() and (k[1:] >= k_stop[:-1]).all():
+        return [some]
     # Where all before have ended as all others begin, every call is free again; two in between are never in one.
     later = np.minimum.accumulate(k[::-1])[::-1][1:]
     ended = (q[1:] >= np.maximum.accumulate(q_stop)[:-1]) & (later >= np.maximum.accumulate(k_stop)[:-1])
@@ -261,37 +336,19 @@ def _apart(some: Ints) -> list[Ints]:
     return [np.compress(numbers == number, some, 0) for number in range(numbers.max() + 1)]
 
 
-def _before(k: Spans, at: Ints) -> Ints:
-    """How many keys are stored whose position is before each."""
-    begun = np.searchsorted(k[:, 0], at, "right")
-    stored, stops = np.append(0, np.cumsum(k[:, 1] - k[:, 0])), np.append(0, k[:, 1])
-    return stored[begun] - np.maximum(stops[begun] - at, 0)
-
-
-def _seen(mask: Mask, bounds: Ints, spans: Spans) -> tuple[Ints, Ints, Ints]:
-    """Of spans of queries, each in one document: its number, and the positions before which its two ends see keys."""
-    document = np.searchsorted(bounds, spans[:, 0], "right")
-    ahead = UNBOUNDED if mask.right is None else mask.right + 1
-    first, last = (
-        np.minimum(bounds[document], np.maximum(some + ahead, mask.prefix)) for some in (spans[:, 0], spans[:, 1] - 1)
-    )
-    return document, first, last
-
-
-def _whole(q: Spans, k: Spans, mask: Mask, bounds: Ints) -> list[Call] | None:
-    """The calls where all queries of a span see the same keys, as in most blocks of others; None elsewhere."""
-    spans = _cut_at(q, bounds)
-    document, first, last = _seen(mask, bounds, spans)
-    low, high = _before(k, bounds)[document - 1], _before(k, first)
-    if (high != _before(k, last)).any():
+def _whole(q: Stored, k: Stored) -> list[Call] | None:
+    """The calls where all queries of a piece see the same keys, as in most blocks of others; None elsewhere."""
+    at, places = q.ends
+    low, high, last = k.before(at)[places]
+    if (high != last).any():
         return None
     some = np.flatnonzero(low < high)
     if not len(some):
         return []
-    stops, low, high = np.cumsum(spans[:, 1] - spans[:, 0]), low[some], high[some]
+    low, high = low[some], high[some]
     starts = np.flatnonzero(np.append(True, (low[1:] != low[:-1]) | (high[1:] != high[:-1])))
     ends = np.append(starts[1:], len(some)) - 1
-    segments = np.stack([np.append(0, stops)[some[starts]], stops[some[ends]], low[starts], high[starts]], -1)
+    segments = np.stack([q.rows[some[starts]], q.rows[some[ends] + 1], low[starts], high[starts]], -1)
     if (segments[_MOST:, 2] == segments[:-_MOST, 2]).any():
         return None
     calls = [(_FULL, some) for some in _apart(segments)]
@@ -300,19 +357,19 @@ def _whole(q: Spans, k: Spans, mask: Mask, bounds: Ints) -> list[Call] | None:
     return None if are_stairs or len(calls) > _MOST else calls
 
 
-def _stairs(q: Spans, k: Spans, mask: Mask, bounds: Ints, between: bool) -> tuple[Ints, Ints]:
+def _stairs(q: Stored, k: Stored, between: bool) -> tuple[Ints, Ints]:
     """Windows and segments where queries see all stored keys of their document up to some row.
 
     ``between``: that row moves along from one span of queries to the next, too, where it happens to lie one further.
     """
     # Between two of these positions, in a span of queries, the last row that is seen stands still or moves along.
-    cuts = [bounds]
-    if mask.right is not None:
-        ahead = mask.right + 1
-        cuts += [k.reshape(-1) - ahead, bounds - ahead, np.array([mask.prefix - ahead])]
-    spans = _cut_at(q, np.concatenate(cuts))
-    document, *sees = _seen(mask, bounds, spans)
-    low, high, last = _before(k, bounds)[document - 1], *(_before(k, at) for at in sees)
+    spans = q.pieces
+    if q.mask.right is not None:
+        ahead = q.mask.right + 1
+        cuts = [k.pieces.reshape(-1) - ahead, q.bounds - ahead, np.array([q.mask.prefix - ahead])]
+        spans = _cut_at(spans, np.sort(np.concatenate(cuts), kind="stable"))
+    document, *sees = q.seen(spans)
+    low, high, last = k.before(q.bounds)[document - 1], *map(k.before, sees)
     lengths, moves = spans[:, 1] - spans[:, 0], last > high
     step = np.where(document[1:] == document[:-1], high[1:] - last[:-1], _JUMP)
     at = np.cumsum(lengths) - lengths
@@ -356,16 +413,21 @@ def _segment_starts(moves: Ints, between: Ints, lengths: Ints) -> Ints:
     return np.append(0, np.sort(ends) + 1)
 
 
-def _windows(q: Spans, k: Spans, mask: Mask, row: int) -> tuple[Ints, Ints]:
+def _windows(q: Stored, k: Stored) -> tuple[Ints, Ints]:
     """Windows and segments of every pair of spans in one document, cut where one ends within the other."""
+    mask = q.mask
     assert mask.left is not None, "a bound on the left"
-    length = int(max(q[-1, 1], k[-1, 1]))
+    length = int(max(q.spans[-1, 1], k.spans[-1, 1]))
     left, right = min(mask.left, length), length if mask.right is None else min(mask.right, length)
-    bounds = mask.bounds(row)
-    rows, columns = _cut_at(q, np.append(bounds, k)), _cut_at(k, np.append(bounds, q[:, 1]))
-    pair, other = mask.pairs(row, rows, columns)
-    (a, b), (c, d) = rows[pair].T, columns[other].T
-    q_at, k_at = stored_at(rows)[pair] - a, stored_at(columns)[other] - c  # of positions, where they are stored
+    rows, columns, reach = q.pieces, k.pieces, q.reach
+    if _overlap(rows, columns):
+        rows, columns = _cut_at(rows, columns.reshape(-1)), _cut_at(columns, rows[:, 1])
+        reach = mask.reach(q.row, rows)
+    pair, other = pairs_of(reach, columns)
+    (a, b, q_at), (c, d, k_at) = (
+        (some[:, 0][which], some[:, 1][which], (stored_at(some) - some[:, 0])[which])  # and from positions to rows
+        for some, which in ((rows, pair), (columns, other))
+    )
     a, b = np.maximum(a, c - right), np.minimum(b, d + left)  # queries that see some of these keys
     c, d = np.maximum(c, a - left), np.minimum(d, b + right)
     own = d == b
@@ -408,12 +470,19 @@ def _beside(chosen: Ints, *columns: Ints) -> Ints:
     return np.stack([column[rows] for column in columns], -1)
 
 
+def _overlap(some: Spans, others: Spans) -> bool:
+    """Whether ascending spans have positions in common with others."""
+    number = begun(others[:, 0], some[:, 0])
+    before, after = np.append(0, others[:, 1])[number], np.append(others[:, 0], UNBOUNDED)[number]
+    return bool(((before > some[:, 0]) | (after < some[:, 1])).any())
+
+
 def _cut_at(spans: Spans, at: Ints) -> Spans:
-    """Spans cut at positions."""
-    span = np.searchsorted(spans[:, 0], at, "right") - 1
+    """Spans cut at ascending positions."""
+    span = begun(spans[:, 0], at) - 1
     at = at[(span >= 0) & (spans[span, 0] < at) & (at < spans[span, 1])]
     if not len(at):
         return spans
     starts = _distinct(np.append(spans[:, 0], at))
-    span = np.searchsorted(spans[:, 0], starts, "right") - 1
+    span = begun(spans[:, 0], starts) - 1
     return np.stack([starts, np.minimum(np.append(starts[1:], UNBOUNDED), spans[span, 1])], -1)

@@ -5,7 +5,7 @@ each other as others do is planned once.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 from wallfacer_dt.algorithms.holdings import Holdings, Ranks, index_of, peer_of
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
-from wallfacer_dt.algorithms.segments import ByRow, Work, plan_work
+from wallfacer_dt.algorithms.segments import Stored, Work, plan_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
 from wallfacer_dt.algorithms.steps import SIDES, Attend, Hop, Parts, Side, Start, Step, Transfer, Wait
 from wallfacer_dt.layout import Spans
@@ -124,11 +124,11 @@ def _calls(work: Work) -> int:
 class _Alike(Holdings):
     """Holdings of which what lies as other things do is planned once, under masks that do not ask where."""
 
-    def planned(self, queries: ByRow, keys: ByRow) -> Work:
+    def planned(self, queries: Sequence[Stored], keys: Sequence[Stored]) -> Work:
         """As of any holdings."""
         if self.mask.prefix or self.mask.documents or self.mask.asked:
             return super().planned(queries, keys)
-        (q,), (k,), (left, right) = queries, keys, (self.mask.left, self.mask.right)
+        q, k, left, right = queries[0].spans, keys[0].spans, self.mask.left, self.mask.right
         # Most of a sequence is out of a window's reach, which is sooner told.
         if left is not None and not ((k[:, 1] > q[:, :1] - left) & (k[:, 0] < q[:, 1:] + (right or 0))).any():
             return ()
