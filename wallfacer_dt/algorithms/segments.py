@@ -5,12 +5,14 @@ is then a range of rows, and of neighbouring queries a segment: rows of queries,
 with the same window, which share neither queries nor keys, are one call of a kernel that takes cumulative lengths.
 
 Note [Two ways to find segments]
-Without a bound on the left all queries of a document see its stored keys from the first one on, up to a row that stands
-still or moves along from query to query, whatever positions lie between two stored spans. So rows are cut only where it
-does neither: of a rank's own tokens nowhere (``_stairs``). Under a window, rows that are stored side by side may lie
-far apart, so spans are paired (``_windows``): a span with itself has the mask's window, what lies before it a bound on
-the left, what lies after it one on the right. These bounds depend on where spans end; where that makes many calls, what
-all queries see is cut off, and what is left are triangles, all with one window (``_triangles``).
+Where all queries of a span see the same keys, as they do of most blocks of packed documents, segments are read off,
+whatever the mask (``_whole``). Elsewhere, without a bound on the left, all queries of a document see its stored keys
+from the first one on, up to a row that stands still or moves along from query to query, whatever positions lie between
+two stored spans. So rows are cut only where it does neither: of a rank's own tokens nowhere (``_stairs``). Under a
+window, rows that are stored side by side may lie far apart, so spans are paired (``_windows``): a span with itself has
+the mask's window, what lies before it a bound on the left, what lies after it one on the right. These bounds depend on
+where spans end; where that makes many calls, what all queries see is cut off, and what is left are triangles, all with
+one window (``_triangles``).
 """
 
 from bisect import bisect_left
@@ -177,18 +179,16 @@ class Stored:
         return starts, np.append(0, stops), np.append(0, np.cumsum(stops - starts))
 
     @cached_property
-    def ends(self) -> tuple[Ints, Ints]:
-        """Positions before which queries see keys, and where among them is what a piece's do not see yet.
+    def ends(self) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+        """Positions before which queries see no keys, and positions before which they see some, both ascending.
 
-        (3, pieces): the document before, and what the first and the last query see.
+        With where among them are those of the first and of the last query of each piece.
         """
-        document, first, last = self.seen(self.pieces)
-        begins = np.append(True, document[1:] != document[:-1])
-        # Ascending, as no query sees what is beyond its document.
-        at = np.stack([np.where(begins, self.bounds[document - 1], first), first, last], -1).reshape(-1)
-        differs = np.append(True, at[1:] != at[:-1])
-        low, *sees = (np.cumsum(differs) - 1).reshape(-1, 3).T
-        return at[differs], np.stack([low[begins][np.cumsum(begins) - 1], *sees])
+        document, *sees = self.seen(self.pieces)
+        left = UNBOUNDED if self.mask.left is None else self.mask.left
+        queries = self.pieces[:, 0], self.pieces[:, 1] - 1
+        back = (np.maximum(self.bounds[document - 1], some - left) for some in queries)
+        return _places(*back), _places(*sees)
 
     def seen(self, spans: Spans) -> tuple[Ints, Ints, Ints]:
         """Of spans of queries, each in one document: its number, and the positions before which its ends see keys."""
@@ -284,10 +284,10 @@ def _row_of_batch(q: Stored, k: Stored) -> list[Call]:
     """The calls of one row of the batch."""
     if not len(q.spans) or not len(k.spans):
         return []
+    whole = _whole(q, k)
+    if whole is not None:
+        return whole
     if q.mask.left is None:
-        whole = _whole(q, k)
-        if whole is not None:
-            return whole
         found = (_calls(*_stairs(q, k, between)) for between in (True, False))
     else:
         paired = _windows(q, k)
@@ -338,9 +338,8 @@ def _apart(some: Ints) -> list[Ints]:
 
 def _whole(q: Stored, k: Stored) -> list[Call] | None:
     """The calls where all queries of a piece see the same keys, as in most blocks of others; None elsewhere."""
-    at, places = q.ends
-    low, high, last = k.before(at)[places]
-    if (high != last).any():
+    (low, low_of_last), (high, last) = (k.before(at)[places] for at, places in q.ends)
+    if (high != last).any() or (low != low_of_last).any():
         return None
     some = np.flatnonzero(low < high)
     if not len(some):
@@ -355,6 +354,13 @@ def _whole(q: Stored, k: Stored) -> list[Call] | None:
     # Single queries that see one key more each may be stairs, and fewer calls.
     are_stairs = len(calls) == 2 and (segments[:, 1] - segments[:, 0] == 1).all()
     return None if are_stairs or len(calls) > _MOST else calls
+
+
+def _places(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Of positions that ascend from a first to a last one and on: those that differ, and where each is among them."""
+    at = np.stack([first, last], -1).reshape(-1)
+    differs = np.append(True, at[1:] != at[:-1])
+    return at[differs], (np.cumsum(differs) - 1).reshape(-1, 2).T
 
 
 def _stairs(q: Stored, k: Stored, between: bool) -> tuple[Ints, Ints]:
