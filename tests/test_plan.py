@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest import mock
 
 import numpy as np
@@ -406,7 +406,7 @@ def test_a_program_is_its_schedule(data: st.DataObject) -> None:
     ulysses, ring, team = (data.draw(st.integers(1, n)) for n in (3, 6, 3))
     sequences = Sequences(
         *(data.draw(st.integers(1, 90)),) * 2, data.draw(st.sampled_from(["contiguous", "head_tail"])),
-        data.draw(st.sampled_from([Mask(), Mask(right=0), Mask(left=9, right=0)])),
+        data.draw(st.sampled_from([Mask(*ends) for ends in product((None, 0, 9), (None, 0, 4))])),
     )  # fmt: skip
     names = ["2d", "rings"] + ["published"] * (ring % team == 0)
     schedule, resident = data.draw(st.sampled_from(names)), data.draw(st.sampled_from(SIDES))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wallfacer_dt.algorithms.holdings import Holdings, Ranks, index_of, peer_of
-from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.masks import UNBOUNDED, Mask
 from wallfacer_dt.algorithms.schedule import SCHEDULES
 from wallfacer_dt.algorithms.segments import Stored, Work, plan_work
 from wallfacer_dt.algorithms.sequences import Sequences, hops
@@ -130,7 +130,8 @@ class _Alike(Holdings):
             return super().planned(queries, keys)
         q, k, left, right = queries[0].spans, keys[0].spans, self.mask.left, self.mask.right
         # Most of a sequence is out of a window's reach, which is sooner told.
-        if left is not None and not ((k[:, 1] > q[:, :1] - left) & (k[:, 0] < q[:, 1:] + (right or 0))).any():
+        ahead = UNBOUNDED if right is None else right
+        if left is not None and not ((k[:, 1] > q[:, :1] - left) & (k[:, 0] < q[:, 1:] + ahead)).any():
             return ()
         reach = (left or 0) + (right or 0) + 2
         return _work(self.mask, *_closed_up(q, k, reach))

@@ -189,7 +189,7 @@ def last_of(programs: Sequence[Iterable[Event]], cluster: Cluster) -> tuple[int,
     return last, ran[last]
 
 
-def _to_transfers(events: Iterable[Event]) -> Iterator[tuple[list[Compute], Begin | End | Settle | None]]:
+def _to_transfers(events: Iterable[Event]) -> Iterator[tuple[list[Compute], Begin | End | Settle | Lag | None]]:
     """What a rank computes up to each start of a transfer and each wait, and that; at last what it computes then."""
     some: list[Compute] = []
     for event in events:
