@@ -338,9 +338,13 @@ def _apart(some: Ints) -> list[Ints]:
 
 def _whole(q: Stored, k: Stored) -> list[Call] | None:
     """The calls where all queries of a piece see the same keys, as in most blocks of others; None elsewhere."""
-    (low, low_of_last), (high, last) = (k.before(at)[places] for at, places in q.ends)
-    if (high != last).any() or (low != low_of_last).any():
-        return None
+    rows = []
+    for at, places in q.ends:
+        first, last = k.before(at)[places]
+        if (first != last).any():
+            return None
+        rows.append(first)
+    low, high = rows
     some = np.flatnonzero(low < high)
     if not len(some):
         return []
