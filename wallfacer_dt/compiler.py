@@ -15,7 +15,7 @@ Private APIs of the compiler are called here only; run on torch 2.11.0, 2.13.0, 
 """
 
 import hashlib
-from ast import literal_eval
+import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import index
@@ -94,13 +94,17 @@ def _plain(x: Any) -> Any:
 
 @constant
 def _as_text(options: tuple[Any, ...]) -> str:
-    return ascii(options)
+    return json.dumps(options, separators=(",", ":"))
 
 
 @lru_cache(1024)
 def from_text(text: str) -> tuple[Any, ...]:
     """What :func:`as_text` was given."""
-    return literal_eval(text)
+    return _tuples(json.loads(text))
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 def sizes(x: Tensor) -> tuple[int, ...]:
