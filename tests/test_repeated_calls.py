@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from enum import StrEnum
 from typing import Any
 from unittest import mock
 
@@ -248,6 +249,16 @@ def test_what_a_call_brings(change: str) -> None:
         pytest.raises((ValueError, TypeError, NotImplementedError), match=text),
     ):
         module(*tensors(), **options)
+
+
+def test_options_of_an_enum() -> None:
+    """As frameworks read them from their configurations: equal to the text, and not written as it is."""
+
+    class Schedule(StrEnum):
+        TWO_DIMENSIONAL = "2d"
+
+    told = [styled(schedule=schedule)(x(), x(), x()) for schedule in ("2d", Schedule.TWO_DIMENSIONAL)]
+    assert told[0].equal(told[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

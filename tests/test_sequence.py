@@ -110,6 +110,21 @@ def by_document(case: Case, ids: torch.Tensor, use_cumulative: bool) -> tuple[li
     )
 
 
+def written_to(order: str, grad: bool) -> bool:
+    mesh = context_mesh("cpu", dist.get_world_size())
+    shard = torch.arange(8.0)[None]
+    whole = unshard_sequence(shard, TokenOrder(order, mesh), dim=1, grad=grad)
+    whole.add_(1)
+    return shard.equal(torch.arange(8.0)[None])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_who_writes_to_the_whole_writes_to_nobodys_shard(threads: Ranks, size: int, order: str, grad: bool) -> None:
+    assert threads(size).run(written_to, order, grad) == [True] * size
+
+
 @pytest.mark.parametrize("size", [1, 4, 6])
 @examples(20)
 @given(data=st.data())

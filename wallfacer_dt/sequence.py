@@ -167,7 +167,9 @@ def _whole(x: Tensor, how: _Unsharding) -> Tensor:
         )
     shards = gathered_rows(x, dim, sizes, groups, "a sequence")
     by_row = [in_order(enumerate(row)) for row in how.dealt(x, length)]
-    return Members.made(by_row, len(sizes)).together(shards, dim).contiguous()
+    whole = Members.made(by_row, len(sizes)).together(shards, dim)
+    # Of one rank's shard it may be a view, and whoever writes to the whole would write to the shard.
+    return whole.clone(memory_format=torch.contiguous_format) if len(sizes) == 1 else whole.contiguous()
 
 
 def sequence_positions(

@@ -218,6 +218,7 @@ def plan_work(queries: ByRow, keys: ByRow, mask: Mask, sees: Sees | None = None)
 def plan_block(q: Sequence[Stored], k: Sequence[Stored], sees: Sees | None = None) -> Work:
     """:func:`plan_work` of what may be asked again."""
     mask, rows = q[0].mask, len(q)
+    assert len(k) == rows, "as many rows of queries as of keys"
     if mask.asked:
         assert sees is not None, "a mask that is asked answers"
         asked = q[0].spans, k[0].spans

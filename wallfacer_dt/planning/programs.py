@@ -128,7 +128,8 @@ class _Alike(Holdings):
         """As of any holdings."""
         if self.mask.prefix or self.mask.documents or self.mask.asked:
             return super().planned(queries, keys)
-        q, k, left, right = queries[0].spans, keys[0].spans, self.mask.left, self.mask.right
+        (q,), (k,) = ([row.spans for row in some] for some in (queries, keys))
+        left, right = self.mask.left, self.mask.right
         # Most of a sequence is out of a window's reach, which is sooner told.
         ahead = UNBOUNDED if right is None else right
         if left is not None and not ((k[:, 1] > q[:, :1] - left) & (k[:, 0] < q[:, 1:] + ahead)).any():

@@ -60,7 +60,10 @@ class Settle(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """The host of another rank launches so many operations more than this one's: who waits for it is as late."""
+    """The host of another rank launches so many operations more than this one's: who waits for it is as late.
+
+    Under METP of each group of heads, so that where groups' slowest hosts are of unlike ranks it is a little too many.
+    """
 
     launches: int
 
@@ -91,7 +94,7 @@ class Timeline:
         intra: seconds during which something was under way on the link within a node.
         inter: the same of the one between nodes.
         busy: seconds in which bytes came over each of them.
-        host: seconds in which the host launches all that, see Note [The host].
+        host: seconds in which the host launches all that, or of ranks that wait for it another's; see Note [The host].
         bars: of lanes "compute", "intra" and "inter".
     """
 
