@@ -22,7 +22,7 @@ from wallfacer_dt import Cluster, Link, ModelShape, Profile, SequenceDataset, Se
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.planning.config import read_config
 from wallfacer_dt.planning import Candidate, Measured
-from wallfacer_dt.reading import FileError, read_bytes, read_json
+from wallfacer_dt.reading import FileError, read_bytes, read_json, read_packed_lines
 
 CLUSTER = Cluster(4, 2, Link(1e9, 1e-6), Link(1e8), memory=10**10)
 PROFILE = Profile(
@@ -196,7 +196,7 @@ def test_what_readers_need_not_look_for(value: str, message: str, tmp_path: Path
 def test_a_record_that_is_cut_short_is_not_a_shorter_record(tmp_path: Path) -> None:
     path, lines = tmp_path / "record.gz", b'{"a": 1}\n{"b": 2}\n'
     path.write_bytes(gzip.compress(lines))
-    assert record.read_packed_lines(path, 100) == [{"a": 1}, {"b": 2}]
+    assert read_packed_lines(path, 100) == [{"a": 1}, {"b": 2}]
     whole = path.read_bytes()
     for content, message in (
         (whole[:-1], "is cut short"),
@@ -207,7 +207,7 @@ def test_a_record_that_is_cut_short_is_not_a_shorter_record(tmp_path: Path) -> N
     ):
         path.write_bytes(content)
         with pytest.raises(FileError, match=message):
-            record.read_packed_lines(path, 100)
+            read_packed_lines(path, 100)
 
 
 @pytest.mark.parametrize(

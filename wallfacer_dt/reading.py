@@ -9,6 +9,7 @@ import math
 import os
 import stat
 import types
+import zlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -79,11 +80,32 @@ def read_json(path: str | os.PathLike[str], most: int) -> dict[str, Any]:
 
     In it nothing is nested deeper than 32, no key occurs twice, and no number is infinite or NaN.
     """
-    return parse_json(path, read_bytes(path, most))
+    return _object(path, read_bytes(path, most))
 
 
-def parse_json(path: str | os.PathLike[str], text: bytes, where: str = "") -> dict[str, Any]:
-    """What :func:`read_json` does, of a text that the file holds, ``where`` in it."""
+def read_packed_lines(path: str | os.PathLike[str], most: int) -> list[dict[str, Any]]:
+    """The JSON objects, as :func:`read_json` gives one, of the lines of a file compressed by gzip, or a FileError.
+
+    At most so many bytes, compressed or not; the file is not cut short, and has nothing after its end.
+    """
+    packed = zlib.decompressobj(wbits=31)
+    try:
+        text = packed.decompress(read_bytes(path, most), most + 1)
+    except zlib.error as error:
+        raise FileError(path, f"is not compressed by gzip: {error}") from error
+    if len(text) > most:
+        raise FileError(path, f"has more than {most} bytes when decompressed")
+    if not packed.eof:
+        raise FileError(path, "is cut short")
+    if packed.unused_data:
+        raise FileError(path, "has more bytes behind its end")
+    lines = text.split(b"\n")
+    if lines.pop():
+        raise FileError(path, "is cut short: its last line does not end")
+    return [_object(path, line, f"line {number} ") for number, line in enumerate(lines, 1)]
+
+
+def _object(path: str | os.PathLike[str], text: bytes, where: str = "") -> dict[str, Any]:
     try:
         made = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
         _check_depth(made)

@@ -3,15 +3,13 @@
 import gzip
 import json
 import statistics
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from recipes.benchmarks.cluster.cases import Case
 from wallfacer_dt.planning.candidates import Candidate
-from wallfacer_dt.reading import FileError, make, parse_json, read_bytes
+from wallfacer_dt.reading import FileError, make, read_packed_lines
 
 _MOST_BYTES = 2**24
 
@@ -100,28 +98,6 @@ def append(path: Path, result: Result) -> None:
     whole = path.with_name(f".{path.name}")
     whole.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
     whole.replace(path)
-
-
-def read_packed_lines(path: Path, most: int) -> list[dict[str, Any]]:
-    """The JSON objects, as ``read_json`` gives one, of the lines of a file compressed by gzip, or a FileError.
-
-    At most so many bytes, compressed or not; the file is not cut short, and has nothing after its end.
-    """
-    packed = zlib.decompressobj(wbits=31)
-    try:
-        text = packed.decompress(read_bytes(path, most), most + 1)
-    except zlib.error as error:
-        raise FileError(path, f"is not compressed by gzip: {error}") from error
-    if len(text) > most:
-        raise FileError(path, f"has more than {most} bytes when decompressed")
-    if not packed.eof:
-        raise FileError(path, "is cut short")
-    if packed.unused_data:
-        raise FileError(path, "has more bytes behind its end")
-    lines = text.split(b"\n")
-    if lines.pop():
-        raise FileError(path, "is cut short: its last line does not end")
-    return [parse_json(path, line, f"line {number} ") for number, line in enumerate(lines, 1)]
 
 
 def _results(path: Path) -> list[Result]:
