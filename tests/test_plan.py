@@ -224,10 +224,11 @@ def test_ranks_that_run_together_take_no_less_than_they_need(
         assert search._least_step(one, least.spent) <= took.seconds * (1 + 1e-9)
 
 
-@example(ModelShape(192, 3, 1, 64), SequenceShape(780, is_causal=True), (12, 4), 64, 1e-3, 64.0, 2)
+@example(ModelShape(192, 3, 1, 64), SequenceShape(780, is_causal=True), (12, 4), 64, 1e-3, 64.0, 0.0, 2)
+@example(ModelShape(192, 3, 1, 64), SequenceShape(780, is_causal=True), (12, 4), 64, 0.0, 0.0, 1.0, 2)
 @example(
     ModelShape(192, 3, 1, 64, ffn=1024, layers=2), SequenceShape(400, is_causal=True, window_size=(30, 0)), (8, 8), 2,
-    1e-3, 64.0, 8,
+    1e-3, 64.0, 0.0, 8,
 )  # fmt: skip
 @examples(15)
 @given(
@@ -237,14 +238,15 @@ def test_ranks_that_run_together_take_no_less_than_they_need(
         window_size=st.none() | st.tuples(st.integers(0, 200), st.just(0)),
     ),
     st.sampled_from([(4, 2), (6, 3), (8, 8), (12, 4)]), st.sampled_from([2, 64]), st.sampled_from([0.0, 1e-3]),
-    st.sampled_from([0.0, 64.0]), st.integers(0, 10**6),
+    st.sampled_from([0.0, 64.0]), st.sampled_from([0.0, 1.0]), st.integers(0, 10**6),
 )  # fmt: skip
 def test_no_plan_is_before_its_mesh(
     model: ModelShape, sequence: SequenceShape, ranks: tuple[int, int], together: int, overhead: float,
-    half_rows: float, which: int,
+    half_rows: float, launch: float, which: int,
 ) -> None:  # fmt: skip
-    """What is said of meshes that differ in their placement, of any way over them, whatever a tile costs."""
-    where = cluster(*ranks, inter=Link(1e8), kernels=Kernels(1e8, 1e8, overhead=overhead, half_rows=half_rows))
+    """What is said of meshes that differ in their placement, of any way over them, whatever a tile and a host cost."""
+    kernels = Kernels(1e8, 1e8, overhead=overhead, half_rows=half_rows, launch=launch)
+    where = cluster(*ranks, inter=Link(1e8), kernels=kernels)
     kinds: dict[tuple, list[Candidate]] = {}
     for one in attentions(model, sequence, where):
         kinds.setdefault((one.axes, one.schedule, one.order), []).append(one)

@@ -4,7 +4,7 @@ Queries and keys come as spans of positions, stored one after another, ascending
 is then a range of rows, and of neighbouring queries a segment: rows of queries, rows of keys, and a window. Segments
 with the same window, which share neither queries nor keys, are one call of a kernel that takes cumulative lengths.
 
-Note [Two ways to find segments]
+Note [Three ways to find segments]
 Where all queries of a span see the same keys, as they do of most blocks of packed documents, segments are read off,
 whatever the mask (``_whole``). Elsewhere, without a bound on the left, all queries of a document see its stored keys
 from the first one on, up to a row that stands still or moves along from query to query, whatever positions lie between

@@ -298,7 +298,8 @@ class _Search:
     """The choices of every mesh and schedule, fastest first.
 
     What takes longer to say is asked only of those whose turn comes: at first, of attentions that differ in placement
-    and rotations, the least that they compute; then of each choice the least that it takes, what it takes, its memory.
+    and rotations, the least that they compute and launch; then of each choice the least that it takes, what it takes,
+    its memory.
     """
 
     def __init__(
@@ -320,7 +321,7 @@ class _Search:
             self.queue.append((least, min(meshes), _UNKNOWN, meshes))
 
     def _least(self, meshes: "_Meshes") -> float:
-        """Seconds below which no choice of meshes that differ in their placement is: what it computes."""
+        """Seconds below which no choice of meshes that differ in their placement is: what it computes, and launches."""
         model, sequence, kernels = self.model, self.sequence, self.cluster.kernels
         alike = [*chain.from_iterable(meshes.values())]
         rotations = {one.rotate_forward for one in alike}, {one.rotate for one in alike}
