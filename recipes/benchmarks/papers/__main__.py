@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmarks.papers`: WallFacer's figures 7, 9 and 10, predicted (a minute on two cores)."""
+"""`python -m recipes.benchmarks.papers`: WallFacer's figures 7, 9 and 10, predicted (minutes on one core)."""
 
 from collections.abc import Iterator
 from pathlib import Path

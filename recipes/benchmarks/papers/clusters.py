@@ -106,7 +106,6 @@ class Step:
     attention: float
     prediction: Prediction
     tokens: int
-    fits: bool
 
     @property
     def throughput(self) -> float:
@@ -142,15 +141,17 @@ def predicted(setting: Setting) -> Steps:
     ring = next(_step(setting, way.candidate) for way in every if RING in names_of(way.candidate))
     published = [way.candidate for way in every if PUBLISHED in names_of(way.candidate)]
     walls = {team: next((_step(setting, it) for it in published if it.team == team), None) for team in (2, 4)}
-    steps = (_step(setting, way.candidate) for way in every)
-    best = min((step for step in steps if step.fits), key=lambda step: step.prediction.seconds)
-    return Steps(ring, walls, best, len(every))
+    steps = sorted((_step(setting, way.candidate) for way in every), key=lambda step: step.prediction.seconds)
+    return Steps(ring, walls, next(step for step in steps if _fits(setting, step.candidate)), len(every))
 
 
 def _step(setting: Setting, candidate: Candidate) -> Step:
     candidate, sizes = replace(candidate, checkpoint=CHECKPOINT), (setting.model, setting.sequence)
     cost = attention_cost(candidate, *sizes, setting.cluster)
-    peak = stack_memory(candidate, *sizes).peak
-    prediction = replace(predict(candidate, *sizes, setting.cluster, cost), memory=peak)
-    fits = setting.cluster.memory is None or peak <= setting.cluster.memory
-    return Step(candidate, cost.seconds, prediction, setting.tokens, fits)
+    return Step(candidate, cost.seconds, predict(candidate, *sizes, setting.cluster, cost), setting.tokens)
+
+
+def _fits(setting: Setting, candidate: Candidate) -> bool:
+    """Whether a rank holds it: told by a run on tensors without contents, which takes longer than all predictions."""
+    memory = setting.cluster.memory
+    return memory is None or stack_memory(candidate, setting.model, setting.sequence).peak <= memory
