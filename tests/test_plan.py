@@ -586,8 +586,9 @@ def test_a_plan_makes_its_mesh_and_styles() -> None:
         sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         it, order = made.chosen, made.order(mesh)
         assert (sizes["cp_ring"], sizes["cp_team"], sizes.get("cp_ulysses", 1)) == (it.ring, it.team, it.ulysses)
+    no_ulysses = replace(it, ring=8 // it.team, ulysses=1, placement="team_in_node", feed_forward="metp")
     metp, both = (
-        replace(made, ranked=(replace(made.ranked[0], candidate=replace(it, feed_forward="metp", projections=name)),))
+        replace(made, ranked=(replace(made.ranked[0], candidate=replace(no_ulysses, projections=name)),))
         for name in ("plain", "metp")
     )
     styles = metp.styles(order)

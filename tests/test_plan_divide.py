@@ -303,15 +303,15 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
 of 540
-5.581 s, 61.1 GB, fastest: 1% of the step is waiting
+5.821 s, 61.1 GB, fastest: 1% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-5.589 s, 69.1 GB, +0.1%: waits 7.67 ms longer
+5.836 s, 69.1 GB, +0.3%: waits 7.67 ms longer
   replicas 2 x shards 2 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-5.640 s, 61.1 GB, +1.0%: computes 118 ms longer, in smaller tiles
-  shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
-5.647 s, 69.1 GB, +1.2%: computes 118 ms longer, in smaller tiles
-  replicas 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
-1: 6.079, 2: 5.757, 4: 5.581, 8: 5.640, 16: 5.689
+5.878 s, 61.1 GB, +1.0%: waits 62.5 ms longer
+  shards 2 x context 8, 4 microbatches of 2: ulysses 8, head-tail
+5.893 s, 69.1 GB, +1.2%: waits 70.2 ms longer
+  replicas 2 x context 8, 4 microbatches of 2: ulysses 8, head-tail
+1: 6.237, 2: 5.981, 4: 5.821, 8: 5.878, 16: 5.929
 enough: 4""",
     )
 
@@ -322,15 +322,15 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 1125
-21.693 s, 72.9 GB, fastest: 11% of the step is waiting
+21.977 s, 72.9 GB, fastest: 9% of the step is waiting
   shards 4 x context 2 x tensor 4, 8 microbatches of 1: ulysses 2, head-tail
-21.985 s, 72.9 GB, +1.3%: computes 218 ms longer, in smaller tiles
+22.269 s, 72.9 GB, +1.3%: computes 218 ms longer, in smaller tiles
   shards 2 x context 4 x tensor 4, 8 microbatches of 2: ulysses 2 x ring 2, ulysses in node, rotates kv, head-tail
-22.458 s, 69.0 GB, +3.5%: waits 531 ms longer
+22.716 s, 69.0 GB, +3.4%: waits 504 ms longer
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: team 4, 2d, rotates q, head-tail
-22.612 s, 72.9 GB, +4.2%: computes 543 ms longer, in smaller tiles
+22.897 s, 72.9 GB, +4.2%: computes 543 ms longer, in smaller tiles
   context 8 x tensor 4, 8 microbatches of 4: ulysses 2 x team 4, ulysses in node, rings, rotates q, head-tail
-1: 24.950, 2: 21.693, 4: 21.985, 8: 22.612, 16: 23.218, 32: 23.845
+1: 25.803, 2: 21.977, 4: 22.269, 8: 22.897, 16: 23.512, 32: 24.139
 enough: 2""",
     )
 
@@ -341,14 +341,14 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
 of 90
-15.862 s, 123.9 GB, fastest: 0% of the step is waiting
+16.040 s, 123.9 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
-16.077 s, 132.3 GB, +1.4%: waits 234 ms longer
+16.193 s, 132.3 GB, +1.0%: waits 172 ms longer
   context 4 x tensor 2, 2 microbatches of 1: team 4, 2d, rotates q, head-tail
-16.463 s, 69.1 GB, +3.8%: computes 550 ms longer, layers but for attention twice
+16.704 s, 69.1 GB, +4.1%: computes 613 ms longer, layers but for attention twice
   shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
-16.749 s, 68.0 GB, +5.6%: computes 550 ms longer, layers but for attention twice
+16.945 s, 68.0 GB, +5.6%: computes 613 ms longer, layers but for attention twice
   shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
-1: 17.201, 2: 16.749, 4: 16.077, 8: 15.862
-enough: 8""",
+1: 17.427, 2: 16.945, 4: 16.193, 8: 16.040
+enough: 4""",
     )

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,14 +16,35 @@ from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
 from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.attention import compute_seconds, least_seconds, runs_together
 from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
 from wallfacer_dt.planning.predict import attention_cost, predict, predict_division
 from wallfacer_dt.planning.step import Spent, least_step, simulated_step
-from wallfacer_dt.planning.timeline import Begin, End, on_links, run
+from wallfacer_dt.planning.timeline import Begin, Compute, End, on_links, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, wires
 
 ONE = Cluster(4, 2, Link(1.0), Link(1.0))  # a byte a second
+
+
+def touched(model: ModelShape, tokens: float, itemsize: int = 2) -> tuple[float, float]:
+    """Seconds in which norms, positions and activations read and write so many tokens, forward and backward."""
+    norms, positions = 2 * (2 + 2) * model.hidden, 2 * (model.heads + model.keys) * model.dim
+    forward, backward = (2 + 1, 3 + 2 + 1) if model.gated else (1 + 1, 2 + 1 + 1)
+    return tuple(
+        itemsize * tokens * (norms + positions + activation * model.ffn) / KERNELS.merge
+        for activation in (forward, backward)
+    )
+
+
+def updated(elements: float) -> float:
+    """Seconds of AdamW: two moments and a weight read and written in four bytes, and a gradient read."""
+    return elements * (2 * 3 * 4 + 4) / KERNELS.merge
+
+
+def lost(model: ModelShape, tokens: float) -> float:
+    """Seconds of a last norm, which is as those of layers, and of the loss: logits read three times, one gradient."""
+    return 2 * tokens * ((2 + 2) * 2 * model.hidden + (3 + 1) * model.vocab) / KERNELS.merge
 
 
 def near(nbytes: int) -> Wire:
@@ -183,8 +205,9 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
     # METP's attention has its projections among its own events.
     projections = model.attention_weights if division.context.projections == "plain" else 0
     weights = projections + model.ffn_weights
-    assert run(layer.forward(()), layer.cluster).compute == pytest.approx(share * weights)
-    backward = run(layer.backward((), ()), layer.cluster).compute
+    beside = touched(model, tokens / division.tensor, layer.sequence.dtype.itemsize)
+    assert run(layer.forward(()), layer.cluster).compute == pytest.approx(share * weights + beside[0])
+    backward = run(layer.backward((), ()), layer.cluster).compute - beside[1] - (passes - 2) * beside[0]
     assert backward == pytest.approx(share * (passes * weights + again * model.ffn_weights))
 
 
@@ -237,7 +260,7 @@ def test_what_attention_computes_and_launches_is_known_before_its_transfers(laye
 
 
 def test_one_rank_only_computes() -> None:
-    """By hand: 6 for every token and weight, of which the backward has two thirds, and attention's rates."""
+    """By hand: 6 for every token and weight, of which the backward has two thirds, attention's rates, and the rest."""
     division = Division(Candidate(1, order="head_tail"), microbatch=3, microbatches=5)
     layer = layer_of(division)
     cost = cost_of(layer)
@@ -246,7 +269,44 @@ def test_one_rank_only_computes() -> None:
     weights = MODEL.layers * (MODEL.attention_weights + MODEL.ffn_weights) + MODEL.hidden * MODEL.vocab
     attention = MODEL.layers * (cost.forward.compute + cost.backward.compute)
     assert (it.exposed, it.overlapped, it.rank_bytes, it.node_bytes) == (pytest.approx(0, abs=1e-12), 0, 0, 0)
-    assert it.seconds == pytest.approx(6 * tokens * weights / KERNELS.linear + 5 * attention)
+    beside = MODEL.layers * sum(touched(MODEL, tokens)) + lost(MODEL, tokens)
+    # The embedding and norms are updated, too.
+    mine = weights + MODEL.hidden * MODEL.vocab + (2 * MODEL.layers + 1) * MODEL.hidden
+    products = 6 * tokens * weights / KERNELS.linear
+    assert it.seconds == pytest.approx(products + 5 * attention + beside + updated(mine))
+
+
+def test_what_is_beside_products_is_what_a_gpu_took() -> None:
+    """Four layers on an H200, 8192 tokens: 3.5 ms, compiled (docs/benchmarks/gpu_2026-11-26.md)."""
+    model = ModelShape(4096, 32, 8, ffn=10944, layers=4)
+    layer = Layer(Division(Candidate(1)), model, SequenceShape(8192), GPUS["h200"].cluster(1))
+    forward, backward = layer.forward(()), layer.backward((), ())
+    computed = (one for one in (*forward, *backward) if isinstance(one, Compute))
+    beside = sum(one.seconds for one in computed if one.what == "norms, positions, activation")
+    assert 4 * beside == pytest.approx(4.0e-3, rel=0.01)
+
+
+def test_attention_alone_updates_nothing() -> None:
+    """Its time is attention's; with a vocabulary that has its products and loss, and no norm of a layer."""
+    model = replace(MODEL, ffn=0, vocab=0)
+    layer = Layer(Division(Candidate(1)), model, SEQUENCE, layer_of(Division(Candidate(1))).cluster)
+    cost = cost_of(layer)
+    assert simulated_step(layer, cost.ways).seconds == pytest.approx(model.layers * cost.seconds)
+
+
+def test_the_stage_with_most_weights_is_waited_for() -> None:
+    """Both ends have a vocabulary's matrix, the last one more norm; its tensor ranks halve all but norms."""
+    division = Division(Candidate(1), pipeline=2, tensor=2, microbatches=1)
+    layer = Layer(division, MODEL, SEQUENCE, Cluster(4, 4, Link(1e40), Link(1e40), kernels=KERNELS))
+    ways = cost_of(layer).ways
+    with mock.patch("wallfacer_dt.planning.step._UPDATED", 0):
+        without = simulated_step(layer, ways)
+    half = MODEL.layers // 2
+    split = half * (MODEL.attention_weights + MODEL.ffn_weights) + MODEL.vocab * MODEL.hidden
+    mine = split // 2 + (2 * half + 1) * MODEL.hidden
+    step = simulated_step(layer, ways)
+    assert step.seconds - without.seconds == pytest.approx(updated(mine))
+    assert step.compute - without.compute == pytest.approx(updated(mine))
 
 
 @pytest.mark.parametrize("name", ["weights", "gradients", "replicas", "tokens", "activations"])
@@ -281,13 +341,15 @@ def test_weights_hide_behind_all_that_computes_and_gradients_of_the_last_layer_d
         gather, reduce = elements * 2 / bandwidth, elements * 4 / bandwidth
         # Of two that hold the same each receives half of its part as a sum, and the other half summed.
         alike = elements * 4 / bandwidth * (replicas > 1)
-        forward = cost.forward.compute + 2 * 256 * 2 * elements / KERNELS.linear
-        backward = cost.backward.compute + 4 * 256 * 2 * elements / KERNELS.linear
+        beside = touched(model, 256)
+        forward = cost.forward.compute + 2 * 256 * 2 * elements / KERNELS.linear + beside[0]
+        backward = cost.backward.compute + 4 * 256 * 2 * elements / KERNELS.linear + beside[1]
         step = simulated_step(layer, cost.ways)
         layers = max(forward, gather) + max(backward, gather + reduce + alike)
         assert (gather < forward) is is_hidden
         # Of the last layer but one the replicas' sum is still to be made, and then that of the last.
-        assert step.seconds == pytest.approx(gather + model.layers * layers + reduce + 2 * alike)
+        update = updated(model.layers * (elements + model.hidden))
+        assert step.seconds == pytest.approx(gather + model.layers * layers + reduce + 2 * alike + update)
 
 
 def test_a_pipeline_by_hand() -> None:
@@ -297,11 +359,13 @@ def test_a_pipeline_by_hand() -> None:
     layer = Layer(division, MODEL, SEQUENCE, where)
     cost = cost_of(layer)
     weights = MODEL.attention_weights + MODEL.ffn_weights
-    stage = 2 * (cost.forward.compute + cost.backward.compute + 6 * 256 * weights / KERNELS.linear)
-    head = 6 * 256 * MODEL.hidden * MODEL.vocab / KERNELS.linear
+    beside = sum(touched(MODEL, 256))
+    stage = 2 * (cost.forward.compute + cost.backward.compute + 6 * 256 * weights / KERNELS.linear + beside)
+    head = 6 * 256 * MODEL.hidden * MODEL.vocab / KERNELS.linear + lost(MODEL, 256)
+    update = updated(2 * weights + MODEL.hidden * MODEL.vocab + 5 * MODEL.hidden)
     it = predict_division(division, MODEL, SEQUENCE, where, cost)
-    assert it.seconds == pytest.approx(4 * stage + 3 * head)
-    assert it.compute == pytest.approx(3 * (stage + head))
+    assert it.seconds == pytest.approx(4 * stage + 3 * head + update)
+    assert it.compute == pytest.approx(3 * (stage + head) + update)
     assert division.bubble == pytest.approx(stage / (3 * stage))
     # What is sent is waited for, forward and backward, by all but the last that many times.
     slow = replace(layer, cluster=replace(where, inter=Link(1e6)))
@@ -318,11 +382,13 @@ def test_a_pipelines_weights_come_once_and_gradients_leave_once() -> None:
         times[rounds] = simulated_step(layer, cost_of(layer).ways).seconds
     cost = cost_of(layer)
     weights = model.attention_weights + model.ffn_weights
-    stage = 2 * (cost.forward.compute + cost.backward.compute + 6 * 256 * weights / KERNELS.linear)
+    beside = touched(model, 256)
+    stage = 2 * (cost.forward.compute + cost.backward.compute + 6 * 256 * weights / KERNELS.linear + sum(beside))
     assert times[3] - times[2] == pytest.approx(stage)
-    gather, forward = weights / 1e6, cost.forward.compute + 2 * 256 * weights / KERNELS.linear
+    gather, forward = weights / 1e6, cost.forward.compute + 2 * 256 * weights / KERNELS.linear + beside[0]
     assert gather > forward
-    assert times[2] == pytest.approx(3 * stage + gather + 2 * (gather - forward) + 2 * 2 * gather)
+    update = updated(weights + 2 * model.hidden)
+    assert times[2] == pytest.approx(3 * stage + gather + 2 * (gather - forward) + 2 * 2 * gather + update)
 
 
 def test_attention_shares_its_links_with_weights() -> None:

@@ -58,7 +58,7 @@ class Kernels:
         backward: likewise of attention's backward, 10 for every query, key and head dim.
         linear: of matrix products.
         overhead: seconds that a kernel call takes beyond them.
-        merge: bytes per second at which partial results are read and written.
+        merge: bytes per second at which partial results are read and written, and all that is elementwise.
         copy: seconds that a rank's processor is busy with a byte that it sends or receives; 0 where others do that.
         half_rows: of how many queries a block has half of these rates (Hockney's n1/2).
         attention: the kernel of attention that they are of, by name; it is what a plan's styles take.

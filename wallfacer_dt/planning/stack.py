@@ -129,7 +129,7 @@ def _of_weights(
     division: Division, model: ModelShape, sequence: SequenceShape, stage: int
 ) -> tuple[int, int, int, int]:
     """Bytes of a rank's weights, of their gradients and of the optimizer's states; and of whole weights in use."""
-    mine, itemsize = _elements(division, model, stage), sequence.dtype.itemsize
+    mine, itemsize = rank_weights(division, model, stage), sequence.dtype.itemsize
     optimizer = mine * (_MOMENTS + _MASTER * (itemsize < _MASTER))
     return mine * itemsize, mine * itemsize, optimizer, _gathered(division, model, stage) * itemsize
 
@@ -149,8 +149,8 @@ def _norms(model: ModelShape) -> int:
     return 2 * model.hidden
 
 
-def _elements(division: Division, model: ModelShape, stage: int) -> int:
-    """Of all weights of a stage, that a rank has."""
+def rank_weights(division: Division, model: ModelShape, stage: int) -> int:
+    """Of all elements of a stage's weights, those that a rank has between steps."""
     context, tensor = division.context, division.tensor
     layers = model.layers // division.pipeline
     split = layers * _shared(context, model) + _ends(division, stage) * model.vocab * model.hidden

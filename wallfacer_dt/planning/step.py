@@ -1,8 +1,12 @@
 """A step of training out of its layers: simulated, and the least that it can take, which is quick to say.
 
 A layer runs as ``layer`` has its events. Beside layers the first one's weights and the last one's gradients are waited
-for, and a vocabulary's output projection is computed; what FSDP sends of that counts as a layer's, and what it sends of
-the embedding not at all.
+for, a vocabulary's output projection and loss are computed, and weights are updated; what FSDP sends of the projection
+counts as a layer's, and what it sends of the embedding not at all.
+
+The loss reads logits twice, its backward once, and writes their gradient. AdamW reads a gradient, and reads and writes
+two moments and the weight: 28 bytes, in float32 as well as with master weights beside 16 bits. Without a feed-forward,
+where time is attention's alone, nothing is updated.
 
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
@@ -22,7 +26,11 @@ import numpy as np
 
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.layer import Layer, alone
+from wallfacer_dt.planning.stack import rank_weights
 from wallfacer_dt.planning.timeline import Event, Timeline, run
+
+_UPDATED = 28
+"""Bytes that AdamW reads or writes of a weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,15 +162,35 @@ _OneLayer = Callable[[bool], Spent]
 def _step(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) -> Spent:
     division = layer.division
     layers, rounds = layer.model.layers // division.pipeline, division.microbatches
-    flops = 6 * layer.rows * layer.model.hidden * layer.model.vocab / division.tensor
-    head = Spent(flops / layer.cluster.kernels.linear, flops / layer.cluster.kernels.linear)
+    head, update = _computing(_head(layer)), _computing(_update(layer))
     if division.pipeline == 1:
-        return rounds * (ends.weights + layers * (forward(True) + backward(True)) + head + ends.gradients)
+        return rounds * (ends.weights + layers * (forward(True) + backward(True)) + head + ends.gradients) + update
     # See Note [Pipelines].
     stage = layers * (forward(False) + backward(False)) + 2 * ends.activations
     waits = (division.pipeline - 1) * Spent(stage.seconds)
     gathered = ends.weights.seconds + layers * (forward(True).seconds - forward(False).seconds)
-    return rounds * (stage + head) + waits + Spent(gathered) + layers * ends.gradients
+    return rounds * (stage + head) + waits + Spent(gathered) + layers * ends.gradients + update
+
+
+def _computing(seconds: float) -> Spent:
+    return Spent(seconds, seconds)
+
+
+def _head(layer: Layer) -> float:
+    """Seconds of the norm before a vocabulary's output projection, of that and of the loss."""
+    model = layer.model
+    if not model.vocab:
+        return 0.0
+    flops = 6 * layer.rows * model.hidden * model.vocab / layer.division.tensor
+    return flops / layer.cluster.kernels.linear + layer.touching(8 * model.hidden + 4 * model.vocab)
+
+
+def _update(layer: Layer) -> float:
+    """Seconds of the optimizer, on the stage that has most weights."""
+    if not layer.model.ffn:
+        return 0.0
+    weights = max(rank_weights(layer.division, layer.model, stage) for stage in {0, layer.division.pipeline - 1})
+    return _UPDATED * weights / layer.cluster.kernels.merge
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,12 +96,15 @@ _NOT_DIVIDED = (
 def _left_out(model: ModelShape) -> Iterator[str]:
     """What is in no number, of the time and of memory."""
     if not model.ffn:
-        yield "in the time: projections (no --ffn: attention alone is planned)"
+        yield "in the time: all but attention (no --ffn), and with --vocab its output projection and loss"
     if not model.vocab:
         yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
     else:
         yield "in the time: FSDP's traffic of the embedding; of the output projection a layer's counts"
-    yield "in the time: norms, rotary embedding and other elementwise work, the loss, the optimizer, loading data"
+    yield (
+        "in the time: what norms, positions, activations and the loss take longer where torch.compile does not fuse "
+        "them (some three times as long), clipping of gradients, FSDP's copies of what it sends, loading data"
+    )
     yield (
         "in memory: what norms keep that are not torch's fused RMSNorm (transformers' own, float32 weights under "
         "autocast, any on the CPU), up to 3 times a rank's tokens each"
