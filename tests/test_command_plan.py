@@ -87,8 +87,11 @@ SMALL = Plan(
 
 
 FIGURES = Figures(
-    flops=10**12, peak=1e15, ranks=4, tokens=4098, memory=StackMemory(1, 20, 300, 4000, 50000, 600000),
-    origins={"forward": "assumed, 50% of the peak", "backward": "given", "linear": "measured", "launch": "by hand"},
+    flops=10**12, peak=1e15, ranks=4, tokens=4098, time={
+        "attention": 1.0, "products": 0.2, "elementwise": 0.03, "optimizer": 0.004, "transfers": 0.0005, "host": 0.0,
+    },
+    memory=StackMemory(1, 20, 300, 4000, 50000, 600000),
+    origins={"forward": "assumed, 50% of the peak", "backward": "given", "linear": "measured", "merge": "there", "launch": "by hand"},
     source="h100x4: by its data sheet", activation="gelu", left_out=("in the time: this", "of the model: that"),
 )  # fmt: skip
 
@@ -112,6 +115,7 @@ def test_golden_text() -> None:
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us over 2 interfaces
 attention at 357 TFLOPS (assumed, 50% of the peak), its backward at 322 TFLOPS (given), other matrix
 products at 600 TFLOPS (measured)
+memory is read and written at 2 TB/s (there)
 the host launches an operation of attention in 70 us (by hand)
 4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024
@@ -139,6 +143,13 @@ and 2 that need as much or more
 MFU of plan 1: 12.5%
 model FLOPs without recomputation, causal attention counted as half / (time x ranks x peak); 1e+12
 FLOPs, 1 PFLOPS a rank
+
+Time of plan 1, 2 ms a step as predicted:
+     1 s  attention
+  200 ms  other matrix products
+   30 ms  norms, positions, activations
+    4 ms  optimizer
+  500 us  waiting for transfers
 
 Memory of plan 1, 654 kB a rank:
      1 B  weights, a rank's shards
@@ -178,9 +189,10 @@ def test_golden_text_of_a_profile() -> None:
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us
 attention at 1 TFLOPS (measured), its backward at 500 GFLOPS (measured) in long blocks, half of that
 in those of 40 queries, other matrix products at 2 TFLOPS (measured)
+memory is read and written at 1 GB/s (measured)
 4098 tokens in contiguous or head_tail order, causal, window 100, batch 1, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024
-a kernel call costs 10 us, results are merged at 1 GB/s
+a kernel call costs 10 us
 a rank copies what it sends and receives, at 1 GB/s
 
 Plans that were run: a step of attention, forward and backward
@@ -221,9 +233,10 @@ def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["tokens_per_second"] == pytest.approx(2 * 4096 / plan.prediction.seconds)
     assert (figures["mfu"], figures["peak"], figures["source"]) == (None, None, "")
     assert sum(figures["memory"].values()) == plan.prediction.memory
+    assert sum(figures["time"].values()) == pytest.approx(plan.prediction.seconds)
     assert figures["origins"] == {
         "forward": "given", "backward": "assumed, 0.95 of the forward's", "linear": "given",
-        "launch": "assumed, an H100's",
+        "merge": "assumed, an H100's", "launch": "assumed, an H100's",
     }  # fmt: skip
     assert document.pop("version") == 1
     assert document == listed(asdict(plan))

@@ -15,12 +15,12 @@ from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluste
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.dividing import DivisionPlan, _Search, divide, divisions
+from wallfacer_dt.planning.dividing import DivisionPlan, RankedDivision, _Search, _why, divide, divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.predict import predict_division
+from wallfacer_dt.planning.predict import Prediction, predict_division
 from wallfacer_dt.planning.stack import division_memory, least_memory, stack_memory
 
 
@@ -352,3 +352,17 @@ of 90
 1: 17.427, 2: 16.945, 4: 16.193, 8: 16.040
 enough: 4""",
     )
+
+
+def test_why_a_division_computes_longer() -> None:
+    division = Division(Candidate(2), shards=4)
+    first = RankedDivision(division, Prediction(1.0, 0.9, 0.1, 0.0, 0, 0, 0))
+    slower = replace(first.prediction, seconds=1.05, compute=0.95)
+    for changes, why in (
+        ({"replicas": 2, "shards": 2}, "with more weights to update"),
+        ({"replicas": 2, "shards": 1, "context": Candidate(4)}, "in smaller tiles and with more weights to update"),
+        ({"shards": 2, "context": Candidate(4)}, "in smaller tiles"),
+        ({"replicas": 2, "shards": 2, "context": Candidate(2, checkpoint="full")}, "layers twice"),
+    ):
+        one = RankedDivision(replace(division, **changes), slower)
+        assert _why(one, first) == f"+5.0%: computes 50 ms longer, {why}"

@@ -31,7 +31,7 @@ from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.dividing import divide
 from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.gpus import AUTO, GPUS
-from wallfacer_dt.planning.known_models import MODELS
+from wallfacer_dt.planning.known_models import LEARNED, MODELS
 from wallfacer_dt.planning.longest import length_unit, longest_length
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.units import parse_tokens
@@ -155,7 +155,7 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
     assert peak == 989e12
     assert origins == {
         "forward": "measured with flash", "backward": "measured with flash", "linear": "assumed, 61% of the peak",
-        "launch": "assumed",
+        "merge": "assumed", "launch": "assumed",
     }  # fmt: skip
     flash = base.kernels
     changes = {
@@ -167,6 +167,7 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
         "memory": ("40GB", {"memory": 40 * 10**9}),
         "ranks_per_node": (4, {"ranks_per_node": 4, "nics": 4, "inter": Link(200e9, 10e-6)}),
         "linear_speed": ("1TFLOPS", {"kernels": replace(flash, linear=1e12)}),
+        "memory_rate": ("1TB/s", {"kernels": replace(flash, merge=1e12)}),
         "launch": ("9us", {"kernels": replace(flash, launch=9e-6)}),
         "attention_speed": ("1TFLOPS", {"kernels": replace(flash, forward=1e12, backward=322 / 357 * 1e12)}),
         "kernel": ("cudnn", {"kernels": GPUS["h100"].kernels(128, "cudnn")}),
@@ -181,10 +182,11 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
     for told in ({"kernel": "auto"}, {"attention_speed": "1TFLOPS"}):
         assert "--kernel" not in Machines(name="h100x16", **told).cluster(torch.bfloat16, 128).source
     assert "--kernel" not in Machines(name="a100x16").cluster(torch.bfloat16, 128).source
-    speeds = {"attention_speed": "1TFLOPS", "linear_speed": "1TFLOPS", "launch": "0s"}
+    speeds = {"attention_speed": "1TFLOPS", "linear_speed": "1TFLOPS", "memory_rate": "1TB/s", "launch": "0s"}
     said = where(name="h100x16", **speeds)[1]
     assert said == {
-        "forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given", "launch": "given"
+        "forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given", "merge": "given",
+        "launch": "given",
     }  # fmt: skip
     told = Machines(name="h200x16", kernel="flash_attn_3", attention_speed="699TFLOPS")
     assert told.cluster(torch.bfloat16, 128).cluster.kernels.backward == pytest.approx(587e12)
@@ -198,7 +200,7 @@ def test_heads_between_those_in_the_table() -> None:
     assert machines.cluster(torch.float16, 64).origins["forward"] == "assumed with flash, 48% of the peak"
     hopper = Machines(name="h200x8", kernel="flash_attn_3")
     measured = dict.fromkeys(("forward", "backward", "linear"), "measured")
-    assert hopper.cluster(torch.float16, 128).origins == measured | {"launch": "assumed"}
+    assert hopper.cluster(torch.float16, 128).origins == measured | {"merge": "assumed", "launch": "assumed"}
     # What was measured of others is assumed of these.
     assert hopper.cluster(torch.float16, 192).origins["backward"] == "assumed, 59% of the peak as for heads of 128"
     with pytest.raises(OptionError, match="--dtype: no attention kernel for it on --cluster a100x8, use --dtype bfloa"):
@@ -210,7 +212,7 @@ def test_without_a_name_rates_are_assumed_to_be_an_h100s() -> None:
     assert (cluster.kernels, peak) == (GPUS["h100"].kernels(128), None)
     assert origins == {
         "forward": "measured with flash, an H100's", "backward": "measured with flash, an H100's",
-        "linear": "assumed, 61% of the peak, an H100's", "launch": "assumed, an H100's",
+        "linear": "assumed, 61% of the peak, an H100's", "merge": "assumed, an H100's", "launch": "assumed, an H100's",
     }  # fmt: skip
     cluster, origins, _ = where(
         ranks=2, intra="1GB/s", kernel="flex", attention_speed="1TFLOPS", linear_speed="2TFLOPS"
@@ -218,7 +220,7 @@ def test_without_a_name_rates_are_assumed_to_be_an_h100s() -> None:
     assert cluster.kernels == Kernels(1e12, 322 / 357 * 1e12, 2e12, merge=2e12, attention="flex")
     assert origins == {
         "forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given",
-        "launch": "assumed, an H100's",
+        "merge": "assumed, an H100's", "launch": "assumed, an H100's",
     }  # fmt: skip
 
 
@@ -339,7 +341,7 @@ def test_configs(tmp_path: Path) -> None:
     assert gpt.shape == ModelShape(768, 12, ffn=3072, gated=False, layers=12, vocab=50257)
     assert (gpt.activation, gpt.left_out) == (
         "gelu_tanh",
-        ("shared embeddings, taken as two", "biases", "learned positions"),
+        ("shared embeddings, taken as two", "biases", LEARNED),
     )
     assert make_model(written(tmp_path, GPT2 | {"n_inner": 100})).shape.ffn == 100
     gemma = make_model(written(tmp_path, GEMMA))

@@ -342,6 +342,10 @@ def _why(one: RankedDivision, first: RankedDivision) -> str:
     if waits >= computes:
         bubble = f", a bubble of {one.division.bubble:.0%}" if one.division.pipeline > 1 else ""
         return f"{slower:+.1%}: waits {format_time(waits)} longer{bubble}"
+    mine, other = one.division, first.division
     again = {"none": "", "attention": ", layers but for attention twice", "full": ", layers twice"}
-    how = again[one.division.context.checkpoint] or ", in smaller tiles"
+    more = mine.replicas > other.replicas
+    tiles = (mine.context, mine.tensor, mine.microbatch) != (other.context, other.tensor, other.microbatch) or not more
+    parts = ["in smaller tiles"] * tiles + ["with more weights to update"] * more
+    how = again[mine.context.checkpoint] or f", {' and '.join(parts)}"
     return f"{slower:+.1%}: computes {format_time(computes)} longer{how}"

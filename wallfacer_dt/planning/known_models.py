@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from wallfacer_dt.planning.model import ModelShape
 
+LEARNED = "learned positions, for which the time of rotary ones is counted"
+
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
@@ -41,12 +43,12 @@ MODELS = {
     "gpt3-175b": KnownModel(
         ModelShape(12288, 96, ffn=49152, gated=False, layers=96, vocab=50257),
         "gelu",
-        ("biases", "learned positions", "its locally banded layers, taken as dense", "shared embeddings, taken as two"),
+        ("biases", LEARNED, "its locally banded layers, taken as dense", "shared embeddings, taken as two"),
     ),
     # Table 1 of "Scalable Diffusion Models with Transformers", and DiT_XL_2 of facebookresearch/DiT.
     "dit-xl/2": KnownModel(
         ModelShape(1152, 16, ffn=4608, gated=False, layers=28),
         "gelu_tanh",
-        ("biases", "conditioning by adaLN (6 x hidden^2 weights a layer)", "patch embedding and final layer"),
+        ("biases", LEARNED, "conditioning by adaLN (6 x hidden^2 weights a layer)", "patch embedding and final layer"),
     ),
 }

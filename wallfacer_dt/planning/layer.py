@@ -13,14 +13,6 @@ give; the backward does the same the other way round (Megatron-LM with sequence 
 figure 5). As DTensor does it: what was gathered is kept, and all of it is waited for.
 
 These transfers, attention's, METP's and FSDP's share the links.
-
-Note [Elementwise work]
-Norms, rotary positions and activations take the time in which what they read and write moves at the rate of merging,
-fused as torch.compile fuses them. Of a token, in elements: a norm with the sum before it reads two rows and writes two,
-and so does their backward; positions read and write queries and keys, each way; an activation reads gate and up, or up
-alone, and writes one; its backward reads these and a gradient, and writes theirs and what the activation gave, again.
-Four layers on an H200 took 3.5 ms for what are 4.0 here, and 12 where nothing was compiled
-(docs/benchmarks/gpu_2026-11-26.md).
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,10 +21,13 @@ from dataclasses import dataclass
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norms_bytes
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
 from wallfacer_dt.planning.traffic import Wire
 from wallfacer_dt.planning.weights_ring import feed_forward_events
+
+ELEMENTWISE = "norms, positions, activation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +136,14 @@ class Layer:
         return Compute(2 * self.rows * weights / self.division.tensor / self.cluster.kernels.linear, what)
 
     def _elementwise(self, *, backward: bool) -> Compute:
-        """See Note [Elementwise work]."""
-        model = self.model
-        activation = (2 if backward else 1) * (3 if model.gated else 2) * model.ffn
-        elements = 8 * model.hidden + 2 * (model.heads + model.keys) * model.dim + activation
-        return Compute(self.touching(elements), "norms, positions, activation")
+        sizes = self.model, self.sequence, self.rows
+        nbytes = norms_bytes(*sizes)
+        for part in (attention_bytes, feed_forward_bytes):
+            nbytes += part(self.division.context, *sizes, backward=backward)
+        return Compute(self.touching(nbytes), ELEMENTWISE)
 
-    def touching(self, elements: int) -> float:
-        """Seconds in which tensor ranks read or write so many elements of each token."""
-        nbytes = self.rows * elements * self.sequence.dtype.itemsize
+    def touching(self, nbytes: int) -> float:
+        """Seconds in which a tensor rank reads or writes its part of so many bytes."""
         return nbytes / self.division.tensor / self.cluster.kernels.merge
 
     @property

@@ -484,9 +484,9 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
         return replace(one, why=f"{slower:+.0%}: waits {format_time(waits)} longer{_more_bytes(p, best)}")
-    return replace(
-        one, why=f"{slower:+.0%}: computes {format_time(computes)} longer (smaller tiles, more merging, or idle heads)"
-    )
+    sums = "METP's sums, " * ("metp" in (one.candidate.feed_forward, one.candidate.projections))
+    causes = f"{sums}smaller tiles, more merging, or idle heads"
+    return replace(one, why=f"{slower:+.0%}: computes {format_time(computes)} longer ({causes})")
 
 
 def _as_fast(p: Prediction, best: Prediction) -> str:

@@ -156,10 +156,10 @@ def rank_weights(division: Division, model: ModelShape, stage: int) -> int:
     split = layers * _shared(context, model) + _ends(division, stage) * model.vocab * model.hidden
     mine = 0
     if context.feed_forward == "metp":
-        units = shard_sizes(model.ffn, context.axes)[0]
+        units = -(-model.ffn // context.size)
         mine += layers * units * (model.ffn_weights // max(1, model.ffn))
     if context.projections == "metp":
-        rows = sum(shard_sizes(heads * model.dim, context.axes)[0] for heads in (model.heads, model.keys))
+        rows = sum(-(-heads * model.dim // context.size) for heads in (model.heads, model.keys))
         mine += layers * 2 * rows * model.hidden
     norms = layers * _norms(model) + model.hidden * _has_loss(division, model, stage)
     return -(-(-(-split // tensor) + norms) // division.weight_ranks) + mine

@@ -6,7 +6,7 @@ counts as a layer's, and what it sends of the embedding not at all.
 
 The loss reads logits twice, its backward once, and writes their gradient. AdamW reads a gradient, and reads and writes
 two moments and the weight: 28 bytes, in float32 as well as with master weights beside 16 bits. Without a feed-forward,
-where time is attention's alone, nothing is updated.
+where time is that of attention and of what a vocabulary needs, nothing is updated.
 
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from wallfacer_dt.planning.candidates import Candidate
-from wallfacer_dt.planning.layer import Layer, alone
+from wallfacer_dt.planning.layer import ELEMENTWISE, Layer, alone
 from wallfacer_dt.planning.stack import rank_weights
-from wallfacer_dt.planning.timeline import Event, Timeline, run
+from wallfacer_dt.planning.timeline import Compute, Event, Timeline, run
 
 _UPDATED = 28
 """Bytes that AdamW reads or writes of a weight."""
@@ -127,6 +127,26 @@ def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
     )
 
 
+def beside_attention(layer: Layer) -> dict[str, float]:
+    """What a step computes but for attention, under METP with its projections, on the last stage of a pipeline.
+
+    Args:
+        layer: what all layers are.
+
+    Returns:
+        Seconds of matrix products, of what is elementwise, and of the optimizer.
+    """
+    division, (products, touched) = layer.division, _head(layer)
+    passes = layer.forward((), shares_weights=False), layer.backward((), (), shares_weights=False)
+    for event in (event for one in passes for event in one if isinstance(event, Compute)):
+        seconds = layer.model.layers // division.pipeline * event.seconds
+        products, touched = (
+            (products, touched + seconds) if event.what == ELEMENTWISE else (products + seconds, touched)
+        )
+    rounds = division.microbatches
+    return {"products": rounds * products, "elementwise": rounds * touched, "optimizer": _update(layer)}
+
+
 def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
     """Seconds that no step is below, however transfers of attention and layers get along on the links.
 
@@ -162,7 +182,7 @@ _OneLayer = Callable[[bool], Spent]
 def _step(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) -> Spent:
     division = layer.division
     layers, rounds = layer.model.layers // division.pipeline, division.microbatches
-    head, update = _computing(_head(layer)), _computing(_update(layer))
+    head, update = _computing(sum(_head(layer))), _computing(_update(layer))
     if division.pipeline == 1:
         return rounds * (ends.weights + layers * (forward(True) + backward(True)) + head + ends.gradients) + update
     # See Note [Pipelines].
@@ -176,20 +196,21 @@ def _computing(seconds: float) -> Spent:
     return Spent(seconds, seconds)
 
 
-def _head(layer: Layer) -> float:
-    """Seconds of the norm before a vocabulary's output projection, of that and of the loss."""
+def _head(layer: Layer) -> tuple[float, float]:
+    """Seconds of a vocabulary's output projection, and of the norm before it and the loss."""
     model = layer.model
     if not model.vocab:
-        return 0.0
+        return 0.0, 0.0
     flops = 6 * layer.rows * model.hidden * model.vocab / layer.division.tensor
-    return flops / layer.cluster.kernels.linear + layer.touching(8 * model.hidden + 4 * model.vocab)
+    touched = layer.rows * (8 * model.hidden + 4 * model.vocab) * layer.sequence.dtype.itemsize
+    return flops / layer.cluster.kernels.linear, layer.touching(touched)
 
 
 def _update(layer: Layer) -> float:
-    """Seconds of the optimizer, on the stage that has most weights."""
+    """Seconds of the optimizer, on the last stage, of which none has more weights."""
     if not layer.model.ffn:
         return 0.0
-    weights = max(rank_weights(layer.division, layer.model, stage) for stage in {0, layer.division.pipeline - 1})
+    weights = rank_weights(layer.division, layer.model, layer.division.pipeline - 1)
     return _UPDATED * weights / layer.cluster.kernels.merge
 
 

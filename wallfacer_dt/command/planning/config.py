@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wallfacer_dt.planning import ModelShape
-from wallfacer_dt.planning.known_models import KnownModel
+from wallfacer_dt.planning.known_models import LEARNED, KnownModel
 from wallfacer_dt.reading import read_json, shown
 
 _MOST_BYTES = 2**20
@@ -96,5 +96,5 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
     if kind in ("gpt2", "qwen2"):
         found.append("biases")
     if kind == "gpt2":
-        found.append("learned positions")
+        found.append(LEARNED)
     return found

@@ -1,4 +1,4 @@
-"""What stands beside a plan's predictions: tokens per second, MFU, memory by category, and what none of them counts."""
+"""What stands beside a plan's predictions: tokens per second, MFU, time and memory by category, and what is in none."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +10,9 @@ from wallfacer_dt.planning.dividing import DivisionPlan, RankedDivision
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.known_models import KnownModel
+from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.stack import StackMemory, division_memory
+from wallfacer_dt.planning.step import beside_attention
 
 MFU = "model FLOPs without recomputation, causal attention counted as half / (time x ranks x peak)"
 
@@ -24,6 +26,8 @@ class Figures:
         peak: of a rank, floating point operations per second; None: not known, and so no MFU.
         ranks: that share a step.
         tokens: of a step.
+        time: of the first plan, predicted: seconds of attention, products, elementwise and optimizer, all of them
+            computing, and of transfers and host, which are waited for.
         memory: of the first plan.
         origins: who says the rates of kernels, see :class:`Where`.
         source: of the cluster, a line, or empty.
@@ -35,6 +39,7 @@ class Figures:
     peak: float | None
     ranks: int
     tokens: int
+    time: Mapping[str, float]
     memory: StackMemory
     origins: Mapping[str, str]
     source: str
@@ -49,12 +54,17 @@ class Figures:
         else:
             step, others = plan.sequence, (_ALL_SHARE,)
             division = Division(plan.chosen, microbatch=step.batch)
+        taken = replace(step, batch=division.microbatch)
+        prediction, beside = plan.prediction, beside_attention(Layer(division, plan.model, taken, plan.cluster))
+        time = {"attention": prediction.compute - sum(beside.values()), **beside}
+        time |= {"transfers": prediction.exposed - prediction.host, "host": prediction.host}
         return cls(
             flops=model_flops(plan.model, step),
             peak=where.peak,
             ranks=plan.cluster.ranks,
             tokens=step.batch * step.length,
-            memory=division_memory(division, plan.model, replace(step, batch=division.microbatch)),
+            time=time,
+            memory=division_memory(division, plan.model, taken),
             origins=where.origins,
             source=where.source,
             activation=known.activation,
@@ -77,6 +87,7 @@ class Figures:
             "mfu": self.mfu(first),
             "flops": self.flops,
             "peak": self.peak,
+            "time": dict(self.time),
             "memory": asdict(self.memory),
             "origins": dict(self.origins),
             "source": self.source,
@@ -96,15 +107,17 @@ _NOT_DIVIDED = (
 def _left_out(model: ModelShape) -> Iterator[str]:
     """What is in no number, of the time and of memory."""
     if not model.ffn:
-        yield "in the time: all but attention (no --ffn), and with --vocab its output projection and loss"
+        yield "in the time: layers but for their attention, and the optimizer (no --ffn)"
     if not model.vocab:
         yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
     else:
         yield "in the time: FSDP's traffic of the embedding; of the output projection a layer's counts"
-    yield (
-        "in the time: what norms, positions, activations and the loss take longer where torch.compile does not fuse "
-        "them (some three times as long), clipping of gradients, FSDP's copies of what it sends, loading data"
-    )
+    if model.ffn or model.vocab:
+        yield (
+            "in the time: what norms, positions, activations and the loss take longer where torch.compile does not "
+            "fuse them, some three times as long; the embedding, sums of microbatches' gradients and their clipping, "
+            "FSDP's copies of what it sends, loading data"
+        )
     yield (
         "in memory: what norms keep that are not torch's fused RMSNorm (transformers' own, float32 weights under "
         "autocast, any on the CPU), up to 3 times a rank's tokens each"

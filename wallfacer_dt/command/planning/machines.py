@@ -17,7 +17,7 @@ from wallfacer_dt.planning.gpus import GPU, GPUS, INTER_LATENCY, INTRA_LATENCY, 
 from wallfacer_dt.planning.units import format_speed, format_time, parse_rate, parse_size, parse_speed, parse_time
 
 _NO_LINK = Link(1e12)
-MEASURED = dict.fromkeys(("forward", "backward", "linear", "launch"), "measured")
+MEASURED = dict.fromkeys(("forward", "backward", "linear", "merge", "launch"), "measured")
 
 
 class Where(NamedTuple):
@@ -51,6 +51,7 @@ class Machines:
         inter_latency: of one between nodes.
         attention_speed: of attention's forward.
         linear_speed: of matrix products.
+        memory_rate: at which memory is read and written.
         launch: time of the host for an operation of attention.
         peak_speed: of a rank by its data sheet.
         memory: of a rank.
@@ -67,6 +68,7 @@ class Machines:
     inter_latency: str | None = None
     attention_speed: str | None = None
     linear_speed: str | None = None
+    memory_rate: str | None = None
     launch: str | None = None
     peak_speed: str | None = None
     memory: str | None = None
@@ -133,7 +135,7 @@ class Machines:
         if self.name is not None:
             raise OptionError("--cluster: links and kernels are measured in --profile; leave one of them out")
         links = "intra", "inter", "intra_latency", "inter_latency"
-        for name in (*links, "attention_speed", "linear_speed", "launch", "kernel"):
+        for name in (*links, "attention_speed", "linear_speed", "memory_rate", "launch", "kernel"):
             if getattr(self, name) is not None:
                 raise OptionError(f"{_option(name)} is measured in --profile; leave one of them out")
         cluster = cluster if self.memory is None else replace(cluster, memory=read_memory(self.memory))
@@ -189,7 +191,7 @@ class Machines:
         if gpu is None and (self.kernel or "forward" not in given):
             self._check_kernel(None if "forward" in given else whose.capability, dtype, head_dim)
         known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
-        origins = {"linear": whose.origin_of_linear, "launch": "assumed"}
+        origins = {"linear": whose.origin_of_linear, "merge": "assumed", "launch": "assumed"}
         if kernel == "auto" or kernel in whose.attention:
             known = whose.kernels(head_dim, kernel)
             origins["forward"], origins["backward"] = whose.origins(head_dim, kernel)
@@ -231,6 +233,9 @@ class Machines:
         if self.linear_speed is not None:
             with naming("--linear-speed"):
                 given["linear"] = parse_speed(self.linear_speed)
+        if self.memory_rate is not None:
+            with naming("--memory-rate"):
+                given["merge"] = parse_rate(self.memory_rate)
         if self.launch is not None:
             with naming("--launch"):
                 given["launch"] = parse_time(self.launch)

@@ -124,6 +124,14 @@ def plan(
         str | None,
         typer.Option(metavar=_SPEED, help="Speed of other matrix products. [default: of --cluster, or an H100's]"),
     ] = None,
+    memory_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_RATE,
+            help="At which a rank reads and writes its memory, as merging, norms and the optimizer do. [default: of "
+            "--cluster, or an H100's]",
+        ),
+    ] = None,
     launch: Annotated[
         str | None,
         typer.Option(
@@ -170,7 +178,7 @@ def plan(
     machines = Machines(
         name=cluster, ranks=ranks, ranks_per_node=ranks_per_node, nics=nics, intra=intra, inter=inter,
         intra_latency=intra_latency, inter_latency=inter_latency, attention_speed=attention_speed,
-        linear_speed=linear_speed, launch=launch, peak_speed=peak_speed, memory=memory, kernel=kernel,
+        linear_speed=linear_speed, memory_rate=memory_rate, launch=launch, peak_speed=peak_speed, memory=memory, kernel=kernel,
     )  # fmt: skip
     measured = None if profile is None else load_profile(profile)
     where = machines.cluster(sequence.dtype, known.shape.dim) if measured is None else machines.measured(measured)

@@ -64,9 +64,7 @@ def print_profile(plan: Plan, profile: Profile, path: Path, console: Console) ->
     for line in _summary(plan, MEASURED):
         console.print(line)
     kernels = plan.cluster.kernels
-    console.print(
-        f"a kernel call costs {format_time(kernels.overhead)}, results are merged at {format_rate(kernels.merge)}"
-    )
+    console.print(f"a kernel call costs {format_time(kernels.overhead)}")
     if kernels.copy:
         console.print(f"a rank copies what it sends and receives, at {format_rate(1 / kernels.copy)}")
     print_table("Plans that were run: a step of attention, forward and backward", _runs(plan, profile), console)
@@ -108,6 +106,7 @@ def summary_of_cluster(cluster: Cluster, origins: Mapping[str, str]) -> Iterator
     long = f" in long blocks, half of that in those of {kernels.half_rows:.0f} queries" * (kernels.half_rows >= 0.5)
     by = f" by {kernels.attention}" * (kernels.attention != "auto")
     yield f"attention{by} at {speeds[0]}, its backward at {speeds[1]}{long}, other matrix products at {speeds[2]}"
+    yield f"memory is read and written at {format_rate(kernels.merge)} ({origins['merge']})"
     if kernels.launch:
         yield f"the host launches an operation of attention in {format_time(kernels.launch)} ({origins['launch']})"
 

@@ -1,0 +1,87 @@
+"""What a layer reads and writes beside matrix products and attention: bytes on a rank, or of all tensor ranks together.
+
+Note [Elementwise work]
+It takes the time in which these bytes move at the rate of merging, and is fused as torch.compile fuses it. Of a token,
+in elements: a norm with the sum before it reads two rows and writes two, and its backward reads three and writes one;
+positions (rotary ones, whatever the model has) read and write queries and keys, each way; an activation reads gate and
+up, or up alone, and writes one; its backward reads these and a gradient, and writes theirs and what the activation
+gave, again. Four layers on an H200 took 3.5 ms for what are 4.0 here, and 12 where nothing was compiled
+(docs/benchmarks/gpu_2026-11-26.md).
+
+METP's operators are opaque to torch.compile: each of their operations reads and writes by itself. They add every
+product to a sum in the accumulation dtype, of tokens once for each block of the ring, or group of heads.
+"""
+
+from typing import NamedTuple
+
+from wallfacer_dt.algorithms.head_groups import head_groups
+from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.model import ModelShape, SequenceShape
+
+_ACTIVATIONS = {(False, True): (3, 6), (False, False): (2, 4), (True, True): (5, 14), (True, False): (2, 5)}
+"""Elements that are read or written of a hidden unit, forward and backward, by whether it is METP's and has a gate."""
+
+
+def norms_bytes(model: ModelShape, sequence: SequenceShape, tokens: int) -> int:
+    """Of a layer's two norms, forward or backward."""
+    return 2 * 4 * model.hidden * tokens * sequence.dtype.itemsize
+
+
+def feed_forward_bytes(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, tokens: int, *, backward: bool
+) -> int:
+    """Of a feed-forward's activation; of METP's sums, too.
+
+    These are of tokens and, backward, of weights' gradients, which begin as zeros, are added to those that come and
+    copied to be sent. Forward a rank copies its own weights, to send them.
+    """
+    is_metp, sizes = candidate.feed_forward == "metp", _Sizes.of(sequence)
+    activation = _ACTIVATIONS[is_metp, model.gated][backward] * model.ffn * tokens * sizes.narrow
+    if not is_metp:
+        return activation
+    sums = (2 if backward and model.gated else 1) * candidate.size + 1
+    each = sizes.added + 4 * sizes.wide + sizes.narrow if backward else 2 * sizes.narrow / candidate.size
+    return activation + sums * tokens * model.hidden * sizes.added + int(each * model.ffn_weights)
+
+
+def attention_bytes(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, tokens: int, *, backward: bool
+) -> int:
+    """Of positions; of METP's sums and copies, too. METP turns in the accumulation dtype, and once more backward.
+
+    It copies each group's output to that of all, and by tokens, and a rank its own weights, to send them; backward that
+    output, gradients that were turned, and those of weights to be sent, of which it sums a part of all ranks'.
+    """
+    sizes, queries = _Sizes.of(sequence), model.heads * model.dim * tokens
+    turned = queries + model.keys * model.dim * tokens
+    if candidate.projections == "plain":
+        return 2 * turned * sizes.narrow
+    once = 2 * sizes.narrow + 7 * sizes.wide + sizes.cast
+    turns, copied, added = (2, queries + turned, 3) if backward else (1, 2 * queries, 1)
+    groups = head_groups(model.heads, model.keys, model.dim, candidate.axes, fused=False)
+    sums = (added * len(groups) + 1) * tokens * model.hidden
+    each = 4 * sizes.narrow + sizes.cast + sizes.wide if backward else 2 * sizes.narrow / candidate.size
+    moved = turns * turned * once + 2 * copied * sizes.narrow + sums * sizes.added
+    return moved + int(each * model.attention_weights)
+
+
+class _Sizes(NamedTuple):
+    """Bytes of an element: in the sequence's dtype, in the accumulation dtype, and of making one of the other."""
+
+    narrow: int
+    wide: int
+    cast: int
+
+    @classmethod
+    def of(cls, sequence: SequenceShape) -> "_Sizes":
+        narrow, wide = sequence.dtype.itemsize, accumulation_dtype(sequence.dtype).itemsize
+        return cls(narrow, wide, narrow + wide if narrow < wide else 0)
+
+    @property
+    def added(self) -> int:
+        """Of a sum that a product is added to: in 16 bits by itself, else by the product, which reads it.
+
+        Zeros at its beginning and the sequence's dtype at its end are as much once more.
+        """
+        return self.wide + self.cast
