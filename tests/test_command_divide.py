@@ -46,8 +46,8 @@ FIGURES = Figures(
         "attention": 1.0, "products": 0.2, "elementwise": 0.03, "optimizer": 0.004, "transfers": 0.0005, "host": 6e-5,
     },
     memory=StackMemory(1, 20, 300, 4000, 50000, 600000),
-    origins={"forward": "assumed", "backward": "given", "linear": "measured", "merge": "there", "launch": "by hand"}, source="",
-    activation="silu", left_out=("in the time: this",),
+    origins={"forward": "assumed", "backward": "given", "linear": "measured", "merge": "there", "launch": "by hand"},
+    source="", activation="silu", left_out=("in the time: this",),
 )  # fmt: skip
 
 

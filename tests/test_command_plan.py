@@ -91,7 +91,10 @@ FIGURES = Figures(
         "attention": 1.0, "products": 0.2, "elementwise": 0.03, "optimizer": 0.004, "transfers": 0.0005, "host": 0.0,
     },
     memory=StackMemory(1, 20, 300, 4000, 50000, 600000),
-    origins={"forward": "assumed, 50% of the peak", "backward": "given", "linear": "measured", "merge": "there", "launch": "by hand"},
+    origins={
+        "forward": "assumed, 50% of the peak", "backward": "given", "linear": "measured", "merge": "there",
+        "launch": "by hand",
+    },
     source="h100x4: by its data sheet", activation="gelu", left_out=("in the time: this", "of the model: that"),
 )  # fmt: skip
 

@@ -178,7 +178,8 @@ def plan(
     machines = Machines(
         name=cluster, ranks=ranks, ranks_per_node=ranks_per_node, nics=nics, intra=intra, inter=inter,
         intra_latency=intra_latency, inter_latency=inter_latency, attention_speed=attention_speed,
-        linear_speed=linear_speed, memory_rate=memory_rate, launch=launch, peak_speed=peak_speed, memory=memory, kernel=kernel,
+        linear_speed=linear_speed, memory_rate=memory_rate, launch=launch, peak_speed=peak_speed, memory=memory,
+        kernel=kernel,
     )  # fmt: skip
     measured = None if profile is None else load_profile(profile)
     where = machines.cluster(sequence.dtype, known.shape.dim) if measured is None else machines.measured(measured)
