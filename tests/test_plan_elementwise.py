@@ -1,6 +1,6 @@
 """What METP's operators read and write beside products and attention, in the planner and in fact."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -18,7 +18,9 @@ from wallfacer_dt.planning import Candidate, ModelShape, SequenceShape
 from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes
 from wallfacer_dt.testing.fake import fake_world
 
-TOKENS, DIM, UNITS, HEADS = 128, 128, 384, (32, 16)
+DIM, UNITS = 128, 384
+CASES = [(128, 2, (32, 16)), (128, 4, (32, 16)), (300, 8, (32, 16)), (64, 16, (32, 8)), (512, 4, (32, 4))]
+"""Tokens of a rank, ranks, and heads: of some a group's weights come from several ranks."""
 ALLOCATIONS, ZEROS = {"empty", "empty_like", "new_empty", "empty_strided"}, {"zeros", "zeros_like", "new_zeros"}
 
 
@@ -56,11 +58,11 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, heads: tuple[int, int]) -> None:
         super().__init__()
-        heads, keys = (n * DIM // HEADS[0] for n in HEADS)
-        self.query, self.key, self.value = (nn.Linear(DIM, n, bias=False) for n in (heads, keys, keys))
-        self.output = nn.Linear(heads, DIM, bias=False)
+        keys = heads[1] * DIM // heads[0]
+        self.query, self.key, self.value = (nn.Linear(DIM, n, bias=False) for n in (DIM, keys, keys))
+        self.output = nn.Linear(DIM, DIM, bias=False)
 
 
 @contextmanager
@@ -82,11 +84,13 @@ def no_attention() -> Iterator[None]:
         yield
 
 
-def touched(module: nn.Module, style: ParallelStyle, ranks: int, dtype: torch.dtype, *args: Any) -> tuple[int, int]:
+def touched(
+    module: nn.Module, style: ParallelStyle, tokens: int, ranks: int, dtype: torch.dtype, *args: Any
+) -> tuple[int, int]:
     """By the module, forward and backward, on one of so many ranks."""
     with fake_world(ranks, 1), no_attention():
         parallelize_module(module.to(dtype), context_mesh("cpu", ranks), style, src_data_rank=None)
-        x = torch.randn(1, TOKENS, DIM, dtype=dtype, requires_grad=True)
+        x = torch.randn(1, tokens, DIM, dtype=dtype, requires_grad=True)
         with Touched() as forward:
             out = module(x, *args)
         with Touched() as backward:
@@ -94,9 +98,13 @@ def touched(module: nn.Module, style: ParallelStyle, ranks: int, dtype: torch.dt
     return forward.nbytes, backward.nbytes
 
 
-def shapes(ranks: int, dtype: torch.dtype, *, gated: bool = True) -> tuple[Candidate, ModelShape, SequenceShape, int]:
+def told(
+    part: Callable[..., int], tokens: int, ranks: int, heads: tuple[int, int], dtype: torch.dtype, *, gated: bool = True
+) -> list[int]:
+    """The same, in the planner."""
     way = Candidate(ranks, feed_forward="metp", projections="metp")
-    return way, ModelShape(DIM, *HEADS, ffn=UNITS, gated=gated), SequenceShape(TOKENS * ranks, dtype=dtype), TOKENS
+    model, sequence = ModelShape(DIM, *heads, ffn=UNITS, gated=gated), SequenceShape(tokens * ranks, dtype=dtype)
+    return [part(way, model, sequence, tokens, backward=backward) for backward in (False, True)]
 
 
 DTYPES = torch.bfloat16, torch.float32
@@ -104,23 +112,26 @@ DTYPES = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_metps_feed_forward_touches(ranks: int, gated: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("tokens", "ranks", "heads"), CASES)
+def test_what_metps_feed_forward_touches(
+    tokens: int, ranks: int, heads: tuple[int, int], gated: bool, dtype: torch.dtype
+) -> None:
     style = METPParallel(up="up", down="down", gate="gate" if gated else None, activation="silu", check=False)
-    counted = touched(FeedForward(gated=gated), style, ranks, dtype)
-    told = shapes(ranks, dtype, gated=gated)
-    assert [feed_forward_bytes(*told, backward=way) for way in (False, True)] == pytest.approx(counted, rel=0.15)
+    counted = touched(FeedForward(gated=gated), style, tokens, ranks, dtype)
+    assert told(feed_forward_bytes, tokens, ranks, heads, dtype, gated=gated) == pytest.approx(counted, rel=0.15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", ["half", "interleaved"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_metps_attention_touches(ranks: int, pairs: str, dtype: torch.dtype) -> None:
-    angles = torch.ones(TOKENS, DIM // HEADS[0] // 2)
+@pytest.mark.parametrize(("tokens", "ranks", "heads"), CASES)
+def test_what_metps_attention_touches(
+    tokens: int, ranks: int, heads: tuple[int, int], pairs: str, dtype: torch.dtype
+) -> None:
+    dim = DIM // heads[0]
+    angles = torch.ones(tokens, dim // 2)
     style = METPAttentionParallel(
-        query="query", key="key", value="value", output="output", head_dim=DIM // HEADS[0],
+        query="query", key="key", value="value", output="output", head_dim=dim,
         attention=WallFacerParallel(check=False), check=False, rotary=pairs,
     )  # fmt: skip
-    counted = touched(Attention(), style, ranks, dtype, (angles, angles))
-    told = shapes(ranks, dtype)
-    assert [attention_bytes(*told, backward=way) for way in (False, True)] == pytest.approx(counted, rel=0.15)
+    counted = touched(Attention(heads), style, tokens, ranks, dtype, (angles, angles))
+    assert told(attention_bytes, tokens, ranks, heads, dtype) == pytest.approx(counted, rel=0.15)

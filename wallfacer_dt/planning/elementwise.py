@@ -12,9 +12,10 @@ METP's operators are opaque to torch.compile: each of their operations reads and
 product to a sum in the accumulation dtype, of tokens once for each block of the ring, or group of heads.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
-from wallfacer_dt.algorithms.head_groups import head_groups
+from wallfacer_dt.algorithms.head_groups import OUT, head_groups
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -51,7 +52,8 @@ def attention_bytes(
     """Of positions; of METP's sums and copies, too. METP turns in the accumulation dtype, and once more backward.
 
     It copies each group's output to that of all, and by tokens, and a rank its own weights, to send them; backward that
-    output, gradients that were turned, and those of weights to be sent, of which it sums a part of all ranks'.
+    output, gradients that were turned, and those of weights to be sent, of which it sums a part of all ranks'. Weights
+    of a group that come from several ranks are put together, each way.
     """
     sizes, queries = _Sizes.of(sequence), model.heads * model.dim * tokens
     turned = queries + model.keys * model.dim * tokens
@@ -59,11 +61,23 @@ def attention_bytes(
         return 2 * turned * sizes.narrow
     once = 2 * sizes.narrow + 7 * sizes.wide + sizes.cast
     turns, copied, added = (2, queries + turned, 3) if backward else (1, 2 * queries, 1)
-    groups = head_groups(model.heads, model.keys, model.dim, candidate.axes, fused=False)
-    sums = (added * len(groups) + 1) * tokens * model.hidden
+    groups, rows = _groups(model.heads, model.keys, model.dim, candidate.size)
+    sums = (added * groups + 1) * tokens * model.hidden
     each = 4 * sizes.narrow + sizes.cast + sizes.wide if backward else 2 * sizes.narrow / candidate.size
-    moved = turns * turned * once + 2 * copied * sizes.narrow + sums * sizes.added
+    moved = turns * turned * once + 2 * (copied + rows * model.hidden) * sizes.narrow + sums * sizes.added
     return moved + int(each * model.attention_weights)
+
+
+@lru_cache(maxsize=64)
+def _groups(heads: int, kv_heads: int, head_dim: int, ranks: int) -> tuple[int, int]:
+    """How many groups of heads there are, and of how many rows of weights that several ranks hold a part."""
+    groups = head_groups(heads, kv_heads, head_dim, (ranks,), fused=False)
+    rows = 0
+    for group in groups:
+        for part in range(OUT + 1):
+            lengths = [piece.length for piece in group.pieces if piece.part == part]
+            rows += sum(lengths) * (len(lengths) > 1)
+    return len(groups), rows
 
 
 class _Sizes(NamedTuple):

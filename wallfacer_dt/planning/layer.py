@@ -79,15 +79,15 @@ class Layer:
         yield from _beginning(shared)
         checkpoint = self.division.context.checkpoint
         if checkpoint != "none":
-            yield from self._forward(again if checkpoint == "full" else ())
+            yield from self._forward(again if checkpoint == "full" else (), is_saved=checkpoint == "attention")
         yield from self._backward(attention)
         yield from _ending(shared)
 
-    def _forward(self, attention: Sequence[Event]) -> Iterator[Event]:
+    def _forward(self, attention: Sequence[Event], *, is_saved: bool = False) -> Iterator[Event]:
         if not self.model.ffn:
             yield from attention
             return
-        yield self._elementwise(backward=False)
+        yield self._elementwise(backward=False, is_saved=is_saved)
         yield from self._exchanged()
         yield from self._projected("projections", self._inward)
         yield from attention
@@ -135,11 +135,12 @@ class Layer:
         """A product of the rank's tokens with weights that tensor ranks share."""
         return Compute(2 * self.rows * weights / self.division.tensor / self.cluster.kernels.linear, what)
 
-    def _elementwise(self, *, backward: bool) -> Compute:
-        sizes = self.model, self.sequence, self.rows
-        nbytes = norms_bytes(*sizes)
-        for part in (attention_bytes, feed_forward_bytes):
-            nbytes += part(self.division.context, *sizes, backward=backward)
+    def _elementwise(self, *, backward: bool, is_saved: bool = False) -> Compute:
+        """See ``elementwise``; METP's attention is not run again where its result was saved."""
+        context, sizes = self.division.context, (self.model, self.sequence, self.rows)
+        nbytes = norms_bytes(*sizes) + feed_forward_bytes(context, *sizes, backward=backward)
+        if not is_saved or context.projections == "plain":
+            nbytes += attention_bytes(context, *sizes, backward=backward)
         return Compute(self.touching(nbytes), ELEMENTWISE)
 
     def touching(self, nbytes: int) -> float:

@@ -484,7 +484,8 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
         return replace(one, why=f"{slower:+.0%}: waits {format_time(waits)} longer{_more_bytes(p, best)}")
-    sums = "METP's sums, " * ("metp" in (one.candidate.feed_forward, one.candidate.projections))
+    mine, other = ([it.feed_forward, it.projections].count("metp") for it in (one.candidate, first.candidate))
+    sums = "METP's sums, " * (mine > other)
     causes = f"{sums}smaller tiles, more merging, or idle heads"
     return replace(one, why=f"{slower:+.0%}: computes {format_time(computes)} longer ({causes})")
 

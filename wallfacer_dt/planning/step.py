@@ -136,15 +136,12 @@ def beside_attention(layer: Layer) -> dict[str, float]:
     Returns:
         Seconds of matrix products, of what is elementwise, and of the optimizer.
     """
-    division, (products, touched) = layer.division, _head(layer)
-    passes = layer.forward((), shares_weights=False), layer.backward((), (), shares_weights=False)
-    for event in (event for one in passes for event in one if isinstance(event, Compute)):
-        seconds = layer.model.layers // division.pipeline * event.seconds
-        products, touched = (
-            (products, touched + seconds) if event.what == ELEMENTWISE else (products + seconds, touched)
-        )
-    rounds = division.microbatches
-    return {"products": rounds * products, "elementwise": rounds * touched, "optimizer": _update(layer)}
+    division, seconds = layer.division, dict(zip(("products", "elementwise"), _head(layer), strict=True))
+    for event in (*layer.forward((), shares_weights=False), *layer.backward((), (), shares_weights=False)):
+        if isinstance(event, Compute):
+            kind = "elementwise" if event.what == ELEMENTWISE else "products"
+            seconds[kind] += layer.model.layers // division.pipeline * event.seconds
+    return {kind: division.microbatches * some for kind, some in seconds.items()} | {"optimizer": _update(layer)}
 
 
 def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:

@@ -57,7 +57,8 @@ class Figures:
         taken = replace(step, batch=division.microbatch)
         prediction, beside = plan.prediction, beside_attention(Layer(division, plan.model, taken, plan.cluster))
         time = {"attention": prediction.compute - sum(beside.values()), **beside}
-        time |= {"transfers": prediction.exposed - prediction.host, "host": prediction.host}
+        waits = prediction.exposed - prediction.host
+        time |= {"transfers": waits * (waits > 1e-9 * prediction.seconds), "host": prediction.host}  # or rounding
         return cls(
             flops=model_flops(plan.model, step),
             peak=where.peak,

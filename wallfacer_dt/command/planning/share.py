@@ -48,11 +48,12 @@ def print_figures(plan: Plan | DivisionPlan, figures: Figures, console: Console)
 def _times(plan: Plan | DivisionPlan) -> dict[str, str]:
     """What each part of a step is."""
     division = plan.chosen if isinstance(plan, DivisionPlan) else Division(plan.chosen)
+    sums = ", METP's sums and copies" * ("metp" in division.context.layers.values())
     waits = ", other stages" * (division.pipeline > 1) + ", and copying" * bool(plan.cluster.kernels.copy)
     return {
         "attention": "attention" + " and its projections" * (division.context.projections == "metp"),
         "products": "other matrix products",
-        "elementwise": "norms, positions, activations" + " and the loss" * bool(plan.model.vocab),
+        "elementwise": f"norms, positions, activations{sums}" + ", the loss" * bool(plan.model.vocab),
         "optimizer": "optimizer",
         "transfers": f"waiting for transfers{waits}",
         "host": "waiting for the host",
