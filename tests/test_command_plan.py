@@ -150,7 +150,7 @@ FLOPs, 1 PFLOPS a rank
 Time of plan 1, 2 ms a step as predicted:
      1 s  attention
   200 ms  other matrix products
-   30 ms  norms, positions, activations, METP's sums
+   30 ms  norms, positions, activations, METP's sums and copies
     4 ms  optimizer
   500 us  waiting for transfers
 
