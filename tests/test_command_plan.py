@@ -245,6 +245,13 @@ def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert document == listed(asdict(plan))
 
 
+def test_one_rank_waits_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not for what rounding leaves, either: its device waits for its host, and for nothing else."""
+    options = "--cluster h100x1 --model llama3-8b --seq 512 --causal --memory 1TB"
+    times = json.loads(out_of(f"plan {options} --json", capsys))["figures"]["time"]
+    assert times["transfers"] == 0 < times["host"]
+
+
 def test_layers_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--ffn 512 --no-gated --layers 3 --vocab 100 --ranks 2 --intra 1GB/s --top 1 --dtype float32"
     options += " --attention-speed 20TFLOPS --linear-speed 30TFLOPS"

@@ -16,7 +16,7 @@ from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
 from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.attention import compute_seconds, least_seconds, runs_together
 from wallfacer_dt.planning.division import Division
-from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norms_bytes
+from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norm_bytes
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
@@ -210,7 +210,7 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
     repeated = beside[0]
     if "metp" in (division.context.feed_forward, division.context.projections):
         # What METP touches is compared with what it does (test_plan_elementwise.py).
-        told, norms = (division.context, model, layer.sequence, tokens), norms_bytes(model, layer.sequence, tokens)
+        told, norms = (division.context, model, layer.sequence, tokens), 2 * norm_bytes(model, layer.sequence, tokens)
         attention, units = (
             [part(*told, backward=way) for way in (False, True)] for part in (attention_bytes, feed_forward_bytes)
         )

@@ -9,7 +9,10 @@ gave, again. Four layers on an H200 took 3.5 ms for what are 4.0 here, and 12 wh
 (docs/benchmarks/gpu_2026-11-26.md).
 
 METP's operators are opaque to torch.compile: each of their operations reads and writes by itself. They add every
-product to a sum in the accumulation dtype, of tokens once for each block of the ring, or group of heads.
+product to a sum in the accumulation dtype, of tokens once for each block of the ring (METP, algorithms 1 and 2), or
+group of heads (algorithms 5 and 6).
+
+Everywhere ``tokens`` are a context rank's, over the batch, and what is returned is of one layer.
 """
 
 from functools import lru_cache
@@ -24,9 +27,9 @@ _ACTIVATIONS = {(False, True): (3, 6), (False, False): (2, 4), (True, True): (5,
 """Elements that are read or written of a hidden unit, forward and backward, by whether it is METP's and has a gate."""
 
 
-def norms_bytes(model: ModelShape, sequence: SequenceShape, tokens: int) -> int:
-    """Of a layer's two norms, forward or backward."""
-    return 2 * 4 * model.hidden * tokens * sequence.dtype.itemsize
+def norm_bytes(model: ModelShape, sequence: SequenceShape, tokens: int) -> int:
+    """Of one norm, forward or backward."""
+    return 4 * model.hidden * tokens * sequence.dtype.itemsize
 
 
 def feed_forward_bytes(

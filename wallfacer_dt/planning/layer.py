@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
-from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norms_bytes
+from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norm_bytes
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
 from wallfacer_dt.planning.traffic import Wire
@@ -138,7 +138,7 @@ class Layer:
     def _elementwise(self, *, backward: bool, is_saved: bool = False) -> Compute:
         """See ``elementwise``; METP's attention is not run again where its result was saved."""
         context, sizes = self.division.context, (self.model, self.sequence, self.rows)
-        nbytes = norms_bytes(*sizes) + feed_forward_bytes(context, *sizes, backward=backward)
+        nbytes = 2 * norm_bytes(*sizes) + feed_forward_bytes(context, *sizes, backward=backward)
         if not is_saved or context.projections == "plain":
             nbytes += attention_bytes(context, *sizes, backward=backward)
         return Compute(self.touching(nbytes), ELEMENTWISE)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.elementwise import norm_bytes
 from wallfacer_dt.planning.layer import ELEMENTWISE, Layer, alone
 from wallfacer_dt.planning.stack import rank_weights
 from wallfacer_dt.planning.timeline import Compute, Event, Timeline, run
@@ -199,8 +200,9 @@ def _head(layer: Layer) -> tuple[float, float]:
     if not model.vocab:
         return 0.0, 0.0
     flops = 6 * layer.rows * model.hidden * model.vocab / layer.division.tensor
-    touched = layer.rows * (8 * model.hidden + 4 * model.vocab) * layer.sequence.dtype.itemsize
-    return flops / layer.cluster.kernels.linear, layer.touching(touched)
+    loss = 4 * model.vocab * layer.rows * layer.sequence.dtype.itemsize
+    both_ways = 2 * norm_bytes(model, layer.sequence, layer.rows)
+    return flops / layer.cluster.kernels.linear, layer.touching(both_ways + loss)
 
 
 def _update(layer: Layer) -> float:
