@@ -93,6 +93,15 @@ def test_any_case_through_the_adapters_of_kernels_on_cuda(threads: Ranks, kernel
     assert_close(whole(case, threads(size).run(run_with_standins, case)), case, 1e-10)
 
 
+@pytest.mark.parametrize("kernel", flash_standins.KERNELS)
+def test_windows_of_rows_whose_documents_differ_through_the_adapters(threads: Ranks, kernel: str) -> None:
+    """The last rank has twice as many queries as it is sent keys, of which a window hides some."""
+    documents = (12,), (1, 11)
+    case = Case(3, 1, batch=2, shard=4, is_causal=True, window_size=(4, 0), documents=documents, packed="document_ids",
+                order="head_tail", kernel=kernel)  # fmt: skip
+    assert_close(whole(case, threads(3).run(run_with_standins, case)), case, 1e-10)
+
+
 @pytest.mark.parametrize("size", range(1, 9))
 @examples(20)
 @given(data=st.data())

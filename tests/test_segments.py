@@ -241,10 +241,47 @@ def test_cumulative_lengths_say_the_same(chosen: tuple) -> None:
         assert np.array_equal(ragged_area(call, batch, rows, columns), expected)
         for some in call.rows:
             assert (some[1:, ::2] >= some[:-1, 1::2]).all(), "segments share queries or keys"
-        one_side = (call.left < 0) != (call.right < 0) and call.window != (-1, 0)
-        if call.is_ragged and one_side:
-            # What flash attention gets wrong: see kernels/windows.py.
-            assert all((some[:, 1] - some[:, 0] <= some[:, 3] - some[:, 2]).all() for some in call.rows)
+        assert_flash_sees_it(call)
+
+
+def assert_flash_sees_it(call: Segments) -> None:
+    """Of many segments in one call, by how each version bounds them: see kernels/windows.py."""
+    if not call.is_ragged:
+        return
+    batch, (rows, columns) = len(call.rows), (stop - start for start, stop in call.extents)
+    ragged = cumulative(call, torch.empty(batch, 1, rows, 1), torch.empty(batch, 1, columns, 1))
+    is_causal, bounds = (call.left, call.right) == (-1, 0), (call.left, call.right)
+    sizes = torch.stack([ragged.cu_seqlens_q.diff(), ragged.cu_seqlens_k.diff()], 1).tolist()
+    for n, m in {(n, m) for n, m in sizes if n and m}:
+        some = flash_standins.Lengths(n, m, ragged.max_seqlen_q, ragged.max_seqlen_k)
+        unbounded = [None if bound < 0 else bound for bound in bounds]
+        expected = flash_standins.visible_4(some, is_causal, *unbounded)
+        for visible in (flash_standins.visible_2, flash_standins.visible_3):
+            assert visible(some, is_causal, *bounds).equal(expected), f"{n} queries, {m} keys of {call}"
+
+
+@examples(200)
+@given(
+    rows=st.integers(1, 8), columns=st.integers(1, 5), gap=st.integers(-5, 5), left=st.none() | st.integers(0, 12),
+    right=st.none() | st.integers(0, 5), batch=st.integers(1, 3),
+)  # fmt: skip
+def test_flash_sees_windows_of_rows_whose_documents_differ(
+    rows: int, columns: int, gap: int, left: int | None, right: int | None, batch: int
+) -> None:
+    """Of so many queries that are so far behind as few keys; at most two calls without a bound ahead."""
+    q, k = (np.array([[start, start + n]]) for start, n in ((10 + columns + gap, rows), (10, columns)))
+    mask = Mask(left, right, documents=tuple((0, 1 + row, 40) for row in range(batch)))
+    work = plan_work([q], [k], mask)
+    for call in work:
+        assert_flash_sees_it(call)
+    counted = np.zeros((batch, 40, 40), int)
+    for call in work:
+        for tile in call.bands:
+            add_covered(counted[:, None], tile, [positions(q)], [positions(k)], np.zeros((1, 1, 40, 40)))
+    i, j = positions(q)[:, None], positions(k)
+    seen = (j >= i - (40 if left is None else left)) & (j <= i + (40 if right is None else right))
+    assert all(np.array_equal(some[np.ix_(positions(q), positions(k))], seen) for some in counted)
+    assert right or sum(call.calls for call in work) <= 2
 
 
 @pytest.mark.parametrize("name", [*flash_standins.PACKAGES, "flash of CUDA on the CPU"])

@@ -45,6 +45,7 @@ CALLS: dict[str, Record] = {
     "causal, head_tail": {"is_causal": True, "order": "head_tail"},
     "window": {"window_size": (90, 30)},
     "documents": {"is_causal": True, "document_ids": True},
+    "documents, window": {"is_causal": True, "document_ids": True, "window_size": (200, 0), "order": "head_tail"},
     "mask_mod": {"mask_mod": _mask_mod},
     "sinks": {"is_causal": True, "sinks": True},
     "queries rotate": {"rotate": "q", "rotate_forward": "q"},
@@ -72,7 +73,7 @@ def ranks(place: Place) -> Cases:
                 yield f"compiled {name}", partial(_on_ranks, _on_rank, pool, place, MESHES[3], name, False, True)
             if threads:
                 for kernel in KERNELS:
-                    for name in ("full", "causal, head_tail", "window", "documents"):
+                    for name in ("full", "causal, head_tail", "window", "documents", "documents, window"):
                         case = f"{MESHES[1]} {name}, by {kernel}"
                         yield case, partial(_by_kernel, pool, place, MESHES[1], name, kernel)
                 yield "a model with METP", partial(_on_ranks, _model_on_rank, pool, place)
@@ -103,7 +104,7 @@ def _on_rank(
     """The largest error of output and gradients, in roundings of a typical entry."""
     torch.manual_seed(0)
     dtype, length = place.dtypes[0], 1024 if place.is_gpu else 64
-    q, k, v, grad_out = (torch.randn(1, n, length, _HEAD_DIM).to(dtype) for n in (8, 2, 2, 8))
+    q, k, v, grad_out = (torch.randn(2, n, length, _HEAD_DIM).to(dtype) for n in (8, 2, 2, 8))
     mesh = context_mesh(place.device, **axes)
     order, options = _options(name, mesh, length)
     options["kernel"] = kernel
@@ -168,7 +169,7 @@ def _options(name: str, mesh: Any, length: int) -> tuple[TokenOrder, Record]:
     options = dict(CALLS[name])
     order = TokenOrder(options.pop("order", "contiguous"), mesh)
     if "document_ids" in options:
-        options["document_ids"] = (torch.arange(length) // 300).view(1, -1)
+        options["document_ids"] = torch.arange(length) * 1024 // length // torch.tensor([[300], [170]])
     if "sinks" in options:
         options["sinks"] = torch.randn(8)
     return order, options

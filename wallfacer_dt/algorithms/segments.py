@@ -62,15 +62,15 @@ class Segments:
         """The bounds."""
         return self.left, self.right
 
-    @property
+    @cached_property
     def is_ragged(self) -> bool:
         """Whether cumulative lengths say it in fewer calls than one for each segment.
 
-        Of a window bounded on one side flash attention may get segments wrong that have fewer keys than queries: see
-        ``kernels.windows``.
+        A bound on the right but the diagonal, or none beside one on the left, flash attention may get wrong in segments
+        of fewer keys than queries: see ``kernels.windows``.
         """
-        one_side = (self.left < 0) != (self.right < 0)
-        return sum(map(len, self.rows)) > 1 and (not one_side or self.window == _CAUSAL or self.left == 0)
+        is_safe = self.window == _FULL or self.right == 0 or not any(_more_queries(some).any() for some in self.rows)
+        return is_safe and sum(map(len, self.rows)) > 1
 
     @property
     def calls(self) -> int:
@@ -232,7 +232,7 @@ def plan_block(q: Sequence[Stored], k: Sequence[Stored], sees: Sees | None = Non
         for window, some in _row_of_batch(q[row], k[row]):
             calls.setdefault((window, numbers[window]), [np.zeros((0, 4), np.int64)] * rows)[row] = some
             numbers[window] += 1
-    return tuple(Segments(*window, tuple(by_row)) for (window, _), by_row in calls.items())
+    return tuple(part for (window, _), by_row in calls.items() for part in _as_ragged(Segments(*window, tuple(by_row))))
 
 
 @lru_cache(maxsize=64)
@@ -295,6 +295,23 @@ def _row_of_batch(q: Stored, k: Stored) -> list[Call]:
         found = (_calls(*(_triangles(*paired) if apart else paired)) for apart in (False, True))
     calls = next(found)
     return calls if _count(calls) <= _MOST else min(calls, next(found), key=_count)
+
+
+def _more_queries(some: Ints) -> Ints:
+    """Of segments (n, 4), which have fewer keys than queries."""
+    return some[:, 1] - some[:, 0] > some[:, 3] - some[:, 2]
+
+
+def _as_ragged(call: Segments) -> Work:
+    """The same in two calls at most, where there is a bound on the left only: queries that see all keys go apart."""
+    if call.is_ragged or call.right >= 0 or sum(map(len, call.rows)) < 2:
+        return (call,)
+    first, others = [], []
+    for some in call.rows:
+        start = np.maximum(some[:, 0], some[:, 1] - some[:, 3] + some[:, 2])
+        first.append(np.stack([some[:, 0], start, *some.T[2:]], -1)[some[:, 0] < start])
+        others.append(np.stack([start, *some.T[1:]], -1))
+    return Segments(*_FULL, tuple(first)), Segments(*call.window, tuple(others))
 
 
 def _count(calls: list[Call]) -> int:
