@@ -43,7 +43,8 @@ SMALL = DivisionPlan(
 )  # fmt: skip
 FIGURES = Figures(
     flops=10**12, peak=1e15, ranks=16, tokens=8 * 4096, time={
-        "attention": 1.0, "products": 0.2, "elementwise": 0.03, "optimizer": 0.004, "transfers": 0.0005, "host": 6e-5,
+        "attention": 1.0, "products": 0.2, "elementwise": 0.03, "copies": 0.005, "optimizer": 0.004,
+        "transfers": 0.0005, "host": 6e-5,
     },
     memory=StackMemory(1, 20, 300, 4000, 50000, 600000),
     origins={"forward": "assumed", "backward": "given", "linear": "measured", "merge": "there", "launch": "by hand"},
@@ -91,7 +92,8 @@ Time of plan 1, 2 ms a step as predicted:
      1 s  attention
   200 ms  other matrix products
    30 ms  norms, positions, activations, the loss
-    4 ms  optimizer
+    5 ms  FSDP's copies
+    4 ms  clipping and optimizer
   500 us  waiting for transfers
    60 us  waiting for the host
 

@@ -88,7 +88,8 @@ SMALL = Plan(
 
 FIGURES = Figures(
     flops=10**12, peak=1e15, ranks=4, tokens=4098, time={
-        "attention": 1.0, "products": 0.2, "elementwise": 0.03, "optimizer": 0.004, "transfers": 0.0005, "host": 0.0,
+        "attention": 1.0, "products": 0.2, "elementwise": 0.03, "copies": 0.005, "optimizer": 0.004,
+        "transfers": 0.0005, "host": 0.0,
     },
     memory=StackMemory(1, 20, 300, 4000, 50000, 600000),
     origins={
@@ -151,7 +152,8 @@ Time of plan 1, 2 ms a step as predicted:
      1 s  attention
   200 ms  other matrix products
    30 ms  norms, positions, activations, METP's sums and copies
-    4 ms  optimizer
+    5 ms  FSDP's copies
+    4 ms  clipping and optimizer
   500 us  waiting for transfers
 
 Memory of plan 1, 654 kB a rank:

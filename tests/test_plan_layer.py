@@ -17,6 +17,7 @@ from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.attention import compute_seconds, least_seconds, runs_together
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norm_bytes
+from wallfacer_dt.planning.fsdp import Sent
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
@@ -39,13 +40,21 @@ def touched(model: ModelShape, tokens: float, itemsize: int = 2) -> tuple[float,
 
 
 def updated(elements: float) -> float:
-    """Seconds of AdamW: two moments and a weight read and written in four bytes, and a gradient read."""
-    return elements * (2 * 3 * 4 + 4) / KERNELS.merge
+    """Seconds of AdamW: two moments and a weight read and written in four bytes, and a gradient read; and of clipping.
+
+    That reads a gradient of two bytes twice, and writes it.
+    """
+    return elements * (2 * 3 * 4 + 4 + 3 * 2) / KERNELS.merge
 
 
 def lost(model: ModelShape, tokens: float) -> float:
     """Seconds of a last norm, which is as those of layers, and of the loss: logits read three times, one gradient."""
     return 2 * tokens * ((2 + 2) * 2 * model.hidden + (3 + 1) * model.vocab) / KERNELS.merge
+
+
+def embedded(model: ModelShape, tokens: float) -> float:
+    """Seconds of an embedding: a row is read and written, and its gradient read and added to one of zeros."""
+    return 2 * ((2 + 3) * tokens + model.vocab) * model.hidden / KERNELS.merge
 
 
 def near(nbytes: int) -> Wire:
@@ -156,7 +165,9 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
     """
     division, model = layer.division, layer.model
     ways = cost_of(layer).ways
-    forward, backward = list(layer.forward(ways[0].events)), list(layer.backward(ways[1].events, ways[0].events))
+    beside = Sent(*[layer.shared_weights] * 3)
+    forward = list(layer.forward(ways[0].events, Sent(layer.shared_weights)))
+    backward = list(layer.backward(ways[1].events, ways[0].events, beside))
     sent: list[Counter[str]] = []
     for events in (forward, backward):
         begun = [event for event in events if isinstance(event, Begin)]
@@ -218,8 +229,14 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
         repeated = beside[0]
         if (division.context.projections, division.context.checkpoint) == ("metp", "attention"):
             repeated -= attention[0] / KERNELS.merge  # it is saved
-    assert run(layer.forward(()), layer.cluster).compute == pytest.approx(share * weights + beside[0])
-    backward = run(layer.backward((), ()), layer.cluster).compute - beside[1] - (passes - 2) * repeated
+    # Each element that came is read and written, and a gradient is written in four bytes.
+    fsdp = model.attention_weights * (division.context.projections == "plain")
+    fsdp += model.ffn_weights * (division.context.feed_forward == "plain")
+    is_copied = division.weight_ranks > 1 and division.pipeline == 1
+    itemsize = layer.sequence.dtype.itemsize
+    out, back = (is_copied * each * (fsdp // division.tensor) / KERNELS.merge for each in (2 * itemsize, itemsize + 4))
+    assert run(layer.forward(()), layer.cluster).compute == pytest.approx(share * weights + beside[0] + out)
+    backward = run(layer.backward((), ()), layer.cluster).compute - beside[1] - (passes - 2) * repeated - out - back
     assert backward == pytest.approx(share * (passes * weights + again * model.ffn_weights))
 
 
@@ -292,12 +309,14 @@ def test_one_rank_only_computes() -> None:
     weights = MODEL.layers * (MODEL.attention_weights + MODEL.ffn_weights) + MODEL.hidden * MODEL.vocab
     attention = MODEL.layers * (cost.forward.compute + cost.backward.compute)
     assert (it.exposed, it.overlapped, it.rank_bytes, it.node_bytes) == (pytest.approx(0, abs=1e-12), 0, 0, 0)
-    beside = MODEL.layers * sum(touched(MODEL, tokens)) + lost(MODEL, tokens)
+    beside = MODEL.layers * sum(touched(MODEL, tokens)) + lost(MODEL, tokens) + 5 * embedded(MODEL, tokens / 5)
     # The embedding and norms are updated, too.
     mine = weights + MODEL.hidden * MODEL.vocab + (2 * MODEL.layers + 1) * MODEL.hidden
     products = 6 * tokens * weights / KERNELS.linear
-    assert it.seconds == pytest.approx(products + 5 * attention + beside + updated(mine))
-    told = {"products": products, "elementwise": beside, "optimizer": updated(mine)}
+    # Of four microbatches gradients are added to those of the one before, in two bytes.
+    added = 4 * 3 * 2 * mine / KERNELS.merge
+    assert it.seconds == pytest.approx(products + 5 * attention + beside + added + updated(mine))
+    told = {"products": products, "elementwise": beside, "copies": added, "optimizer": updated(mine)}
     assert beside_attention(layer) == pytest.approx(told)
 
 
@@ -318,7 +337,8 @@ def test_attention_alone_updates_nothing() -> None:
         model = replace(MODEL, ffn=0, vocab=vocab)
         layer = Layer(Division(Candidate(1)), model, SEQUENCE, layer_of(Division(Candidate(1))).cluster)
         cost = cost_of(layer)
-        head = 6 * 256 * model.hidden * vocab / KERNELS.linear + lost(model, 256) * bool(vocab)
+        beside = (lost(model, 256) + embedded(model, 256)) * bool(vocab)
+        head = 6 * 256 * model.hidden * vocab / KERNELS.linear + beside
         assert simulated_step(layer, cost.ways).seconds == pytest.approx(model.layers * cost.seconds + head)
 
 
@@ -327,7 +347,7 @@ def test_the_stage_with_most_weights_is_waited_for() -> None:
     division = Division(Candidate(1), pipeline=2, tensor=2, microbatches=1)
     layer = Layer(division, MODEL, SEQUENCE, Cluster(4, 4, Link(1e40), Link(1e40), kernels=KERNELS))
     ways = cost_of(layer).ways
-    with mock.patch("wallfacer_dt.planning.step._UPDATED", 0):
+    with mock.patch.multiple("wallfacer_dt.planning.step", _UPDATED=0, _CLIPPED=0):
         without = simulated_step(layer, ways)
     half = MODEL.layers // 2
     split = half * (MODEL.attention_weights + MODEL.ffn_weights) + MODEL.vocab * MODEL.hidden
@@ -341,10 +361,11 @@ def test_the_stage_with_most_weights_is_waited_for() -> None:
 def test_a_transfer_alone_takes_what_its_links_say(name: str) -> None:
     division = Division(Candidate(2), tensor=2, shards=2, replicas=2, pipeline=2)
     layer = layer_of(division)
-    wire = getattr(layer, name)
+    transfers = dict(layer.transfers(Sent(*[layer.shared_weights] * 3)))
+    wire = transfers.get(name) or getattr(layer, name)
     assert wire.nbytes
     slower = max(map(sum, on_links(wire, layer.cluster)))
-    assert run(alone((name, wire)), layer.cluster).seconds == pytest.approx(slower)
+    assert run(alone([(name, wire)]), layer.cluster).seconds == pytest.approx(slower)
     by_hand = {
         # 3 others of 4 on two nodes, each a fourth of half the weights; two of a node go round at once.
         "weights": 3 * 1e-4 + 2 * 3 * (MODEL.attention_weights + MODEL.ffn_weights) // 8 * 2 / 4e8,
@@ -370,8 +391,9 @@ def test_weights_hide_behind_all_that_computes_and_gradients_of_the_last_layer_d
         # Of two that hold the same each receives half of its part as a sum, and the other half summed.
         alike = elements * 4 / bandwidth * (replicas > 1)
         beside = touched(model, 256)
-        forward = cost.forward.compute + 2 * 256 * 2 * elements / KERNELS.linear + beside[0]
-        backward = cost.backward.compute + 4 * 256 * 2 * elements / KERNELS.linear + beside[1]
+        out, back = (2 * elements * each / KERNELS.merge for each in (2 + 2, 2 + 4))
+        forward = cost.forward.compute + 2 * 256 * 2 * elements / KERNELS.linear + beside[0] + out
+        backward = cost.backward.compute + 4 * 256 * 2 * elements / KERNELS.linear + beside[1] + out + back
         step = simulated_step(layer, cost.ways)
         layers = max(forward, gather) + max(backward, gather + reduce + alike)
         assert (gather < forward) is is_hidden
@@ -390,7 +412,8 @@ def test_a_pipeline_by_hand() -> None:
     beside = sum(touched(MODEL, 256))
     stage = 2 * (cost.forward.compute + cost.backward.compute + 6 * 256 * weights / KERNELS.linear + beside)
     head = 6 * 256 * MODEL.hidden * MODEL.vocab / KERNELS.linear + lost(MODEL, 256)
-    update = updated(2 * weights + MODEL.hidden * MODEL.vocab + 5 * MODEL.hidden)
+    mine = 2 * weights + MODEL.hidden * MODEL.vocab + 5 * MODEL.hidden
+    update = updated(mine) + 2 * 3 * 2 * mine / KERNELS.merge  # of the second and third microbatch gradients are added
     it = predict_division(division, MODEL, SEQUENCE, where, cost)
     assert it.seconds == pytest.approx(4 * stage + 3 * head + update)
     assert it.compute == pytest.approx(3 * (stage + head) + update)
@@ -412,11 +435,14 @@ def test_a_pipelines_weights_come_once_and_gradients_leave_once() -> None:
     weights = model.attention_weights + model.ffn_weights
     beside = touched(model, 256)
     stage = 2 * (cost.forward.compute + cost.backward.compute + 6 * 256 * weights / KERNELS.linear + sum(beside))
-    assert times[3] - times[2] == pytest.approx(stage)
+    # Whole gradients become float32 once, and are added once, and once more of another microbatch.
+    copied, added = 2 * weights * (2 + 2 + (2 + 4) + (2 + 8) + 8) / KERNELS.merge, 2 * weights * 10 / KERNELS.merge
+    assert times[3] - times[2] == pytest.approx(stage + added)
     gather, forward = weights / 1e6, cost.forward.compute + 2 * 256 * weights / KERNELS.linear + beside[0]
     assert gather > forward
     update = updated(weights + 2 * model.hidden)
-    assert times[2] == pytest.approx(3 * stage + gather + 2 * (gather - forward) + 2 * 2 * gather + update)
+    exposed = gather + 2 * (gather - forward) + 2 * 2 * gather
+    assert times[2] == pytest.approx(3 * stage + exposed + update + copied)
 
 
 def test_attention_shares_its_links_with_weights() -> None:
@@ -427,9 +453,9 @@ def test_attention_shares_its_links_with_weights() -> None:
     cost = attention_cost(candidate, model, sequence, where)
     together = predict(candidate, model, sequence, where, cost)
     layer = Layer(Division(candidate), model, sequence, where)
-    parts = run(layer.forward(cost.ways[0].events, shares_weights=False), where)
-    weights = run(alone(("weights", layer.weights)), where)
-    forward = run(layer.forward(cost.ways[0].events), where)
+    parts, sent = run(layer.forward(cost.ways[0].events), where), Sent(layer.shared_weights)
+    weights = run(alone(layer.transfers(sent)), where)
+    forward = run(layer.forward(cost.ways[0].events, sent), where)
     assert weights.seconds > parts.transfer > 0
     # The link has both to carry, and carries without a break.
     assert forward.seconds == pytest.approx(weights.seconds + parts.transfer, rel=0.05)

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
 from tests.cases import shard_sizes
@@ -258,6 +260,37 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candid
                 loss.backward()
             most = max(forward, seen.peak)
             assert said.kept + said.working == pytest.approx(most - states, rel=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("vocab", [40, 4000])
+def test_stack_under_fsdp(checkpoint: str, vocab: int) -> None:
+    """The most in a step beyond weights and gradients, by FSDP2 on eight ranks of which seven are not there."""
+    candidate, sequence = Candidate(8, checkpoint=checkpoint), SequenceShape(2048)
+    model = ModelShape(64, 4, 2, ffn=192, layers=4, vocab=vocab)
+    with kernels_without_workspace():
+        said = stack_memory(candidate, model, sequence)
+    with fake_world(candidate.size):
+        mesh, every = context_mesh("cpu", candidate.ring), init_device_mesh("cpu", (8,))
+        with FakeTensorMode():
+            stack = stack_of(candidate, model, replace(sequence, dtype=torch.float32), mesh)
+            stack.zero_grad()
+            options = {
+                "mesh": every,
+                "mp_policy": MixedPrecisionPolicy(sequence.dtype, torch.float32),
+            }
+            for group in (stack.embedding, *stack.layers):
+                fully_shard(group, **options)
+            fully_shard([stack.norm, stack.head], **options, reshard_after_forward=False)
+            fully_shard(stack, **options)
+            for weight in stack.parameters():
+                weight.grad = torch.zeros_like(weight)
+            tokens, targets = (torch.zeros(1, 256).long() for _ in range(2))
+            seen = Tracked(stack, [weight.grad.to_local() for weight in stack.parameters()])
+            states = seen.now
+            with seen.phase():
+                stack(tokens, targets).backward()
+    assert said.kept + said.working + said.gathered == pytest.approx(seen.peak - states, rel=0.1)
 
 
 def test_a_stack_whose_forward_holds_the_most() -> None:

@@ -7,7 +7,7 @@ alone, one sequence at a time, and the best few of different meshes or schedules
 """
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count
@@ -19,6 +19,7 @@ from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict_division
+from wallfacer_dt.planning.reasons import longer
 from wallfacer_dt.planning.stack import division_memory, least_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.units import format_size, format_time
@@ -140,7 +141,7 @@ def divide(
             about="memory",
         )
     first = search.ranked[0]
-    ranked = tuple(replace(one, why=_why(one, first)) for one in search.ranked[:keep])
+    ranked = tuple(replace(one, why=_why(one, first, search.layer)) for one in search.ranked[:keep])
     by_context = tuple(search.by_context[size] for size in sorted(search.by_context))
     contexts = tuple(sorted({division.context.size for division in every}))
     return DivisionPlan(model, sequence, cluster, sequences, ranked, by_context, contexts, len(every))
@@ -225,7 +226,7 @@ class _Search:
         needed = least_memory(division, self.model, self._taken(division))
         if self.cluster.memory is None or needed <= self.cluster.memory:
             forward, backward = self._ideal(division)
-            self._push(least_step(self._layer(division), forward, backward), _Choice(division))
+            self._push(least_step(self.layer(division), forward, backward), _Choice(division))
         self._note(needed)
 
     def run(self, keep: int) -> None:
@@ -249,7 +250,7 @@ class _Search:
         for attention, cost in self._attentions(division):
             one = replace(division, context=replace(attention, **division.context.layers))
             spent = [Spent.of(way.line) for way in cost.ways]
-            self._push(least_step(self._layer(one), *spent), _Choice(one, cost))
+            self._push(least_step(self.layer(one), *spent), _Choice(one, cost))
 
     def _predict(self, division: Division, cost: AttentionCost) -> None:
         prediction = predict_division(division, self.model, self._taken(division), self.cluster, cost)
@@ -276,7 +277,8 @@ class _Search:
     def _taken(self, division: Division) -> SequenceShape:
         return replace(self.sequence, batch=division.microbatch)
 
-    def _layer(self, division: Division) -> Layer:
+    def layer(self, division: Division) -> Layer:
+        """What all layers are."""
         return Layer(division, self.model, self._taken(division), self.cluster)
 
     def _ideal(self, division: Division) -> tuple[Spent, Spent]:
@@ -333,7 +335,7 @@ def _kind(division: Division) -> tuple[int, ...]:
     return division.pipeline, division.replicas, division.shards, division.context.size, division.tensor
 
 
-def _why(one: RankedDivision, first: RankedDivision) -> str:
+def _why(one: RankedDivision, first: RankedDivision, layer_of: Callable[[Division], Layer]) -> str:
     p, best = one.prediction, first.prediction
     if one is first:
         return f"fastest: {p.waiting}"
@@ -342,10 +344,5 @@ def _why(one: RankedDivision, first: RankedDivision) -> str:
     if waits >= computes:
         bubble = f", a bubble of {one.division.bubble:.0%}" if one.division.pipeline > 1 else ""
         return f"{slower:+.1%}: waits {format_time(waits)} longer{bubble}"
-    mine, other = one.division, first.division
-    again = {"none": "", "attention": ", layers but for attention twice", "full": ", layers twice"}
-    more = mine.replicas > other.replicas
-    tiles = (mine.context, mine.tensor, mine.microbatch) != (other.context, other.tensor, other.microbatch) or not more
-    parts = ["in smaller tiles"] * tiles + ["with more weights to update"] * more
-    how = again[mine.context.checkpoint] or f", {' and '.join(parts)}"
-    return f"{slower:+.1%}: computes {format_time(computes)} longer{how}"
+    causes = longer(layer_of(one.division), layer_of(first.division), (p.compute, best.compute))
+    return f"{slower:+.1%}: computes {format_time(computes)} longer ({causes})"

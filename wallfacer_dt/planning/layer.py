@@ -1,12 +1,10 @@
 """A Transformer layer as a rank's events: everything that computes and everything that is sent, on the same links.
 
 Note [What travels while a layer computes]
-FSDP2 gathers the weights of the next layer while one computes, forward and backward, and reduces the gradients of the
-layer before (Zhao et al. 2023, section 3.3.2; ``torch.distributed.fsdp.fully_shard``). So in a stack of like layers
-each begins as the last transfer of that kind ends: nothing else is under way, and one layer run by itself, from there
-to where its own end, takes what each takes. HSDP's all-reduce of what a reduce-scatter has left begins a layer later,
-as it has to wait for that. Where a pipeline has stages torchtitan gathers once in a step, and reduces once
-(``get_fsdp_reshard_after_forward_policy``).
+FSDP2 gathers the weights of the next layer while one computes, and reduces the gradients of the layer before (see
+``fsdp``). Each layer begins as the last transfer of that kind ends: nothing else is under way, and one layer run by
+itself, from there to where its own end, takes what each takes. Where a pipeline has stages torchtitan gathers once in a
+step, and reduces once (``get_fsdp_reshard_after_forward_policy``).
 
 Tensor ranks gather tokens before attention's and the feed-forward's projections, and reduce-scatter what these
 give; the backward does the same the other way round (Megatron-LM with sequence parallelism, Korthikanti et al. 2022,
@@ -22,12 +20,16 @@ from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norm_bytes
+from wallfacer_dt.planning.fsdp import Sent, copied_in, copied_out
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
 from wallfacer_dt.planning.traffic import Wire
 from wallfacer_dt.planning.weights_ring import feed_forward_events
 
-ELEMENTWISE = "norms, positions, activation"
+ELEMENTWISE, COPIES = "norms, positions, activation", "FSDP's copies"
+
+
+_NOTHING = Sent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +48,41 @@ class Layer:
     sequence: SequenceShape
     cluster: Cluster
 
-    def forward(self, attention: Sequence[Event], *, shares_weights: bool = True) -> Iterator[Event]:
-        """One layer's forward.
+    def forward(self, attention: Sequence[Event], sent: Sent = _NOTHING) -> Iterator[Event]:
+        """One layer's forward, with what FSDP copies of it.
 
         Args:
             attention: events of the forward's call.
-            shares_weights: FSDP's transfers are among the events.
+            sent: by FSDP meanwhile.
 
         Yields:
             The events.
         """
-        shared = [("weights", self.weights)] if shares_weights else []
+        shared = self.transfers(sent)
         yield from _beginning(shared)
+        yield from self._copied(copied_out(self.sequence.dtype))
         yield from self._forward(attention)
         yield from _ending(shared)
 
-    def backward(
-        self, attention: Sequence[Event], again: Sequence[Event], *, shares_weights: bool = True
-    ) -> Iterator[Event]:
+    def backward(self, attention: Sequence[Event], again: Sequence[Event], sent: Sent = _NOTHING) -> Iterator[Event]:
         """One layer's backward, and before it what a checkpoint computes again.
 
         Args:
             attention: events of the backward's call.
             again: those of the forward's, which a full checkpoint repeats.
-            shares_weights: FSDP's transfers are among the events.
+            sent: by FSDP meanwhile.
 
         Yields:
             The events.
         """
-        every = [("replicas", self.replicas), ("gradients", self.gradients), ("weights", self.weights)]
-        shared = every if shares_weights else []
+        shared = self.transfers(sent)
         yield from _beginning(shared)
+        yield from self._copied(copied_out(self.sequence.dtype))
         checkpoint = self.division.context.checkpoint
         if checkpoint != "none":
             yield from self._forward(again if checkpoint == "full" else (), is_saved=checkpoint == "attention")
         yield from self._backward(attention)
+        yield from self._copied(copied_in(self.sequence.dtype))
         yield from _ending(shared)
 
     def _forward(self, attention: Sequence[Event], *, is_saved: bool = False) -> Iterator[Event]:
@@ -143,6 +145,11 @@ class Layer:
             nbytes += attention_bytes(context, *sizes, backward=backward)
         return Compute(self.touching(nbytes), ELEMENTWISE)
 
+    def _copied(self, each: int) -> Iterator[Event]:
+        """FSDP copies the layer's weights or gradients, so many bytes of an element; in a pipeline not in every one."""
+        if self.division.weight_ranks > 1 and self.division.pipeline == 1 and self.shared_weights:
+            yield Compute(each * self.shared_weights / self.cluster.kernels.merge, COPIES)
+
     def touching(self, nbytes: int) -> float:
         """Seconds in which a tensor rank reads or writes its part of so many bytes."""
         return nbytes / self.division.tensor / self.cluster.kernels.merge
@@ -172,26 +179,25 @@ class Layer:
         return (attention + ffn) // self.division.tensor
 
     @property
-    def weights(self) -> Wire:
-        """FSDP's all-gather of a layer."""
-        return self._shared(self.sequence.dtype.itemsize)
+    def shared_vocabulary(self) -> int:
+        """The same of the embedding, or of the output projection."""
+        return self.model.vocab * self.model.hidden // self.division.tensor if self.model.ffn else 0
 
-    @property
-    def gradients(self) -> Wire:
-        """FSDP's reduce-scatter of them, in the accumulation dtype as torchtitan (``mixed_precision_reduce``)."""
-        return self._shared(accumulation_dtype(self.sequence.dtype).itemsize)
+    def transfers(self, sent: Sent) -> list[tuple[str, Wire]]:
+        """What FSDP sends, by name: first what it began to send first.
 
-    def _shared(self, itemsize: int) -> Wire:
-        group = self.division.groups(self.cluster)["weights"]
-        part = -(-self.shared_weights // group.size) * itemsize
-        return group.gather(part, is_striped=self.cluster.striped_gathers)
-
-    @property
-    def replicas(self) -> Wire:
-        """HSDP's all-reduce of a rank's shard of gradients."""
-        division = self.division
-        part = -(-self.shared_weights // division.weight_ranks) * accumulation_dtype(self.sequence.dtype).itemsize
-        return division.groups(self.cluster)["replicas"].all_reduce(part, is_striped=self.cluster.striped_gathers)
+        Weights are gathered; gradients reduce-scattered, and their shards all-reduced among replicas (HSDP), in the
+        accumulation dtype, as torchtitan does (``mixed_precision_reduce``).
+        """
+        groups, striped = self.division.groups(self.cluster), self.cluster.striped_gathers
+        narrow, wide = (dtype.itemsize for dtype in (self.sequence.dtype, accumulation_dtype(self.sequence.dtype)))
+        weights, replicas = groups["weights"], groups["replicas"]
+        gathered, reduced, replicated = (-(-elements // weights.size) for elements in sent)
+        return [
+            ("replicas", replicas.all_reduce(replicated * wide, is_striped=striped)),
+            ("gradients", weights.gather(reduced * wide, is_striped=striped)),
+            ("weights", weights.gather(gathered * narrow, is_striped=striped)),
+        ]
 
     @property
     def tokens(self) -> Wire:
@@ -216,6 +222,6 @@ def _ending(some: Sequence[tuple[str, Wire]]) -> Iterator[Event]:
     return (End(name) for name, wire in some if wire.nbytes)
 
 
-def alone(*some: tuple[str, Wire]) -> list[Event]:
+def alone(some: Sequence[tuple[str, Wire]]) -> list[Event]:
     """Transfers that are begun together, and waited for."""
     return [*_beginning(some), *_ending(some)]

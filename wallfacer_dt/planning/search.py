@@ -8,7 +8,7 @@ attention's time, forward and backward. On emulated clusters a predicted choice 
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from wallfacer_dt.planning.predict import (
     predict,
     step_bytes,
 )
+from wallfacer_dt.planning.reasons import longer
 from wallfacer_dt.planning.stack import least_memory, stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.units import format_size, format_time
@@ -260,7 +261,7 @@ def plan(
             f"{format_size(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
             about="memory",
         )
-    explained = tuple(_because(one, ranked[0]) for one in ranked)
+    explained = tuple(_because(one, ranked[0], search.layer) for one in ranked)
     too_large = tuple(
         replace(one, why=f"needs {format_size(one.prediction.memory)}, a rank has {format_size(cluster.memory or 0)}")
         for one in sorted(dropped, key=lambda one: one.prediction.memory)
@@ -361,8 +362,7 @@ class _Search:
 
     def _least_step(self, candidate: Candidate, attention: Sequence[Spent]) -> float:
         """Seconds that no step of a candidate is below if attention takes this at least."""
-        layer = Layer(self._division(candidate), self.model, self.sequence, self.cluster)
-        return least_step(layer, *self._with_projections(candidate, attention))
+        return least_step(self.layer(candidate), *self._with_projections(candidate, attention))
 
     def _with_projections(self, candidate: Candidate, attention: Sequence[Spent]) -> Sequence[Spent]:
         """What attention takes at least; under METP what it would take of all heads at once, and its projections.
@@ -442,6 +442,10 @@ class _Search:
     def _least_memory(self, candidate: Candidate) -> int:
         return least_memory(self._division(candidate), self.model, self.sequence)
 
+    def layer(self, candidate: Candidate) -> Layer:
+        """What all layers are."""
+        return Layer(self._division(candidate), self.model, self.sequence, self.cluster)
+
     def _division(self, candidate: Candidate) -> Division:
         return Division(candidate, microbatch=self.sequence.batch)
 
@@ -463,7 +467,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
-def _because(one: Ranked, first: Ranked) -> Ranked:
+def _because(one: Ranked, first: Ranked, layer_of: Callable[[Candidate], Layer]) -> Ranked:
     p, best = one.prediction, first.prediction
     if one is first:
         how = "measured fastest" if one.measured is not None else "best"
@@ -484,10 +488,8 @@ def _because(one: Ranked, first: Ranked) -> Ranked:
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
         return replace(one, why=f"{slower:+.0%}: waits {format_time(waits)} longer{_more_bytes(p, best)}")
-    mine, other = ([it.feed_forward, it.projections].count("metp") for it in (one.candidate, first.candidate))
-    sums = "METP's sums, " * (mine > other)
-    causes = f"{sums}smaller tiles, more merging, or idle heads"
-    return replace(one, why=f"{slower:+.0%}: computes {format_time(computes)} longer ({causes})")
+    why = longer(layer_of(one.candidate), layer_of(first.candidate), (p.compute, best.compute))
+    return replace(one, why=f"{slower:+.0%}: computes {format_time(computes)} longer ({why})")
 
 
 def _as_fast(p: Prediction, best: Prediction) -> str:

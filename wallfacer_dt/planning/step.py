@@ -1,12 +1,13 @@
 """A step of training out of its layers: simulated, and the least that it can take, which is quick to say.
 
-A layer runs as ``layer`` has its events. Beside layers the first one's weights and the last one's gradients are waited
-for, a vocabulary's output projection and loss are computed, and weights are updated; what FSDP sends of the projection
-counts as a layer's, and what it sends of the embedding not at all.
+A layer runs as ``layer`` has its events. Beside layers the first weights (the embedding's, then a layer's) and the last
+gradients are waited for, a vocabulary's output projection and loss are computed, and weights are updated.
 
-The loss reads logits twice, its backward once, and writes their gradient. AdamW reads a gradient, and reads and writes
-two moments and the weight: 28 bytes, in float32 as well as with master weights beside 16 bits. Without a feed-forward,
-where time is that of attention and of what a vocabulary needs, nothing is updated.
+The loss reads logits twice, its backward once, and writes their gradient. The embedding reads and writes a row of a
+token; its backward reads a gradient's and adds it to a weight's, all of which begin as zeros. Clipping reads gradients
+for their norm, and reads and writes them (``torch.nn.utils.clip_grad_norm_``). AdamW reads a gradient, and reads and
+writes two moments and the weight: 28 bytes, in float32 as well as with master weights beside 16 bits. Without a
+feed-forward, where time is that of attention and of what a vocabulary needs, there are no weights.
 
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
@@ -16,6 +17,7 @@ torchtitan's FSDP does beside a pipeline, weights are gathered once, under the f
 reduced after the last backward.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,12 +28,13 @@ import numpy as np
 
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.elementwise import norm_bytes
-from wallfacer_dt.planning.layer import ELEMENTWISE, Layer, alone
+from wallfacer_dt.planning.fsdp import Sent, copied_in, copied_out, sent_around, sent_beside
+from wallfacer_dt.planning.layer import COPIES, ELEMENTWISE, Layer, alone
 from wallfacer_dt.planning.stack import rank_weights
 from wallfacer_dt.planning.timeline import Compute, Event, Timeline, run
 
-_UPDATED = 28
-"""Bytes that AdamW reads or writes of a weight."""
+_UPDATED, _CLIPPED = 28, 3
+"""Bytes that AdamW reads or writes of a weight, and how often clipping does its gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,12 +122,12 @@ def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
     """
     forward, backward = ways
     again = forward if layer.division.context.checkpoint == "full" else None
-    alike = _without_attention(layer)
+    alike, unrepeated = _without_attention(layer), _without_attention(layer, checkpoint="none")
     return _step(
         layer,
         _ends(alike),
-        lambda shares: _forward(_without_attention(layer, checkpoint="none"), forward, shares),
-        lambda shares: _backward(alike, backward, again, shares),
+        lambda sent: _forward(unrepeated, forward, sent),
+        lambda sent: _backward(alike, backward, again, sent),
     )
 
 
@@ -135,14 +138,23 @@ def beside_attention(layer: Layer) -> dict[str, float]:
         layer: what all layers are.
 
     Returns:
-        Seconds of matrix products, of what is elementwise, and of the optimizer.
+        Seconds of matrix products, of what is elementwise, of copies, and of the optimizer.
     """
-    division, seconds = layer.division, dict(zip(("products", "elementwise"), _head(layer), strict=True))
-    for event in (*layer.forward((), shares_weights=False), *layer.backward((), (), shares_weights=False)):
+    division, (products, elementwise, copies) = layer.division, _vocabulary(layer)
+    seconds = {"products": products, "elementwise": elementwise, "copies": copies}
+    kinds = {ELEMENTWISE: "elementwise", COPIES: "copies"}
+    for event in (*layer.forward(()), *layer.backward((), ())):
         if isinstance(event, Compute):
-            kind = "elementwise" if event.what == ELEMENTWISE else "products"
-            seconds[kind] += layer.model.layers // division.pipeline * event.seconds
-    return {kind: division.microbatches * some for kind, some in seconds.items()} | {"optimizer": _update(layer)}
+            seconds[kinds.get(event.what, "products")] += layer.model.layers // division.pipeline * event.seconds
+    every = {kind: division.microbatches * some for kind, some in seconds.items()}
+    copies, update = _once(layer)
+    return every | {"copies": every["copies"] + copies, "optimizer": update}
+
+
+def by_kind(layer: Layer, compute: float) -> dict[str, float]:
+    """All that a step computes, of which this is the sum: attention and what is beside it, in seconds."""
+    beside = beside_attention(layer)
+    return {"attention": compute - sum(beside.values())} | beside
 
 
 def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
@@ -162,55 +174,88 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
     again = forward if layer.division.context.checkpoint == "full" else Spent()
     alike = _without_attention(layer)
 
-    def least(attention: Spent, parts: Callable[[Layer], Spent], *shared: str) -> Callable[[bool], Spent]:
-        spent = attention + parts(alike)
-        beside = _transfers(alike, *shared)
-        with_shared = max((spent + replace(beside, seconds=0.0)).least, beside.seconds)
-        return lambda shares: Spent(with_shared if shares else spent.least)
+    def least(spent: Spent) -> _OneLayer:
+        def with_sent(sent: Sent) -> Spent:
+            beside = _transfers(alike, sent)
+            return Spent(max((spent + replace(beside, seconds=0.0)).least, beside.seconds))
 
-    forwards = least(forward, _forward_parts, "weights")
-    backwards = least(backward + again, _backward_parts, "replicas", "gradients", "weights")
+        return with_sent
+
+    forwards, backwards = least(forward + _forward_parts(alike)), least(backward + again + _backward_parts(alike))
     return _step(layer, _ends(alike), forwards, backwards).seconds
 
 
-_OneLayer = Callable[[bool], Spent]
-"""What one layer takes, with FSDP's transfers or without."""
+_OneLayer = Callable[[Sent], Spent]
+"""What one layer takes while this is sent."""
 
 
 def _step(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) -> Spent:
     division = layer.division
     layers, rounds = layer.model.layers // division.pipeline, division.microbatches
-    head, update = _computing(sum(_head(layer))), _computing(_update(layer))
+    head, once = _computing(sum(_vocabulary(layer))), _computing(sum(_once(layer)))
+    beside = _sent_beside(layer)
     if division.pipeline == 1:
-        return rounds * (ends.weights + layers * (forward(True) + backward(True)) + head + ends.gradients) + update
+        ways = zip((forward, backward), beside, strict=True)
+        every = sum((times * way(sent) for way, some in ways for sent, times in some.items()), Spent())
+        return rounds * (ends.weights + every + head + ends.gradients) + once
     # See Note [Pipelines].
-    stage = layers * (forward(False) + backward(False)) + 2 * ends.activations
+    still = forward(Sent())
+    stage = layers * (still + backward(Sent())) + 2 * ends.activations
     waits = (division.pipeline - 1) * Spent(stage.seconds)
-    gathered = ends.weights.seconds + layers * (forward(True).seconds - forward(False).seconds)
-    return rounds * (stage + head) + waits + Spent(gathered) + layers * ends.gradients + update
+    gathered = ends.weights.seconds + sum(
+        times * (forward(sent).seconds - still.seconds) for sent, times in beside[0].items()
+    )
+    return rounds * (stage + head) + waits + Spent(gathered) + ends.gradients + once
+
+
+def _sent_beside(layer: Layer) -> tuple[Counter[Sent], Counter[Sent]]:
+    """What is sent beside a stage's layers, forward and backward, and beside how many."""
+    layers, has_replicas = layer.model.layers // layer.division.pipeline, layer.division.replicas > 1
+    if layer.division.weight_ranks == 1 and not has_replicas:
+        return (Counter({Sent(): layers}),) * 2
+    return sent_beside(layers, layer.shared_weights, layer.shared_vocabulary, has_replicas=has_replicas)
 
 
 def _computing(seconds: float) -> Spent:
     return Spent(seconds, seconds)
 
 
-def _head(layer: Layer) -> tuple[float, float]:
-    """Seconds of a vocabulary's output projection, and of the norm before it and the loss."""
-    model = layer.model
+def _vocabulary(layer: Layer) -> tuple[float, float, float]:
+    """Seconds of a vocabulary's output projection; of the norm before it, the loss and the embedding; of copies.
+
+    A pipeline's last stage, which is the slowest, has no embedding.
+    """
+    model, division, dtype = layer.model, layer.division, layer.sequence.dtype
     if not model.vocab:
-        return 0.0, 0.0
-    flops = 6 * layer.rows * model.hidden * model.vocab / layer.division.tensor
-    loss = 4 * model.vocab * layer.rows * layer.sequence.dtype.itemsize
-    both_ways = 2 * norm_bytes(model, layer.sequence, layer.rows)
-    return flops / layer.cluster.kernels.linear, layer.touching(both_ways + loss)
+        return 0.0, 0.0, 0.0
+    flops = 6 * layer.rows * model.hidden * model.vocab / division.tensor
+    beside = 2 * norm_bytes(model, layer.sequence, layer.rows) + 4 * model.vocab * layer.rows * dtype.itemsize
+    if division.pipeline == 1:
+        beside += (5 * layer.rows + model.vocab) * model.hidden * dtype.itemsize
+    # The output projection is gathered once, the embedding once more.
+    is_copied = division.weight_ranks > 1 and division.pipeline == 1
+    copied = is_copied * (3 * copied_out(dtype) + 2 * copied_in(dtype)) * layer.shared_vocabulary
+    kernels = layer.cluster.kernels
+    return flops / kernels.linear, layer.touching(beside), copied / kernels.merge
 
 
-def _update(layer: Layer) -> float:
-    """Seconds of the optimizer, on the last stage, of which none has more weights."""
+def _once(layer: Layer) -> tuple[float, float]:
+    """Seconds of copies that a step needs once, and of clipping and the optimizer, on the stage that has most weights.
+
+    That is the last one. What is copied for each microbatch the layers have themselves.
+    """
+    division, dtype, rounds = layer.division, layer.sequence.dtype, layer.division.microbatches
     if not layer.model.ffn:
-        return 0.0
-    weights = rank_weights(layer.division, layer.model, layer.division.pipeline - 1)
-    return _UPDATED * weights / layer.cluster.kernels.merge
+        return 0.0, 0.0
+    mine = rank_weights(division, layer.model, division.pipeline - 1)
+    copied = 0
+    if division.weight_ranks == 1:
+        copied = 3 * (rounds - 1) * dtype.itemsize * mine
+    elif division.pipeline > 1:
+        whole = layer.model.layers // division.pipeline * layer.shared_weights + layer.shared_vocabulary
+        copied = (copied_out(dtype) + copied_in(dtype, rounds)) * whole
+    merge = layer.cluster.kernels.merge
+    return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,35 +278,40 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
 
 
 def _ends(layer: Layer) -> _Ends:
-    # The last reduce-scatter while replicas reduce what the one before has left, then the same of the last.
-    together = ("replicas", "gradients") if layer.division.pipeline == 1 else ("gradients",)
-    last = _transfers(layer, *together) + _transfers(layer, "replicas")
-    return _Ends(_transfers(layer, "weights"), last, _transfers(layer, "activations"))
+    own, vocabulary = layer.shared_weights, layer.shared_vocabulary
+    before, after = sent_around(own, vocabulary)
+    if layer.division.pipeline > 1:
+        # Gradients of every group of weights, one after the other.
+        layers = layer.model.layers // layer.division.pipeline
+        after = [Sent(0, own), Sent(0, 0, own)] * layers + [Sent(0, vocabulary), Sent(0, 0, vocabulary)]
+    weights, gradients = (sum((_transfers(layer, one) for one in some), Spent()) for some in (before, after))
+    activations = alone([("activations", layer.activations)])
+    return _Ends(weights, gradients, Spent.of(run(activations, layer.cluster)))
 
 
-@lru_cache(maxsize=64)
-def _forward(layer: Layer, way: OneWay, shares_weights: bool) -> Spent:
-    return Spent.of_many(run(layer.forward(way.events, shares_weights=shares_weights), layer.cluster))
+@lru_cache(maxsize=256)
+def _forward(layer: Layer, way: OneWay, sent: Sent) -> Spent:
+    return Spent.of_many(run(layer.forward(way.events, sent), layer.cluster))
 
 
-@lru_cache(maxsize=64)
-def _backward(layer: Layer, way: OneWay, again: OneWay | None, shares_weights: bool) -> Spent:
+@lru_cache(maxsize=256)
+def _backward(layer: Layer, way: OneWay, again: OneWay | None, sent: Sent) -> Spent:
     repeated = () if again is None else again.events
-    return Spent.of_many(run(layer.backward(way.events, repeated, shares_weights=shares_weights), layer.cluster))
+    return Spent.of_many(run(layer.backward(way.events, repeated, sent), layer.cluster))
 
 
 @lru_cache(maxsize=256)
 def _forward_parts(layer: Layer) -> Spent:
     """A forward without attention and without FSDP's transfers."""
-    return Spent.of(run(layer.forward((), shares_weights=False), layer.cluster))
+    return Spent.of(run(layer.forward(()), layer.cluster))
 
 
 @lru_cache(maxsize=256)
 def _backward_parts(layer: Layer) -> Spent:
-    return Spent.of(run(layer.backward((), (), shares_weights=False), layer.cluster))
+    return Spent.of(run(layer.backward((), ()), layer.cluster))
 
 
-@lru_cache(maxsize=256)
-def _transfers(layer: Layer, *names: str) -> Spent:
-    """A layer's own transfers, by name, alone: begun together, and waited for."""
-    return Spent.of(run(alone(*((name, getattr(layer, name)) for name in names)), layer.cluster))
+@lru_cache(maxsize=1024)
+def _transfers(layer: Layer, sent: Sent) -> Spent:
+    """What FSDP sends, alone: begun together, and waited for."""
+    return Spent.of(run(alone(layer.transfers(sent)), layer.cluster))

@@ -12,7 +12,7 @@ from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.known_models import KnownModel
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.stack import StackMemory, division_memory
-from wallfacer_dt.planning.step import beside_attention
+from wallfacer_dt.planning.step import by_kind
 
 MFU = "model FLOPs without recomputation, causal attention counted as half / (time x ranks x peak)"
 
@@ -26,8 +26,8 @@ class Figures:
         peak: of a rank, floating point operations per second; None: not known, and so no MFU.
         ranks: that share a step.
         tokens: of a step.
-        time: of the first plan, predicted: seconds of attention, products, elementwise and optimizer, all of them
-            computing, and of transfers and host, which are waited for.
+        time: of the first plan, predicted: seconds of attention, products, elementwise, copies and optimizer, all of
+            them computing, and of transfers and host, which are waited for.
         memory: of the first plan.
         origins: who says the rates of kernels, see :class:`Where`.
         source: of the cluster, a line, or empty.
@@ -55,8 +55,8 @@ class Figures:
             step, others = plan.sequence, (_ALL_SHARE,)
             division = Division(plan.chosen, microbatch=step.batch)
         taken = replace(step, batch=division.microbatch)
-        prediction, beside = plan.prediction, beside_attention(Layer(division, plan.model, taken, plan.cluster))
-        time = {"attention": prediction.compute - sum(beside.values()), **beside}
+        prediction = plan.prediction
+        time = by_kind(Layer(division, plan.model, taken, plan.cluster), prediction.compute)
         waits = prediction.exposed - prediction.host
         time |= {"transfers": waits * (waits > 1e-9 * prediction.seconds), "host": prediction.host}  # or rounding
         return cls(
@@ -111,13 +111,10 @@ def _left_out(model: ModelShape) -> Iterator[str]:
         yield "in the time: layers but for their attention, and the optimizer (no --ffn)"
     if not model.vocab:
         yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
-    else:
-        yield "in the time: FSDP's traffic of the embedding; of the output projection a layer's counts"
     if model.ffn or model.vocab:
         yield (
             "in the time: what norms, positions, activations and the loss take longer where torch.compile does not "
-            "fuse them, some three times as long; the embedding, sums of microbatches' gradients and their clipping, "
-            "FSDP's copies of what it sends, loading data"
+            "fuse them, some three times as long; what the host takes to launch them, and FSDP; loading data"
         )
     yield (
         "in memory: what norms keep that are not torch's fused RMSNorm (transformers' own, float32 weights under "

@@ -1,0 +1,156 @@
+"""What FSDP2 sends and copies in a step, in the planner and in fact."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wallfacer_dt import Cluster, Kernels, Link, ModelShape, SequenceShape
+from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.fsdp import Sent, sent_around, sent_beside
+from wallfacer_dt.planning.layer import Layer
+from wallfacer_dt.planning.step import beside_attention
+from wallfacer_dt.testing.fake import fake_world
+
+MODEL = ModelShape(hidden=16, heads=2, ffn=32, layers=4, vocab=96)
+DTYPES = torch.bfloat16, torch.float32
+
+
+class Block(nn.Module):
+    """A layer's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(16, 32, False), nn.Linear(16, 32, False), nn.Linear(32, 16, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for projection in self.attention:
+            x = x + projection(x)
+        return x + self.down(self.gate(x) * self.up(x))
+
+
+class Sharded(nn.Module):
+    """Groups of weights as torchtitan has them, but for norms, which the planner leaves out."""
+
+    def __init__(self, replicas: int, ranks: int, dtype: torch.dtype, *, resharded: bool = True) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicas", "shards"))
+        self.embedding, self.head = nn.Embedding(96, 16), nn.Linear(16, 96, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(MODEL.layers))
+        options: dict[str, Any] = {"mesh": mesh if replicas > 1 else mesh["shards"]}
+        options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
+        for group in (self.embedding, *self.layers):
+            fully_shard(group, **options, reshard_after_forward=resharded)
+        fully_shard(self.head, **options, reshard_after_forward=False)
+        fully_shard(self, **options)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+KINDS = {"_allgather_base_": "gathered", "_reduce_scatter_base_": "reduced", "allreduce_": "replicated"}
+
+
+class Watched(TorchDispatchMode):
+    """Elements of what is sent, by kind, in order; and bytes that are copied whole, and in sums of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, list[int]] = {kind: [] for kind in KINDS.values()}
+        self.copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        if name in KINDS:
+            self.sent[KINDS[name]].append(max(x.numel() for x in given))
+        written = [result] if name == "_to_copy" else []
+        is_sum = given and given[0].ndim == 2 and name in ("add_", "_to_copy")  # of whole gradients
+        if name in ("split_with_sizes_copy", "chunk_cat") or is_sum:
+            again = given[0].nbytes if name == "add_" else 0  # read and written
+            self.copied += sum(x.nbytes for x in (*given, *written)) + again
+        return result
+
+
+@contextmanager
+def watched(replicas: int, dtype: torch.dtype, microbatches: int | None = None) -> Iterator[Watched]:
+    """One rank of eight in a step; of so many microbatches as a pipeline has them."""
+    with fake_world(8, 1):
+        model = Sharded(replicas, 8 // replicas, dtype, resharded=microbatches is None)
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        assert isinstance(model, FSDPModule)
+        with Watched() as seen:
+            for number in range(microbatches or 1):
+                is_last = number == (microbatches or 1) - 1
+                model.set_is_last_backward(is_last)
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last)
+                model(tokens).sum().backward()
+        yield seen
+
+
+def layer_of(division: Division, dtype: torch.dtype) -> Layer:
+    kernels = Kernels(1e11, 1e11, 1e11, 0.0, 1.0, launch=0.0)  # a byte a second
+    return Layer(division, MODEL, SequenceShape(64, dtype=dtype), Cluster(8, 8, Link(1.0), Link(1.0), kernels=kernels))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_fsdp_sends_and_copies(replicas: int, dtype: torch.dtype) -> None:
+    layer = layer_of(Division(Candidate(2), shards=4 // replicas, replicas=replicas), dtype)
+    own, vocabulary = layer.shared_weights, layer.shared_vocabulary
+    with watched(replicas, dtype) as seen:
+        pass
+    layers = [own] * MODEL.layers
+    assert seen.sent["gathered"] == [vocabulary, *layers, vocabulary, *layers, vocabulary]
+    assert seen.sent["reduced"] == [vocabulary, *layers, vocabulary]
+    sizes = [elements * replicas // 8 for elements in (vocabulary, own)]
+    assert seen.sent["replicated"] == [sizes[0], *sizes[1:] * 4, sizes[0]] * (replicas > 1)
+    # In the planner: around layers and beside them, but for what the head hides, a layer's weights in the backward.
+    told = [Counter[int]() for _ in Sent._fields]
+    around = Counter(one for some in sent_around(own, vocabulary) for one in some)
+    beside = sent_beside(MODEL.layers, own, vocabulary, has_replicas=True)
+    for some in (around, *beside):
+        for sent, times in some.items():
+            for elements, counted in zip(sent, told, strict=True):
+                counted[elements] += times * bool(elements)
+    assert +told[0] + Counter([own]) == Counter(seen.sent["gathered"])
+    assert +told[1] == +told[2] == Counter(seen.sent["reduced"])
+    assert beside_attention(layer)["copies"] == seen.copied
+
+
+def test_what_is_beside_a_layer_is_of_the_group_before_it_or_after_it() -> None:
+    """Of three layers: what comes, what is reduced, and a group later what replicas sum."""
+    forward, backward = sent_beside(3, 10, 7)
+    assert forward == Counter([Sent(10), Sent(10), Sent(7)])
+    assert backward == Counter([Sent(10, 7, 0), Sent(10, 10, 7), Sent(7, 10, 10)])
+    assert sent_beside(1, 10, 7) == (Counter([Sent(7)]), Counter([Sent(7, 7, 0)]))
+    assert sent_beside(3, 10, 0) == (Counter({Sent(10): 3}), Counter({Sent(10, 10, 10): 3}))
+    alone = sent_beside(3, 10, 7, has_replicas=False)[1]
+    assert alone == Counter([Sent(10, 7), Sent(10, 10), Sent(7, 10)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_what_a_stage_copies(microbatches: int, dtype: torch.dtype) -> None:
+    """One of two stages, with one end of the vocabulary: the planner's are alike."""
+    division = Division(Candidate(8), pipeline=2, microbatches=microbatches)
+    model = Layer(division, MODEL, SequenceShape(64, dtype=dtype), layer_of(division, dtype).cluster)
+    with watched(1, dtype, microbatches) as seen:
+        pass
+    told = beside_attention(model)["copies"]
+    assert 2 * told == seen.copied

@@ -1,0 +1,82 @@
+"""What FSDP2 sends beside each layer of a stack, and what it copies; and sums of microbatches' gradients. Pure numbers.
+
+Note [What FSDP sends, and when]
+Embedding, layers, and the last norm with the output projection are a group of weights each, as in torchtitan
+(``torchtitan.distributed.fsdp``). While a group computes, the weights of the next one come, and the gradients of the
+one before are reduced; those of replicas a group later, since they have to wait for what a reduce-scatter leaves
+(Zhao et al. 2023, section 3.3.2). The output projection stays whole between forward and backward; the embedding is
+gathered for its backward, too, which needs it not. Without a vocabulary a layer is one of many alike.
+
+Whole weights are copied out of the buffer in which they come, and gradients into the one from which they are reduced,
+in the accumulation dtype. Both wait for what computes, and it for them; what a rank copies of its own shard does not.
+
+Under a pipeline weights come once in a step, whole gradients are added up, and reduced after the last microbatch.
+Without others to share weights with, autograd adds gradients to those of the microbatch before; with them shards are
+added beside all else.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from wallfacer_dt.kernels.merge import accumulation_dtype
+
+
+class Sent(NamedTuple):
+    """What FSDP sends while a layer computes: whole weights' elements, of a tensor rank.
+
+    Attributes:
+        gathered: weights that come.
+        reduced: gradients of which shards go where they belong.
+        replicated: likewise, whose shards replicas sum.
+    """
+
+    gathered: int = 0
+    reduced: int = 0
+    replicated: int = 0
+
+
+@lru_cache(maxsize=64)
+def sent_beside(
+    layers: int, layer: int, vocabulary: int, *, has_replicas: bool = True
+) -> tuple[Counter[Sent], Counter[Sent]]:
+    """What is sent beside each of so many layers, forward and backward, and beside how many of them it is that.
+
+    Args:
+        layers: how many.
+        layer: elements of a layer's weights.
+        vocabulary: of the embedding, and likewise of the output projection; 0: there are neither.
+        has_replicas: others have the same weights.
+
+    Returns:
+        Not to be changed.
+    """
+    # In the order in which they compute.
+    gathered = [layer] * (layers - 1) + [vocabulary or layer]
+    reduced = [vocabulary or layer] + [layer] * (layers - 1)
+    replicated = [0 if vocabulary else layer, *reduced][:layers] if has_replicas else [0] * layers
+    return Counter(map(Sent, gathered)), Counter(map(Sent, gathered, reduced, replicated))
+
+
+def sent_around(layer: int, vocabulary: int) -> tuple[Sequence[Sent], Sequence[Sent]]:
+    """What is waited for before all layers, and after them, one after the other; sizes as in :func:`sent_beside`."""
+    return (Sent(vocabulary), Sent(layer)), (
+        Sent(0, layer, layer), Sent(0, vocabulary, layer), Sent(0, 0, vocabulary)
+    )  # fmt: skip
+
+
+def copied_out(dtype: torch.dtype) -> int:
+    """Bytes that are read and written of an element that was gathered."""
+    return 2 * dtype.itemsize
+
+
+def copied_in(dtype: torch.dtype, microbatches: int = 1) -> int:
+    """The same of an element of which the gradient is reduced, after so many microbatches whose gradients are whole."""
+    if microbatches == 1:
+        return dtype.itemsize + accumulation_dtype(dtype).itemsize
+    wide = accumulation_dtype(dtype)
+    cast = 0 if wide == dtype else dtype.itemsize + wide.itemsize
+    return cast + (microbatches - 1) * (dtype.itemsize + 2 * wide.itemsize) + 2 * wide.itemsize

@@ -1,0 +1,56 @@
+"""Why one plan computes longer than another, in words, by what it computes longer."""
+
+from collections.abc import Iterator
+
+from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.layer import Layer
+from wallfacer_dt.planning.step import by_kind
+
+_SHARE = 0.3  # of what is computed longer that a kind must have to be named
+_AGAIN = {"none": "", "attention": "layers but for attention twice", "full": "layers twice"}
+_CHECKPOINTS = tuple(_AGAIN)
+
+
+def longer(mine: Layer, other: Layer, compute: tuple[float, float]) -> str:
+    """What makes a step compute longer than another.
+
+    Args:
+        mine: what its layers are.
+        other: what the other's are.
+        compute: seconds that both compute, as predicted.
+
+    Returns:
+        The causes, the largest first.
+    """
+    of_mine, of_other = (by_kind(layer, seconds) for layer, seconds in zip((mine, other), compute, strict=True))
+    more = {kind: seconds - of_other[kind] for kind, seconds in of_mine.items()}
+    named = [kind for kind in sorted(more, key=more.__getitem__, reverse=True) if more[kind] > 0]
+    causes = [_cause(kind, mine.division, other.division) for kind in named if more[kind] >= _SHARE * more[named[0]]]
+    return " and ".join(dict.fromkeys(causes))
+
+
+def _cause(kind: str, mine: Division, other: Division) -> str:
+    checkpoint = mine.context.checkpoint
+    repeats = _CHECKPOINTS.index(checkpoint) > _CHECKPOINTS.index(other.context.checkpoint)
+    if repeats and kind in ("products", "elementwise", "attention")[: 3 if checkpoint == "full" else 2]:
+        return _AGAIN[checkpoint]
+    return next(_causes(kind, mine, other))
+
+
+def _causes(kind: str, mine: Division, other: Division) -> Iterator[str]:
+    by_metp = sum(_metp(mine)) > sum(_metp(other))
+    if kind == "products":
+        if mine.context.feed_forward == "metp" != other.context.feed_forward:
+            yield "METP's units once more"
+        yield "the output projection on one stage" if mine.pipeline > other.pipeline else "matrix products"
+    if kind == "elementwise":
+        yield "METP's sums" if by_metp else "norms and activations"
+    if kind == "copies":
+        yield "FSDP's copies" if mine.weight_ranks > 1 else "sums of microbatches' gradients"
+    if kind == "optimizer":
+        yield "more weights to update"
+    yield "smaller tiles, more merging, or idle heads"
+
+
+def _metp(division: Division) -> tuple[bool, bool]:
+    return division.context.feed_forward == "metp", division.context.projections == "metp"
