@@ -215,6 +215,24 @@ class Whole(Rows):
         return {name: x for name, x in super().__getitem__(index).items() if name != "attention_mask"}
 
 
+class Mean(ContextParallelTrainer):
+    """With a loss as examples have it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        logits = model(**inputs).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+class OfAnother(Trainer):
+    """A trainer of others, as TRL's are."""
+
+    compute_loss = Mean.compute_loss
+
+
+class Mixed(ContextParallelTrainer, OfAnother):
+    pass
+
+
 class WithMore(Rows):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {**super().__getitem__(index), "cu_seq_lens_q": torch.tensor([0, LENGTH])}
@@ -235,9 +253,9 @@ def refused() -> dict[str, str]:
         told = arguments(remove_unused_columns=False)
         return refusal(lambda: kind(model, told, train_dataset=rows or Rows(), **options).train())
 
-    def evaluate(**options: Any) -> str:
-        trainer = ContextParallelTrainer(model, arguments(prediction_loss_only=False), eval_dataset=Rows(), **options)
-        return refusal(trainer.evaluate)
+    def predict() -> str:
+        trainer = ContextParallelTrainer(model, arguments(prediction_loss_only=False))
+        return refusal(lambda: trainer.predict(Rows()))
 
     with of_torchrun():
         said["transformers' own Trainer"] = train(Trainer)
@@ -245,7 +263,10 @@ def refused() -> dict[str, str]:
         said["other rows on a rank"] = train(rows=Other())
         said["a column that is not dealt out"] = train(rows=WithMore())
         said["a loss of one's own"] = train(compute_loss_func=lambda *_, **__: None)
-        said["metrics of logits"] = evaluate(compute_metrics=lambda _: {})
+        said["a mean of one's own"] = train(Mean)
+        said["a mean of another trainer"] = train(Mixed)
+        said["metrics of logits"] = train(compute_metrics=lambda _: {})
+        said["logits"] = predict()
         smoothed = arguments(label_smoothing_factor=0.1)
         said["label smoothing"] = refusal(lambda: ContextParallelTrainer(model, smoothed))
         noisy = arguments(neftune_noise_alpha=5.0)
@@ -275,7 +296,10 @@ REFUSED = {
     "other rows on a rank": "the tokens must be the same on every rank",
     "a column that is not dealt out": "a batch has cu_seq_lens_q",
     "a loss of one's own": "does not go with compute_loss_func",
-    "metrics of logits": "set prediction_loss_only=True",
+    "a mean of one's own": "Mean has a compute_loss that is not Trainer's",
+    "a mean of another trainer": "Mixed has a compute_loss that is not Trainer's",
+    "metrics of logits": "does not go with compute_metrics",
+    "logits": "set prediction_loss_only=True, and give it labels",
     "noise": "does not go with neftune_noise_alpha",
     "label smoothing": "does not go with label_smoothing_factor",
     "counted tokens: non_padding": 'does not go with include_num_input_tokens_seen="non_padding" (',
@@ -291,6 +315,51 @@ def test_trainers_that_are_refused(ranks: Ranks) -> None:
         assert told.keys() == REFUSED.keys()
         for name, what in REFUSED.items():
             assert what in told[name], (name, told[name])
+
+
+class Summed(ContextParallelTrainer):
+    """With a loss of its own that adds up: this rank's part, times the ranks, by whose number DDP divides."""
+
+    own_loss_adds_up = True
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels, _ = inputs.pop("shift_labels"), inputs.pop("labels")
+        out = model(**inputs)
+        summed = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = summed / num_items_in_batch * dist.get_world_size()
+        return (loss, out) if return_outputs else loss
+
+
+class Meaning(Trainer):
+    """Whose evaluation is of no use to shards, as TRL's is."""
+
+    def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).logits.mean().detach(), None, None
+
+
+class SummedAgain(Summed, Meaning):
+    pass
+
+
+def losses_of(kind: type[Trainer]) -> list[float]:
+    """Of three steps, and of an evaluation."""
+    mesh, model = context_mesh("cpu", ring=2, team=2), MODELS["Mistral"].made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    with of_torchrun():
+        trainer = kind(model, arguments(), train_dataset=Rows(), eval_dataset=Rows())
+        trainer.train()
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line] + [
+            trainer.evaluate()["eval_loss"]
+        ]
+
+
+def test_a_loss_of_one_s_own_that_adds_up(ranks: Ranks) -> None:
+    (expected,), (found,) = (
+        set(map(tuple, ranks(RANKS).run(losses_of, kind))) for kind in (ContextParallelTrainer, SummedAgain)
+    )
+    assert worst_error([(torch.tensor(found), torch.tensor(expected))]) < 1e-6
 
 
 class Stream(IterableDataset):

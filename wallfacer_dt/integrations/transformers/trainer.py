@@ -39,6 +39,11 @@ class ContextParallelTrainer(Trainer):
     ``labels``, perhaps ``attention_mask``, or where documents are packed ``position_ids`` that restart,
     ``document_ids`` or ``cu_seqlens`` (with ``remove_unused_columns=False``). See docs/transformers.md.
 
+    Attributes:
+        own_loss_adds_up: to be set in a subclass whose ``compute_loss`` is not Trainer's: the average over all ranks of
+            what it gives is the loss of the whole step, as with this rank's sum over ``shift_labels``, divided by
+            ``num_items_in_batch``, times the number of ranks.
+
     Args:
         model: after :func:`context_parallel`.
         *args: as ``Trainer`` takes them.
@@ -49,10 +54,13 @@ class ContextParallelTrainer(Trainer):
             as a parallelism of accelerate's own; in training, a batch that ranks do not hold alike.
     """
 
+    own_loss_adds_up = False
+
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         self._everyone = everyone = name_mesh("world", range(dist.get_world_size()), ())
         with refusing_together(everyone):
             self.context = handle_of(model)
+            self._check_own_loss()
             told = args[0] if args else kwargs.get("args")
             _check_parallelism(getattr(told, "parallelism_config", None))  # of which accelerate has errors of its own
         super().__init__(model, *args, **kwargs)
@@ -141,9 +149,8 @@ class ContextParallelTrainer(Trainer):
             with refusing_together(self.context.order.mesh_name):  # whose other ranks deal the batch out
                 if not prediction_loss_only or "labels" not in inputs:
                     raise ValueError(
-                        "of shards Trainer evaluates the loss alone: set prediction_loss_only=True, leave "
-                        "compute_metrics out, and give it labels; for logits call the model within `with "
-                        "handle.whole():`"
+                        "of shards Trainer evaluates the loss alone: set prediction_loss_only=True, and give it "
+                        "labels; for logits call the model within `with handle.whole():`"
                     )
                 counting = self._counting(inputs["input_ids"].shape[0]) if "input_ids" in inputs else None
             if counting is not None:
@@ -151,7 +158,8 @@ class ContextParallelTrainer(Trainer):
                 inputs["labels"][counting:] = IGNORED
             shard = self._shard(inputs, must_count=counting != 0)
             agree("a batch to evaluate", (), self._everyone)
-        loss, _, _ = super().prediction_step(model, shard, prediction_loss_only, ignore_keys)
+        # Not that of another base, which may take the mean over this rank's tokens, as TRL's does.
+        loss, _, _ = Trainer.prediction_step(self, model, shard, prediction_loss_only, ignore_keys)
         return self.accelerator.reduce(loss, "mean"), None, None
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -209,6 +217,15 @@ class ContextParallelTrainer(Trainer):
         shard.pop("num_items_in_batch", None)  # that of a step Trainer counts
         return shard
 
+    def _check_own_loss(self) -> None:
+        if type(self).compute_loss is not Trainer.compute_loss and not self.own_loss_adds_up:
+            raise ValueError(
+                f"{type(self).__name__} has a compute_loss that is not Trainer's: labels are shifted already, and "
+                "ranks' means, averaged, are not the mean over all tokens; give this rank's sum over shift_labels, "
+                "divided by num_items_in_batch, times the number of ranks, and set own_loss_adds_up = True in the "
+                "class, or take Trainer's there: compute_loss = Trainer.compute_loss"
+            )
+
     def _check_arguments(self) -> None:
         args = self.args
         _check_parallelism(
@@ -216,6 +233,9 @@ class ContextParallelTrainer(Trainer):
         )  # also what accelerate's launcher says
         refused = {
             "compute_loss_func (the loss must be the model's own)": self.compute_loss_func is not None,
+            "compute_metrics (logits are of this rank's tokens; the loss alone is evaluated)": (
+                self.compute_metrics is not None
+            ),
             "label_smoothing_factor": self.label_smoother is not None,
             "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": args.neftune_noise_alpha is not None,
             'include_num_input_tokens_seen="non_padding" (a shard has no mask of padding; "all" counts all tokens)': (
