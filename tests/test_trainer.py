@@ -22,7 +22,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from accelerate.parallelism_config import ParallelismConfig
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from tests.models import MODELS
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
@@ -31,6 +31,7 @@ from wallfacer_dt.integrations.transformers.trainer import ContextParallelTraine
 Ranks = Callable[[int], RankPool]
 RANKS = 4
 LENGTH, LR = 61, 0.05  # of a length that ranks do not divide
+FOR_KERNELS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
 
 
 class Rows(Dataset):
@@ -156,6 +157,8 @@ def dealt_by_document() -> dict[str, str]:
     context_parallel(model, mesh, order=TokenOrder("document_head_tail", mesh))
     positions, seen = torch.arange(8).expand(2, -1), torch.ones(2, 8).long()
     within = positions - 5 * (positions >= 5)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    flat = collate([{"input_ids": [1] * 5}, {"input_ids": [2] * 3}])
     batches: dict[str, dict[str, Tensor]] = {
         "positions": {"position_ids": positions},
         "a mask": {"attention_mask": seen},
@@ -165,6 +168,11 @@ def dealt_by_document() -> dict[str, str]:
         "positions and ids": {"position_ids": within, "document_ids": torch.tensor([[3] * 5 + [1] * 3] * 2)},
         "positions across lengths": {"position_ids": positions, "cu_seqlens": torch.tensor([0, 5, 8])},
         "positions across ids": {"position_ids": positions, "document_ids": torch.tensor([[0] * 4 + [1] * 4] * 2)},
+        "flattened": flat,
+        **{
+            f"{name} across": {"position_ids": positions[:1], "input_ids": flat["input_ids"], name: flat[name]}
+            for name in FOR_KERNELS
+        },
         "nothing": {},
     }
     said = {}
@@ -185,10 +193,14 @@ def test_batches_of_one_document_are_dealt_out_by_document(ranks: Ranks) -> None
         for name in ("lengths", "ids"):
             across = said.pop(f"positions across {name}")
             assert across.startswith("position_ids must count from 0 in every document that document_ids or cu_seqlens")
+        for name in FOR_KERNELS:
+            across = said.pop(f"{name} across")
+            assert across.startswith(f"{name} of a batch tells other documents than its position_ids")
         assert said.pop("nothing") == "order='document_head_tail' needs document_ids or cu_seqlens"
         assert said == {
             "positions": one, "a mask": one, "positions and a mask": one, "positions and padding": "00000011",
             "positions and lengths": "00000111", "positions and ids": "33333111",
+            "flattened": "11111222",
         }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,7 +29,9 @@ from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.mesh import mesh_ranks
 
 # What a batch may bring, as `shard_inputs` calls it.
-_TAKEN = {"input_ids", "labels", "attention_mask", "document_ids", "cu_seqlens", "position_ids"}
+_TAKEN = {"input_ids", "labels", "attention_mask", "document_ids", "cu_seqlens"}
+# What collators tell kernels of the documents that position_ids show.
+_FOR_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 class ContextParallelTrainer(Trainer):
@@ -201,14 +204,16 @@ class ContextParallelTrainer(Trainer):
         order = self.context.order
         with refusing_together(order.mesh_name):
             told = dict(batch)
+            positions = told.pop("position_ids", None)
+            if positions is not None:
+                _drop_what_positions_show(told, positions := positions.cpu())
             if unknown := sorted(told.keys() - _TAKEN):
                 raise ValueError(f"a batch has {', '.join(unknown)}, of which Trainer cannot deal out this rank's part")
             if "input_ids" not in told:
                 raise ValueError("a batch must have input_ids, which are dealt out")
-            positions = told.pop("position_ids", None)
             if positions is not None:
                 is_needed = order.name == BY_DOCUMENT and told.get("attention_mask") is None
-                _tell_documents(told, positions.cpu(), also_of_one=is_needed)
+                _tell_documents(told, positions, also_of_one=is_needed)
             # They are where the schedule is made.
             documents = {name: told.get(name) for name in ("document_ids", "cu_seqlens")}
             told |= {name: x.cpu() for name, x in documents.items() if x is not None}
@@ -279,6 +284,25 @@ def _check_parallelism(config: Any) -> None:
             f"ContextParallelTrainer does not go with parallelism_config of {', '.join(found)}: leave it out, since "
             "ranks that share a sequence are those of the mesh that context_parallel was given"
         )
+
+
+def _drop_what_positions_show(told: dict[str, Any], positions: Tensor) -> None:
+    """Leave out what a batch tells kernels, or refuse (ValueError) what positions do not show."""
+    begins = positions == 0
+    ends = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=positions.numel())
+    for name in sorted(_FOR_KERNELS & told.keys()):
+        value = torch.as_tensor(told.pop(name)).cpu()
+        if name == "seq_idx":
+            is_shown = torch.equal(value.diff(dim=-1) != 0, begins[..., 1:])
+        elif name.startswith("cu_"):
+            is_shown = value.tolist() == ends.tolist()
+        else:
+            is_shown = value.tolist() == max(ends.diff().tolist(), default=0)
+        if not is_shown:
+            raise ValueError(
+                f"{name} of a batch tells other documents than its position_ids, which are 0 where one begins: leave "
+                f"{name} out, or begin position_ids anew there"
+            )
 
 
 def _tell_documents(told: dict[str, Any], positions: Tensor, *, also_of_one: bool) -> None:
