@@ -138,6 +138,53 @@ def refusal(call: Callable[[], Any]) -> str:
     return "went through"
 
 
+def layer_of_peft(package: str, variant: str = "", **more: Any) -> torch.nn.Module:
+    """What is looked at of one: where it is from, and its variant of LoRA."""
+    layer = type("Linear", (torch.nn.Linear,), {"__module__": f"peft.tuners.{package}.layer"})(4, 4)
+    layer.lora_variant = {"default": type(variant, (), {})()} if variant else {}
+    layer.lora_velora_init_type = {"default": more.get("init")}
+    return layer
+
+
+ADAPTERS = {
+    "LoRA": (("lora",), {}, "went through"),
+    "aLoRA": (("lora", "ALoraLinearVariant"), {}, "set alora_offsets_are_told = True"),
+    "VeLoRA": (("lora", "VeloraLinearVariant"), {"init": "batch_average"}, 'VeloraConfig(init_type="random")'),
+    "VeLoRA at random": (("lora", "VeloraLinearVariant"), {"init": "random"}, "went through"),
+    "AdaLoRA": (("adalora",), {}, "AdaLoRA adds the whole of its penalty"),
+    "Lily": (("lily",), {}, "Lily's router takes the mean"),
+    "SHADOW": (("shadow",), {}, "SHADOW's second model"),
+}
+
+
+def refused_adapters() -> dict[str, str]:
+    """What a model says whose adapters came before context_parallel, after it, or on one rank alone."""
+    mesh, order, model = set_up()
+    handle = context_parallel(model, mesh, order=order)
+    batch = shard_inputs(mesh, tokens_of(64)[0], order=order)
+    said = {}
+    for name, (kind, more, _) in ADAPTERS.items():
+        model.adapter = layer_of_peft(*kind, **more)
+        said[name] = refusal(lambda: model(**batch))
+    model.adapter = layer_of_peft("lora", "ALoraLinearVariant")
+    handle.alora_offsets_are_told = True
+    said["aLoRA that is told"] = refusal(lambda: model(**batch))
+    model.adapter = layer_of_peft("lily" if dist.get_rank() == 1 else "lora")
+    said["Lily on a rank"] = refusal(lambda: model(**batch))
+    model.adapter = layer_of_peft("shadow")
+    said["SHADOW before"] = refusal(lambda: context_parallel(model, mesh, order=order))
+    return said
+
+
+def test_adapters_that_are_refused(ranks: Ranks) -> None:
+    says = {name: what for name, (_, _, what) in ADAPTERS.items()}
+    says |= {"aLoRA that is told": "went through", "Lily on a rank": "Lily's", "SHADOW before": "SHADOW's"}
+    for told in ranks(RANKS).run(refused_adapters):
+        assert told.keys() == says.keys()
+        for name, what in says.items():
+            assert what in told[name], (name, told[name])
+
+
 def refused_calls() -> dict[str, str]:
     """On every rank: what a model says to calls that are not this rank's part of a sequence, or ask for more."""
     mesh, order, model = set_up()

@@ -26,7 +26,7 @@ from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMe
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_labels
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
-from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
+from wallfacer_dt.integrations.transformers.refusals import check_adapters, check_model_is_known
 from wallfacer_dt.integrations.transformers.sequence import ForwardPass, ShardedSequence
 from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.mesh import name_of
@@ -47,12 +47,18 @@ _REFUSED = {
 class ContextParallel(Handle[PreTrainedModel]):
     """A model that runs on a mesh, as :func:`context_parallel` has set it up; ``name`` is that of its attention.
 
+    Attributes:
+        alora_offsets_are_told: to be set where calls of a model with peft's aLoRA bring ``alora_offsets``, of each row
+            the number of this rank's tokens from its invocation on; of itself peft looks for that in a shard.
+
     Args:
         model: of transformers.
         mesh: context mesh.
         options: of attention that are the same at every call.
         order: in which batches are dealt out.
     """
+
+    alora_offsets_are_told = False
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, options: AttentionKeywords, order: TokenOrder) -> None:
         super().__init__(model)
@@ -170,6 +176,7 @@ class ContextParallel(Handle[PreTrainedModel]):
 
     def _check_still_set_up(self, model: PreTrainedModel) -> None:
         self._check_is_of(model)
+        check_adapters(model, offsets_are_told=self.alora_offsets_are_told)
         for config in upstream.configs(model):
             if upstream.implementation(config) != self.name:
                 raise ValueError(
@@ -272,6 +279,7 @@ def context_parallel(
         ways = ways_of("context_parallel", options, own=("order",))
         check_kernel(ways["kernel"])
         check_model_is_known(model)
+        check_adapters(model, offsets_are_told=True)  # of these a forward asks
         told = {"order": order, **ways, "model": type(model).__name__, "layers": len(list(model.modules()))}
         agree("context_parallel", told.items(), name)
     make_way(model, name)

@@ -13,6 +13,12 @@ _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # These look at the largest position, of which ranks hold different ones.
 _ROPE = {"dynamic", "longrope"}
+# Adapters of peft, by the package that they are of.
+_ADAPTERS = {
+    "adalora": "AdaLoRA adds the whole of its penalty on every rank: leave it out",
+    "lily": "Lily's router takes the mean over all tokens, of which a rank would take that of its own: leave it out",
+    "shadow": "SHADOW's second model would see a rank's own tokens only: leave it out",
+}
 _MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
 
 
@@ -26,10 +32,37 @@ def check_model_is_known(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} cannot be made context parallel: {why}")
 
 
+def check_adapters(model: PreTrainedModel, *, offsets_are_told: bool) -> None:
+    """Refuse (ValueError) adapters of peft, which may come at any time, that look at several tokens by themselves.
+
+    With ``offsets_are_told`` calls bring aLoRA's offsets, so that it does not.
+    """
+    layers = (module for module in model.modules() if type(module).__module__.startswith("peft.tuners."))
+    why = next((why for layer in layers for why in _adapters(layer, offsets_are_told)), None)
+    if why is not None:
+        raise ValueError(f"an adapter of {type(model).__name__} cannot be made context parallel: {why}")
+
+
 def leaves_layers_out(model: PreTrainedModel) -> bool:
     """Whether it does at random in training (layerdrop). Modules read a copy that they took from the config, or it."""
     told = (*upstream.configs(model), *model.modules())
     return any(getattr(x, f"{part}layerdrop", 0) for x in told for part in ("", "encoder_", "decoder_"))
+
+
+def _adapters(layer: nn.Module, offsets_are_told: bool) -> Iterator[str]:
+    package = type(layer).__module__.split(".")[2]
+    if package in _ADAPTERS:
+        yield _ADAPTERS[package]
+    for adapter, variant in getattr(layer, "lora_variant", {}).items():
+        kind = type(variant).__name__
+        if kind == "ALoraLinearVariant" and not offsets_are_told:
+            yield (
+                "aLoRA looks for its invocation in a rank's own tokens: pass alora_offsets to every call, of each row "
+                "the number of this rank's tokens from its invocation on, and set alora_offsets_are_told = True on the "
+                "handle that context_parallel returned"
+            )
+        if kind == "VeloraLinearVariant" and layer.lora_velora_init_type[adapter] != "random":
+            yield 'VeLoRA takes the mean over a rank\'s own tokens: leave it out, or VeloraConfig(init_type="random")'
 
 
 def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
