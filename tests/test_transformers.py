@@ -208,6 +208,7 @@ def refused_calls() -> dict[str, str]:
         "a mask of the whole": {**batch, "attention_mask": torch.ones(2, 64)},
         "4D mask": {**batch, "attention_mask": torch.zeros(2, 1, 16, 16)},
         "use_cache": {**batch, "use_cache": True},
+        "past_key_values": {**batch, "past_key_values": [batch["input_ids"]]},
         "output_attentions": {**batch, "output_attentions": True},
         "logits_to_keep": {**batch, "logits_to_keep": 1},
         "cu_seq_lens_q": {**batch, "cu_seq_lens_q": torch.tensor([0, 16])},
@@ -220,6 +221,9 @@ def refused_calls() -> dict[str, str]:
     said["all-ones mask"] = refusal(lambda: model(**{**batch, "attention_mask": torch.ones(2, 16)}))
     said["without what shard_inputs says"] = refusal(lambda: model(**bare))
     said["the model inside"] = refusal(lambda: model.model(**bare))
+    said["past its hooks"] = refusal(lambda: model.forward(**batch))
+    said["past its hooks, by hand"] = refusal(lambda: model.forward(**bare))
+    said["a model around it"] = refusal(lambda: context_parallel(torch.nn.Sequential(model), mesh, order=order))
     said["another implementation"] = refusal(lambda: (model.set_attn_implementation("sdpa"), model(**batch)))
     model.set_attn_implementation(handle.name)
     said["a copy"] = refusal(lambda: copy.deepcopy(model)(**batch))
@@ -244,7 +248,7 @@ def refused_calls() -> dict[str, str]:
 
 
 SAYS = {
-    "no positions": "position_ids are missing",
+    "no positions": "use ContextParallelTrainer; peft's prompt, prefix and p-tuning put tokens before the sequence",
     "positions that count from 0": "must be this rank's",
     "whole": "must be this rank's",
     "another order": "dealt out in",
@@ -254,16 +258,20 @@ SAYS = {
     "a mask of the whole": "tell shard_inputs attention_mask",
     "4D mask": "tell shard_inputs attention_mask",
     "use_cache": "use_cache: a cache would hold this rank's keys only",
+    "past_key_values": "pass use_cache=False; peft's prompt, prefix and p-tuning put tokens before the sequence",
     "output_attentions": "output_attentions: probabilities",
     "logits_to_keep": "logits_to_keep",
     "cu_seq_lens_q": "tell shard_inputs document_ids or cu_seqlens",
     "an unknown keyword": "alibi, which context_parallel does not implement",
     "labels that are not shifted": "labels without shift_labels",
-    "labels without a count": "labels without num_items_in_batch",
+    "labels without a count": "where the model's head does not hand it on, leave labels out",
     "no tokens": "must be called with input_ids",
     "all-ones mask": "went through",
     "without what shard_inputs says": "went through",
     "the model inside": "outside a forward",
+    "past its hooks": "if you have, its forward was called past its hooks",
+    "past its hooks, by hand": "not a part or a copy of it; or its forward was called past its hooks",
+    "a model around it": "peft_model.get_base_model()",
     "another implementation": "which is 'sdpa' now",
     "a copy": "a copy of one",
     "a copy that is set up": "a copy of one",

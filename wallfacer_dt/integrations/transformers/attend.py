@@ -11,6 +11,7 @@ from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers.masks import ShardedMask
+from wallfacer_dt.integrations.transformers.sequence import PROMPTS
 from wallfacer_dt.integrations.transformers.upstream import is_hooked_by_accelerate
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import AttentionKeywords
@@ -24,7 +25,7 @@ REFUSED = {
     "cu_seq_lens_q": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
     "cu_seq_lens_k": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
     "cache": "a cache would hold this rank's keys only: pass use_cache=False",
-    "past_key_values": "a cache would hold this rank's keys only: pass use_cache=False",
+    "past_key_values": f"a cache would hold this rank's keys only: pass use_cache=False; {PROMPTS}",
     "use_cache": "a cache would hold this rank's keys only: pass use_cache=False",
     "output_attentions": "probabilities are never put together",
 }

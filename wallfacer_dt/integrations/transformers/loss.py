@@ -39,7 +39,8 @@ class SummedLoss:
         if kwargs.get("num_items_in_batch") is None:
             raise ValueError(
                 "labels without num_items_in_batch: the mean over this rank's tokens would be no part of the whole "
-                "loss; let shard_inputs make the batch, labels=..."
+                "loss; let shard_inputs make the batch, labels=...; where the model's head does not hand it on, leave "
+                "labels out, and compute a loss from logits"
             )
         if _SHIFTS[name] and kwargs.get("shift_labels") is None:
             raise ValueError(

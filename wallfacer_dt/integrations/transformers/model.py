@@ -27,7 +27,7 @@ from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_labels
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
 from wallfacer_dt.integrations.transformers.refusals import check_adapters, check_model_is_known
-from wallfacer_dt.integrations.transformers.sequence import ForwardPass, ShardedSequence
+from wallfacer_dt.integrations.transformers.sequence import PAST_HOOKS, PROMPTS, ForwardPass, ShardedSequence
 from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import NOT_WAYS, AttentionKeywords, WayKeywords, ways_of, with_options
@@ -118,7 +118,7 @@ class ContextParallel(Handle[PreTrainedModel]):
         if self._forward is None:
             raise ValueError(
                 "attention on a mesh outside a forward of the model that context_parallel was given: call that model, "
-                "not a part or a copy of it"
+                f"not a part or a copy of it; or {PAST_HOOKS}"
             )
         return self._forward
 
@@ -170,8 +170,9 @@ class ContextParallel(Handle[PreTrainedModel]):
                 )
             if self._named(args, kwargs).get("labels") is not None and not forward.losses:
                 raise ValueError(
-                    f"{type(model).__name__} computes its loss by itself, as the mean over this rank's tokens: leave "
-                    "labels out, and compute it from logits, divided by num_items_in_batch"
+                    f"{type(model).__name__} computes its loss by itself, as the mean over this rank's tokens, or by a "
+                    "forward that TRL or Liger put in its place (leave that out): leave labels out, and compute it "
+                    "from logits, divided by num_items_in_batch"
                 )
 
     def _check_still_set_up(self, model: PreTrainedModel) -> None:
@@ -227,7 +228,7 @@ class ContextParallel(Handle[PreTrainedModel]):
         if positions is None:
             raise ValueError(
                 "position_ids are missing: the model would count from 0 on every rank; call it with all that "
-                f"shard_inputs gives, or with position_ids=sequence_positions(N, order)[None]; {_TRAINER}"
+                f"shard_inputs gives, or with position_ids=sequence_positions(N, order)[None]; {_TRAINER}; {PROMPTS}"
             )
         if shard != sequence.positions.shape[-1] or not _are(positions, sequence.positions):
             raise ValueError(
@@ -273,7 +274,10 @@ def context_parallel(
     name = name_of(mesh)
     with refusing_together(name):
         if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
+            raise TypeError(
+                f"model must be a PreTrainedModel of transformers, got {type(model).__name__}; a model of peft has it "
+                "inside: peft_model.get_base_model()"
+            )
         check_token_order(order)
         check_order_fits(order, mesh)
         ways = ways_of("context_parallel", options, own=("order",))

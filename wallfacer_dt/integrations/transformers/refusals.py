@@ -53,6 +53,7 @@ def _adapters(layer: nn.Module, offsets_are_told: bool) -> Iterator[str]:
     package = type(layer).__module__.split(".")[2]
     if package in _ADAPTERS:
         yield _ADAPTERS[package]
+    inits: dict[str, str] = getattr(layer, "lora_velora_init_type", {})
     for adapter, variant in getattr(layer, "lora_variant", {}).items():
         kind = type(variant).__name__
         if kind == "ALoraLinearVariant" and not offsets_are_told:
@@ -61,7 +62,7 @@ def _adapters(layer: nn.Module, offsets_are_told: bool) -> Iterator[str]:
                 "the number of this rank's tokens from its invocation on, and set alora_offsets_are_told = True on the "
                 "handle that context_parallel returned"
             )
-        if kind == "VeloraLinearVariant" and layer.lora_velora_init_type[adapter] != "random":
+        if kind == "VeloraLinearVariant" and inits.get(adapter) != "random":
             yield 'VeLoRA takes the mean over a rank\'s own tokens: leave it out, or VeloraConfig(init_type="random")'
 
 

@@ -9,6 +9,12 @@ from torch import Tensor
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import local_shard
 
+# What else may be the matter where a model is not called as it should be: of peft.
+PAST_HOOKS = (
+    "its forward was called past its hooks (model.forward(...), as peft before 0.21, AdaLoRA and adaption prompts do)"
+)
+PROMPTS = "peft's prompt, prefix and p-tuning put tokens before the sequence, which is not implemented"
+
 
 @dataclass(frozen=True)
 class ShardedSequence:
@@ -30,7 +36,8 @@ class ShardedSequence:
         """Say to a model that takes this for its attention mask, since it has not been set up, what to do."""
         raise AttributeError(
             f"a batch of shard_inputs is this rank's part of a sequence, and has no {name!r}: give the model to "
-            "context_parallel, which knows what it says in place of an attention mask"
+            "context_parallel, which knows what it says in place of an attention mask; if you have, "
+            f"{PAST_HOOKS}, or {PROMPTS}"
         )
 
     @classmethod
