@@ -281,6 +281,9 @@ def refused() -> dict[str, str]:
         said["logits"] = predict()
         smoothed = arguments(label_smoothing_factor=0.1)
         said["label smoothing"] = refusal(lambda: ContextParallelTrainer(model, smoothed))
+        told = arguments()
+        told.loss_type = "dft"  # as TRL's arguments have it
+        said["a loss of TRL"] = refusal(lambda: ContextParallelTrainer(model, told))
         noisy = arguments(neftune_noise_alpha=5.0)
         said["noise"] = refusal(lambda: ContextParallelTrainer(model, noisy))
         for seen in ("non_padding", "all", "no", True, False):
@@ -312,6 +315,7 @@ REFUSED = {
     "a mean of another trainer": "Mixed has a compute_loss that is not Trainer's",
     "metrics of logits": "does not go with compute_metrics",
     "logits": "set prediction_loss_only=True, and give it labels",
+    "a loss of TRL": "does not go with loss_type of TRL",
     "noise": "does not go with neftune_noise_alpha",
     "label smoothing": "does not go with label_smoothing_factor",
     "counted tokens: non_padding": 'does not go with include_num_input_tokens_seen="non_padding" (',

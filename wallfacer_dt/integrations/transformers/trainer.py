@@ -241,6 +241,9 @@ class ContextParallelTrainer(Trainer):
             "compute_metrics (logits are of this rank's tokens; the loss alone is evaluated)": (
                 self.compute_metrics is not None
             ),
+            "loss_type of TRL (the loss is Trainer's)": (
+                not self.own_loss_adds_up and getattr(args, "loss_type", "nll") != "nll"
+            ),
             "label_smoothing_factor": self.label_smoother is not None,
             "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": args.neftune_noise_alpha is not None,
             'include_num_input_tokens_seen="non_padding" (a shard has no mask of padding; "all" counts all tokens)': (
