@@ -161,7 +161,7 @@ Memory of plan 1, 654 kB a rank:
     20 B  gradients, likewise
    300 B  optimizer: Adam's moments and master weights, in float32
    50 kB  activations, kept for the backward
-    4 kB  buffers: FSDP's whole weights of layers in use
+    4 kB  buffers: FSDP's whole weights and gradients in use
   600 kB  buffers: the most that computing takes beside
 
 Not included:

@@ -134,10 +134,10 @@ def test_memory_of_a_stage_by_hand() -> None:
     assert staged.kept == whole.kept  # two in flight of half as many layers
     assert division_memory(replace(halves, microbatches=1), model, SEQUENCE).kept == whole.kept / 2
     assert division_memory(replace(halves, pipeline=4), model, SEQUENCE).kept == whole.kept
-    # Weights and gradients of a stage are whole until the step ends.
+    # Weights and gradients of a stage are whole until the step ends, and added up in float32.
     sharded = division_memory(replace(halves, shards=2), model, SEQUENCE)
     elements = 2 * (model.attention_weights + model.ffn_weights + 2 * model.hidden)
-    assert sharded.gathered == 2 * 2 * elements
+    assert sharded.gathered == (2 + 4) * elements
     assert sharded.weights == whole.weights / 4
     # A vocabulary so large that the last stage holds most.
     wide = replace(MODEL, vocab=10**5)
@@ -303,13 +303,13 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
 of 540
-6.077 s, 61.1 GB, fastest: 2% of the step is waiting
+6.077 s, 59.6 GB, fastest: 2% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-6.100 s, 69.1 GB, +0.4%: waits 14 ms longer
+6.100 s, 67.6 GB, +0.4%: waits 14 ms longer
   replicas 2 x shards 2 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-6.109 s, 64.2 GB, +0.5%: waits 143 ms longer
+6.109 s, 63.4 GB, +0.5%: waits 143 ms longer
   shards 4 x context 2 x tensor 2, 4 microbatches of 1: ulysses 2, head-tail
-6.117 s, 72.2 GB, +0.7%: waits 143 ms longer
+6.117 s, 71.4 GB, +0.7%: waits 143 ms longer
   replicas 2 x shards 2 x context 2 x tensor 2, 4 microbatches of 1: ulysses 2, head-tail
 1: 6.318, 2: 6.109, 4: 6.077, 8: 6.135, 16: 6.186
 enough: 2""",
@@ -322,13 +322,13 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 1125
-23.684 s, 72.9 GB, fastest: 7% of the step is waiting
+23.684 s, 73.2 GB, fastest: 7% of the step is waiting
   shards 4 x context 2 x tensor 4, 8 microbatches of 1: ulysses 2, head-tail
-23.904 s, 72.9 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
+23.904 s, 73.2 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
   shards 2 x context 4 x tensor 4, 8 microbatches of 2: ulysses 2 x ring 2, ulysses in node, rotates kv, head-tail
-24.279 s, 72.9 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
+24.279 s, 73.2 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
   context 8 x tensor 4, 8 microbatches of 4: ulysses 2 x team 4, ulysses in node, rings, rotates q, head-tail
-24.972 s, 69.0 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
+24.972 s, 70.1 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: ulysses 4, head-tail
 1: 26.833, 2: 23.684, 4: 23.904, 8: 24.279, 16: 25.567, 32: 27.470
 enough: 2""",
@@ -341,13 +341,13 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
 of 90
-16.133 s, 123.9 GB, fastest: 0% of the step is waiting
+16.133 s, 122.3 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
-16.241 s, 132.3 GB, +0.7%: waits 165 ms longer
+16.241 s, 131.5 GB, +0.7%: waits 165 ms longer
   context 4 x tensor 2, 2 microbatches of 1: team 4, 2d, rotates q, head-tail
-16.752 s, 69.1 GB, +3.8%: computes 575 ms longer (layers but for attention twice)
+16.752 s, 67.5 GB, +3.8%: computes 575 ms longer (layers but for attention twice)
   shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
-16.970 s, 68.0 GB, +5.2%: computes 556 ms longer (layers but for attention twice)
+16.970 s, 67.2 GB, +5.2%: computes 556 ms longer (layers but for attention twice)
   shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
 1: 17.440, 2: 16.970, 4: 16.241, 8: 16.133
 enough: 4""",

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -94,12 +96,13 @@ def watched(replicas: int, dtype: torch.dtype, microbatches: int | None = None) 
         tokens = torch.zeros(1, 8, dtype=torch.long)
         assert isinstance(model, FSDPModule)
         with Watched() as seen:
-            for number in range(microbatches or 1):
-                is_last = number == (microbatches or 1) - 1
-                model.set_is_last_backward(is_last)
-                model.set_requires_gradient_sync(is_last)
-                model.set_reshard_after_backward(is_last)
+            for _ in range(microbatches or 1):
+                for switch in (model.set_is_last_backward, model.set_requires_gradient_sync):
+                    switch(microbatches is None)
+                model.set_reshard_after_backward(microbatches is None)
                 model(tokens).sum().backward()
+            if microbatches:
+                _PipelineStageBase.perform_reduce_grad(SimpleNamespace(submod=model), 1)
         yield seen
 
 
@@ -122,7 +125,7 @@ def test_what_fsdp_sends_and_copies(replicas: int, dtype: torch.dtype) -> None:
     assert seen.sent["replicated"] == [sizes[0], *sizes[1:] * 4, sizes[0]] * (replicas > 1)
     # In the planner: around layers and beside them, but for what the head hides, a layer's weights in the backward.
     told = [Counter[int]() for _ in Sent._fields]
-    around = Counter(one for some in sent_around(own, vocabulary) for one in some)
+    around = Counter(one for some in sent_around(MODEL.layers, own, vocabulary) for one in some)
     beside = sent_beside(MODEL.layers, own, vocabulary, has_replicas=True)
     for some in (around, *beside):
         for sent, times in some.items():
@@ -139,6 +142,8 @@ def test_what_is_beside_a_layer_is_of_the_group_before_it_or_after_it() -> None:
     assert forward == Counter([Sent(10), Sent(10), Sent(7)])
     assert backward == Counter([Sent(10, 7, 0), Sent(10, 10, 7), Sent(7, 10, 10)])
     assert sent_beside(1, 10, 7) == (Counter([Sent(7)]), Counter([Sent(7, 7, 0)]))
+    assert [*sent_around(1, 10, 7)[1]] == [Sent(0, 10, 7), Sent(0, 7, 10), Sent(0, 0, 7)]
+    assert [*sent_around(2, 10, 7)[1]] == [Sent(0, 10, 10), Sent(0, 7, 10), Sent(0, 0, 7)]
     assert sent_beside(3, 10, 0) == (Counter({Sent(10): 3}), Counter({Sent(10, 10, 10): 3}))
     alone = sent_beside(3, 10, 7, has_replicas=False)[1]
     assert alone == Counter([Sent(10, 7), Sent(10, 10), Sent(7, 10)])

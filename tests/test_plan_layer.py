@@ -402,6 +402,32 @@ def test_weights_hide_behind_all_that_computes_and_gradients_of_the_last_layer_d
         assert step.seconds == pytest.approx(gather + model.layers * layers + reduce + 2 * alike + update)
 
 
+@pytest.mark.parametrize("bandwidth", [1e12, 1e6, 2e8])
+def test_a_vocabulary_is_gathered_and_reduced_as_layers_are(bandwidth: float) -> None:
+    """By hand, in order: the embedding, four layers and the output projection, and back."""
+    where = Cluster(2, 2, Link(bandwidth), Link(1.0), kernels=KERNELS)
+    layer = Layer(Division(Candidate(1), shards=2), MODEL, SEQUENCE, where)
+    cost = cost_of(layer)
+    own, ends = MODEL.attention_weights + MODEL.ffn_weights, MODEL.vocab * MODEL.hidden
+    (gather, reduce), (gather_ends, reduce_ends) = (
+        [elements / 2 * each / bandwidth for each in (2, 4)] for elements in (own, ends)
+    )
+    out, back = (own * each / KERNELS.merge for each in (2 + 2, 2 + 4))
+    before, after = touched(MODEL, 256)
+    forward = cost.forward.compute + 2 * 256 * own / KERNELS.linear + before + out
+    backward = cost.backward.compute + 4 * 256 * own / KERNELS.linear + after + out + back
+    products = 6 * 256 * ends / KERNELS.linear
+    copies = ends * (3 * (2 + 2) + 2 * (2 + 4)) / KERNELS.merge
+    head = products + lost(MODEL, 256) + embedded(MODEL, 256) + copies
+    there = gather_ends + gather + 3 * max(forward, gather) + max(forward, gather_ends)
+    again = max(0.0, gather - 2 / 3 * products)  # the last layer's weights, under the output projection's backward
+    layers = max(backward, gather + reduce_ends) + 2 * max(backward, gather + reduce)
+    layers += max(backward, gather_ends + reduce)
+    mine = (4 * own + 2 * ends + (2 * 4 + 1) * MODEL.hidden) / 2
+    expected = there + head + again + layers + reduce + reduce_ends + updated(mine)
+    assert simulated_step(layer, cost.ways).seconds == pytest.approx(expected)
+
+
 def test_a_pipeline_by_hand() -> None:
     """Two stages, three microbatches: the bubble is a stage's, the output projection the last one's."""
     where = Cluster(2, 1, Link(1e40), Link(1e40), kernels=KERNELS)

@@ -2,7 +2,8 @@
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -31,7 +32,7 @@ from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.dry_run import Peaks, attention_peaks
 from wallfacer_dt.planning.memory import attention_memory
 from wallfacer_dt.planning.meta import call
-from wallfacer_dt.planning.stack import stack_memory
+from wallfacer_dt.planning.stack import _Whole, stack_memory
 from wallfacer_dt.testing.fake import fake_world
 
 Call = tuple[Candidate, ModelShape, SequenceShape, int]
@@ -125,6 +126,14 @@ def check(call: Call, layout: str) -> None:
     assert said.most == pytest.approx(seen.most, rel=TOLERANCE)
 
 
+@contextmanager
+def without_fsdp() -> Iterator[None]:
+    """Every weight and gradient is there."""
+    nothing = _Whole(0, 0, 0, 0)
+    with mock.patch.object(_Whole, "of", return_value=nothing):
+        yield
+
+
 GPU = Path(__file__).parents[1] / "docs" / "benchmarks" / "gpu_2026-11-26.jsonl.gz"
 
 
@@ -176,12 +185,16 @@ def test_a_call_on_an_h200(ring: int, team: int, rotate: Side) -> None:
 
 
 def test_stacks_on_an_h200() -> None:
-    """Kept as much, but for 8 MiB of cosines and sines and some tokens; the most within 1%, with METP 4%."""
+    """Kept as much, but for 8 MiB of cosines and sines and some tokens; the most within 1%, with METP 4%.
+
+    Weights were whole there.
+    """
     found = on_an_h200("memory")
     assert found.keys() == STACKS.keys()
     for case, (layers, candidate) in STACKS.items():
         model = ModelShape(4096, 32, 8, ffn=10944, layers=layers, vocab=256)
-        said = stack_memory(candidate, model, SequenceShape(65536, is_causal=True))
+        with without_fsdp():
+            said = stack_memory(candidate, model, SequenceShape(65536, is_causal=True))
         assert 7 <= found[case]["kept MiB"] - said.kept / 2**20 <= 25, case
         tolerance = 0.01 if candidate.feed_forward == "plain" else 0.05
         assert (said.kept + said.working) / 2**20 == pytest.approx(found[case]["peak MiB"], rel=tolerance), case
@@ -235,7 +248,7 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candid
     FSDP's whole weights are not compared: here weights are whole, and one's gradient is there before it is added.
     """
     candidate, model, sequence = replace(case[0], **layers.layers), *case[1:]
-    with kernels_without_workspace():
+    with kernels_without_workspace(), without_fsdp():
         said = stack_memory(candidate, model, sequence)
     with fake_world(candidate.size):
         mesh = context_mesh("cpu", candidate.ring, candidate.team)
@@ -263,11 +276,14 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candid
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
-@pytest.mark.parametrize("vocab", [40, 4000])
-def test_stack_under_fsdp(checkpoint: str, vocab: int) -> None:
-    """The most in a step beyond weights and gradients, by FSDP2 on eight ranks of which seven are not there."""
-    candidate, sequence = Candidate(8, checkpoint=checkpoint), SequenceShape(2048)
-    model = ModelShape(64, 4, 2, ffn=192, layers=4, vocab=vocab)
+@pytest.mark.parametrize(("hidden", "vocab", "tokens"), [(64, 4000, 2048), (256, 4000, 256), (256, 40, 512)])
+def test_stack_under_fsdp(checkpoint: str, hidden: int, vocab: int, tokens: int) -> None:
+    """The most in a step beyond weights and gradients, by FSDP2 on eight ranks of which seven are not there.
+
+    It is held by the loss, or by weights, with the output projection's gradient or without.
+    """
+    candidate, sequence = Candidate(8, checkpoint=checkpoint), SequenceShape(tokens)
+    model = ModelShape(hidden, 4, 2, ffn=3 * hidden, layers=4, vocab=vocab)
     with kernels_without_workspace():
         said = stack_memory(candidate, model, sequence)
     with fake_world(candidate.size):
@@ -285,12 +301,13 @@ def test_stack_under_fsdp(checkpoint: str, vocab: int) -> None:
             fully_shard(stack, **options)
             for weight in stack.parameters():
                 weight.grad = torch.zeros_like(weight)
-            tokens, targets = (torch.zeros(1, 256).long() for _ in range(2))
+            given, targets = (torch.zeros(1, tokens // 8).long() for _ in range(2))
             seen = Tracked(stack, [weight.grad.to_local() for weight in stack.parameters()])
             states = seen.now
             with seen.phase():
-                stack(tokens, targets).backward()
-    assert said.kept + said.working + said.gathered == pytest.approx(seen.peak - states, rel=0.1)
+                stack(given, targets).backward()
+    found = seen.peak - states
+    assert found <= said.kept + said.working + said.gathered <= 1.12 * found
 
 
 def test_a_stack_whose_forward_holds_the_most() -> None:

@@ -17,6 +17,9 @@ ALL_SHARE = Division(Candidate(8))
 METP = replace(ALL_SHARE, context=Candidate(8, feed_forward="metp"))
 BY_TENSOR = Division(Candidate(1), tensor=8, microbatch=9)
 FULL, SELECTIVE = (replace(FIRST, context=Candidate(2, checkpoint=kind)) for kind in ("full", "attention"))
+IN_TWO = {"shards": 2, "pipeline": 2, "microbatches": 2}
+STAGES = Division(Candidate(1), shards=2, pipeline=4, microbatches=9)
+PROJECTED = replace(ALL_SHARE, context=Candidate(8, projections="metp"))
 REPLICAS = replace(FIRST, replicas=2, shards=2)
 TILES = "smaller tiles, more merging, or idle heads"
 
@@ -43,7 +46,17 @@ def layer_of(division: Division, merge: float) -> Layer:
         (METP, ALL_SHARE, 1e6, 0.0, "METP's sums"),
         (METP, ALL_SHARE, 1e30, 0.0, "METP's units once more"),
         (ALL_SHARE, METP, 1e8, 0.0, "FSDP's copies"),
-        (replace(FIRST, shards=2, pipeline=2, microbatches=2), FIRST, 1e30, 0.0, "the output projection on one stage"),
+        (replace(FIRST, **IN_TWO), FIRST, 1e30, 0.0, "the output projection on one stage"),
+        (
+            replace(FULL, **IN_TWO),
+            SELECTIVE,
+            1e30,
+            0.0,
+            "the output projection on one stage",
+        ),
+        (STAGES, replace(STAGES, microbatches=1, microbatch=9), 1e6, 0.0, "sums of microbatches' gradients"),
+        (STAGES, BY_TENSOR, 1e6, 0.0, "the loss on one stage and sums of microbatches' gradients"),
+        (PROJECTED, ALL_SHARE, 1e30, 1.0, "METP's projections once more"),
         (replace(BY_TENSOR, microbatch=1, microbatches=9), BY_TENSOR, 1e6, 0.0, "sums of microbatches' gradients"),
     ],
 )

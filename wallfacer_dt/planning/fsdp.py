@@ -3,16 +3,17 @@
 Note [What FSDP sends, and when]
 Embedding, layers, and the last norm with the output projection are a group of weights each, as in torchtitan
 (``torchtitan.distributed.fsdp``). While a group computes, the weights of the next one come, and the gradients of the
-one before are reduced; those of replicas a group later, since they have to wait for what a reduce-scatter leaves
-(Zhao et al. 2023, section 3.3.2). The output projection stays whole between forward and backward; the embedding is
-gathered for its backward, too, which needs it not. Without a vocabulary a layer is one of many alike.
+one before are reduced; those of replicas are taken to begin a group later, since they have to wait for what a
+reduce-scatter leaves (Zhao et al. 2023, section 3.3.2). The output projection stays whole between forward and backward,
+which the last layer's weights come under; the embedding is gathered for its backward, too, which needs it not. Without
+a vocabulary a layer is one of many alike.
 
 Whole weights are copied out of the buffer in which they come, and gradients into the one from which they are reduced,
 in the accumulation dtype. Both wait for what computes, and it for them; what a rank copies of its own shard does not.
 
-Under a pipeline weights come once in a step, whole gradients are added up, and reduced after the last microbatch.
-Without others to share weights with, autograd adds gradients to those of the microbatch before; with them shards are
-added beside all else.
+Under a pipeline weights come once in a step, whole gradients are added up in the accumulation dtype, and reduced after
+the last microbatch (``torch.distributed.pipelining``). Without others to share weights with there is taken to be no
+FSDP: autograd adds gradients to those of the microbatch before. With them shards are added beside all else.
 """
 
 from collections import Counter
@@ -61,11 +62,11 @@ def sent_beside(
     return Counter(map(Sent, gathered)), Counter(map(Sent, gathered, reduced, replicated))
 
 
-def sent_around(layer: int, vocabulary: int) -> tuple[Sequence[Sent], Sequence[Sent]]:
+def sent_around(layers: int, layer: int, vocabulary: int) -> tuple[Sequence[Sent], Sequence[Sent]]:
     """What is waited for before all layers, and after them, one after the other; sizes as in :func:`sent_beside`."""
-    return (Sent(vocabulary), Sent(layer)), (
-        Sent(0, layer, layer), Sent(0, vocabulary, layer), Sent(0, 0, vocabulary)
-    )  # fmt: skip
+    before_last = layer if layers > 1 else vocabulary or layer
+    after = Sent(0, layer, before_last), Sent(0, vocabulary, layer), Sent(0, 0, vocabulary)
+    return (Sent(vocabulary), Sent(layer)), after
 
 
 def copied_out(dtype: torch.dtype) -> int:
@@ -73,10 +74,13 @@ def copied_out(dtype: torch.dtype) -> int:
     return 2 * dtype.itemsize
 
 
-def copied_in(dtype: torch.dtype, microbatches: int = 1) -> int:
-    """The same of an element of which the gradient is reduced, after so many microbatches whose gradients are whole."""
-    if microbatches == 1:
-        return dtype.itemsize + accumulation_dtype(dtype).itemsize
+def copied_in(dtype: torch.dtype) -> int:
+    """The same of an element of which the gradient is reduced."""
+    return dtype.itemsize + accumulation_dtype(dtype).itemsize
+
+
+def added_up(dtype: torch.dtype, microbatches: int) -> int:
+    """The same where gradients of so many microbatches are whole, added up, and reduced then."""
     wide = accumulation_dtype(dtype)
     cast = 0 if wide == dtype else dtype.itemsize + wide.itemsize
     return cast + (microbatches - 1) * (dtype.itemsize + 2 * wide.itemsize) + 2 * wide.itemsize

@@ -8,7 +8,6 @@ from wallfacer_dt.planning.step import by_kind
 
 _SHARE = 0.3  # of what is computed longer that a kind must have to be named
 _AGAIN = {"none": "", "attention": "layers but for attention twice", "full": "layers twice"}
-_CHECKPOINTS = tuple(_AGAIN)
 
 
 def longer(mine: Layer, other: Layer, compute: tuple[float, float]) -> str:
@@ -23,6 +22,10 @@ def longer(mine: Layer, other: Layer, compute: tuple[float, float]) -> str:
         The causes, the largest first.
     """
     of_mine, of_other = (by_kind(layer, seconds) for layer, seconds in zip((mine, other), compute, strict=True))
+    if mine.division.context.projections != other.division.context.projections:
+        # METP's attention has its projections among its own.
+        for some in (of_mine, of_other):
+            some["attention"] += some.pop("products")
     more = {kind: seconds - of_other[kind] for kind, seconds in of_mine.items()}
     named = [kind for kind in sorted(more, key=more.__getitem__, reverse=True) if more[kind] > 0]
     causes = [_cause(kind, mine.division, other.division) for kind in named if more[kind] >= _SHARE * more[named[0]]]
@@ -30,9 +33,9 @@ def longer(mine: Layer, other: Layer, compute: tuple[float, float]) -> str:
 
 
 def _cause(kind: str, mine: Division, other: Division) -> str:
-    checkpoint = mine.context.checkpoint
-    repeats = _CHECKPOINTS.index(checkpoint) > _CHECKPOINTS.index(other.context.checkpoint)
-    if repeats and kind in ("products", "elementwise", "attention")[: 3 if checkpoint == "full" else 2]:
+    checkpoint, others = mine.context.checkpoint, other.context.checkpoint
+    repeats = others == "none" if kind in ("products", "elementwise") else checkpoint == "full" and kind == "attention"
+    if repeats and checkpoint not in ("none", others):
         return _AGAIN[checkpoint]
     return next(_causes(kind, mine, other))
 
@@ -44,11 +47,16 @@ def _causes(kind: str, mine: Division, other: Division) -> Iterator[str]:
             yield "METP's units once more"
         yield "the output projection on one stage" if mine.pipeline > other.pipeline else "matrix products"
     if kind == "elementwise":
-        yield "METP's sums" if by_metp else "norms and activations"
+        if by_metp:
+            yield "METP's sums"
+        yield "the loss on one stage" if mine.pipeline > other.pipeline else "norms and activations"
     if kind == "copies":
-        yield "FSDP's copies" if mine.weight_ranks > 1 else "sums of microbatches' gradients"
+        are_whole = mine.weight_ranks == 1 or (mine.pipeline > 1 and mine.microbatches > other.microbatches)
+        yield "sums of microbatches' gradients" if are_whole else "FSDP's copies"
     if kind == "optimizer":
         yield "more weights to update"
+    if mine.context.projections == "metp" != other.context.projections:
+        yield "METP's projections once more"
     yield "smaller tiles, more merging, or idle heads"
 
 

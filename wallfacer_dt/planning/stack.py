@@ -16,6 +16,7 @@ transformers' own 4 and 3.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
@@ -36,7 +37,7 @@ class StackMemory:
         weights: this rank's shards, in the sequence's dtype.
         gradients: of these, likewise.
         optimizer: Adam's moments and, of weights in 16 bits, master weights, all in float32.
-        gathered: FSDP's whole weights of a layer and of the next, and the layer's whole gradient.
+        gathered: FSDP's whole weights and gradients in use, and those that are reduced, when the most is held.
         kept: after the forward, what the backward needs: of all layers and, with a vocabulary, of the loss.
         working: the most beyond all that.
     """
@@ -119,19 +120,23 @@ def _stage(layer: "_Layer", stage: int) -> StackMemory:
     stack = layer.kept * layers
     has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
     kept = stack + (layer.norm + layer.loss + layer.tokens if has_loss else layer.tokens * has_tokens)
-    # Logits' gradient, and the gradient of what the loss keeps; later, what it kept and the output are gone.
-    peaks = [kept + 2 * layer.loss * has_loss, stack - layer.kept + layer.backward + layer.tokens * has_tokens]
+    # Logits' gradient, and the gradient of what the loss keeps; the output projection's, when what it kept is gone; the
+    # last layer's backward, and that of the one before.
+    before, whole = stack + layer.tokens * has_tokens, _Whole.of(layer, stage)
+    peaks = [(before - layer.kept + layer.backward, whole.first)]
+    if has_loss:
+        peaks += [(kept + 2 * layer.loss, whole.head), (before + layer.norm + layer.loss, whole.of_head)]
+    if layers > 1:
+        peaks.append((peaks[0][0] - layer.kept, whole.next))
+    most, gathered = max(peaks, key=sum)
     others = (in_flight - 1) * kept
-    return StackMemory(*_of_weights(division, model, layer.sequence, stage), others + kept, max(peaks) - kept)
+    return StackMemory(*_states(layer, stage), gathered, others + kept, max(0, most - kept))
 
 
-def _of_weights(
-    division: Division, model: ModelShape, sequence: SequenceShape, stage: int
-) -> tuple[int, int, int, int]:
-    """Bytes of a rank's weights, of their gradients and of the optimizer's states; and of whole weights in use."""
-    mine, itemsize = rank_weights(division, model, stage), sequence.dtype.itemsize
-    optimizer = mine * (_MOMENTS + _MASTER * (itemsize < _MASTER))
-    return mine * itemsize, mine * itemsize, optimizer, _gathered(division, model, stage) * itemsize
+def _states(layer: "_Layer", stage: int) -> tuple[int, int, int]:
+    """Bytes of a rank's weights, of their gradients and of the optimizer's states."""
+    mine, itemsize = rank_weights(layer.division, layer.model, stage), layer.sequence.dtype.itemsize
+    return mine * itemsize, mine * itemsize, mine * (_MOMENTS + _MASTER * (itemsize < _MASTER))
 
 
 def _has_loss(division: Division, model: ModelShape, stage: int) -> bool:
@@ -171,20 +176,36 @@ def _shared(context: Candidate, model: ModelShape) -> int:
     return attention + (0 if context.feed_forward == "metp" else model.ffn_weights)
 
 
-def _gathered(division: Division, model: ModelShape, stage: int) -> int:
-    """Elements of whole weights in use, and of whole gradients; a tensor rank's part of them."""
-    if division.weight_ranks == 1:
-        return 0
-    tensor = division.tensor
-    layer = -(-_shared(division.context, model) // tensor) + _norms(model)
-    if division.pipeline > 1:
-        # Gathered until the step ends, and so are gradients until the last microbatch's: torchtitan's default.
-        ends = -(-_ends(division, stage) * model.vocab * model.hidden // tensor)
-        return 2 * (model.layers // division.pipeline * layer + ends)
-    # One is the next to be used; with the output projection and its gradient only that one is there.
-    of_layer = (2 + (model.layers > 1)) * layer
-    of_loss = 2 * -(-model.vocab * model.hidden // tensor) + layer if model.vocab else 0
-    return max(of_layer, of_loss)
+class _Whole(NamedTuple):
+    """Bytes of whole weights and gradients that a rank has of FSDP, and of those that are reduced.
+
+    Attributes:
+        head: when the loss has its backward: the output projection's weights.
+        of_head: when this has its own: its gradient, and the weights of the last layer, too.
+        first: in the last layer's backward, its weights and gradient, the next one's weights, and what is reduced of
+            the output projection.
+        next: in that of the one before, which has another layer's reduced.
+    """
+
+    head: int
+    of_head: int
+    first: int
+    next: int
+
+    @classmethod
+    def of(cls, layer: "_Layer", stage: int) -> "_Whole":
+        division, model, narrow = layer.division, layer.model, layer.sequence.dtype.itemsize
+        if division.weight_ranks == 1:
+            return cls(0, 0, 0, 0)
+        wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
+        own, head = -(-_shared(division.context, model) // tensor) + _norms(model), model.vocab * model.hidden // tensor
+        if division.pipeline > 1:
+            # Gathered until the step ends, and so are gradients until the last microbatch's: torchtitan's default.
+            ends = _ends(division, stage) * head
+            every = model.layers // division.pipeline * own + ends
+            return cls(*[every * (narrow + (wide if division.microbatches > 1 else narrow))] * 4)
+        layers = (2 + (model.layers > 1)) * own * narrow
+        return cls(head * narrow, (2 * head + own) * narrow, layers + head * wide, layers + own * wide)
 
 
 class _Layer:

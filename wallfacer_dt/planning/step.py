@@ -28,7 +28,7 @@ import numpy as np
 
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.elementwise import norm_bytes
-from wallfacer_dt.planning.fsdp import Sent, copied_in, copied_out, sent_around, sent_beside
+from wallfacer_dt.planning.fsdp import Sent, added_up, copied_in, copied_out, sent_around, sent_beside
 from wallfacer_dt.planning.layer import COPIES, ELEMENTWISE, Layer, alone
 from wallfacer_dt.planning.stack import rank_weights
 from wallfacer_dt.planning.timeline import Compute, Event, Timeline, run
@@ -192,12 +192,14 @@ _OneLayer = Callable[[Sent], Spent]
 def _step(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) -> Spent:
     division = layer.division
     layers, rounds = layer.model.layers // division.pipeline, division.microbatches
-    head, once = _computing(sum(_vocabulary(layer))), _computing(sum(_once(layer)))
+    products, *beside_it = _vocabulary(layer)
+    head, once = _computing(products + sum(beside_it)), _computing(sum(_once(layer)))
     beside = _sent_beside(layer)
     if division.pipeline == 1:
         ways = zip((forward, backward), beside, strict=True)
         every = sum((times * way(sent) for way, some in ways for sent, times in some.items()), Spent())
-        return rounds * (ends.weights + every + head + ends.gradients) + once
+        waits = Spent(max(0.0, ends.again - 2 / 3 * products))
+        return rounds * (ends.weights + every + head + waits + ends.gradients) + once
     # See Note [Pipelines].
     still = forward(Sent())
     stage = layers * (still + backward(Sent())) + 2 * ends.activations
@@ -253,18 +255,22 @@ def _once(layer: Layer) -> tuple[float, float]:
         copied = 3 * (rounds - 1) * dtype.itemsize * mine
     elif division.pipeline > 1:
         whole = layer.model.layers // division.pipeline * layer.shared_weights + layer.shared_vocabulary
-        copied = (copied_out(dtype) + copied_in(dtype, rounds)) * whole
+        copied = (copied_out(dtype) + added_up(dtype, rounds)) * whole
     merge = layer.cluster.kernels.merge
     return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
 
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """What is waited for beside layers: a layer's weights, its gradients, and what stages send each other."""
+    """What is waited for beside layers: weights, gradients, and what stages send each other.
+
+    And the seconds in which the last layer's weights come for its backward, under that of the output projection.
+    """
 
     weights: Spent
     gradients: Spent
     activations: Spent
+    again: float
 
 
 def _without_attention(layer: Layer, **changes: Any) -> Layer:
@@ -279,14 +285,15 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
 
 def _ends(layer: Layer) -> _Ends:
     own, vocabulary = layer.shared_weights, layer.shared_vocabulary
-    before, after = sent_around(own, vocabulary)
+    layers = layer.model.layers // layer.division.pipeline
+    before, after = sent_around(layers, own, vocabulary)
     if layer.division.pipeline > 1:
         # Gradients of every group of weights, one after the other.
-        layers = layer.model.layers // layer.division.pipeline
         after = [Sent(0, own), Sent(0, 0, own)] * layers + [Sent(0, vocabulary), Sent(0, 0, vocabulary)]
     weights, gradients = (sum((_transfers(layer, one) for one in some), Spent()) for some in (before, after))
     activations = alone([("activations", layer.activations)])
-    return _Ends(weights, gradients, Spent.of(run(activations, layer.cluster)))
+    again = _transfers(layer, Sent(own)).seconds if vocabulary else 0.0
+    return _Ends(weights, gradients, Spent.of(run(activations, layer.cluster)), again)
 
 
 @lru_cache(maxsize=256)

@@ -99,7 +99,6 @@ class Figures:
 
 _ALL_SHARE = "data, tensor and pipeline parallelism: all ranks are taken to share each sequence; see --sequences"
 _NOT_DIVIDED = (
-    "in memory: FSDP's copies of gradients in float32 while they are reduced",
     "of divisions: expert parallelism, other pipeline schedules than 1F1B, stages of unlike layers, asynchronous "
     "tensor parallelism, METP beside data, tensor or pipeline parallelism",
 )

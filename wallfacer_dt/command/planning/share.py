@@ -13,7 +13,7 @@ _SIZES = {
     "gradients": "gradients, likewise",
     "optimizer": "optimizer: Adam's moments{master}, in float32",
     "kept": "activations, kept for the backward",
-    "gathered": "buffers: FSDP's whole weights of layers in use",
+    "gathered": "buffers: FSDP's whole weights and gradients in use",
     "working": "buffers: the most that computing takes beside",
 }
 
