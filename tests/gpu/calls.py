@@ -193,7 +193,7 @@ def _waiting(place: Place, name: str) -> Record:
         order, options = _options(name, mesh, 8 * length)
         if "sinks" in options:
             options["sinks"] = options["sinks"].to(place.device)
-        q, k, v = (place.drawn(n, length) for n in (8, 2, 2))
+        q, k, v = (place.drawn(n, length).repeat(2, 1, 1, 1) for n in (8, 2, 2))
         # The first call may wait: it compiles kernels.
         for mode in ("default", "error"):
             if place.is_gpu:
