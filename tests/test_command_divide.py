@@ -91,7 +91,7 @@ FLOPs, 1 PFLOPS a rank
 Time of plan 1, 2 ms a step as predicted:
      1 s  attention
   200 ms  other matrix products
-   30 ms  norms, positions, activations, the loss
+   30 ms  norms, positions, activations, embedding, loss
     5 ms  FSDP's copies
     4 ms  clipping and optimizer
   500 us  waiting for transfers

@@ -56,7 +56,7 @@ def _times(plan: Plan | DivisionPlan) -> dict[str, str]:
     return {
         "attention": "attention" + " and its projections" * (division.context.projections == "metp"),
         "products": "other matrix products",
-        "elementwise": f"norms, positions, activations{sums}" + ", the loss" * bool(plan.model.vocab),
+        "elementwise": f"norms, positions, activations{sums}" + ", embedding, loss" * bool(plan.model.vocab),
         "copies": ", ".join(copies),
         "optimizer": "clipping and optimizer",
         "transfers": f"waiting for transfers{waits}",
