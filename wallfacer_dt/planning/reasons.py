@@ -7,7 +7,7 @@ from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.step import by_kind
 
 _SHARE = 0.3  # of what is computed longer that a kind must have to be named
-_AGAIN = {"none": "", "attention": "layers but for attention twice", "full": "layers twice"}
+_AGAIN = {"attention": "layers but for attention twice", "full": "layers twice"}
 
 
 def longer(mine: Layer, other: Layer, compute: tuple[float, float]) -> str:
