@@ -15,6 +15,7 @@ from wallfacer_dt.command.app import main
 from wallfacer_dt.command.planning.divided import context_lines, print_division
 from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.flags import flags_of
+from wallfacer_dt.command.planning.share import print_figures
 from wallfacer_dt.planning import Candidate, Prediction
 from wallfacer_dt.planning.dividing import DivisionPlan, RankedDivision, divide
 from wallfacer_dt.planning.division import Division
@@ -50,6 +51,21 @@ FIGURES = Figures(
     origins={"forward": "assumed", "backward": "given", "linear": "measured", "merge": "there", "launch": "by hand"},
     source="", activation="silu", left_out=("in the time: this",),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("division", "copies"),
+    [
+        (FIRST, "FSDP's copies"),
+        (replace(FIRST, pipeline=2), "FSDP's copies, sums of microbatches' gradients"),
+        (replace(FIRST, pipeline=2, microbatches=1), "FSDP's copies"),
+        (Division(Candidate(1), tensor=4, microbatches=2), "sums of microbatches' gradients"),
+    ],
+)
+def test_what_is_copied_is_named(division: Division, copies: str) -> None:
+    out = io.StringIO()
+    print_figures(replace(SMALL, ranked=(ranked(division, 0.002, ""),)), FIGURES, Console(file=out, width=100))
+    assert f"    5 ms  {copies}\n" in out.getvalue()
 
 
 def test_golden_text() -> None:

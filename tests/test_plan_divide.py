@@ -136,6 +136,7 @@ def test_memory_of_a_stage_by_hand() -> None:
     assert division_memory(replace(halves, pipeline=4), model, SEQUENCE).kept == whole.kept
     # Weights and gradients of a stage are whole until the step ends, and added up in float32.
     sharded = division_memory(replace(halves, shards=2), model, SEQUENCE)
+    assert division_memory(replace(halves, shards=2, microbatches=1), model, SEQUENCE).gathered == sharded.gathered
     elements = 2 * (model.attention_weights + model.ffn_weights + 2 * model.hidden)
     assert sharded.gathered == (2 + 4) * elements
     assert sharded.weights == whole.weights / 4

@@ -27,8 +27,6 @@ from wallfacer_dt.planning.traffic import Wire
 from wallfacer_dt.planning.weights_ring import feed_forward_events
 
 ELEMENTWISE, COPIES = "norms, positions, activation", "FSDP's copies"
-
-
 _NOTHING = Sent()
 
 
@@ -146,7 +144,7 @@ class Layer:
         return Compute(self.touching(nbytes), ELEMENTWISE)
 
     def _copied(self, each: int) -> Iterator[Event]:
-        """FSDP copies the layer's weights or gradients, so many bytes of an element; in a pipeline not in every one."""
+        """FSDP copies the layer's weights or gradients, so many bytes of an element; in a pipeline once in a step."""
         if self.division.weight_ranks > 1 and self.division.pipeline == 1 and self.shared_weights:
             yield Compute(each * self.shared_weights / self.cluster.kernels.merge, COPIES)
 

@@ -198,12 +198,14 @@ class _Whole(NamedTuple):
         if division.weight_ranks == 1:
             return cls(0, 0, 0, 0)
         wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
-        own, head = -(-_shared(division.context, model) // tensor) + _norms(model), model.vocab * model.hidden // tensor
+        own, head = (
+            -(-_shared(division.context, model) // tensor) + _norms(model),
+            -(-model.vocab * model.hidden // tensor),
+        )
         if division.pipeline > 1:
-            # Gathered until the step ends, and so are gradients until the last microbatch's: torchtitan's default.
-            ends = _ends(division, stage) * head
-            every = model.layers // division.pipeline * own + ends
-            return cls(*[every * (narrow + (wide if division.microbatches > 1 else narrow))] * 4)
+            # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
+            every = model.layers // division.pipeline * own + _ends(division, stage) * head
+            return cls(*[every * (narrow + wide)] * 4)
         layers = (2 + (model.layers > 1)) * own * narrow
         return cls(head * narrow, (2 * head + own) * narrow, layers + head * wide, layers + own * wide)
 

@@ -52,7 +52,7 @@ class Figures:
         if isinstance(plan, DivisionPlan):
             step, division, others = replace(plan.sequence, batch=plan.sequences), plan.chosen, _NOT_DIVIDED
         else:
-            step, others = plan.sequence, (_ALL_SHARE,)
+            step, others = plan.sequence, _ALL_SHARE
             division = Division(plan.chosen, microbatch=step.batch)
         taken = replace(step, batch=division.microbatch)
         prediction = plan.prediction
@@ -69,7 +69,7 @@ class Figures:
             origins=where.origins,
             source=where.source,
             activation=known.activation,
-            left_out=(*_left_out(plan.model), *others, *_of_model(known)),
+            left_out=(*_left_out(plan.model), others, *_of_model(known)),
         )
 
     def rate(self, one: Ranked | RankedDivision) -> float:
@@ -100,7 +100,7 @@ class Figures:
 _ALL_SHARE = "data, tensor and pipeline parallelism: all ranks are taken to share each sequence; see --sequences"
 _NOT_DIVIDED = (
     "of divisions: expert parallelism, other pipeline schedules than 1F1B, stages of unlike layers, asynchronous "
-    "tensor parallelism, METP beside data, tensor or pipeline parallelism",
+    "tensor parallelism, METP beside data, tensor or pipeline parallelism"
 )
 
 
@@ -113,7 +113,7 @@ def _left_out(model: ModelShape) -> Iterator[str]:
     if model.ffn or model.vocab:
         yield (
             "in the time: what norms, positions, activations and the loss take longer where torch.compile does not "
-            "fuse them, some three times as long; what the host takes to launch them, and FSDP; loading data"
+            "fuse them, some three times as long; what the host takes to launch them and FSDP; loading data"
         )
     yield (
         "in memory: what norms keep that are not torch's fused RMSNorm (transformers' own, float32 weights under "
