@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -55,7 +56,8 @@ def deal(tokens_BN: Tensor, labels_BN: Tensor, mesh: DeviceMesh) -> tuple[Tensor
 
 
 def sum_of_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = F.cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss  # one under loss_parallel
 
 
 def train_step(
@@ -94,6 +96,12 @@ def zero2(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> None:
     shard_parameters((*model.layers, model), token_mesh(mesh), reshard_after_forward=False)
 
 
+def offloaded(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    shard_parameters((*model.layers, model), token_mesh(mesh), offload_policy=policy)
+
+
 def hsdp(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> None:
     parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
     sizes = mesh["dp"].size(), context_of(mesh).size()
@@ -108,7 +116,9 @@ def mixed_precision(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> N
     shard_parameters([model], token_mesh(mesh), mp_policy=replace(policy, output_dtype=torch.float32))
 
 
-def tensor_parallel(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> None:
+def share_weights(model: ByteGPT, mesh: DeviceMesh, *, logits_too: bool = False) -> None:
+    """Tensor and sequence parallelism, along tp; ``logits_too``: each rank keeps its part of them."""
+    logits = Shard(-1) if logits_too else Replicate()
     gather = {"input_layouts": (Shard(1), None), "desired_input_layouts": (Replicate(), None)}
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -124,9 +134,13 @@ def tensor_parallel(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle) -> N
         "layers.*.feed_forward.up": ColwiseParallel(),
         "layers.*.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=logits, use_local_output=not logits_too),
     }
     parallelize_module(model, mesh["tp"], plan)
+
+
+def tensor_parallel(model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle, **options: Any) -> None:
+    share_weights(model, mesh, **options)
     parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
     shard_parameters((*model.layers, model), token_mesh(mesh))
 
@@ -136,11 +150,11 @@ class Stage(nn.Module):
 
     def __init__(self, model: ByteGPT, layers: range, positions_L: Tensor) -> None:
         super().__init__()
-        first, last = 0 in layers, len(model.layers) - 1 in layers
+        self.is_first, self.is_last = 0 in layers, len(model.layers) - 1 in layers
         self.config, self.positions_L = model.config, positions_L
-        self.embedding = model.embedding if first else nn.Identity()
+        self.embedding = model.embedding if self.is_first else nn.Identity()
         self.layers = nn.ModuleDict({str(index): model.layers[index] for index in layers})
-        self.norm, self.head = (model.norm, model.head) if last else (nn.Identity(), nn.Identity())
+        self.norm, self.head = (model.norm, model.head) if self.is_last else (nn.Identity(), nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
         """tokens_BL or x_BLD in, x_BLD or logits_BLV out."""
@@ -151,25 +165,43 @@ class Stage(nn.Module):
         return self.head(self.norm(x))
 
 
+def stages_of(place: int, ranks: int, schedule: str) -> list[int]:
+    """The numbers of a rank's stages: one, or two, of which a V has one from either end."""
+    kind = get_schedule_class(schedule)
+    if issubclass(kind, PipelineScheduleSingle):
+        return [place]
+    return [place, 2 * ranks - 1 - place if kind in (ScheduleZBVZeroBubble, ScheduleDualPipeV) else ranks + place]
+
+
 def pipeline(
-    model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle, positions_L: Tensor, counted: Tensor
-) -> tuple[Schedule1F1B, Stage]:
+    model: ByteGPT, mesh: DeviceMesh, style: ParallelStyle, positions_L: Tensor, counted: Tensor, schedule: str
+) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
+    if "tp" in mesh.mesh_dim_names:
+        share_weights(model, mesh)
     parallelize_module(model, context_of(mesh), {"layers.*.attention.inner": style})
-    index, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
-    each = len(model.layers) // stages
-    module = Stage(model, range(index * each, (index + 1) * each), positions_L)
-    shard_parameters((*module.layers.values(), module), token_mesh(mesh), reshard_after_forward=False)
-    stage = PipelineStage(module, index, stages, positions_L.device, group=mesh["pp"].get_group())
+    numbers = stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size(), schedule)
+    many = len(numbers) * mesh["pp"].size()
+    each, over = divmod(len(model.layers), many)
+    assert not over, "stages of as many layers"
+    modules = [Stage(model, range(number * each, (number + 1) * each), positions_L) for number in numbers]
+    for module in modules:
+        shard_parameters((*module.layers.values(), module), token_mesh(mesh), reshard_after_forward=False)
+    stages = [
+        PipelineStage(module, number, many, positions_L.device, group=mesh["pp"].get_group())
+        for number, module in zip(numbers, modules, strict=True)
+    ]
 
     def loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
         return sum_of_losses(logits_BLV, labels_BL) / counted
 
-    return Schedule1F1B(stage, n_microbatches=4, loss_fn=loss, scale_grads=False), module
+    given = stages if len(stages) > 1 else stages[0]
+    run = get_schedule_class(schedule)(given, n_microbatches=4, loss_fn=loss, scale_grads=False)
+    return run, modules
 
 
 def pipeline_step(
-    schedule: Schedule1F1B,
-    module: Stage,
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti,
+    modules: list[Stage],
     optimizer: torch.optim.Optimizer,
     tokens_BL: Tensor,
     labels_BL: Tensor,
@@ -178,15 +210,16 @@ def pipeline_step(
 ) -> tuple[float, float]:
     """What ``train_step`` does; ``counted`` is the tensor that the schedule's loss divides by."""
     everyone, stages = token_mesh(mesh).get_group(), mesh["pp"].get_group()
-    first, last = mesh["pp"].get_local_rank() == 0, mesh["pp"].get_local_rank() == mesh["pp"].size() - 1
+    first, last = any(module.is_first for module in modules), any(module.is_last for module in modules)
     counted.copy_((labels_BL != IGNORED).sum())
     dist.all_reduce(counted, group=everyone)
     optimizer.zero_grad()
     losses: list[Tensor] = []
     schedule.step(*([tokens_BL] if first else []), target=labels_BL if last else None, losses=losses)
-    squared = nn.utils.get_total_norm([p.grad for p in module.parameters()]).full_tensor().square()
+    parameters = [p for module in modules for p in module.parameters()]
+    squared = nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor().square()
     dist.all_reduce(squared, group=stages)  # every stage has other parameters
-    nn.utils.clip_grads_with_norm_(module.parameters(), MAX_NORM, squared.sqrt())
+    nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, squared.sqrt())
     optimizer.step()
     loss = torch.stack(losses).sum().detach() if last else torch.zeros_like(squared)
     for group in (everyone, stages):

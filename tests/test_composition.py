@@ -5,10 +5,11 @@ Shape suffixes: B = sequences, N = tokens of each, L = those of them that a rank
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from tests import composition
@@ -34,9 +37,12 @@ Arrays = dict[str, np.ndarray]
 STEPS, SEQUENCES, LENGTH = 3, 4, 64
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2)
 DATA, TENSOR, PIPELINE = ("dp", "cp_ring", "cp_team"), ("cp_ring", "cp_team", "tp"), ("pp", "cp_ring", "cp_team")
-AXES = {"tensor_parallel": TENSOR, "pipeline": PIPELINE}
+THREE = ("pp", "cp_ring", "tp")
+AXES = {"tensor_parallel": TENSOR, "loss_parallel": TENSOR, "pipeline": PIPELINE}
 HYBRIDS = {"fsdp": ("dp", "cp_ulysses", "cp_ring"), "tensor_parallel": ("cp_ulysses", "cp_ring", "tp")}
-COMPOSITIONS = ["fsdp", "zero2", "hsdp", "tensor_parallel", "pipeline"]
+COMPOSITIONS = ["fsdp", "zero2", "offloaded", "hsdp", "tensor_parallel", "loss_parallel", "pipeline"]
+SCHEDULES = "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+AROUND: dict[str, Callable[[], AbstractContextManager]] = {"loss_parallel": loss_parallel, "offloaded": save_on_cpu}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     # Adam hides a wrong scale of the gradients. With an eps below most of them, rounding would decide the direction in
     # which the smallest go.
@@ -53,24 +59,31 @@ class Run:
         losses: by step.
         norms: by step, before clipping.
         gradients: by step and name, after clipping.
+        start: the parameters before the first step, by name, where one process has noted them.
         parameters: after all steps, by name.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[Arrays] = field(default_factory=list)
+    start: Arrays = field(default_factory=dict)
     parameters: Arrays = field(default_factory=dict)
 
-    def note(self, loss: float, norm: float, module: nn.Module) -> None:
+    def note(self, loss: float, norm: float, *modules: nn.Module) -> None:
         """Add a step."""
         self.losses.append(loss)
         self.norms.append(norm)
-        self.gradients.append({name: whole(p.grad) for name, p in module.named_parameters()})
+        self.gradients.append({name: whole(p.grad) for name, p in named(modules)})
 
-    def finish(self, module: nn.Module) -> "Run":
+    def finish(self, *modules: nn.Module) -> "Run":
         """Add what the steps led to."""
-        self.parameters = {name: whole(p) for name, p in module.named_parameters()}
+        self.parameters = {name: whole(p) for name, p in named(modules)}
         return self
+
+
+def named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of all, which have other names in each."""
+    return chain.from_iterable(module.named_parameters() for module in modules)
 
 
 def whole(x: Tensor) -> np.ndarray:
@@ -87,10 +100,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens_BN, labels_BN
 
 
-def make_model(dtype: torch.dtype) -> ByteGPT:
+def make_model(dtype: torch.dtype, layers: int = CONFIG.layers) -> ByteGPT:
     """The same model wherever it is made, with weights so large that attention is far from uniform."""
     torch.manual_seed(0)
-    model = ByteGPT(CONFIG).to(dtype)
+    model = ByteGPT(replace(CONFIG, layers=layers)).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -101,9 +114,12 @@ def make_model(dtype: torch.dtype) -> ByteGPT:
     return model
 
 
-def train_alone(dtype: torch.dtype, optimizer: str, compute: torch.dtype | None = None) -> Run:
+def train_alone(
+    dtype: torch.dtype, optimizer: str, compute: torch.dtype | None = None, layers: int = CONFIG.layers
+) -> Run:
     """One process that knows nothing of ranks; its layers compute in ``compute``, from parameters in ``dtype``."""
-    model, run = make_model(dtype), Run()
+    model = make_model(dtype, layers)
+    run = Run(start={name: whole(p) for name, p in model.named_parameters()})
     stepper = OPTIMIZERS[optimizer](model.parameters())
     for step in range(STEPS):
         tokens_BN, labels_BN = batch(step)
@@ -138,22 +154,37 @@ def train(name: str, ring: int, team: int, dtype: torch.dtype, optimizer: str, h
     with no_warning_of_views():
         if name == "pipeline":
             return train_pipeline(model, mesh, style, optimizer)
-        getattr(composition, name)(model, mesh, style)
-        stepper, run = OPTIMIZERS[optimizer](model.parameters()), Run()
-        for step in range(STEPS):
-            run.note(*train_step(model, stepper, *batch(step), mesh), model)
-        return run.finish(model)
+        with AROUND.get(name, nullcontext)():
+            if name == "loss_parallel":
+                composition.tensor_parallel(model, mesh, style, logits_too=True)
+            else:
+                getattr(composition, name)(model, mesh, style)
+            stepper, run = OPTIMIZERS[optimizer](model.parameters()), Run()
+            for step in range(STEPS):
+                run.note(*train_step(model, stepper, *batch(step), mesh), model)
+            return run.finish(model)
 
 
-def train_pipeline(model: ByteGPT, mesh: DeviceMesh, style: RingParallel, optimizer: str) -> Run:
+def train_in_stages(schedule: str, axes: tuple[str, ...]) -> Run:
+    """The same of a model of four layers, in a pipeline of two ranks, each with two stages."""
+    mesh = _made((2, 2, 2), axes)
+    kind = WallFacerParallel if "cp_team" in axes else RingParallel
+    style = kind(is_causal=True, order=order_of(mesh), check=False)
+    with no_warning_of_views():
+        return train_pipeline(make_model(torch.float64, 4), mesh, style, "sgd", schedule)
+
+
+def train_pipeline(
+    model: ByteGPT, mesh: DeviceMesh, style: RingParallel, optimizer: str, schedule: str = "1F1B"
+) -> Run:
     positions_L = sequence_positions(LENGTH, order_of(mesh))
     counted = torch.zeros((), dtype=torch.int64)
-    schedule, module = pipeline(model, mesh, style, positions_L, counted)
-    stepper, run = OPTIMIZERS[optimizer](module.parameters()), Run()
+    running, modules = pipeline(model, mesh, style, positions_L, counted, schedule)
+    stepper, run = OPTIMIZERS[optimizer]([p for _, p in named(modules)]), Run()
     for step in range(STEPS):
         tokens_BL, labels_BL, _ = deal(*batch(step), mesh)
-        run.note(*pipeline_step(schedule, module, stepper, tokens_BL, labels_BL, mesh, counted), module)
-    return run.finish(module)
+        run.note(*pipeline_step(running, modules, stepper, tokens_BL, labels_BL, mesh, counted), *modules)
+    return run.finish(*modules)
 
 
 @contextmanager
@@ -167,12 +198,6 @@ def no_warning_of_views() -> Iterator[None]:
 alone = lru_cache(train_alone)
 
 
-@lru_cache
-def start() -> Arrays:
-    """The parameters before the first step."""
-    return {name: whole(p) for name, p in make_model(torch.float64).named_parameters()}
-
-
 def errors(run: Run, exact: Run) -> dict[str, float]:
     """The largest relative error of a loss, a norm, a parameter's gradient, and the way that a parameter went."""
     gradients = [
@@ -180,7 +205,8 @@ def errors(run: Run, exact: Run) -> dict[str, float]:
         for found, expected in zip(run.gradients, exact.gradients, strict=True)
         for name, gradient in found.items()
     ]
-    ways = [distance(p - start()[name], exact.parameters[name] - start()[name]) for name, p in run.parameters.items()]
+    start = exact.start
+    ways = [distance(p - start[name], exact.parameters[name] - start[name]) for name, p in run.parameters.items()]
     return {
         "loss": worst_error([(run.losses, exact.losses)], relative_to="each"),
         "norm": worst_error([(run.norms, exact.norms)], relative_to="each"),
@@ -213,6 +239,22 @@ def test_steps_equal_those_of_one_process(ranks: Ranks, name: str, mesh: tuple[i
     exact = alone(torch.float64, optimizer)
     assert min(exact.norms) > MAX_NORM, "gradients are clipped"
     found = worst(ranks(8).run(train, name, *mesh, torch.float64, optimizer), exact)
+    assert all(error < 1e-10 for error in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "axes"),
+    [
+        pytest.param(*case, marks=() if case == ("ZBVZeroBubble", THREE) else pytest.mark.whole)
+        for case in product(SCHEDULES, (PIPELINE, THREE))
+    ],
+    ids=str,
+)
+def test_steps_in_two_stages_a_rank_equal_those_of_one_process(
+    ranks: Ranks, schedule: str, axes: tuple[str, ...]
+) -> None:
+    """Some schedules split the backward in two; with tensor parallelism there are three at once."""
+    found = worst(ranks(8).run(train_in_stages, schedule, axes), alone(torch.float64, "sgd", layers=4))
     assert all(error < 1e-10 for error in found.values()), found
 
 
@@ -297,5 +339,5 @@ def test_the_page_shows_what_the_tests_run() -> None:
         return [line for line in text.splitlines() if line]
 
     assert lines(shown) == lines(code)
-    for axes in (DATA, TENSOR, PIPELINE, *HYBRIDS.values()):
+    for axes in (DATA, TENSOR, PIPELINE, THREE, *HYBRIDS.values()):
         assert f"(2, 2, 2), mesh_dim_names={axes})".replace("'", '"') in page
