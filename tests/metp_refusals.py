@@ -187,6 +187,52 @@ def without_gradients(rank: int) -> None:
         y.sum().backward()
 
 
+def with_other_weights(weights: str, module: nn.Module, style: ParallelStyle, *, in_a_graph: bool = False) -> None:
+    """A call after weights or biases were put in the place of the DTensors that METP made."""
+    applied = apply(module, style)
+    others = dict(applied.named_parameters())
+    if weights == "in another order":  # the same shards, of other ranks
+        mesh = w.context_mesh("cpu", 2, 2, placement="ring_in_node")
+        others = {name: on(mesh, p.to_local(), p.placements, p) for name, p in others.items()}
+    elif weights == "replicated":
+        others = {name: on(mesh_of(2, 2), torch.zeros(p.shape), [Replicate()] * 2, p) for name, p in others.items()}
+    elif weights == "of other sizes":
+        others = {
+            name: on(mesh_of(2, 2), torch.cat([p.to_local()] * 2), p.placements, None) for name, p in others.items()
+        }
+    else:
+        others = {name: torch.zeros(p.shape) for name, p in others.items()}
+    if in_a_graph:
+        torch._dynamo.reset()
+        applied.load_state_dict(others, assign=True)
+        called(torch.compile(applied, fullgraph=True, backend="aot_eager"), x())
+    elif weights == "by functional_call":
+        with mock.patch.object(dist, "broadcast"):
+            torch.func.functional_call(applied, others, (x(),))
+    else:
+        for name, other in others.items():
+            owner, _, last = name.rpartition(".")
+            applied.get_submodule(owner).register_parameter(last, nn.Parameter(other))
+        called(applied, x())
+
+
+def on(mesh: DeviceMesh, shard: Tensor, placements: Any, like: DTensor | None) -> DTensor:
+    whole = {} if like is None else {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(shard, mesh, placements, run_check=False, **whole)
+
+
+def with_another_bias(module: nn.Module, style: ParallelStyle, name: str, bias: Any) -> None:
+    applied = apply(module, style)
+    applied.get_submodule(name).register_parameter("bias", None if bias is None else nn.Parameter(bias))
+    called(applied, x())
+
+
+def with_a_hook(kind: str, module: nn.Module, style: ParallelStyle, name: str) -> None:
+    applied = apply(module, style)
+    getattr(applied.get_submodule(name), kind)(lambda *_: None)
+    called(applied, x())
+
+
 def swapped() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_team", "cp_ring"))
 
@@ -451,6 +497,36 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "a kernel of another device": lambda: attend(x(), style=attention(attention=inner(kernel="flash_attn"))),
     "a batch that the mesh shards": lambda: attend(distributed(Shard(1), Shard(0))),
     "one rank's model dim beside tp": lambda: beside_tp(x(1, 2, D - (dist.get_rank() == 0))),
+    "whole weights": lambda: with_other_weights("whole", FeedForward(), metp(check=False)),
+    "whole weights of attention": lambda: with_other_weights("whole", Attention(), attention(check=False)),
+    "whole weights of one rank": lambda: on_rank(
+        2, lambda: with_other_weights("whole", FeedForward(), metp(check=False)), lambda: feed_forward(x())
+    ),
+    "whole weights in a graph": lambda: with_other_weights(
+        "whole", Attention(), attention(check=False), in_a_graph=True
+    ),
+    "whole weights by functional_call": lambda: with_other_weights(
+        "by functional_call", Attention(), attention(check=False)
+    ),
+    "weights that are replicated": lambda: with_other_weights("replicated", Attention(), attention(check=False)),
+    "weights in another order": lambda: with_other_weights(
+        "in another order", Attention(), attention(check=False)
+    ),
+    "weights of other sizes": lambda: with_other_weights("of other sizes", Attention(), attention(check=False)),
+    "a bias that is gone": lambda: with_another_bias(FeedForward(), metp(check=False), "up", None),
+    "a bias that came later": lambda: with_another_bias(
+        without_bias(Attention(), "o"), attention(check=False), "o", x(D)
+    ),
+    "a hook of a projection": lambda: with_a_hook("register_forward_hook", FeedForward(), metp(check=False), "up"),
+    "a hook before a projection": lambda: with_a_hook(
+        "register_forward_pre_hook", Attention(), attention(check=False), "q"
+    ),
+    "a hook of a projection's backward": lambda: with_a_hook(
+        "register_full_backward_hook", FeedForward(), metp(check=False), "down"
+    ),
+    "a hook before a projection's backward": lambda: with_a_hook(
+        "register_full_backward_pre_hook", Attention(), attention(check=False), "o"
+    ),
     "documents of a shard": lambda: attend(x(), document_ids=torch.zeros(2, dtype=torch.int64)),
     "documents twice": lambda: attend(
         x(), document_ids=torch.zeros(8, dtype=torch.int64), cu_seqlens=torch.tensor([0, 8])

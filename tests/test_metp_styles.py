@@ -241,6 +241,21 @@ def test_weights_changed_before_the_backward_are_refused() -> None:
                 y.sum().backward()
 
 
+def test_whoever_steps_where_gradients_come_gets_what_one_process_gets() -> None:
+    for module, style in ((FeedForward(), metp()), (Attention(), attention())):
+        with fake_world(1, 0):
+            x, alone = torch.randn(1, 3, 6), copy.deepcopy(module)
+            under = applied(module, style)
+            for parameter in under.parameters():
+                optimizer = torch.optim.SGD([parameter], lr=0.1)
+                parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+            for each in (alone, under):
+                each(x).square().sum().backward()
+            torch.optim.SGD(alone.parameters(), lr=0.1).step()
+            stepped = {name: (p.to_local(), alone.get_parameter(name)) for name, p in under.named_parameters()}
+            assert worst_error(stepped) <= 1e-6
+
+
 class Rigid(Attention):
     """Attention that names its sizes, as nanoGPT's does."""
 

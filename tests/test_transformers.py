@@ -1,6 +1,7 @@
 """Models of transformers on a mesh: each gives what docs/models.md says, and what a call brings is never swallowed."""
 
 import copy
+import pickle
 import re
 import warnings
 import weakref
@@ -224,6 +225,7 @@ def refused_calls() -> dict[str, str]:
     said["past its hooks"] = refusal(lambda: model.forward(**batch))
     said["past its hooks, by hand"] = refusal(lambda: model.forward(**bare))
     said["a model around it"] = refusal(lambda: context_parallel(torch.nn.Sequential(model), mesh, order=order))
+    said["pickled"] = refusal(lambda: pickle.dumps(model))
     said["another implementation"] = refusal(lambda: (model.set_attn_implementation("sdpa"), model(**batch)))
     model.set_attn_implementation(handle.name)
     said["a copy"] = refusal(lambda: copy.deepcopy(model)(**batch))
@@ -272,6 +274,7 @@ SAYS = {
     "past its hooks": "if you have, its forward was called past its hooks",
     "past its hooks, by hand": "not a part or a copy of it; or its forward was called past its hooks",
     "a model around it": "peft_model.get_base_model()",
+    "pickled": "TypeError: a model that context_parallel was given cannot be pickled: save its state_dict()",
     "another implementation": "which is 'sdpa' now",
     "a copy": "a copy of one",
     "a copy that is set up": "a copy of one",

@@ -4,7 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from torch import nn
 
@@ -45,6 +45,12 @@ class Handle(ABC, Generic[Model]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Of the one model, of which a copy is not: it says so when it is called."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse (TypeError) to be pickled."""
+        raise TypeError(
+            "a model that context_parallel was given cannot be pickled: save its state_dict(), or remove() first"
+        )
 
     def _check_is_of(self, model: Model) -> None:
         if self._model() is not model:

@@ -21,6 +21,7 @@ from wallfacer_dt.metp.modules import (
     Attribute,
     attributes_of,
     check_attributes,
+    check_hooks,
     check_names,
     check_projections,
     check_returns_one,
@@ -137,12 +138,12 @@ class METPAttentionParallel(AttentionStyle):
         attention, heads, kv_heads, rotary = weights.together(
             read, module, dims, self.layouts, self.src_data_rank, told
         )
-        nested = weights.shard(module, dims, self.src_data_rank)
+        shards = weights.shard(module, dims, self.src_data_rank)
         block = BlockOptions(
             heads // weights.tp, kv_heads // weights.tp, self.head_dim, self.rotary.pairs or "", weights.context,
             weights.ranks, weights.index, weights.group, weights.name,
         )  # fmt: skip
-        boundary = Boundary(weights, *self.layouts, nested)
+        boundary = Boundary(weights, *self.layouts, shards)
         # Bound, so that a copy of the module uses its own weights.
         forward = self._forward(boundary, block, attention, rotary, attributes_of(module), returned)
         self._notice_applied(module, weights.context_mesh)
@@ -201,6 +202,7 @@ class METPAttentionParallel(AttentionStyle):
                 if x is None:
                     raise TypeError(f"called without {rotary.parameters.x}")
                 check_attributes(module, attributes, who)
+                check_hooks(module, names, who)
                 weight = linear(module, self.projections[0]).weight
                 boundary.check(x, weight, parts_of(module, names), sequence=True)
                 if x.ndim != 3:
@@ -222,7 +224,7 @@ class METPAttentionParallel(AttentionStyle):
             y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
                 *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:3]
             )
-            y = watched(y, module.parameters(), boundary.weights.name)
+            y = watched(y, parts_of(module, names), f"{self.output}.bias", boundary.weights.name)
             return returned.like(leave(boundary.with_bias(y, linear(module, self.output).bias)))
 
         return forward

@@ -18,7 +18,7 @@ from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.autocast import as_computed, computed_dtype
 from wallfacer_dt.compiler import is_exporting, sizes
 from wallfacer_dt.layout import shard_sizes
-from wallfacer_dt.metp.holding import TENSOR_AXIS, WeightMesh
+from wallfacer_dt.metp.holding import TENSOR_AXIS, Shards, WeightMesh
 from wallfacer_dt.transforms import is_transforming
 from wallfacer_dt.validation import refuse_in_graph
 
@@ -31,13 +31,13 @@ class Boundary:
         weights: the mesh of the weights.
         input_layout: of a plain tensor that enters, on axis ``tp``.
         output_layout: of what leaves, on axis ``tp``.
-        nested: name of a parameter whose shards are nested, or empty.
+        shards: what the parameters are that they meet.
     """
 
     weights: WeightMesh
     input_layout: Placement
     output_layout: Placement
-    nested: str
+    shards: Shards
 
     def enter(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """This rank's tokens as a plain tensor, and what makes of the result what leaves.
@@ -117,8 +117,8 @@ class Boundary:
         if not torch.compiler.is_compiling():
             with refusing_together(self.weights.name):
                 check()
-                if self.nested:
-                    self.weights.check_gathered(self.nested)
+                if self.shards.nested:
+                    self.weights.check_gathered(self.shards.nested)
             return None
         try:
             check()
@@ -152,6 +152,7 @@ class Boundary:
             raise ValueError(f"x must have shape (..., tokens, {weight.shape[1]}), got {sizes(x)}")
         if x.device.type != device_type:
             raise ValueError(f"x must be on the mesh's device type {device_type!r}, got {x.device}")
+        self.weights.check_shards(self.shards, parts)
         for name, part in parts.items():
             if computed_dtype(part.dtype, device_type) != computed_dtype(x.dtype, device_type):
                 raise TypeError(f"x and the weights must have one dtype, got {x.dtype} and {part.dtype} of {name}")

@@ -20,6 +20,7 @@ from wallfacer_dt.metp.modules import (
     Parameters,
     attributes_of,
     check_attributes,
+    check_hooks,
     check_names,
     check_projections,
     described,
@@ -52,8 +53,8 @@ class METPParallel(ParallelStyle):
     The module is called with x and, if with anything else, with the defaults of its forward, with which it has been
     tried; other values are refused.
 
-    Hooks of the projections do not run. A weight that a module without METP has as well is shared with it no more; that
-    two modules under METP share one is refused.
+    Hooks of the projections, which would not run, are refused at a call. A weight that a module without METP has as
+    well is shared with it no more; that two modules under METP share one is refused.
 
     The mesh has axes ``("cp_ulysses", "cp_ring", "cp_team")`` or some of them, or one of any name, and may have
     ``tp`` after them, which splits the hidden units further and sums the output (METP, section 6.2). Where ranks share
@@ -91,13 +92,13 @@ class METPParallel(ParallelStyle):
             return self._units(module, who, device_mesh.device_type)
 
         units = weights.together(read, module, dims, self.layouts, self.src_data_rank, told)
-        nested = weights.shard(module, dims, self.src_data_rank)
+        shards = weights.shard(module, dims, self.src_data_rank)
         held = weights.by_rank(weights.sizes(units))
         options = FeedForwardOptions(
             weights.group, weights.ranks[weights.index], units, held, self.activation, weights.name
         )
         # Bound, so that a copy of the module uses its own weights.
-        boundary = Boundary(weights, *self.layouts, nested)
+        boundary = Boundary(weights, *self.layouts, shards)
         forward = self._forward(Parameters.of(module), attributes_of(module), boundary, options)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
@@ -131,6 +132,7 @@ class METPParallel(ParallelStyle):
             def check() -> None:
                 self._check_call(parameters, x, args, kwargs)
                 check_attributes(module, attributes, who)
+                check_hooks(module, names, who)
                 boundary.check(x, up.weight, parts_of(module, names))
 
             refusal = boundary.refusal(x, down.out_features, check)
@@ -143,7 +145,7 @@ class METPParallel(ParallelStyle):
             )  # fmt: skip
             told = options._replace(gradients=needing_gradients(x, module, names))
             y, _ = torch.ops.wallfacer_dt.feed_forward(*tensors, *told)
-            y = watched(y, module.parameters(), boundary.weights.name)
+            y = watched(y, parts_of(module, names), f"{self.down}.bias", boundary.weights.name)
             return leave(boundary.with_bias(y, down.bias).unflatten(0, inside.shape[:-1]))
 
         return forward

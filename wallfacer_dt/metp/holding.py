@@ -2,10 +2,10 @@
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,18 @@ from wallfacer_dt.mesh import CONTEXT_AXES, check_ascending, is_flattened, mesh_
 
 Read = TypeVar("Read")
 TENSOR_AXIS = "tp"
+
+
+class Shards(NamedTuple):
+    """What parameters have become under METP.
+
+    Attributes:
+        wholes: by name, the whole shape and the placements of its DTensor.
+        nested: the name of one whose shards are nested, see :meth:`WeightMesh.check_gathered`, or empty.
+    """
+
+    wholes: Mapping[str, tuple[torch.Size, tuple[Placement, ...]]]
+    nested: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +151,7 @@ class WeightMesh:
         by_index = dict(zip(self.ranks, sizes, strict=True))
         return tuple(by_index[rank] for rank in range(len(sizes)))
 
-    def shard(self, module: nn.Module, dims: Mapping[str, int], source: int | None) -> str:
+    def shard(self, module: nn.Module, dims: Mapping[str, int], source: int | None) -> "Shards":
         """Make the named parameters DTensors, sharded by these dims over all axes; :meth:`together` has seen them.
 
         Args:
@@ -148,9 +160,9 @@ class WeightMesh:
             source: the rank whose values count; None: every rank's own, which are the same.
 
         Returns:
-            The name of a parameter whose shards are nested, if there is one, see :meth:`check_gathered`.
+            What they are now.
         """
-        nested = self._nested(module, dims)
+        nested, wholes = self._nested(module, dims), {}
         for name in _present(module, dims):
             owner, _, last = name.rpartition(".")
             holder, parameter = module.get_submodule(owner), module.get_parameter(name)
@@ -158,7 +170,34 @@ class WeightMesh:
             placements = [Shard(dims[name])] * self.mesh.ndim
             whole = distribute_tensor(parameter.detach(), self.mesh, placements, src_data_rank=source)
             holder.register_parameter(last, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-        return nested[0] if nested else ""
+            wholes[name] = whole.shape, whole.placements
+        return Shards(wholes, nested[0] if nested else "")
+
+    def check_shards(self, shards: "Shards", parts: Mapping[str, Tensor]) -> None:
+        """Refuse (TypeError) weights and biases, by name, that are not what :meth:`shard` made of them.
+
+        A whole weight would pass for a shard of a larger one, and attention be computed with the wrong heads.
+        """
+        for name, (shape, placements) in shards.wholes.items():
+            part = parts.get(name)
+            if not isinstance(part, DTensor):
+                found = "none" if part is None else f"a plain tensor {tuple(part.shape)}"
+            elif part.shape != shape or part.placements != placements or not self._is_own(part.device_mesh):
+                found = f"a DTensor {tuple(part.shape)} placed {part.placements} on {part.device_mesh}"
+            else:
+                continue
+            raise TypeError(
+                f"{name} must be the DTensor {tuple(shape)} placed {placements} that METP made of it on its mesh, got "
+                f"{found}: load whole weights with torch.distributed.checkpoint.state_dict.set_model_state_dict(..., "
+                "options=StateDictOptions(full_state_dict=True)), without assign=True"
+            )
+        for name in parts:
+            if name not in shards.wholes:
+                raise TypeError(f"{name} was not there when METP was applied: apply it to a module that has it")
+
+    def _is_own(self, mesh: DeviceMesh) -> bool:
+        """Whether a mesh has the same ranks in the same places."""
+        return mesh == self.mesh or (mesh.shape == self.mesh.shape and mesh_ranks(mesh) == mesh_ranks(self.mesh))
 
     def check_gathered(self, name: str) -> None:
         """Refuse (ValueError) a nested shard that torch would not put together again as it was cut (torch 2.13.0)."""
@@ -209,23 +248,36 @@ def _described(module: nn.Module, dims: Mapping[str, int]) -> dict[str, str]:
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """This rank's shard."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """This rank's shard of what :meth:`WeightMesh.check_shards` has seen."""
+    if parameter is None:
+        return None
+    assert isinstance(parameter, DTensor), "the style has made it one"
+    return parameter.to_local()
 
 
-def watched(y: Tensor, parameters: Iterable[Tensor | None], mesh: str) -> Tensor:
-    """A result whose backward refuses (RuntimeError) parameters that have been changed in place meanwhile.
+def watched(y: Tensor, parts: Mapping[str, Tensor], added: str, mesh: str) -> Tensor:
+    """A result whose backward refuses (RuntimeError) weights and biases that have been changed in place meanwhile.
 
     Autograd looks after what an operator saves; of DTensors that is their local tensors, which a change of the DTensor
     does not mark as changed. In eager mode only: a compiled graph is not watched.
+
+    Args:
+        y: the result, before a bias is added.
+        parts: weights and biases by name.
+        added: the name of that bias, of which the backward of y wants nothing: its own gradient is there before that
+            of y, and whoever steps where gradients come has changed it by then.
+        mesh: whose ranks refuse together.
+
+    Returns:
+        y.
     """
     if torch.compiler.is_compiling() or not y.requires_grad:
         return y
-    versions = [(parameter, parameter._version) for parameter in parameters if parameter is not None]
+    versions = [(part, part._version) for name, part in parts.items() if name != added]
 
     def check(_: Tensor) -> None:
         with refusing_together(mesh):
-            if any(parameter._version != version for parameter, version in versions):
+            if any(part._version != version for part, version in versions):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                     "weight under METP was changed between forward and backward"

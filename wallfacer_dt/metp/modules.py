@@ -145,6 +145,21 @@ def check_attributes(module: nn.Module, tried: Sequence[Attribute], who: str) ->
             )
 
 
+def check_hooks(module: nn.Module, names: Sequence[str], who: str) -> None:
+    """Refuse (ValueError) hooks of projections, which METP computes without calling them."""
+    for name in names:
+        projection = module.get_submodule(name)
+        if any(getattr(projection, hooks) for hooks in _HOOKS):
+            raise ValueError(
+                f"{name} has hooks, which would not run, as {who} computes {name} without calling it: remove them, or "
+                "put them on the module itself"
+            )
+
+
+# Private names of torch; run on 2.11.0, 2.13.0 and 2.14.1.
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+
+
 def linear(module: nn.Module, name: str) -> nn.Linear:
     """A projection by its name, which :func:`check_projections` has seen."""
     projection = module.get_submodule(name)
