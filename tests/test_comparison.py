@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wallfacer_dt.comparison import bytes_of
 from wallfacer_dt.testing import IncomparableError, worst_error
 
 FINITE = st.floats(-1e6, 1e6)
@@ -78,3 +79,10 @@ def test_what_the_difference_is_relative_to(relative_to, found: list, expected: 
 def test_an_unknown_relation_is_refused() -> None:
     with pytest.raises(TypeError, match="relative_to"):
         worst_error([(ONE, ONE)], relative_to="most")
+
+
+def test_bytes_are_those_of_elements_in_order_whatever_the_strides() -> None:
+    for x in (torch.tensor(3.0), torch.tensor(3.0).expand(1), torch.arange(6).view(2, 3).t(), torch.ones(1, 4)[:, ::2]):
+        assert bytes_of(x).numpy().tobytes() == x.numpy().tobytes()
+    assert bytes_of(torch.empty(0, 3)).shape == (0,)
+    assert bytes_of(torch.ones(2, dtype=torch.bfloat16, requires_grad=True)).tolist() == [128, 63] * 2

@@ -5,6 +5,8 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from wallfacer_dt.testing import RankPool, worst_error
 
 pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
 
+import diffusers
 from diffusers import FirstBlockCacheConfig
 from diffusers.models.attention_processor import AttnProcessor
 
@@ -38,6 +41,7 @@ from tests.models import RANKS, verdict
 from wallfacer_dt.integrations.diffusers import attend, context_parallel, share_inputs
 
 Ranks = Callable[[int], RankPool]
+PIPELINES = "DiT", "PixArt", "SD3.5", "Flux", "Wan 2.1"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "diffusers.md"
 
@@ -70,6 +74,67 @@ def test_models(threads: Ranks, name: str) -> None:
 @pytest.mark.whole
 def test_models_on_all_meshes(ranks: Ranks) -> None:
     assert section(dict(try_all(ranks(RANKS), MODELS, lambda _: KEYS))) in PAGE.read_text()
+
+
+def pipelines() -> dict[str, Callable[[], Any]]:
+    """By model, its pipeline of tiny parts, without text encoders and, where latents are all that is wanted, a VAE."""
+
+    def drawn(seed: int, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    flow = diffusers.FlowMatchEulerDiscreteScheduler()
+    small = {"height": 64, "width": 64, "output_type": "latent", "guidance_scale": 4.0}
+    said = {"prompt_embeds": drawn(2, 1, 7, 24), "negative_prompt_embeds": drawn(3, 1, 7, 24)}
+    pooled = {"pooled_prompt_embeds": drawn(4, 1, 16), "negative_pooled_prompt_embeds": drawn(5, 1, 16)}
+    masks = dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), (drawn(6, 1, 7) < 1).double())
+    vae = {"block_out_channels": (8,), "norm_num_groups": 4, "latent_channels": 4}
+    parts: dict[str, Callable[[Any], Any]] = {
+        "DiT": lambda model: diffusers.DiTPipeline(
+            model, diffusers.AutoencoderKL(**vae).double().eval(), diffusers.DDIMScheduler()
+        ),
+        "PixArt": lambda model: diffusers.PixArtAlphaPipeline(None, None, None, model, diffusers.DDIMScheduler()),
+        "SD3.5": lambda model: diffusers.StableDiffusion3Pipeline(model, flow, *[None] * 7),
+        "Flux": lambda model: diffusers.FluxPipeline(flow, *[None] * 5, model),
+        "Wan 2.1": lambda model: diffusers.WanPipeline(None, None, None, flow, model),
+    }
+    calls: dict[str, dict[str, Any]] = {
+        "DiT": {"class_labels": [1, 3], "output_type": "np"},
+        "PixArt": small | said | masks | {"negative_prompt": None, "use_resolution_binning": False},
+        "SD3.5": small | said | pooled,
+        "Flux": small | said | pooled | {"true_cfg_scale": 3.0},
+        "Wan 2.1": small | said | {"num_frames": 9},
+    }
+    as_its_pipeline_says = {"num_embeds_ada_norm": 1000, "out_channels": 8}
+    dit = replace(MODELS["DiT"], config=MODELS["DiT"].config | as_its_pipeline_says)
+    models = MODELS | {"DiT": dit}
+    return {name: partial(sampled, make, models[name], calls[name]) for name, make in parts.items()}
+
+
+def sampled(make: Callable[[Any], Any], model: Any, call: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What a pipeline samples on the mesh, and what it does without."""
+    mesh, pipe = set_up(), make(model.made().eval())
+    pipe.set_progress_bar_config(disable=True)
+
+    def sample() -> torch.Tensor:
+        with torch.no_grad():
+            found = pipe(**call, num_inference_steps=3, generator=torch.Generator().manual_seed(1), return_dict=False)
+        return torch.as_tensor(found[0]).double()
+
+    alone = sample()
+    context_parallel(pipe.transformer, mesh)
+    return {type(pipe).__name__: (sample(), alone)}
+
+
+def run_pipeline(name: str) -> float:
+    return worst_error(pipelines()[name](), relative_to="largest")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "Wan 2.1" else pytest.mark.whole) for name in PIPELINES]
+)
+def test_pipelines_sample_what_one_process_does(ranks: Ranks, name: str) -> None:
+    """In float64, but for what schedulers and Wan's pipeline do in float32."""
+    assert max(ranks(RANKS).run(run_pipeline, name)) <= 1e-6
 
 
 ATTENTION = attend.context_parallel_attention

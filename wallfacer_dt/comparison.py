@@ -110,3 +110,10 @@ def _tensor(name: str, values: Values) -> Tensor:
 
 def _too_large(name: str) -> str:
     return f"{name}: there are whole numbers from 2**53 on, which float64 does not tell apart"
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """A tensor's bytes, element by element, as uint8 (elements x their size): a view of it, if it is contiguous."""
+    x = x.detach().contiguous()
+    # A dim of one element is contiguous whatever its stride is, and a view as bytes wants 1.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from wallfacer_dt.agreement.meeting import kept, outside_dispatch
 from wallfacer_dt.algorithms.recorded import MaskMod, Recording, record
+from wallfacer_dt.comparison import bytes_of
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.kernels.visible import strips
 from wallfacer_dt.layout import Spans, length_of, positions
@@ -138,10 +139,9 @@ def _digest(x: Tensor) -> bytes:
     version, digest = _digests.get(x, (-1, b""))
     if x.is_cpu or x.is_inference() or version != x._version:
         with outside_dispatch(), torch.no_grad():
-            flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
             said = repr((x.dtype, tuple(x.shape))).encode()
             # The fastest of hashlib where processors have instructions for it; nobody is to be kept from colliding.
-            digest = hashlib.sha1(said + flat.numpy().tobytes(), usedforsecurity=False).digest()
+            digest = hashlib.sha1(said + bytes_of(x.cpu()).numpy().tobytes(), usedforsecurity=False).digest()
         if not x.is_cpu and not x.is_inference():
             _digests[x] = x._version, digest
     return digest

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # pyrefly: ignore[missing-module-attribute]
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
 
+from wallfacer_dt.comparison import bytes_of
 from wallfacer_dt.testing.turns import Answer, Turns
 
 _reductions: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -199,7 +200,7 @@ class _Group(dist.ProcessGroup):
 
 
 def _is_as_sent(x: Tensor, copy: Tensor) -> bool:
-    return x.detach().contiguous().view(-1).view(torch.uint8).equal(copy.contiguous().view(-1).view(torch.uint8))
+    return bytes_of(x).equal(bytes_of(copy))
 
 
 def _spoil(x: Tensor) -> None:

@@ -4,13 +4,13 @@ import hashlib
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.collectives.functional import broadcast, wait
+from wallfacer_dt.comparison import bytes_of
 from wallfacer_dt.mesh import context_groups, name_of
 
 
@@ -47,7 +47,7 @@ def share_inputs(mesh: DeviceMesh, **inputs: Any) -> dict[str, Any]:
         agree("share_inputs", told, name)
     shared = dict(inputs)
     for key, x in tensors.items():
-        flat = x.contiguous().view(-1).view(torch.uint8)
+        flat = bytes_of(x)
         for group in filter(None, groups):
             flat = wait(broadcast(flat, 0, group), "broadcast of a batch", group)
         shared[key] = flat.view(x.dtype).view(x.shape)
@@ -76,5 +76,4 @@ def _kind(x: Tensor) -> Hashable:
 
 
 def _digest(x: Tensor) -> str:
-    data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(bytes_of(x.cpu()).numpy().tobytes(), digest_size=8).hexdigest()
