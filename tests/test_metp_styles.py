@@ -256,6 +256,15 @@ def test_whoever_steps_where_gradients_come_gets_what_one_process_gets() -> None
             assert worst_error(stepped) <= 1e-6
 
 
+def test_weights_may_be_those_of_an_equal_mesh() -> None:
+    """As a state dict of another module has them, and FSDP makes them."""
+    with fake_world(1, 0):
+        module, other = applied(Attention(), attention()), applied(Attention(), attention())
+        module.load_state_dict(other.state_dict(), assign=True)
+        x = torch.randn(1, 3, 6)
+        assert torch.equal(module(x), other(x))
+
+
 class Rigid(Attention):
     """Attention that names its sizes, as nanoGPT's does."""
 

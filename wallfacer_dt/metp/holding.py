@@ -182,7 +182,7 @@ class WeightMesh:
             part = parts.get(name)
             if not isinstance(part, DTensor):
                 found = "none" if part is None else f"a plain tensor {tuple(part.shape)}"
-            elif part.shape != shape or part.placements != placements or not self._is_own(part.device_mesh):
+            elif part.shape != shape or part.placements != placements or part.device_mesh != self.mesh:
                 found = f"a DTensor {tuple(part.shape)} placed {part.placements} on {part.device_mesh}"
             else:
                 continue
@@ -194,10 +194,6 @@ class WeightMesh:
         for name in parts:
             if name not in shards.wholes:
                 raise TypeError(f"{name} was not there when METP was applied: apply it to a module that has it")
-
-    def _is_own(self, mesh: DeviceMesh) -> bool:
-        """Whether a mesh has the same ranks in the same places."""
-        return mesh == self.mesh or (mesh.shape == self.mesh.shape and mesh_ranks(mesh) == mesh_ranks(self.mesh))
 
     def check_gathered(self, name: str) -> None:
         """Refuse (ValueError) a nested shard that torch would not put together again as it was cut (torch 2.13.0)."""
