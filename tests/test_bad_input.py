@@ -193,7 +193,10 @@ MESSAGES = {
     "module with another scale by default": ("ValueError", "called with scale=0.5, the style was given scale=1.0"),
     "module that holds is_causal": ("ValueError", "the module Holding has is_causal=True, the style was given"),
     "module that holds a window": ("ValueError", "the module Holding has sliding_window=64, which this style does not"),
-    "module that holds dropout": ("ValueError", "no parameters, buffers or submodules; Holding has drop"),
+    "module that holds dropout": (
+        "ValueError",
+        "does not implement dropout of attention, and drop of Holding has p=0.",
+    ),
     "module that holds a mask": ("ValueError", "no parameters, buffers or submodules; Inner has hidden"),
     "unknown schedule of a style": ("ValueError", "schedule must be one of ('2d', 'rings', 'published'), got '3d'"),
     "unknown rotation of a style": ("ValueError", "rotate must be one of ('auto', 'kv', 'q'), got 'k'"),

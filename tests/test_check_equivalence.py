@@ -1,5 +1,6 @@
 """Modules that compute something else than the style are found out, with the cause, on all ranks; honest ones pass."""
 
+import copy
 from collections.abc import Callable
 from itertools import product
 from typing import Any, ClassVar
@@ -600,6 +601,50 @@ def test_a_module_is_tried_again_under_autocast(ranks: Ranks) -> None:
     for errors in ranks(2).run(applied_twice):
         assert len(errors) == 1
         assert "another scale?" in errors[0]
+
+
+class ByMode(Causal):
+    """Scales its scores in evaluation alone."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().forward(q if self.training else 2 * q, k, v)
+
+
+MODES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "dropout, applied in evaluation": (lambda: Causal("dropout", 0.1), False),
+    "a scale of evaluation, applied in training": (ByMode, True),
+}
+
+
+def said_in_modes(name: str, backend: str) -> list[str]:
+    """What a module says to a call in the mode in which the style was applied, in the other one, and in the first."""
+    made, training = MODES[name]
+    mesh, module = mesh_of(2, 1), made().train(training)
+    style = RingParallel(**told(mesh, is_causal=True))
+    q = torch.randn(1, 8, 4, 16)
+    said = []
+    # The second time as one that is like a module which has passed.
+    for styled in (parallelize_module(each, mesh, style) for each in (module, copy.deepcopy(module))):
+        call = torch.compile(styled, backend=backend, fullgraph=True) if backend else styled
+        for mode in (training, not training, training):
+            styled.train(mode)
+            try:
+                call(q, q, q)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_in_which_a_module_was_not_tried_is_refused_if_it_is_another_there(
+    ranks: Ranks, name: str, backend: str
+) -> None:
+    now = "evaluation" if MODES[name][1] else "training"
+    for said in ranks(2).run(said_in_modes, name, backend):
+        assert [bool(text) for text in said] == [False, True, False] * 2
+        assert f"attention is called in {now} mode, in which" in said[1]
 
 
 class Counting(Causal):

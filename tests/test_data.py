@@ -44,7 +44,18 @@ def test_one_process_reads_whole_windows() -> None:
         dataset[5]
 
 
-@pytest.mark.parametrize("stream", [bytes(range(9)), torch.arange(9), np.arange(9, dtype=np.uint16), list(range(9))])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        bytes(range(9)),
+        bytearray(range(9)),
+        memoryview(bytes(range(9))),
+        memoryview(np.arange(9, dtype=np.uint16)),
+        torch.arange(9),
+        np.arange(9, dtype=np.uint16),
+        list(range(9)),
+    ],
+)
 def test_any_stream(stream: object) -> None:
     inputs, labels = SequenceDataset(stream, 4)[1]
     assert inputs.tolist() == [4, 5, 6, 7]

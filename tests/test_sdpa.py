@@ -178,6 +178,11 @@ def nothing_attends() -> None:
         pass
 
 
+def nested() -> None:
+    with entered(), entered():
+        pass
+
+
 def of_torch() -> None:
     with entered():
         nn.MultiheadAttention(8, 2)(*torch.zeros(3, 2, 4, 8))
@@ -192,6 +197,7 @@ REFUSALS = {
     "torch's module": (of_torch, NotImplementedError, "MultiheadAttention computes attention where"),
     "a model compiled to one graph": (compiled, Exception, "from user code"),
     "nothing attends": (nothing_attends, RuntimeError, "nothing in context_parallel called"),
+    "one within another": (nested, ValueError, "context_parallel within another"),
     "an unknown option": (lambda: entered(windw=3).__enter__(), TypeError, "did you mean 'window_size'"),
     "no tensor": (lambda: entered(buffers=[3], buffer_seq_dims=[0]).__enter__(), TypeError, "a buffer is a tensor"),
     "two dims of keys": (

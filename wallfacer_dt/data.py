@@ -81,7 +81,7 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def _read(self, start: int, stop: int) -> Tensor:
         rows = self.tokens[start:stop]
-        if isinstance(rows, bytes | bytearray | memoryview):
+        if isinstance(rows, bytes | bytearray):
             rows = np.frombuffer(rows, dtype=np.uint8)
         rows = np.asarray(rows)
         if rows.ndim != 1 or rows.dtype.kind not in "iu":

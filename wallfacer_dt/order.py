@@ -32,6 +32,8 @@ class TokenOrder:
             does so within packed documents and needs them at every call.
         mesh: context mesh, or any mesh of one axis; it is not kept.
         axes: sizes of the mesh's axes ulysses, ring and team.
+        cuts: those of more than one rank, along which a sequence is cut in turn.
+        ranks: the mesh's, its last axis innermost.
         dealt: the mesh's ranks, in the turn in which tokens are dealt out to them.
         groups: this rank's place, and the names of the process groups.
         mesh_name: of the mesh, under which its ranks compare calls.
@@ -45,7 +47,9 @@ class TokenOrder:
 
     name: str
     mesh: InitVar[DeviceMesh]
-    axes: tuple[int, int, int] = field(init=False)
+    axes: tuple[int, int, int] = field(init=False, compare=False)
+    cuts: tuple[int, ...] = field(init=False)
+    ranks: tuple[int, ...] = field(init=False)
     dealt: tuple[int, ...] = field(init=False)
     groups: ContextGroups = field(init=False, compare=False)
     mesh_name: str = field(init=False, compare=False)
@@ -59,8 +63,8 @@ class TokenOrder:
         axes, ranks = groups.coordinate.axes, mesh_ranks(mesh)
         dealt = tuple(ranks[index] for index in dealing_turns(axes, self.name))
         found = {
-            "axes": axes, "dealt": dealt, "groups": groups,
-            "mesh_name": name_of(mesh), "device_type": mesh.device_type, "rank": dist.get_rank(),
+            "axes": axes, "cuts": tuple(size for size in axes if size > 1), "ranks": ranks, "dealt": dealt,
+            "groups": groups, "mesh_name": name_of(mesh), "device_type": mesh.device_type, "rank": dist.get_rank(),
         }  # fmt: skip
         for attribute, value in found.items():
             object.__setattr__(self, attribute, value)

@@ -74,13 +74,16 @@ def context_parallel(
 
     Raises:
         TypeError: a buffer is no plain tensor, or an option is unknown.
-        ValueError: buffers do not fit, need gradients, or differ in length between ranks; an option that calls bring;
-            in a call, a mask, dropout, keys of another length than queries, or tensors that are not (B, N, L, H).
+        ValueError: another one is entered; buffers do not fit, need gradients, or differ in length between ranks; an
+            option that calls bring; in a call, a mask, dropout, keys of another length than queries, or tensors that
+            are not (B, N, L, H).
         NotImplementedError: attention that is computed by a function of torch that contains it.
         RuntimeError: nothing has called ``scaled_dot_product_attention``; or a backward comes after the context.
     """
     kept = no_restore_buffers or frozenset()
     with refusing_together(name_of(mesh)):
+        if _active() is not None:
+            raise ValueError("context_parallel within another, which would see no call meanwhile: leave that first")
         order = options.pop("order", None) or TokenOrder("head_tail", mesh)
         length = _checked(buffers, buffer_seq_dims, kept, options)
         shards = [shard_sequence(x, order, dim=dim) for x, dim in zip(buffers, buffer_seq_dims, strict=True)]
@@ -98,8 +101,9 @@ def context_parallel(
         _put((x, was) for x, was in zip(buffers, whole, strict=True) if x not in kept)
     if not mode.calls:
         raise RuntimeError(
-            "nothing in context_parallel called scaled_dot_product_attention, so every rank attended its own tokens "
-            "alone; a model that computes attention otherwise needs a style: see docs/attention.md"
+            "nothing in context_parallel called scaled_dot_product_attention: a model that computes attention "
+            "otherwise, of each rank's tokens alone, needs a style (docs/attention.md), and one that has a style is "
+            "called without context_parallel"
         )
 
 

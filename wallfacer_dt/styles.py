@@ -82,7 +82,7 @@ class _ContextParallel(AttentionStyle):
             raise TypeError(f"check must be a bool, got {check!r}")
         told.check()
         self.options, self.layout, self.check = told, layout, check
-        self._passed: set[Hashable] = set()
+        self._passed: dict[Hashable, bool] = {}
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = with_options(cls.__init__, cls._without)
@@ -106,12 +106,9 @@ class _ContextParallel(AttentionStyle):
             agree(f"attention of {who}", [("order", options.order)], name)
         return attention
 
-    def forward_of(self, module: nn.Module, attention: ContextAttention, name: str = "") -> Callable[..., Tensor]:
-        """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are.
-
-        The module's name in the model is for messages.
-        """
-        return _Forward(attention, self, module, *self._read_module(module), name).forward
+    def forward_of(self, module: nn.Module, attention: ContextAttention) -> Callable[..., Tensor]:
+        """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are."""
+        return _Forward(attention, self, module, *self._read_module(module)).forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, who = name_of(device_mesh), type(self).__name__
@@ -120,9 +117,9 @@ class _ContextParallel(AttentionStyle):
             told |= {"mask_mod": self.options.mask_mod is not None, "layout": self.layout, "check": self.check}
             agree(f"{who} applied", told.items(), name)
             attention = self.attention_on(device_mesh, self.options)
-            if self.check:
-                check_once(module, self, device_mesh, self._passed)
-            forward = self.forward_of(module, attention, name_in_plan(module))
+            by_mode = self.check and check_once(module, self, device_mesh, self._passed)
+            modes = (module.training,) if by_mode else (True, False)
+            forward = _Forward(attention, self, module, *self._read_module(module), name_in_plan(module), modes).forward
             agree(f"{who} applied", [("module", type(module).__name__)], name)
         self._notice_applied(module, device_mesh)
         module.forward = forward
@@ -158,7 +155,14 @@ class _ContextParallel(AttentionStyle):
 
     def _check_held(self, module: nn.Module, tensors: Sequence[str] = ()) -> None:
         """Refuse (ValueError) a module that holds something: tensors of these names, or submodules."""
-        held = [*tensors, *(what for what, child in module._modules.items() if not _does_nothing(child))]
+        children = {what: child for what, child in module._modules.items() if not _does_nothing(child)}
+        for what, child in children.items():
+            if isinstance(child, nn.Dropout):
+                raise ValueError(
+                    f"{type(self).__name__} does not implement dropout of attention, and {what} of "
+                    f"{type(module).__name__} has p={child.p}: set it to 0"
+                )
+        held = [*tensors, *children]
         if held:
             raise ValueError(
                 f"{type(self).__name__} replaces an inner attention called as attention(q, k, v), which has no "
@@ -182,7 +186,7 @@ class _ContextParallel(AttentionStyle):
 
     def __getstate__(self) -> dict[str, Any]:
         """What has passed, it has on meshes of this process."""
-        return super().__getstate__() | {"_passed": set()}
+        return super().__getstate__() | {"_passed": {}}
 
     def _read_options(self, options: dict[str, Any], where: str) -> _Call:
         """Take what attention implements, and refuse (ValueError) what this style was not told."""
@@ -258,7 +262,8 @@ class _Forward:
     module: nn.Module  # whose attributes may change
     names: list[str]  # of its positional options after q, k, v
     defaults: dict[str, Any]  # of its options
-    name: str  # of the module in its model
+    name: str = ""  # of the module in its model
+    modes: tuple[bool, ...] = (True, False)  # of training, in which it computes what it did when it was tried
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         """That of the module's copy, which is on the same mesh."""
@@ -309,6 +314,13 @@ class _Forward:
         told = self.style._translated(self.module, self._named(args, kwargs)) if args or kwargs else {}
         if self.module._modules:
             self.style._check_held(self.module)
+        if self.module.training not in self.modes:
+            now, tried = ("training", "evaluation")[:: 1 if self.module.training else -1]
+            raise ValueError(
+                f"{type(self.style).__name__} was applied in {tried} mode, and attention is called in {now} mode, in "
+                f"which {type(self.module).__name__} gave another output; is there dropout? Set it to 0, or apply the "
+                f"style in {now} mode"
+            )
         asked = self.style._read_attributes(self.module) | self.defaults | told
         if not asked:
             return _Call(self.style.options.scale, {}, None)

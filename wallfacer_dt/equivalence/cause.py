@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wallfacer_dt.comparison import IncomparableError, comparable
 from wallfacer_dt.equivalence.inputs import Results, Sizes, difference, head_of, tolerance
-from wallfacer_dt.equivalence.trial import EquivalenceError, Reference, Trial, forward_of_copy, run
+from wallfacer_dt.equivalence.trial import EquivalenceError, Reference, Trial, copy_of, run
 
 # Fainter probabilities may be lost in a narrow dtype.
 _FAINTEST = 1e-6
@@ -189,7 +189,7 @@ def _fit(ours: Tensor, theirs: Tensor) -> tuple[float, float, float, float] | No
 def _other_call(trial: Trial, reference: Reference, styled: Results, rtol: float) -> str:
     """Whether the module, called otherwise, gives what the style gives; in words."""
     inputs, layout = reference.inputs, trial.style.layout
-    forward = forward_of_copy(trial.module)
+    forward = copy_of(trial.module).forward
     other = "BNLH" if layout == "BLNH" else "BLNH"
     # A module without grouped heads may take the other layout's tokens for heads, which it was tried with.
     queries_of_each = inputs.q.shape[1] // inputs.k.shape[1]

@@ -69,12 +69,27 @@ def check_equivalence(
         ValueError: the style refuses the module, or to be called with these options.
         TypeError: as ValueError, or an argument of the wrong type.
     """
-    name = name_of(mesh)
-    with refusing_together(name):
+    with refusing_together(name_of(mesh)):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
         if length is not None:
             check_length(length, "length")
+    _check(module, style, mesh, length, heads, head_dim, dtype, dict(kwargs or {}))
+
+
+def _check(
+    module: nn.Module,
+    style: AttentionStyle,
+    mesh: DeviceMesh,
+    length: int | None = None,
+    heads: tuple[int, int] | None = None,
+    head_dim: int = 16,
+    dtype: torch.dtype | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> bool:
+    """:func:`check_equivalence`, and whether the module computes something else in its other mode."""
+    name = name_of(mesh)
+    with refusing_together(name):
         options, lengths = shortened(style.options, length, mesh.size())
     if options.order_name == BY_DOCUMENT:
         style.attention_on(mesh, options)  # which may refuse it
@@ -82,13 +97,13 @@ def check_equivalence(
         options = replace(options, order=TokenOrder("head_tail", mesh))
     attention = style.attention_on(mesh, options)
     if _is_pretended(mesh):
-        return
+        return False
     cast_to = computed_dtype(torch.float32, mesh.device_type)
     dtype = dtype or (torch.float32 if mesh.device_type == "cpu" or cast_to != torch.float32 else torch.bfloat16)
     computed = computed_dtype(dtype, mesh.device_type)
     heads_tried = heads_to_try(heads, options, attention.place.ulysses)
     sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
-    trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
+    trial = Trial(module, style, mesh, attention, sizes, kwargs or {})
     # Gradients on, which they are without inference mode under no_grad, too; and tensors on the mesh's device.
     with (
         random_state_kept(mesh), torch.inference_mode(False), torch.device(mesh.device_type),
@@ -96,26 +111,38 @@ def check_equivalence(
     ):  # fmt: skip
         reference = run_together("check_equivalence", name, trial.run_module)
         shard = run_together("check_equivalence", name, trial.run_style, reference)
-        shards = hear_all("check_equivalence's results", shard, name).values()
-        run_together("check_equivalence", name, lambda: compare(trial, reference, assembled(reference.results, shards)))
+        heard = hear_all("check_equivalence's results", (shard, reference.by_mode), name).values()
+        whole = assembled(reference.results, (shard for shard, _ in heard))
+        run_together("check_equivalence", name, lambda: compare(trial, reference, whole))
+    return any(by_mode for _, by_mode in heard)
 
 
-def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passed: set[Hashable]) -> None:
+def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passed: dict[Hashable, bool]) -> bool:
     """:func:`check_equivalence`, but for a module that is like one of those that have passed with this style.
 
     On this mesh, under this autocast. It is added to them.
+
+    Args:
+        module: as there, in one mode.
+        style: as there.
+        mesh: as there.
+        passed: what has, with what was returned.
+
+    Returns:
+        Whether the module computes something else in its other mode, in training or in evaluation.
     """
     if _is_pretended(mesh):
-        return
+        return False
     likeness = _likeness(module)
     this = (mesh, likeness, computed_dtype(torch.float32, mesh.device_type))
     known = likeness is not None and this in passed
     # Ranks that differ in what they know would wait for each other.
     if all(hear_all("whether check_equivalence has passed", known, name_of(mesh)).values()):
-        return
-    check_equivalence(module, style, mesh)
+        return passed[this]
+    by_mode = _check(module, style, mesh)
     if likeness is not None:
-        passed.add(this)
+        passed[this] = by_mode
+    return by_mode
 
 
 def _likeness(module: nn.Module) -> Hashable | None:

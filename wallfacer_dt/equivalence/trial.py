@@ -49,6 +49,7 @@ class Reference(NamedTuple):
     inputs: Inputs
     kwargs: dict[str, Any]
     results: Results
+    by_mode: bool  # whether its output is another in training than in evaluation
 
 
 class Shard(NamedTuple):
@@ -78,11 +79,11 @@ class Trial:
     def run_module(self) -> Reference:
         """The module on the whole sequence, with the first sizes that it takes."""
         self.style.forward_of(self.module, self.attention)  # which may refuse it
-        forward = forward_of_copy(self.module)
+        module = copy_of(self.module)
         errors: list[Exception] = []
         for sizes in self.sizes:
             try:
-                return self._run_module(forward, sizes)
+                return self._run_module(module, sizes)
             except EquivalenceError:
                 raise
             except Exception as error:  # whatever a module may raise
@@ -109,22 +110,28 @@ class Trial:
         results = run(self.style.forward_of(self.module, self.attention), mine, self.style.layout, kwargs)
         return Shard(q_rows.cpu(), kv_rows.cpu(), results)
 
-    def _run_module(self, forward: Callable[..., Any], sizes: Sizes) -> Reference:
-        kwargs, layout = self._kwargs(forward, sizes), self.style.layout
+    def _run_module(self, module: nn.Module, sizes: Sizes) -> Reference:
+        kwargs, layout = self._kwargs(module.forward, sizes), self.style.layout
         inputs = draw(self.attention.options, sizes, self.mesh.device_type, kwargs.get("k_shared"))
-        results = run(forward, inputs, layout, kwargs)
-        again = run(forward, inputs, layout, kwargs, backward=False)
+        results = run(module.forward, inputs, layout, kwargs)
+        again = run(module.forward, inputs, layout, kwargs, backward=False)
         who = "in the module", "in its second call"
         try:
             changes = difference("the output", results.out, again.out, tolerance(sizes.computed, "cpu"), who)
         except IncomparableError as why:
             raise EquivalenceError(f"{self.names}: {why}") from None
+        try:
+            with in_mode(module, training=not module.training):
+                other = run(module.forward, inputs, layout, kwargs, backward=False)
+            by_mode = difference("the output", results.out, other.out, tolerance(sizes.computed, "cpu"), who) != ""
+        except Exception:  # whatever a module may raise in a mode that it is not in
+            by_mode = True
         if changes:
             raise EquivalenceError(
                 f"{self.names}: called again with the same tensors it gives another output; is there dropout? "
                 "Context-parallel attention has none"
             )
-        return Reference(sizes, inputs, kwargs, results)
+        return Reference(sizes, inputs, kwargs, results, by_mode)
 
     def _rows(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """Rows of the queries and of the keys that this rank holds."""
@@ -198,12 +205,12 @@ def run(
     return Results(*(_gathered(x, layout) for x in (out, *filled)))
 
 
-def forward_of_copy(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a copy, so that the module stays as it is."""
+def copy_of(module: nn.Module) -> nn.Module:
+    """A copy, so that the module stays as it is."""
     try:
-        return copy.deepcopy(module).forward
+        return copy.deepcopy(module)
     except Exception:  # what it holds may not be copied
-        return copy.copy(module).forward
+        return copy.copy(module)
 
 
 @contextmanager
