@@ -332,6 +332,34 @@ def layouts() -> list[bool]:
     return results
 
 
+class ByName(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float = 0.5) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
+
+
+def called_by_name(compiled: bool) -> list[bool | str]:
+    mesh = mesh_of(2, 1)
+    style = RingParallel(is_causal=True, scale=0.5, order=TokenOrder("head_tail", mesh))
+    module = parallelize_module(ByName(), mesh, style)
+    call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
+    expected = call(q, k, v)
+    found = call(q, k, value=v, scale=0.5), call(value=v, query=q, key=k), call(q, k, v, 0.5)
+    said = []
+    for names in ({"query": q, "key": k}, {"q": q, "key": k, "value": v}):
+        with pytest.raises(TypeError) as refused:
+            module(**names)
+        said.append(str(refused.value))
+    return [all(torch.equal(x, expected) for x in found), *said]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_q_k_and_v_have_the_modules_names(ranks: Ranks, compiled: bool) -> None:
+    expected = [True, "attention is called without value", "attention is called without query"]
+    assert ranks(2).run(called_by_name, compiled) == [expected] * 2
+
+
 def test_results_are_laid_out_as_inputs_are(ranks: Ranks) -> None:
     assert all(all(found) for found in ranks(4).run(layouts))
 

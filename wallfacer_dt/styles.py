@@ -27,7 +27,7 @@ from wallfacer_dt.equivalence.check import check_once
 from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.matching import AttentionStyle
-from wallfacer_dt.mesh import Coordinate, name_of
+from wallfacer_dt.mesh import Coordinate, context_groups, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
 from wallfacer_dt.unmatched import name_in_plan
 from wallfacer_dt.validation import check_call, refuse_in_graph
@@ -113,6 +113,8 @@ class _ContextParallel(AttentionStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, who = name_of(device_mesh), type(self).__name__
         with refusing_together(name):
+            # First, as what the style was told may be right on a slice of this mesh, and differ along its other axes.
+            context_groups(device_mesh, any_axis=self._any_axis)
             told = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
             told |= {"mask_mod": self.options.mask_mod is not None, "layout": self.layout, "check": self.check}
             agree(f"{who} applied", told.items(), name)
@@ -126,7 +128,7 @@ class _ContextParallel(AttentionStyle):
         return module
 
     def _read_module(self, module: nn.Module) -> tuple[list[str], dict[str, Any]]:
-        """The names of a module's positional options after q, k, v, and its defaults, which a call may leave out.
+        """The names of what a module takes by position, q, k, v first, and its defaults, which a call may leave out.
 
         What is not plain attention is refused (ValueError).
         """
@@ -151,7 +153,7 @@ class _ContextParallel(AttentionStyle):
         self._read_attributes(module)
         options = positional[3:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         defaults = {p.name: p.default for p in options if p.default is not p.empty and p.default is not None}
-        return [p.name for p in positional[3:]], defaults
+        return [p.name for p in positional] if len(positional) >= 3 else ["q", "k", "v"], defaults
 
     def _check_held(self, module: nn.Module, tensors: Sequence[str] = ()) -> None:
         """Refuse (ValueError) a module that holds something: tensors of these names, or submodules."""
@@ -260,7 +262,7 @@ class _Forward:
     attention: ContextAttention
     style: _ContextParallel
     module: nn.Module  # whose attributes may change
-    names: list[str]  # of its positional options after q, k, v
+    names: list[str]  # of what it takes by position, q, k, v first
     defaults: dict[str, Any]  # of its options
     name: str = ""  # of the module in its model
     modes: tuple[bool, ...] = (True, False)  # of training, in which it computes what it did when it was tried
@@ -269,16 +271,20 @@ class _Forward:
         """That of the module's copy, which is on the same mesh."""
         return replace(self, module=copy.deepcopy(self.module, memo))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attention on this rank's shards, laid out as the style was told."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention on this rank's shards, laid out as the style was told; q, k, v by the module's names or first."""
+        by_name = self.names[len(args) : 3]
+        if missing := [name for name in by_name if name not in kwargs]:
+            raise TypeError(f"attention is called without {', '.join(missing)}")
+        q, k, v, *more = (*args[:3], *(kwargs.pop(name) for name in by_name), *args[3:])
         transposed = self.style.layout == "BLNH"
         if transposed:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
         if torch.compiler.is_compiling():
-            out = self._traced(q, k, v, args, kwargs)
+            out = self._traced(q, k, v, more, kwargs)
         else:
             with Within(self.name):
-                out = self._eager(q, k, v, args, kwargs)
+                out = self._eager(q, k, v, more, kwargs)
         return out.transpose(1, 2) if transposed and out.ndim == 4 else out
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -335,9 +341,9 @@ class _Forward:
 
     def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What a call says beside q, k and v."""
-        if len(args) > len(self.names):
+        if len(args) > len(self.names) - 3:
             raise ValueError(f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments")
-        told = dict(zip(self.names, args, strict=False))
+        told = dict(zip(self.names[3:], args, strict=False))
         if twice := [name for name in kwargs if name in told]:
             raise TypeError(f"attention got multiple values for argument {twice[0]!r}")
         return told | kwargs
