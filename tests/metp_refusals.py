@@ -29,6 +29,11 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class OfEvaluation(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if self.training else 3)
+
+
 class Attention(nn.Module):
     """Two query heads and one of keys; ``hidden``: what stands in its code and no style can see."""
 
@@ -518,6 +523,10 @@ REFUSALS: dict[str, Callable[[], object]] = {
         without_bias(Attention(), "o"), attention(check=False), "o", x(D)
     ),
     "a hook of a projection": lambda: with_a_hook("register_forward_hook", FeedForward(), metp(check=False), "up"),
+    "a hook of an activation": lambda: with_a_hook(
+        "register_forward_hook", Narrow(act=nn.SiLU()), narrow(check=False), "act"
+    ),
+    "another output in evaluation": lambda: apply(OfEvaluation(), metp()),
     "a hook before a projection": lambda: with_a_hook(
         "register_forward_pre_hook", Attention(), attention(check=False), "q"
     ),

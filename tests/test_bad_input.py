@@ -195,7 +195,7 @@ MESSAGES = {
     "module that holds a window": ("ValueError", "the module Holding has sliding_window=64, which this style does not"),
     "module that holds dropout": (
         "ValueError",
-        "does not implement dropout of attention, and drop of Holding has p=0.",
+        "does not implement dropout of attention; Holding has drop: set its p to 0",
     ),
     "module that holds a mask": ("ValueError", "no parameters, buffers or submodules; Inner has hidden"),
     "unknown schedule of a style": ("ValueError", "schedule must be one of ('2d', 'rings', 'published'), got '3d'"),

@@ -106,9 +106,27 @@ class _ContextParallel(AttentionStyle):
             agree(f"attention of {who}", [("order", options.order)], name)
         return attention
 
-    def forward_of(self, module: nn.Module, attention: ContextAttention) -> Callable[..., Tensor]:
-        """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are."""
-        return _Forward(attention, self, module, *self._read_module(module)).forward
+    def forward_of(
+        self,
+        module: nn.Module,
+        attention: ContextAttention,
+        name: str = "",
+        modes: tuple[bool, ...] = (True, False),
+    ) -> Callable[..., Tensor]:
+        """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are.
+
+        Args:
+            module: to be replaced.
+            attention: what replaces it.
+            name: of the module in its model, for messages.
+            modes: of training, in which it computes what the style does.
+
+        Returns:
+            The forward.
+        """
+        names, defaults = self._read_module(module)
+        kind = _Forward if names[:3] == ["q", "k", "v"] else _ForwardByName
+        return kind(attention, self, module, names, defaults, name, modes).forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, who = name_of(device_mesh), type(self).__name__
@@ -121,7 +139,7 @@ class _ContextParallel(AttentionStyle):
             attention = self.attention_on(device_mesh, self.options)
             by_mode = self.check and check_once(module, self, device_mesh, self._passed)
             modes = (module.training,) if by_mode else (True, False)
-            forward = _Forward(attention, self, module, *self._read_module(module), name_in_plan(module), modes).forward
+            forward = self.forward_of(module, attention, name_in_plan(module), modes)
             agree(f"{who} applied", [("module", type(module).__name__)], name)
         self._notice_applied(module, device_mesh)
         module.forward = forward
@@ -158,13 +176,13 @@ class _ContextParallel(AttentionStyle):
     def _check_held(self, module: nn.Module, tensors: Sequence[str] = ()) -> None:
         """Refuse (ValueError) a module that holds something: tensors of these names, or submodules."""
         children = {what: child for what, child in module._modules.items() if not _does_nothing(child)}
-        for what, child in children.items():
-            if isinstance(child, nn.Dropout):
-                raise ValueError(
-                    f"{type(self).__name__} does not implement dropout of attention, and {what} of "
-                    f"{type(module).__name__} has p={child.p}: set it to 0"
-                )
         held = [*tensors, *children]
+        dropouts = [what for what, child in children.items() if isinstance(child, nn.Dropout)]
+        if dropouts and len(dropouts) == len(held):
+            raise ValueError(
+                f"{type(self).__name__} does not implement dropout of attention; {type(module).__name__} has "
+                f"{dropouts[0]}: set its p to 0"
+            )
         if held:
             raise ValueError(
                 f"{type(self).__name__} replaces an inner attention called as attention(q, k, v), which has no "
@@ -264,27 +282,23 @@ class _Forward:
     module: nn.Module  # whose attributes may change
     names: list[str]  # of what it takes by position, q, k, v first
     defaults: dict[str, Any]  # of its options
-    name: str = ""  # of the module in its model
-    modes: tuple[bool, ...] = (True, False)  # of training, in which it computes what it did when it was tried
+    name: str  # of the module in its model
+    modes: tuple[bool, ...]  # of training, in which it computes what it did when it was tried
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         """That of the module's copy, which is on the same mesh."""
         return replace(self, module=copy.deepcopy(self.module, memo))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Attention on this rank's shards, laid out as the style was told; q, k, v by the module's names or first."""
-        by_name = self.names[len(args) : 3]
-        if missing := [name for name in by_name if name not in kwargs]:
-            raise TypeError(f"attention is called without {', '.join(missing)}")
-        q, k, v, *more = (*args[:3], *(kwargs.pop(name) for name in by_name), *args[3:])
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention on this rank's shards, laid out as the style was told."""
         transposed = self.style.layout == "BLNH"
         if transposed:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
         if torch.compiler.is_compiling():
-            out = self._traced(q, k, v, more, kwargs)
+            out = self._traced(q, k, v, args, kwargs)
         else:
             with Within(self.name):
-                out = self._eager(q, k, v, more, kwargs)
+                out = self._eager(q, k, v, args, kwargs)
         return out.transpose(1, 2) if transposed and out.ndim == 4 else out
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -324,8 +338,8 @@ class _Forward:
             now, tried = ("training", "evaluation")[:: 1 if self.module.training else -1]
             raise ValueError(
                 f"{type(self.style).__name__} was applied in {tried} mode, and attention is called in {now} mode, in "
-                f"which {type(self.module).__name__} gave another output; is there dropout? Set it to 0, or apply the "
-                f"style in {now} mode"
+                f"which {type(self.module).__name__} gave another output, or could not be run; is there dropout? Set "
+                f"it to 0 before the style is applied, or apply it to a new module in {now} mode"
             )
         asked = self.style._read_attributes(self.module) | self.defaults | told
         if not asked:
@@ -344,9 +358,25 @@ class _Forward:
         if len(args) > len(self.names) - 3:
             raise ValueError(f"attention takes q, k, v and options by name, got {3 + len(args)} positional arguments")
         told = dict(zip(self.names[3:], args, strict=False))
-        if twice := [name for name in kwargs if name in told]:
+        if twice := [name for name in kwargs if name in told or name in self.names[:3]]:
             raise TypeError(f"attention got multiple values for argument {twice[0]!r}")
         return told | kwargs
+
+
+class _ForwardByName(_Forward):
+    """That of a module which has other names for q, k and v, by which it may be called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same."""
+        by_name = self.names[len(args) : 3]
+        missing = [name for name in by_name if name not in kwargs]
+        if missing:
+            error = TypeError(f"attention is called without {', '.join(missing)}: pass q, k and v")
+            if not torch.compiler.is_compiling():
+                tell(error, self.attention.mesh)
+            raise error
+        inputs = *args[:3], *(kwargs.pop(name) for name in by_name)
+        return _Forward.forward(self, *inputs, *args[3:], **kwargs)
 
 
 class RingParallel(_ContextParallel):

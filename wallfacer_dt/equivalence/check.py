@@ -24,6 +24,8 @@ from wallfacer_dt.layout import BY_DOCUMENT, check_length
 from wallfacer_dt.mesh import mesh_ranks, name_of
 from wallfacer_dt.order import TokenOrder
 
+_NOTHING: Mapping[str, Any] = {}
+
 
 def check_equivalence(
     module: nn.Module,
@@ -69,12 +71,7 @@ def check_equivalence(
         ValueError: the style refuses the module, or to be called with these options.
         TypeError: as ValueError, or an argument of the wrong type.
     """
-    with refusing_together(name_of(mesh)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-        if length is not None:
-            check_length(length, "length")
-    _check(module, style, mesh, length, heads, head_dim, dtype, dict(kwargs or {}))
+    _check(module, style, mesh, length, heads, head_dim, dtype, kwargs or _NOTHING)
 
 
 def _check(
@@ -85,11 +82,15 @@ def _check(
     heads: tuple[int, int] | None = None,
     head_dim: int = 16,
     dtype: torch.dtype | None = None,
-    kwargs: dict[str, Any] | None = None,
+    kwargs: Mapping[str, Any] = _NOTHING,
 ) -> bool:
     """:func:`check_equivalence`, and whether the module computes something else in its other mode."""
     name = name_of(mesh)
     with refusing_together(name):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+        if length is not None:
+            check_length(length, "length")
         options, lengths = shortened(style.options, length, mesh.size())
     if options.order_name == BY_DOCUMENT:
         style.attention_on(mesh, options)  # which may refuse it
@@ -103,7 +104,7 @@ def _check(
     computed = computed_dtype(dtype, mesh.device_type)
     heads_tried = heads_to_try(heads, options, attention.place.ulysses)
     sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
-    trial = Trial(module, style, mesh, attention, sizes, kwargs or {})
+    trial = Trial(module, style, mesh, attention, sizes, dict(kwargs))
     # Gradients on, which they are without inference mode under no_grad, too; and tensors on the mesh's device.
     with (
         random_state_kept(mesh), torch.inference_mode(False), torch.device(mesh.device_type),

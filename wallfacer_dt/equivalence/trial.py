@@ -120,17 +120,17 @@ class Trial:
             changes = difference("the output", results.out, again.out, tolerance(sizes.computed, "cpu"), who)
         except IncomparableError as why:
             raise EquivalenceError(f"{self.names}: {why}") from None
+        if changes:
+            raise EquivalenceError(
+                f"{self.names}: called again with the same tensors it gives another output; is there dropout? "
+                "Context-parallel attention has none"
+            )
         try:
             with in_mode(module, training=not module.training):
                 other = run(module.forward, inputs, layout, kwargs, backward=False)
             by_mode = difference("the output", results.out, other.out, tolerance(sizes.computed, "cpu"), who) != ""
         except Exception:  # whatever a module may raise in a mode that it is not in
             by_mode = True
-        if changes:
-            raise EquivalenceError(
-                f"{self.names}: called again with the same tensors it gives another output; is there dropout? "
-                "Context-parallel attention has none"
-            )
         return Reference(sizes, inputs, kwargs, results, by_mode)
 
     def _rows(self, sizes: Sizes) -> tuple[Tensor, Tensor]:

@@ -202,7 +202,8 @@ class METPAttentionParallel(AttentionStyle):
                 if x is None:
                     raise TypeError(f"called without {rotary.parameters.x}")
                 check_attributes(module, attributes, who)
-                check_hooks(module, names, who)
+                # What finds angles may be a submodule, which is called.
+                check_hooks(module, who, None if self.rotary.rotation is None else names)
                 weight = linear(module, self.projections[0]).weight
                 boundary.check(x, weight, parts_of(module, names), sequence=True)
                 if x.ndim != 3:

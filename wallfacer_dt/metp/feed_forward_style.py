@@ -53,7 +53,8 @@ class METPParallel(ParallelStyle):
     The module is called with x and, if with anything else, with the defaults of its forward, with which it has been
     tried; other values are refused.
 
-    Hooks of the projections, which would not run, are refused at a call. A weight that a module without METP has as
+    Hooks of submodules, which would not run, are refused at a call (a graph has them as they were when it was
+    compiled). A weight that a module without METP has as
     well is shared with it no more; that two modules under METP share one is refused.
 
     The mesh has axes ``("cp_ulysses", "cp_ring", "cp_team")`` or some of them, or one of any name, and may have
@@ -132,7 +133,7 @@ class METPParallel(ParallelStyle):
             def check() -> None:
                 self._check_call(parameters, x, args, kwargs)
                 check_attributes(module, attributes, who)
-                check_hooks(module, names, who)
+                check_hooks(module, who)
                 boundary.check(x, up.weight, parts_of(module, names))
 
             refusal = boundary.refusal(x, down.out_features, check)

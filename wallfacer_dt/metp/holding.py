@@ -151,7 +151,7 @@ class WeightMesh:
         by_index = dict(zip(self.ranks, sizes, strict=True))
         return tuple(by_index[rank] for rank in range(len(sizes)))
 
-    def shard(self, module: nn.Module, dims: Mapping[str, int], source: int | None) -> "Shards":
+    def shard(self, module: nn.Module, dims: Mapping[str, int], source: int | None) -> Shards:
         """Make the named parameters DTensors, sharded by these dims over all axes; :meth:`together` has seen them.
 
         Args:
@@ -173,7 +173,7 @@ class WeightMesh:
             wholes[name] = whole.shape, whole.placements
         return Shards(wholes, nested[0] if nested else "")
 
-    def check_shards(self, shards: "Shards", parts: Mapping[str, Tensor]) -> None:
+    def check_shards(self, shards: Shards, parts: Mapping[str, Tensor]) -> None:
         """Refuse (TypeError) weights and biases, by name, that are not what :meth:`shard` made of them.
 
         A whole weight would pass for a shard of a larger one, and attention be computed with the wrong heads.
@@ -182,14 +182,19 @@ class WeightMesh:
             part = parts.get(name)
             if not isinstance(part, DTensor):
                 found = "none" if part is None else f"a plain tensor {tuple(part.shape)}"
+                remedy = (
+                    "apply METP to a new module, and load whole weights into it by "
+                    "torch.distributed.checkpoint.state_dict.set_model_state_dict(..., options="
+                    "StateDictOptions(full_state_dict=True)), not by assign=True or functional_call"
+                )
             elif part.shape != shape or part.placements != placements or part.device_mesh != self.mesh:
                 found = f"a DTensor {tuple(part.shape)} placed {part.placements} on {part.device_mesh}"
+                remedy = "call it through the module that FSDP2 shards, if one does, or place the weight so"
             else:
                 continue
             raise TypeError(
                 f"{name} must be the DTensor {tuple(shape)} placed {placements} that METP made of it on its mesh, got "
-                f"{found}: load whole weights with torch.distributed.checkpoint.state_dict.set_model_state_dict(..., "
-                "options=StateDictOptions(full_state_dict=True)), without assign=True"
+                f"{found}: {remedy}"
             )
         for name in parts:
             if name not in shards.wholes:

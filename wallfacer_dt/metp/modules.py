@@ -145,14 +145,13 @@ def check_attributes(module: nn.Module, tried: Sequence[Attribute], who: str) ->
             )
 
 
-def check_hooks(module: nn.Module, names: Sequence[str], who: str) -> None:
-    """Refuse (ValueError) hooks of projections, which METP computes without calling them."""
-    for name in names:
-        projection = module.get_submodule(name)
-        if any(getattr(projection, hooks) for hooks in _HOOKS):
+def check_hooks(module: nn.Module, who: str, names: Sequence[str] | None = None) -> None:
+    """Refuse (ValueError) hooks of submodules, which METP does not call: of all, or of these names."""
+    for name, child in module.named_modules():
+        if name and (names is None or name in names) and any(getattr(child, hooks) for hooks in _HOOKS):
             raise ValueError(
-                f"{name} has hooks, which would not run, as {who} computes {name} without calling it: remove them, or "
-                "put them on the module itself"
+                f"{name} has hooks, which would not run, as {who} computes what {name} does without calling it: remove "
+                "them, or put them on the module itself"
             )
 
 

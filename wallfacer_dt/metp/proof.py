@@ -143,7 +143,19 @@ def _tried(
         shape = tuple(inputs[""].shape)
         what = f"could not be run on x {shape} and small weights: {type(error).__name__}: {error}"
         raise CouldNotRunError(what) from error
-    return _difference(_results(lambda x: formula(x, args, kwargs), inputs), theirs, _TOLERANCES[dtype])
+    ours, tolerance = _results(lambda x: formula(x, args, kwargs), inputs), _TOLERANCES[dtype]
+    problem = _difference(ours, theirs, tolerance)
+    if problem:
+        return problem
+    with in_mode(module, training=False), torch.no_grad():
+        try:
+            evaluated = _run(module, inputs, args, kwargs, returned)
+        except EquivalenceError:
+            raise
+        except Exception:  # what a module does not take in evaluation, it is not called with there
+            return ""
+    name = "the output in evaluation mode"
+    return _difference({name: ours["the output"]}, {name: evaluated}, tolerance)
 
 
 def _run(
