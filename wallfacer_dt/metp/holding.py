@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.compiler import sizes
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import CONTEXT_AXES, check_ascending, is_flattened, mesh_ranks, name_of, whole_context_group
@@ -25,11 +26,11 @@ class Shards(NamedTuple):
     """What parameters have become under METP.
 
     Attributes:
-        wholes: by name, the whole shape and the placements of its DTensor.
+        wholes: by name, the whole shape and the placements of its DTensor, and these in words, as a graph cannot say.
         nested: the name of one whose shards are nested, see :meth:`WeightMesh.check_gathered`, or empty.
     """
 
-    wholes: Mapping[str, tuple[torch.Size, tuple[Placement, ...]]]
+    wholes: Mapping[str, tuple[torch.Size, tuple[Placement, ...], str]]
     nested: str
 
 
@@ -170,7 +171,8 @@ class WeightMesh:
             placements = [Shard(dims[name])] * self.mesh.ndim
             whole = distribute_tensor(parameter.detach(), self.mesh, placements, src_data_rank=source)
             holder.register_parameter(last, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-            wholes[name] = whole.shape, whole.placements
+            said = f"the DTensor {tuple(whole.shape)} placed {whole.placements}"
+            wholes[name] = whole.shape, whole.placements, said
         return Shards(wholes, nested[0] if nested else "")
 
     def check_shards(self, shards: Shards, parts: Mapping[str, Tensor]) -> None:
@@ -178,10 +180,10 @@ class WeightMesh:
 
         A whole weight would pass for a shard of a larger one, and attention be computed with the wrong heads.
         """
-        for name, (shape, placements) in shards.wholes.items():
+        for name, (shape, placements, said) in shards.wholes.items():
             part = parts.get(name)
             if not isinstance(part, DTensor):
-                found = "none" if part is None else f"a plain tensor {tuple(part.shape)}"
+                found = "none" if part is None else f"a plain tensor {sizes(part)}"
                 remedy = (
                     "apply METP to a new module, and load whole weights into it by "
                     "torch.distributed.checkpoint.state_dict.set_model_state_dict(..., options="
@@ -192,10 +194,7 @@ class WeightMesh:
                 remedy = "call it through the module that FSDP2 shards, if one does, or place the weight so"
             else:
                 continue
-            raise TypeError(
-                f"{name} must be the DTensor {tuple(shape)} placed {placements} that METP made of it on its mesh, got "
-                f"{found}: {remedy}"
-            )
+            raise TypeError(f"{name} must be {said} that METP made of it on its mesh, got {found}: {remedy}")
         for name in parts:
             if name not in shards.wholes:
                 raise TypeError(f"{name} was not there when METP was applied: apply it to a module that has it")
