@@ -24,8 +24,6 @@ from wallfacer_dt.layout import BY_DOCUMENT, check_length
 from wallfacer_dt.mesh import mesh_ranks, name_of
 from wallfacer_dt.order import TokenOrder
 
-_NOTHING: Mapping[str, Any] = {}
-
 
 def check_equivalence(
     module: nn.Module,
@@ -71,7 +69,7 @@ def check_equivalence(
         ValueError: the style refuses the module, or to be called with these options.
         TypeError: as ValueError, or an argument of the wrong type.
     """
-    _check(module, style, mesh, length, heads, head_dim, dtype, kwargs or _NOTHING)
+    _check(module, style, mesh, length, heads, head_dim, dtype, kwargs)
 
 
 def _check(
@@ -82,7 +80,7 @@ def _check(
     heads: tuple[int, int] | None = None,
     head_dim: int = 16,
     dtype: torch.dtype | None = None,
-    kwargs: Mapping[str, Any] = _NOTHING,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> bool:
     """:func:`check_equivalence`, and whether the module computes something else in its other mode."""
     name = name_of(mesh)
@@ -104,7 +102,7 @@ def _check(
     computed = computed_dtype(dtype, mesh.device_type)
     heads_tried = heads_to_try(heads, options, attention.place.ulysses)
     sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
-    trial = Trial(module, style, mesh, attention, sizes, dict(kwargs))
+    trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
     # Gradients on, which they are without inference mode under no_grad, too; and tensors on the mesh's device.
     with (
         random_state_kept(mesh), torch.inference_mode(False), torch.device(mesh.device_type),

@@ -197,6 +197,7 @@ class METPAttentionParallel(AttentionStyle):
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             x, args, kwargs = rotary.parameters.split(args, kwargs)
             documents = {name: kwargs.pop(name, None) for name in ("document_ids", "cu_seqlens")}
+            parts = parts_of(module, names)
 
             def check() -> None:
                 if x is None:
@@ -205,7 +206,7 @@ class METPAttentionParallel(AttentionStyle):
                 # What finds angles may be a submodule, which is called.
                 check_hooks(module, who, None if self.rotary.rotation is None else names)
                 weight = linear(module, self.projections[0]).weight
-                boundary.check(x, weight, parts_of(module, names), sequence=True)
+                boundary.check(x, weight, parts, sequence=True)
                 if x.ndim != 3:
                     raise ValueError(f"x must have shape (B, L, D), got {sizes(x)}")
                 inside = (x.to_local() if isinstance(x, DTensor) else x).new_empty(1).expand(boundary.inside_shape(x))
@@ -221,11 +222,11 @@ class METPAttentionParallel(AttentionStyle):
             cos, sin = rotary.angles(module, args, kwargs, inside)
             tensors = as_computed(inside, *self._shards(module))
             options = attention.resolve(shaped(tensors[0], block))
-            block_options = block._replace(gradients=needing_gradients(x, module, names))
+            block_options = block._replace(gradients=needing_gradients(x, parts))
             y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
                 *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:3]
             )
-            y = watched(y, parts_of(module, names), f"{self.output}.bias", boundary.weights.name)
+            y = watched(y, parts, f"{self.output}.bias", boundary.weights.name)
             return returned.like(leave(boundary.with_bias(y, linear(module, self.output).bias)))
 
         return forward

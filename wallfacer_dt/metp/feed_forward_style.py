@@ -54,8 +54,8 @@ class METPParallel(ParallelStyle):
     tried; other values are refused.
 
     Hooks of submodules, which would not run, are refused at a call (a graph has them as they were when it was
-    compiled). A weight that a module without METP has as
-    well is shared with it no more; that two modules under METP share one is refused.
+    compiled). A weight that a module without METP has as well is shared with it no more; that two modules under METP
+    share one is refused.
 
     The mesh has axes ``("cp_ulysses", "cp_ring", "cp_team")`` or some of them, or one of any name, and may have
     ``tp`` after them, which splits the hidden units further and sums the output (METP, section 6.2). Where ranks share
@@ -129,12 +129,13 @@ class METPParallel(ParallelStyle):
             x, args, kwargs = parameters.split(args, kwargs)
             up, down = linear(module, self.up), linear(module, self.down)
             gate = None if self.gate is None else linear(module, self.gate)
+            parts = parts_of(module, names)
 
             def check() -> None:
                 self._check_call(parameters, x, args, kwargs)
                 check_attributes(module, attributes, who)
                 check_hooks(module, who)
-                boundary.check(x, up.weight, parts_of(module, names))
+                boundary.check(x, up.weight, parts)
 
             refusal = boundary.refusal(x, down.out_features, check)
             if refusal is not None:
@@ -144,9 +145,9 @@ class METPParallel(ParallelStyle):
                 inside.flatten(0, -2), local(up.weight), None if gate is None else local(gate.weight),
                 local(down.weight), local(up.bias), None if gate is None else local(gate.bias),
             )  # fmt: skip
-            told = options._replace(gradients=needing_gradients(x, module, names))
+            told = options._replace(gradients=needing_gradients(x, parts))
             y, _ = torch.ops.wallfacer_dt.feed_forward(*tensors, *told)
-            y = watched(y, parts_of(module, names), f"{self.down}.bias", boundary.weights.name)
+            y = watched(y, parts, f"{self.down}.bias", boundary.weights.name)
             return leave(boundary.with_bias(y, down.bias).unflatten(0, inside.shape[:-1]))
 
         return forward

@@ -166,12 +166,11 @@ def linear(module: nn.Module, name: str) -> nn.Linear:
     return projection
 
 
-def needing_gradients(x: Tensor, module: nn.Module, projections: Sequence[str]) -> str:
+def needing_gradients(x: Tensor, parts: Mapping[str, Tensor]) -> str:
     """Names of what needs a gradient, x and parts of projections: who communicates in a backward depends on them."""
     if not torch.is_grad_enabled():
         return ""
-    given = {"x": x} | parts_of(module, projections)
-    return ", ".join(name for name, tensor in given.items() if tensor.requires_grad)
+    return ", ".join(name for name, tensor in {"x": x, **parts}.items() if tensor.requires_grad)
 
 
 def parts_of(module: nn.Module, projections: Sequence[str]) -> dict[str, Tensor]:
