@@ -123,7 +123,7 @@ def set_dropout(module: nn.Module) -> None:
 ATTRIBUTES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "another scale than the style's": (lambda module: setattr(module, "scale", 0.125), "the style was given scale=0.5"),
     "a soft cap": (lambda module: setattr(module, "softcap", 2.0), "softcap=2.0, which this style does not implement"),
-    "dropout": (set_dropout, "has drop: name the module"),
+    "dropout": (set_dropout, "has drop: set its p to 0"),
     "a submodule": (lambda module: setattr(module, "proj", nn.Linear(2, 2)), "has proj: name the module"),
     "a causal flag": (lambda module: setattr(module, "is_causal", True), "the style was given is_causal=False"),
 }
