@@ -188,6 +188,25 @@ def test_ring_in_a_model(ranks: Ranks, one_axis: bool, layout: str) -> None:
         assert max(found) < 1e-10
 
 
+def shared_by_layers() -> tuple[float, float, float]:
+    mesh = mesh_of(2, 1)
+    model, _ = model_and_input("BLNH")
+    model.layers[1].inner = model.layers[0].inner
+    options = told(mesh, is_causal=True, scale=0.4)
+    plan = {"layers.*.inner": WallFacerParallel(**options)}
+    parallelize_module(model, mesh, plan)
+    for other in (WallFacerParallel(**options), None):
+        style, where = (other, mesh) if other else (plan["layers.*.inner"], mesh["cp_ring"])
+        with pytest.raises(ValueError, match="the module Inner already has a context-parallel style"):
+            parallelize_module(model.layers[0].inner, where, style)
+    return errors(model, mesh, "contiguous", "BLNH")
+
+
+def test_two_layers_may_share_their_inner_attention(ranks: Ranks) -> None:
+    for found in ranks(2).run(shared_by_layers):
+        assert max(found) < 1e-10
+
+
 def neutral_options() -> Tensor:
     mesh = mesh_of(dist.get_world_size(), 1)
     module = parallelize_module(Inner("BNLH"), mesh, RingParallel(**told(mesh, is_causal=True, layout="BNLH")))

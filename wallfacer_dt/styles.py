@@ -135,7 +135,11 @@ class _ContextParallel(AttentionStyle):
             context_groups(device_mesh, any_axis=self._any_axis)
             told = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
             told |= {"mask_mod": self.options.mask_mod is not None, "layout": self.layout, "check": self.check}
-            agree(f"{who} applied", told.items(), name)
+            is_styled = self._is_applied(module, name)
+            agree(f"{who} applied", [*told.items(), ("to a module that has it", is_styled)], name)
+            if is_styled:  # it is that of two layers
+                self._notice_applied(module, device_mesh)
+                return module
             attention = self.attention_on(device_mesh, self.options)
             by_mode = self.check and check_once(module, self, device_mesh, self._passed)
             modes = (module.training,) if by_mode else (True, False)
@@ -144,6 +148,11 @@ class _ContextParallel(AttentionStyle):
         self._notice_applied(module, device_mesh)
         module.forward = forward
         return module
+
+    def _is_applied(self, module: nn.Module, mesh: str) -> bool:
+        """Whether a module has this very style, on the mesh of this name."""
+        forward = getattr(module.forward, "__self__", None)
+        return isinstance(forward, _Forward) and forward.style is self and forward.attention.mesh == mesh
 
     def _read_module(self, module: nn.Module) -> tuple[list[str], dict[str, Any]]:
         """The names of what a module takes by position, q, k, v first, and its defaults, which a call may leave out.
