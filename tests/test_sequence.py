@@ -146,6 +146,34 @@ def test_round_trip_by_document(threads: Ranks, size: int, data: st.DataObject) 
             assert max(counts) - min(counts) <= 2
 
 
+TYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
+    *(torch.uint64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
+]
+
+
+def of_every_type(length: int) -> list[torch.dtype]:
+    """Of which what is dealt out does not come back, whether few slices make it or an index does."""
+    mesh, random = context_mesh("cpu", 2), torch.Generator().manual_seed(0)
+    ids = torch.arange(length).div(7, rounding_mode="floor").expand(2, -1).clone()
+    ids[1, 3:] += 1
+    lost = []
+    for dtype in TYPES:
+        whole = torch.randint(0, 100, (2, length, 3), generator=random).to(dtype)
+        for order, told in (("head_tail", {}), ("document_head_tail", {"document_ids": ids})):
+            options: dict[str, Any] = {"dim": 1, "order": TokenOrder(order, mesh)} | told
+            found = unshard_sequence(shard_sequence(whole, **options), **options)
+            if found.dtype != dtype or not found.view(torch.uint8).equal(whole.view(torch.uint8)):
+                lost.append(dtype)
+    return lost
+
+
+@pytest.mark.parametrize("length", [9, 64])
+def test_round_trip_of_every_type(ranks: Ranks, length: int) -> None:
+    """Backends know some of them; and torch has few operations of some."""
+    assert ranks(2).run(of_every_type, length) == [[], []]
+
+
 def classified(order: str) -> float:
     """A head on the mean of a sequence of a length that ranks do not divide, as docs/composition.md has it."""
     mesh = mesh_of(2, 2)
