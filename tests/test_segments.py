@@ -268,7 +268,10 @@ def assert_flash_sees_it(call: Segments) -> None:
 def test_flash_sees_windows_of_rows_whose_documents_differ(
     rows: int, columns: int, gap: int, left: int | None, right: int | None, batch: int
 ) -> None:
-    """Of so many queries that are so far behind as few keys; at most two calls without a bound ahead."""
+    """Of so many queries that are so far behind as few keys; at most two calls without a bound ahead.
+
+    Where keys lie in the middle of queries: three, of those before, beside and behind them.
+    """
     q, k = (np.array([[start, start + n]]) for start, n in ((10 + columns + gap, rows), (10, columns)))
     mask = Mask(left, right, documents=tuple((0, 1 + row, 40) for row in range(batch)))
     work = plan_work([q], [k], mask)
@@ -281,7 +284,8 @@ def test_flash_sees_windows_of_rows_whose_documents_differ(
     i, j = positions(q)[:, None], positions(k)
     seen = (j >= i - (40 if left is None else left)) & (j <= i + (40 if right is None else right))
     assert all(np.array_equal(some[np.ix_(positions(q), positions(k))], seen) for some in counted)
-    assert right or sum(call.calls for call in work) <= 2
+    is_inside = columns + gap < 0 < rows + gap
+    assert right or sum(call.calls for call in work) <= 2 + is_inside
 
 
 @pytest.mark.parametrize("name", [*flash_standins.PACKAGES, "flash of CUDA on the CPU"])
@@ -452,14 +456,17 @@ def test_head_tail_is_the_same_work_under_ulysses(size: int) -> None:
 @examples(200)
 @given(size=st.integers(1, 32), length=st.integers(1, 300), data=st.data())
 def test_head_tail_of_any_length_is_nearly_the_same_work(size: int, length: int, data: st.DataObject) -> None:
-    """At most N (s + u) / 2 pairs on any rank, s being the most tokens that one attends: on equal shards N s / 2."""
+    """At most N (s + u) / 2 pairs on any rank, s being the most tokens that one attends: on equal shards N s / 2.
+
+    And as many more as a team has ranks, of which some share another's work where the last shards are shorter.
+    """
     *mesh, ulysses = data.draw(st.sampled_from(ulysses_meshes(size)))
     inner = size // ulysses
     sizes = shard_sizes(length, (ulysses, *mesh))
     most = max(sum(sizes[i::inner]) for i in range(inner))
     work = [area(schedule_of((*mesh, ulysses), i, length)) for i in range(inner)]
     assert sum(work) == causal_area(range(length))
-    assert max(work) <= length * (most + ulysses) / 2
+    assert max(work) <= length * (most + ulysses) / 2 + mesh[1] * (mesh[1] > 1)
 
 
 def test_contiguous_is_not() -> None:
@@ -558,10 +565,12 @@ def test_a_block_is_at_most_two_calls(chosen: tuple, data: st.DataObject) -> Non
         # and every document that is dealt out by itself, has rows at a distance of its own. Of the published schedule
         # both sides are a team's rows.
         most = mesh[2] if order == "contiguous" else 1
-        if name == "published":
+        if mask.left is not None and order == "document_head_tail":
+            most = 8 if name == "published" else 6
+        elif name == "published":
             most *= 2 * mesh[1]
         elif mask.left is not None:
-            most = 6 if order == "document_head_tail" else most * mesh[1]
+            most *= mesh[1]
         assert max(calls_of(schedule)) <= max(2, most)
 
 
