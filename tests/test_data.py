@@ -1,6 +1,7 @@
 """The loader's side: which samples and which tokens of them a rank reads."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +192,22 @@ def test_another_epoch_than_the_resumed_one_is_whole() -> None:
     assert len(sampler) == 8
     sampler.set_epoch(1)
     assert len(list(sampler)) == 12
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, torch.tensor])
+def test_numbers_of_other_libraries(kind: Callable[[int], Any]) -> None:
+    """One of 32 bits times a length is none of these."""
+    dataset = SequenceDataset(range(2**40), 2**16)  # pyrefly: ignore[bad-argument-type]
+    for index in (40_000, -1):
+        index_there = torch.tensor(index, dtype=torch.int32) if kind is torch.tensor else kind(index)
+        assert dataset[index_there][0].equal(dataset[index][0])
+        assert dataset[index][0][0] == index % len(dataset) * 2**16
+    sampler = SequenceSampler(SequenceDataset(STREAM, 8))
+    state = sampler.state_after(kind(3))  # pyrefly: ignore[bad-argument-type]
+    assert type(state["consumed"]) is int
+    sampler.load_state_dict(state)
+    with pytest.raises(TypeError):
+        sampler.state_after(3.0)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize("consumed", [-1, 13])

@@ -21,8 +21,10 @@ from wallfacer_dt.testing import RankPool, worst_error
 pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
 
 import diffusers
+import numpy as np
 from diffusers import FirstBlockCacheConfig
 from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
 from tests.diffusion_models import (
     KEYS,
@@ -277,6 +279,8 @@ def refused_calls() -> dict[str, str]:
         pixart.transformer_blocks[0].attn1.set_processor(AttnProcessor())
         say("another processor", pixart)
         pixart.transformer_blocks[0].attn1.set_processor(processor)
+        say_of("another backend", lambda: flux.set_attention_backend("_native_math"))
+        say_of("diffusers' default", flux.reset_attention_backend)
         projection, flux.proj_out = flux.proj_out, torch.nn.Sequential(flux.proj_out)
         say("an adapter that comes later", flux)
         flux.proj_out = projection
@@ -307,6 +311,8 @@ SAYS = {
     "a cache": "call disable_cache()",
     "afterwards": "went through",
     "another processor": "the attention processor of transformer_blocks.0.attn1 is another",
+    "another backend": "attends on a mesh, by the kernel that context_parallel was given",
+    "diffusers' default": "went through",
     "an adapter that comes later": "proj_out is another module than context_parallel has seen",
     "Flux, removed": "went through",
     "PixArt, removed": "went through",
@@ -383,6 +389,28 @@ def test_attention_that_is_computed_elsewhere_is_refused(threads: Ranks) -> None
         assert "transformer_blocks.0.attn called scaled_dot_product_attention 0 times" in told
 
 
+class Centred(FluxAttnProcessor):
+    """One of somebody's own, which looks at several tokens."""
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(attn, hidden_states - hidden_states.mean(1, keepdim=True), *args, **kwargs)
+
+
+def unknown_meanwhile() -> str:
+    """What is said of a processor that is set while the model is as it was."""
+    model = MODELS["Flux"].made().eval().requires_grad_(False)
+    handle = context_parallel(model, set_up())
+
+    with handle.whole():
+        model.transformer_blocks[0].attn.set_processor(Centred())
+    return refusal(lambda: model(**MODELS["Flux"].called_with(even=True)))
+
+
+def test_a_processor_that_is_set_meanwhile_is_refused(threads: Ranks) -> None:
+    for said in threads(RANKS).run(unknown_meanwhile):
+        assert "the processor Centred of transformer_blocks.0.attn is not known" in said
+
+
 class Passing(torch.nn.Module):
     """In the place of attention."""
 
@@ -451,12 +479,14 @@ def shared() -> tuple[bool, bool, bool, list[str]]:
             refusal(lambda: share_inputs(mesh, noise=torch.zeros(2, requires_grad=True))),
             refusal(lambda: share_inputs(mesh, noise=torch.zeros(2 + rank))),
             refusal(lambda: share_inputs(mesh, noise=torch.zeros(2, device="meta"))),
+            refusal(lambda: share_inputs(mesh, noise=np.zeros(5000))),
         ],
     )  # fmt: skip
 
 
 def test_inputs_are_shared(threads: Ranks) -> None:
-    for *right, (gradient, shape, device) in threads(RANKS).run(shared):
+    for *right, (gradient, shape, device, array) in threads(RANKS).run(shared):
+        assert "noise holds tensors, or is an array" in array
         assert right == [True] * 3
         assert "noise needs a gradient" in gradient
         assert "noise must be the same on every rank" in shape

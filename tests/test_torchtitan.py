@@ -39,8 +39,9 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.volume import resolve_rotations
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import Coordinate, context_groups
 from wallfacer_dt.testing import IncomparableError, RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 pytestmark = [
     pytest.mark.slow,
@@ -1101,6 +1102,20 @@ def test_the_interface_of_the_main_branch(titans, order: str, sizes: dict[str, i
             "inner": "inner must be one of",
             "window": "window_size=(3, 3) i",
         }
+
+
+def test_meshes_of_a_world_that_is_gone_are_made_again() -> None:
+    """A mesh like it of another world is equal to it."""
+    from wallfacer_dt.integrations.torchtitan import backend, main_branch
+
+    meshes = backend._Meshes(1, 1, "contiguous")
+    for _ in range(2):
+        with fake_world(2):
+            cp = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+            with mock.patch.object(main_branch, "current_mesh", return_value=cp):
+                found = meshes.current()
+                assert meshes.current() is found
+            context_groups(found[0])  # which refuses one of another world
 
 
 PAGE = (ROOT / "docs" / "torchtitan.md").read_text()

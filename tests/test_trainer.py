@@ -26,6 +26,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from tests.models import MODELS
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
+from wallfacer_dt.integrations.transformers.inputs import IGNORED
 from wallfacer_dt.integrations.transformers.trainer import ContextParallelTrainer
 
 Ranks = Callable[[int], RankPool]
@@ -180,7 +181,7 @@ def dealt_by_document() -> dict[str, str]:
         trainer = ContextParallelTrainer(model, arguments())
         for name, batch in batches.items():
             try:
-                part = trainer._shard({"input_ids": torch.arange(16).view(2, 8), **batch}, must_count=False)
+                part = trainer._shard({"input_ids": torch.arange(16).view(2, 8), **batch})[0]
                 said[name] = "".join(map(str, part["attention_mask"].document_ids.view(-1, 8)[0].tolist()))
             except ValueError as error:
                 said[name] = f"{error}"
@@ -426,8 +427,12 @@ def refused_on_two_meshes() -> dict[str, str]:
         told = arguments(remove_unused_columns=False, **options)
         return refusal(ContextParallelTrainer(model, told, eval_dataset=rows, data_collator=collate).evaluate)
 
+    few, none = Rows(), Rows()
+    few.labels[5:10], none.labels[:] = IGNORED, IGNORED  # all that the second mesh evaluates
     with of_torchrun():
         return {
+            "nothing counts on a mesh": evaluate(Subset(few, range(10))),
+            "nothing counts": evaluate(Subset(none, range(10))),
             "no length": evaluate(Stream()),
             "iterable": evaluate(Counted()),
             "endless": evaluate(Endless()),
@@ -441,6 +446,8 @@ def refused_on_two_meshes() -> dict[str, str]:
 
 def test_evaluation_that_is_refused_on_several_meshes(ranks: Ranks) -> None:
     for told in ranks(RANKS).run(refused_on_two_meshes):
+        assert told["nothing counts on a mesh"] == "went through"
+        assert "no label of a batch counts" in told["nothing counts"]
         assert "of an iterable dataset" in told["no length"]
         assert "of an iterable dataset" in told["iterable"]
         assert "or one without a length" in told["endless"]

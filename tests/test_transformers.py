@@ -33,7 +33,15 @@ from wallfacer_dt.testing import RankPool, worst_error
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from transformers import AttentionInterface, AttentionMaskInterface, OPTConfig, OPTForCausalLM, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    MobileBertConfig,
+    MobileBertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
+    masking_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.models import (
@@ -61,6 +69,11 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "transformers.md"
 README = Path(__file__).parent.parent / "README.md"
 OPT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+
+MOBILE = {
+    "vocab_size": 97, "hidden_size": 32, "embedding_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "intra_bottleneck_size": 32,
+}  # fmt: skip
 
 
 def page() -> str:
@@ -134,7 +147,7 @@ def set_up(size: int = RANKS) -> tuple[Any, TokenOrder, Any]:
 def refusal(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         return f"{type(error).__name__}: {error}"
     return "went through"
 
@@ -217,6 +230,7 @@ def refused_calls() -> dict[str, str]:
         "labels that are not shifted": {**batch, "shift_labels": None},
         "labels without a count": {**batch, "num_items_in_batch": None},
         "no tokens": {"position_ids": batch["position_ids"]},
+        "no count on a rank": {**batch, "num_items_in_batch": None if rank == 1 else batch["num_items_in_batch"]},
     }
     said = {name: refusal(lambda call=call: model(**call)) for name, call in calls.items()}
     said["all-ones mask"] = refusal(lambda: model(**{**batch, "attention_mask": torch.ones(2, 16)}))
@@ -243,6 +257,13 @@ def refused_calls() -> dict[str, str]:
     skipping = llama()
     skipping.config.layerdrop = 0.1
     said["layers that a config leaves out"] = refusal(lambda: context_parallel(skipping, mesh, order=order))
+    said["as a whole by a kernel that is not there"] = refusal(lambda: handle.whole("flash_attention_2").__enter__())
+    said["on the mesh again"] = refusal(lambda: model(**batch))
+    layers, model.model.layers = model.model.layers, model.model.layers[:1]
+    said["fewer layers than it says"] = refusal(lambda: model(**batch))
+    model.model.layers = layers
+    trigrams = MobileBertForMaskedLM(MobileBertConfig(**MOBILE))
+    said["trigrams"] = refusal(lambda: context_parallel(trigrams, mesh, order=order))
     handle.remove()
     said["removed"] = refusal(lambda: model(input_ids=tokens, labels=labels))
     said["a batch after that"] = refusal(lambda: model(**batch))
@@ -268,6 +289,7 @@ SAYS = {
     "labels that are not shifted": "labels without shift_labels",
     "labels without a count": "where the model's head does not hand it on, leave labels out",
     "no tokens": "must be called with input_ids",
+    "no count on a rank": "whether num_items_in_batch are given must be the same on every rank",
     "all-ones mask": "went through",
     "without what shard_inputs says": "went through",
     "the model inside": "outside a forward",
@@ -285,6 +307,10 @@ SAYS = {
     "layers that are left out": "set it to 0 in the config before the model is made",
     "layers that are still left out": "layerdrop leaves layers out at random",
     "layers that a config leaves out": "layerdrop leaves layers out at random",
+    "as a whole by a kernel that is not there": "ImportError: ",
+    "on the mesh again": "went through",
+    "fewer layers than it says": "of 2 layers of LlamaForCausalLM 1 computed attention on the mesh",
+    "trigrams": "trigram_input joins the embeddings of neighbouring tokens",
     "removed": "went through",
     "a batch after that": "give the model to context_parallel",
 }
@@ -304,11 +330,16 @@ def refused_inputs() -> dict[str, str]:
     rank = dist.get_rank()
     deal = partial(shard_inputs, mesh, order=order)
     gaps = torch.ones(2, 64).long().index_fill(1, torch.tensor([5]), 0)
+    late = torch.ones(2, 64).long().index_fill(1, torch.arange(7), 0)
+    first_left_out = tokens.masked_fill(torch.arange(64) < 8, -100)
     return {
         "other tokens on a rank": refusal(lambda: deal(tokens + (rank == 2))),
         "other labels on a rank": refusal(lambda: deal(tokens, labels=tokens + (rank == 1))),
         "other documents on a rank": refusal(lambda: deal(tokens, document_ids=torch.arange(64) // (8 + rank))),
         "no order": refusal(lambda: deal(tokens, order="head_tail")),
+        "no order on a rank": refusal(lambda: deal(tokens, order=None if rank == 1 else order)),
+        "a rank without tokens": refusal(lambda: deal(tokens[:, :3])),
+        "a rank without tokens of its own": refusal(lambda: deal(tokens[:, :3], order=TokenOrder("contiguous", mesh))),
         "floats": refusal(lambda: deal(tokens.float())),
         "one row": refusal(lambda: deal(tokens[0])),
         "other labels": refusal(lambda: deal(tokens, labels=labels[:, 1:])),
@@ -317,6 +348,13 @@ def refused_inputs() -> dict[str, str]:
             lambda: deal(tokens, document_ids=torch.zeros(64).long(), cu_seqlens=torch.tensor([0, 64]))
         ),
         "a gap": refusal(lambda: deal(tokens, attention_mask=gaps)),
+        "what padding predicts": refusal(
+            lambda: deal(tokens, attention_mask=late, labels=tokens.masked_fill(late == 0, -100))
+        ),
+        "what none predicts": refusal(lambda: deal(tokens, attention_mask=late, labels=first_left_out)),
+        "what is masked behind": refusal(
+            lambda: deal(tokens, attention_mask=late, labels=tokens.masked_fill(late == 0, -100), shift=False)
+        ),
         "documents of a shard": refusal(lambda: deal(tokens, document_ids=torch.zeros(16).long())),
         "by document without": refusal(lambda: deal(tokens, order=TokenOrder("document_head_tail", mesh))),
     }
@@ -328,12 +366,18 @@ def test_inputs_that_are_refused(ranks: Ranks) -> None:
         "other labels on a rank": "the labels must be the same",
         "other documents on a rank": "the documents must be the same",
         "no order": "order must be a TokenOrder",
+        "no order on a rank": "order must be a TokenOrder",
+        "a rank without tokens": "3 tokens in TokenOrder('head_tail', ranks 0, 1, 2, 3 in turn) leave a rank",
+        "a rank without tokens of its own": "pad rows to a multiple of 4",
         "floats": "must be whole numbers",
         "one row": "must have shape (B, N)",
         "other labels": "must have the shape of input_ids",
         "nothing counts": "no label counts",
         "two kinds of documents": "give one of",
         "a gap": "one run of tokens",
+        "what padding predicts": "set it to -100, or pad behind",
+        "what none predicts": "went through",
+        "what is masked behind": "went through",
         "documents of a shard": "the whole sequence",
         "by document without": "needs document_ids",
     }
@@ -399,6 +443,46 @@ def padded(name: str, has_padding: bool) -> float:
     batch = shard_inputs(mesh, tokens, order=order, labels=labels, attention_mask=seen)
     found = summed_gradients(model, **batch)
     return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
+
+
+def padded_where_the_mask_counts(first: int) -> str:
+    """What OPT, whose positions are those of the tokens that its mask does not hide, says of rows that begin there."""
+    mesh, order, _ = set_up()
+    model = MODELS["OPT"].made()
+    tokens, labels = tokens_of(64)
+    seen = torch.ones(2, 64).long()
+    seen[1, :first], seen[1, 50:] = 0, 0
+    labels[1, first] = -100
+    context_parallel(model, mesh, order=order)
+    return refusal(lambda: model(**shard_inputs(mesh, tokens, order=order, labels=labels, attention_mask=seen)))
+
+
+def test_padding_before_tokens_whose_positions_a_mask_counts(ranks: Ranks) -> None:
+    for said in ranks(RANKS).run(padded_where_the_mask_counts, 3):
+        assert 'pad behind the tokens (padding_side="right")' in said
+    assert ranks(RANKS).run(padded_where_the_mask_counts, 0) == ["went through"] * RANKS
+
+
+def written_to_meanwhile() -> float:
+    """Gradients of checkpointed layers, whose documents a loader overwrites by those of its next batch."""
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(64)
+    context_parallel(model, mesh, order=order)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = []
+    for is_overwritten in (False, True):
+        ids = torch.arange(64) // 16
+        model.zero_grad()
+        loss = model(**shard_inputs(mesh, tokens, order=order, labels=labels, document_ids=ids)).loss
+        if is_overwritten:
+            ids.div_(3, rounding_mode="floor")
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return worst_error(list(zip(*found, strict=True)))
+
+
+def test_a_loader_may_write_into_its_documents(ranks: Ranks) -> None:
+    assert ranks(RANKS).run(written_to_meanwhile) == [0.0] * RANKS
 
 
 def packed_by_transformers() -> float:

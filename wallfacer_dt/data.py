@@ -4,6 +4,7 @@ Ranks of one context mesh take the same sample, data-parallel groups take differ
 ``torch.utils.data.DataLoader`` and know nothing of models.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
@@ -72,6 +73,7 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """This rank's inputs and labels of sample ``index``: two int64 tensors of its tokens' shape."""
+        index = operator.index(index)  # one of 32 bits would overflow
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         begin = index % len(self) * self.length
@@ -161,8 +163,10 @@ class SequenceSampler(DistributedSampler[int]):
             Plain values, the same on all ranks of a group.
 
         Raises:
+            TypeError: it is no whole number.
             ValueError: the epoch has fewer samples than that.
         """
+        consumed = operator.index(consumed)
         if not 0 <= consumed <= self.num_samples:
             raise ValueError(f"consumed must be from 0 to the epoch's {self.num_samples} samples, got {consumed}")
         return {"epoch": self.epoch, "consumed": consumed} | self._identity()

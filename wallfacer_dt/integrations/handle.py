@@ -66,8 +66,8 @@ class Handle(ABC, Generic[Model]):
     @contextmanager
     def _turned_off(self, **how: Any) -> Iterator[Model]:
         model = self._set_up_model()
-        self._turn_off(model, **how)
         try:
+            self._turn_off(model, **how)
             yield model
         finally:
             if found_on(model) is self:  # or it has been removed, or set up otherwise, meanwhile

@@ -28,7 +28,7 @@ from wallfacer_dt.options import AttentionKeywords
 _TOKENS = 2  # the dim of tokens in (B, N, L, H)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ProcessorOnMesh:
     """See Note [Processors].
 
@@ -45,6 +45,20 @@ class ProcessorOnMesh:
     options: AttentionKeywords
     text: Text
     path: str
+
+    @property
+    def _attention_backend(self) -> Any:
+        """The processor's; which diffusers sets."""
+        return self.processor._attention_backend
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: Any) -> None:
+        if backend is not None and backend != self.processor._attention_backend:
+            raise ValueError(
+                f"{self.path} attends on a mesh, by the kernel that context_parallel was given, kernel=...: call "
+                "remove() before you set an attention backend of diffusers"
+            )
+        self.processor._attention_backend = backend
 
     @untraced("it looks process groups up; in a compiled model use a style")
     def __call__(

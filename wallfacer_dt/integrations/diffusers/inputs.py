@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
@@ -28,16 +29,18 @@ def share_inputs(mesh: DeviceMesh, **inputs: Any) -> dict[str, Any]:
         The inputs by name.
 
     Raises:
-        ValueError: a tensor needs a gradient, is not on the mesh's device type, or is within something else; shapes,
-            dtypes, or what is no tensor, differ between ranks.
+        ValueError: a tensor needs a gradient, is not on the mesh's device type, or is within something else, or there
+            is an array; shapes, dtypes, or what is no tensor, differ between ranks.
     """
     name = name_of(mesh)
     with refusing_together(name):
         groups = context_groups(mesh).names
         tensors = {key: x for key, x in inputs.items() if isinstance(x, Tensor)}
         for key, x in inputs.items():
-            if key not in tensors and any(isinstance(leaf, Tensor) for leaf in tree_leaves(x)):
-                raise ValueError(f"{key} holds tensors: give share_inputs each by a name of its own")
+            if key not in tensors and any(isinstance(leaf, Tensor | np.ndarray) for leaf in tree_leaves(x)):
+                raise ValueError(
+                    f"{key} holds tensors, or is an array: give share_inputs tensors, each by its own name"
+                )
         for key, x in tensors.items():
             if x.requires_grad:
                 raise ValueError(f"{key} needs a gradient, which would be lost: give share_inputs what has none")

@@ -29,6 +29,7 @@ from wallfacer_dt.integrations.diffusers.refusals import (
     attentions_of,
     check_model_is_known,
     check_model_may_run,
+    check_processor,
     why_refused,
 )
 from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, RotaryTables
@@ -185,6 +186,7 @@ class ContextParallel(Handle[ModelMixin]):
                     f"the attention processor of {path} is another than context_parallel has set: call remove() before "
                     "you set another, and context_parallel afterwards"
                 )
+            check_processor(module.processor.processor, path)  # which may have been set within `whole()`
         for path, module in self._hooked.items():
             if model.get_submodule(path) is not module:
                 raise ValueError(

@@ -54,15 +54,19 @@ def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
         raise ValueError(f"{type(model).__name__} cannot be made context parallel: {why}")
 
 
+def check_processor(processor: Any, path: str) -> None:
+    """Refuse (ValueError) one of which it is not known what it does, of the module at a path."""
+    if type(processor) not in PROCESSORS:
+        known = ", ".join(sorted(one.__name__ for one in PROCESSORS))
+        raise ValueError(f"the processor {type(processor).__name__} of {path} is not known; known are {known}")
+
+
 def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     if getattr(model.config, "attention_type", "default") != "default":
         yield f"attention_type={model.config.attention_type!r} (GLIGEN) is not implemented"
     have_processors = attention_modules(model)
     for path, module in have_processors.items():
-        processor = type(module.processor)
-        if processor not in PROCESSORS:
-            known = ", ".join(sorted(one.__name__ for one in PROCESSORS))
-            yield f"the processor {processor.__name__} of {path} is not known; known are {known}"
+        check_processor(module.processor, path)
     for path, attentions in attentions_of(model, plan).items():
         if not attentions:
             yield f"{path} has no {plan.attends[0]}, which is to attend on the mesh"

@@ -110,18 +110,19 @@ class _Meshes:
 
     def __init__(self, ulysses: int, team: int, order: str) -> None:
         self.ulysses, self.team, self.order = ulysses, team, order
-        self.known: dict[DeviceMesh, tuple[DeviceMesh, TokenOrder]] = {}
+        self.known: dict[str, tuple[DeviceMesh, TokenOrder]] = {}
 
     def current(self) -> tuple[DeviceMesh, TokenOrder]:
         cp = main_branch.current_mesh()
-        if cp not in self.known:
+        name = name_of(cp)  # a mesh like it of another world has another
+        if name not in self.known:
             size = self.ulysses * self.team
             if cp.size() % size:
                 raise ValueError(f"ulysses * team = {size} does not divide the {cp.size()} ranks of the axis cp")
             placement = "ulysses_in_node" if self.order == "head_tail" else "team_in_node"
             mesh = split_context_axis(cp, cp.size() // size, self.team, ulysses=self.ulysses, placement=placement)
-            self.known[cp] = mesh, TokenOrder(self.order, mesh)
-        return self.known[cp]
+            self.known[name] = mesh, TokenOrder(self.order, mesh)
+        return self.known[name]
 
     def check_permutation(self, documents: Any, permutation: Tensor | None) -> None:
         mesh, order = self.current()

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.documents import boundaries, check_documents, digest
 from wallfacer_dt.integrations.transformers.sequence import ShardedSequence, positions_within
-from wallfacer_dt.layout import BY_DOCUMENT, check_length
+from wallfacer_dt.layout import BY_DOCUMENT, check_length, shard_sizes
+from wallfacer_dt.mesh import name_of
 from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
 from wallfacer_dt.sequence import shard_sequence
 
@@ -47,6 +48,7 @@ def shard_inputs(
             -100 of tokens that begin a document.
         cu_seqlens: instead of them, cumulative lengths (documents + 1,), int, on the CPU.
         attention_mask: (B, N), 0 where there is padding, before or after a row's tokens, which then sees itself alone.
+            The label of a first token behind padding must be -100, if labels are shifted.
         must_count: refuse a batch of which no label counts; not where it is a part of a step, divided by that of all.
 
     Returns:
@@ -59,11 +61,16 @@ def shard_inputs(
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or documents that do not fit, nothing that counts, or ranks that were given other things.
     """
-    check_token_order(order)
+    with refusing_together(name_of(mesh)):
+        check_order_fits(check_token_order(order), mesh)
     with refusing_together(order.mesh_name):
-        check_order_fits(order, mesh)
         _check_rows("input_ids", input_ids, None)
         check_length(length := input_ids.shape[1])
+        if 0 in (shards := shard_sizes(length, order.axes, order.name)):
+            raise ValueError(
+                f"{length} tokens in {order!r} leave a rank without any, which models do not take: pad rows to a "
+                f"multiple of {len(shards)}"
+            )
         for name, rows in (("labels", labels), ("attention_mask", attention_mask)):
             if rows is not None:
                 _check_rows(name, rows, input_ids)
@@ -74,6 +81,7 @@ def shard_inputs(
         if by_document and documents is None:
             raise ValueError(f"order={order.name!r} needs document_ids or cu_seqlens")
         if labels is not None and shift:
+            _check_beginnings(labels, attention_mask)
             labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         counted = 0 if labels is None else int((labels != IGNORED).sum())
         if labels is not None and not counted and must_count:
@@ -84,6 +92,7 @@ def shard_inputs(
             "the labels": digest(None if labels is None else labels.cpu()),
         }  # fmt: skip
         agree("shard_inputs", told.items(), order.mesh_name)
+    is_padded_before = attention_mask is not None and bool((attention_mask[:, 0] == 0).any())
     # Padding is a document to attention, but its positions are those of one process.
     positions = positions_within(None if attention_mask is not None else documents, length)
     positions = positions.expand(1 if documents is None or documents.ndim == 1 else documents.shape[0], -1)
@@ -94,7 +103,7 @@ def shard_inputs(
     local_positions = mine(positions.to(input_ids.device))
     batch: dict[str, object] = {
         "input_ids": mine(input_ids), "position_ids": local_positions, "use_cache": False,
-        SEQUENCE: ShardedSequence(length, order, local_positions, documents),
+        SEQUENCE: ShardedSequence(length, order, local_positions, documents, is_padded_before),
     }  # fmt: skip
     if labels is not None:
         batch["labels"] = mine(labels)
@@ -102,6 +111,19 @@ def shard_inputs(
         if shift:
             batch["shift_labels"] = batch["labels"]
     return batch
+
+
+def _check_beginnings(labels: Tensor, attention_mask: Tensor | None) -> None:
+    """Refuse (ValueError) labels that padding would predict, of which nobody knows what it sees."""
+    if attention_mask is None:
+        return
+    seen = attention_mask != 0
+    begins = seen[:, 1:] & ~seen[:, :-1]
+    if bool((labels[:, 1:][begins.to(labels.device)] != IGNORED).any()):
+        raise ValueError(
+            "the label of a row's first token behind padding would be predicted by padding, which sees whatever an "
+            f'attention implementation makes of that: set it to {IGNORED}, or pad behind (padding_side="right")'
+        )
 
 
 def _check_rows(name: str, rows: Tensor, like: Tensor | None) -> None:
@@ -130,7 +152,7 @@ def _documents(
         return torch.bucketize(torch.arange(length), torch.tensor(ends[1:-1], dtype=torch.int64), right=True)
     if document_ids is not None:
         check_documents(document_ids, "ids", batch, length)
-        return document_ids
+        return document_ids.clone()  # layers read it as late as in the backward, and a loader may write into its own
     if attention_mask is None or bool((attention_mask != 0).all()):
         return None
     seen = (attention_mask != 0).long().cpu()

@@ -35,6 +35,7 @@ from wallfacer_dt.order import TokenOrder, check_order_fits, check_token_order
 
 _UNTRACED = "what is known of a batch is another at every call; with fullgraph=True use a style"
 _numbers = count(1)
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 # Of a call of the model: what would need all tokens, or gives something that ranks cannot put together.
 _REFUSED = {
     **REFUSED,
@@ -148,10 +149,18 @@ class ContextParallel(Handle[PreTrainedModel]):
                 sequence = None
             self._check_passes_on(kwargs)
             sequence = self._checked(sequence, self._named(args, kwargs))
+            if sequence.is_padded_before and upstream.counts_from_mask(model):
+                raise ValueError(
+                    f"{type(model).__name__} counts positions from the first token of a row that is no padding, which "
+                    'shard_inputs does not: pad behind the tokens (padding_side="right")'
+                )
             if self._takes("use_cache", model):
                 kwargs.setdefault("use_cache", False)
-            # What one rank refuses must not find another in FSDP's next all-gather, where no refusal is heard.
-            agree(f"a forward of {type(model).__name__}", (), name_of(self.mesh))
+            # What one rank refuses must not find another in FSDP's next all-gather, where no refusal is heard; nor the
+            # loss, which refuses what is not given, in a backward.
+            given = self._named(args, kwargs)
+            told = [(f"whether {name} are given", given.get(name) is not None) for name in _OF_LOSS]
+            agree(f"a forward of {type(model).__name__}", told, name_of(self.mesh))
             self._forward = ForwardPass(sequence)
         return args, kwargs
 
@@ -166,7 +175,8 @@ class ContextParallel(Handle[PreTrainedModel]):
             if forward.calls < layers:
                 raise ValueError(
                     f"of {layers} layers of {type(model).__name__} {forward.calls} computed attention on the mesh; the "
-                    "others look at several tokens in another way, or not by transformers' AttentionInterface"
+                    "others look at several tokens in another way, not by transformers' AttentionInterface, or are not "
+                    "there: then set num_hidden_layers of its config"
                 )
             if self._named(args, kwargs).get("labels") is not None and not forward.losses:
                 raise ValueError(

@@ -81,6 +81,8 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
             not rope for rope in getattr(config, "no_rope_layers", None) or ()
         ):
             yield "attn_temperature_tuning counts positions from each shard's beginning: set it to False"
+        if getattr(config, "trigram_input", False):
+            yield "trigram_input joins the embeddings of neighbouring tokens, of which other ranks hold some"
         if getattr(config, "output_router_logits", False):
             yield "the router's loss is no sum over tokens: set output_router_logits=False"
         if getattr(config, "output_attentions", False):

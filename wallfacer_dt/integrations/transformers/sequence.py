@@ -25,12 +25,14 @@ class ShardedSequence:
         order: in which tokens were dealt out.
         positions: (1, L) or (B, L), of this rank's tokens; within their documents where there are some.
         document_ids: (B, N) or (N,), int, on the CPU: the document of every token; None for one document.
+        is_padded_before: some row has padding before its tokens.
     """
 
     length: int
     order: TokenOrder
     positions: Tensor = field(repr=False)
     document_ids: Tensor | None = field(default=None, repr=False)
+    is_padded_before: bool = False
 
     def __getattr__(self, name: str) -> Any:
         """Say to a model that takes this for its attention mask, since it has not been set up, what to do."""

@@ -93,7 +93,7 @@ class ContextParallelTrainer(Trainer):
             ValueError: on every rank: a batch of some mesh is refused, or no label of the step counts.
         """
         with refusing_together(self._everyone):  # the other meshes would wait for this one
-            batches = [self._shard(batch, must_count=False) for batch in islice(epoch_iterator, num_batches)]
+            batches = [self._shard(batch)[0] for batch in islice(epoch_iterator, num_batches)]
             agree("a step's batches", [("how many", len(batches))], self._everyone)
         batches, counted = super().get_batch_samples(iter(batches), len(batches), device)
         if batches and counted is not None and not int(counted):
@@ -159,8 +159,9 @@ class ContextParallelTrainer(Trainer):
             if counting is not None:
                 inputs = {**inputs, "labels": inputs["labels"].clone()}
                 inputs["labels"][counting:] = IGNORED
-            shard = self._shard(inputs, must_count=counting != 0)
-            agree("a batch to evaluate", (), self._everyone)
+            shard, counted = self._shard(inputs)
+            if not any(hear_all("a batch to evaluate", counted, self._everyone).values()):
+                raise ValueError("no label of a batch counts: all are -100, or there is nothing to predict")
         # Not that of another base, which may take the mean over this rank's tokens, as TRL's does.
         loss, _, _ = Trainer.prediction_step(self, model, shard, prediction_loss_only, ignore_keys)
         return self.accelerator.reduce(loss, "mean"), None, None
@@ -199,8 +200,8 @@ class ContextParallelTrainer(Trainer):
             )
         return min(max(state.remainder - self._group * rows, 0), rows)
 
-    def _shard(self, batch: dict[str, Any], *, must_count: bool) -> dict[str, Any]:
-        """This rank's part of a batch, or a refusal (ValueError) on every rank."""
+    def _shard(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """This rank's part of a batch, and the counted labels of the whole; or a refusal (ValueError) on every rank."""
         order = self.context.order
         with refusing_together(order.mesh_name):
             told = dict(batch)
@@ -217,10 +218,9 @@ class ContextParallelTrainer(Trainer):
             # They are where the schedule is made.
             documents = {name: told.get(name) for name in ("document_ids", "cu_seqlens")}
             told |= {name: x.cpu() for name, x in documents.items() if x is not None}
-        told |= {"order": order, "shift": self.context.shifts_labels, "must_count": must_count}
+        told |= {"order": order, "shift": self.context.shifts_labels, "must_count": False}
         shard = shard_inputs(self.context.mesh, **told)
-        shard.pop("num_items_in_batch", None)  # that of a step Trainer counts
-        return shard
+        return shard, int(shard.pop("num_items_in_batch", 0))  # that of a step Trainer counts
 
     def _check_own_loss(self) -> None:
         if type(self).compute_loss is not Trainer.compute_loss and not self.own_loss_adds_up:
@@ -244,7 +244,7 @@ class ContextParallelTrainer(Trainer):
             "loss_type of TRL (the loss is Trainer's)": (
                 not self.own_loss_adds_up and getattr(args, "loss_type", "nll") != "nll"
             ),
-            "label_smoothing_factor": self.label_smoother is not None,
+            "label_smoothing_factor (it takes the mean over this rank's tokens)": self.label_smoother is not None,
             "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": args.neftune_noise_alpha is not None,
             'include_num_input_tokens_seen="non_padding" (a shard has no mask of padding; "all" counts all tokens)': (
                 args.include_num_input_tokens_seen == "non_padding"

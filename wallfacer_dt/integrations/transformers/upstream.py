@@ -64,6 +64,11 @@ def counts_from_padding(module: nn.Module) -> bool:
     return asks and (hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name))
 
 
+def counts_from_mask(model: PreTrainedModel) -> bool:
+    """Whether positions that a model is not told are those of the tokens that its mask does not hide."""
+    return any(config.model_type == "opt" for config in configs(model))
+
+
 def is_hooked_by_accelerate(module: nn.Module) -> bool:
     """Whether accelerate changes what a module is called with, as it does under its context parallelism."""
     hooks = module._forward_pre_hooks.values()
