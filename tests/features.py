@@ -177,7 +177,7 @@ def copied(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> nn.Modu
 
 
 def twice(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> nn.Module:
-    return parallelize_module(parallelize_module(module, mesh, style), mesh, style)
+    return parallelize_module(parallelize_module(module, mesh, copy.copy(style)), mesh, style)
 
 
 def checkpointed(module: nn.Module) -> Callable[..., Tensor]:

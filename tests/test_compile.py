@@ -321,6 +321,7 @@ ALONE = {
     "documents": "document_ids must be those of the whole sequence of 8 tokens on every rank, got (4,)",
     "other documents": "the documents must be the same on every rank of the mesh",
     "cumulative lengths": "cu_seqlens must ascend from 0 to the sequence's length 8, got [ 0,  5, 99]",
+    "a length that is told": "of 10 tokens this rank holds 5 in head_tail order, got q (1, 2, 4, 8) (B, N, L, H)",
     "sinks": "sinks must be a floating point tensor of one logit per query head (2,), got (3,)",
     "shared keys": "k_shared must have shape (B, 1, L, Hs), one head for all, got (1, 2, 4, 8)",
     "grouped heads": "enable_gqa=False, but q has shape (1, 2, 4, 8) and k (1, 1, 4, 8)",
@@ -340,6 +341,7 @@ def asked(what: str, alone: bool) -> dict[str, Any]:
         "block mask": lambda: {"block_mask": create_block_mask(per_head, None, None, 8, 8, device="cpu")},
         "documents": lambda: {"document_ids": ids[:4]},
         "cumulative lengths": lambda: {"cu_seqlens": torch.tensor([0, 5, 99])},
+        "a length that is told": lambda: {"length": 10},
         "sinks": lambda: {"sinks": torch.ones(3)},
         "shared keys": lambda: {"k_shared": torch.ones(1, 4, 2, 8)},
     }
@@ -380,6 +382,7 @@ def refused(what: str, fullgraph: bool, backend: str, dynamic: bool | None = Non
         ("length", True, True),
         ("another length", True, True),
         ("mask", True, True),
+        ("a length that is told", True, True),
         ("grouped heads", True, True),
     ],
 )
@@ -553,6 +556,58 @@ def test_dtensors_are_one_graph_too(ranks: Ranks) -> None:
         assert graphs == 1
         assert worst < 1e-6
         assert all(placed)
+
+
+def told_at_the_call(
+    order: str, options: dict[str, Any], backend: str, dynamic: bool | None
+) -> tuple[list[int], float]:
+    """Graphs after each of several lengths that calls bring, and how far outputs and gradients are from eager ones."""
+    torch._dynamo.reset()
+    mesh = mesh_of(2, 2)
+    style = WallFacerParallel(order=TokenOrder(order, mesh), layout="BNLH", check=False, **options)
+    inner = parallelize_module(nn.ModuleDict({"inner": Inner()}), mesh, {"inner": style})["inner"]
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(inner, backend=counter, fullgraph=True, dynamic=dynamic)
+    graphs, errors = [], []
+    for length in (37, 47, 48, 41, 29, 30, 57, 50, 35, 22):
+        documents = {"document_ids": torch.arange(length) // 10} if order == "document_head_tail" else {}
+        whole = torch.randn(1, 4, length, 8, generator=torch.Generator().manual_seed(length))
+        x = shard_sequence(whole, TokenOrder(order, mesh), dim=2, **documents)
+        results = []
+        for function in (inner, compiled):
+            leaf = x.clone().requires_grad_()
+            out = function(leaf, leaf[:, :2], leaf[:, :2], length=length, **documents)
+            (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+            results.append((out.detach(), grad))
+        graphs.append(counter.frame_count)
+        errors.append(worst_error(list(zip(*results, strict=True))))
+    return graphs, max(errors)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        ("head_tail", {"is_causal": True, "window_size": (20, 0)}),
+        ("contiguous", {}),
+        ("document_head_tail", {"is_causal": True}),
+    ],
+)
+def test_lengths_that_calls_bring_are_one_graph(
+    ranks: Ranks, order: str, options: dict[str, Any], dynamic: bool | None
+) -> None:
+    """Of sequences whose shards are not equal. Shards of one token, or none, are graphs of their own to torch."""
+    for graphs, error in ranks(4).run(told_at_the_call, order, options, "aot_eager", dynamic):
+        assert graphs[-1] <= (1 if dynamic else 2), graphs
+        assert error == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_inductor_takes_lengths_that_calls_bring(ranks: Ranks) -> None:
+    for graphs, error in ranks(4).run(told_at_the_call, "head_tail", {"is_causal": True}, "inductor", True):
+        assert graphs[-1] == 1, graphs
+        assert error < 1e-6
 
 
 def counted() -> tuple[int, list[tuple[int, ...]], list[float]]:

@@ -177,7 +177,7 @@ class ContextAttention(Setting):
         check_length(length)
         if length == self.options.length:  # and what is known of such calls stays known
             return self
-        return replace(self, options=replace(self.options, length=index(length)))
+        return replace(self, options=replace(self.options, length=length))
 
     def checked(self, inputs: AttentionInputs, scale: float | None = None) -> Told:
         """What the operator is told, of tensors that are checked; of a kind that has been checked, they are not again.
@@ -219,7 +219,7 @@ class ContextAttention(Setting):
             value_dim=value_dim, shared_dim=0 if k_shared is None else int(k_shared.shape[-1]),
             lengths=self._ratio(q, k),
         )  # fmt: skip
-        length, kv_length = self.lengths or (None, None)
+        length, kv_length = options.length, options.kv_length
         if isinstance(q, DTensor) and (q.shape[2] % place.size or k.shape[2] % place.size):
             length, kv_length = index(q.shape[2]), index(k.shape[2])
         told = replace(
@@ -257,7 +257,9 @@ class ContextAttention(Setting):
 
     def _ratio(self, q: Tensor, k: Tensor) -> tuple[int, int]:
         """Queries and keys, as far as they matter for which of them to move: not at all where they are as many."""
-        if self.has_mask or (not self.lengths and q.shape[2] == k.shape[2]):
+        told = self.options
+        are_as_many = told.kv_length is None and (told.length is not None or q.shape[2] == k.shape[2])
+        if self.has_mask or are_as_many:
             return 1, 1
         return self.whole(q.shape, k.shape, shards=not isinstance(q, DTensor))
 
@@ -268,6 +270,7 @@ class ContextAttention(Setting):
         sharded = {p.dim for p in q.placements if isinstance(p, Shard)} if isinstance(q, DTensor) else ()
         may = {"by_row": sharding.BATCH not in sharded, "by_head": sharding.HEADS not in sharded}
         lengths = self.seen_by_mask(q.shape, k.shape, shards=not isinstance(q, DTensor))
+        lengths = index(lengths[0]), index(lengths[1])
         if torch.compiler.is_compiling():
             return mask_name(self.mask_key, lengths, q.device.type, **may), self.captured
         return recorded_mask(self.options.mask_mod, lengths, q.device.type, **may)

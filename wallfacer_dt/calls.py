@@ -140,6 +140,7 @@ def _plan(
     options: Options, q: torch.Size, k: torch.Size, hidden: bool, packed: str = "", documents: Tensor | None = None
 ) -> _Plan:
     setting, place, told = options.setting, options.setting.place, options.setting.options
+    setting.check_shards(q, k)
     q_length, k_length = setting.whole(q, k)
     left, right = (None if n < 0 else n for n in told.window)
     bounds = () if documents is None else boundaries(documents, packed, q_length)

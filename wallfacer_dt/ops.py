@@ -123,7 +123,7 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) ->
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # What a mask does must not be forgotten before the backward has come.
-    mask = Options.of(*told).mask
+    mask = Options.of_text(told[-1]).mask
     ctx.recording = known_recording(mask) if mask else None
 
 
@@ -134,7 +134,7 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
     try:
         read = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
     except Exception as error:  # what one rank has written into meanwhile
-        tell(error, Options.of(*ctx.options).setting.mesh)
+        tell(error, Options.of_text(ctx.options[-1]).setting.mesh)
         raise
     saved, captured = read[: _COUNT + 2], read[_COUNT + 2 :]
     grads = attention_backward(grad_out, *saved, ctx.said, *ctx.options, list(captured))

@@ -20,7 +20,7 @@ from wallfacer_dt.algorithms.recorded import MaskMod
 from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.volume import check_rotate
 from wallfacer_dt.compiler import as_text, from_text
-from wallfacer_dt.layout import check_length
+from wallfacer_dt.layout import check_length, shard_sizes
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.order import TokenOrder, check_token_order
 
@@ -193,13 +193,25 @@ class Setting:
         # A compiler takes a length for a symbol, of which there is no text: it becomes a number.
         return index(q[2] - replicated) * ranks, index(k[2] - replicated) * ranks
 
+    def check_shards(self, q: Sequence[int], k: Sequence[int]) -> None:
+        """Refuse (ValueError) shards of these shapes that a rank does not hold of the lengths that were told."""
+        replicated, order = self.options.replicated, self.order or "contiguous"
+        for name, shape, length in zip("qk", (q, k), self.lengths, strict=False):
+            holds = shard_sizes(length, self.place.axes, order)[self.place.index]
+            if shape[2] - replicated != holds:
+                raise ValueError(
+                    f"of {length} tokens this rank holds {holds} in {order} order, got {name} "
+                    f"{tuple(map(index, shape))} (B, N, L, H) with {replicated} replicated; deal them out by "
+                    "shard_sequence"
+                )
+
     def seen_by_mask(self, q: Sequence[int], k: Sequence[int], *, shards: bool = True) -> tuple[int, int]:
         """:meth:`whole`, and the replicated tokens before it, which to a ``mask_mod`` are the first."""
         queries, keys = self.whole(q, k, shards=shards)
         return queries + self.options.replicated, keys + self.options.replicated
 
 
-Told = tuple[float, float, str, list[Tensor]]
+Told = tuple[float, float, int, str, list[Tensor]]
 
 
 class Options(NamedTuple):
@@ -221,13 +233,18 @@ class Options(NamedTuple):
         setting = self.setting
         values = _values(setting.options, _IN_TEXT), _values(setting.place, _PLACE), _values(setting, _SETTING)
         text = as_text((*values, *self[3:-1]))
-        return self.scale, self.softcap, text, list(self.captured)
+        return self.scale, self.softcap, setting.options.length or 0, text, list(self.captured)
 
     @classmethod
-    def of(cls, scale: float, softcap: float, text: str, captured: Sequence[Tensor] = ()) -> "Options":
+    def of(cls, scale: float, softcap: float, length: int, text: str, captured: Sequence[Tensor] = ()) -> "Options":
         """What :meth:`told` gave."""
-        found = _options(scale, softcap, text)
+        found = _options(scale, softcap, length, text)
         return found._replace(captured=Captured(captured)) if captured else found
+
+    @classmethod
+    def of_text(cls, text: str) -> "Options":
+        """The same, but for numbers, which may be a compiler's symbols, and for what a mask reads."""
+        return _options(1.0, 0.0, 0, text)
 
     @property
     def compared(self) -> dict[str, Hashable]:
@@ -237,12 +254,13 @@ class Options(NamedTuple):
         return values | {"order": self.setting.order, "mask_mod": self.mask}
 
 
-SCHEMA = "float scale, float softcap, str options"
+# 0 for the length of a sequence whose shards are equal.
+SCHEMA = "float scale, float softcap, SymInt length, str options"
 MASK_SCHEMA = f"{SCHEMA}, Tensor[] captured"
 OPTIONS = tuple(field.name for field in fields(AttentionOptions))
 NOT_WAYS = tuple(name for name in OPTIONS if name not in WayKeywords.__annotations__)
-# Beside the text are floats, which a compiler may take for symbols.
-_IN_TEXT = tuple(name for name in OPTIONS if name not in ("scale", "softcap", "order", "mask_mod"))
+# Beside the text are numbers that a compiler may take for symbols.
+_IN_TEXT = tuple(name for name in OPTIONS if name not in ("scale", "softcap", "length", "order", "mask_mod"))
 _PLACE = tuple(field.name for field in fields(Coordinate))
 _SETTING = tuple(field.name for field in fields(Setting) if field.name not in ("options", "place"))
 
@@ -252,9 +270,9 @@ def _values(data: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 @lru_cache(1024)
-def _options(scale: float, softcap: float, text: str) -> Options:
+def _options(scale: float, softcap: float, length: int, text: str) -> Options:
     options, place, others, *rest = from_text(text)
-    known = AttentionOptions(**dict(zip(_IN_TEXT, options, strict=True)))
+    known = AttentionOptions(**dict(zip(_IN_TEXT, options, strict=True)), length=length or None)
     named = dict(zip(_SETTING, others, strict=True))
     return Options(scale, softcap, Setting(options=known, place=Coordinate(*place), **named), *rest)
 

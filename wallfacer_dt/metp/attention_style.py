@@ -224,7 +224,7 @@ class METPAttentionParallel(AttentionStyle):
             options = attention.resolve(shaped(tensors[0], block))
             block_options = block._replace(gradients=needing_gradients(x, parts))
             y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
-                *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:3]
+                *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:-1]
             )
             y = watched(y, parts, f"{self.output}.bias", boundary.weights.name)
             return returned.like(leave(boundary.with_bias(y, linear(module, self.output).bias)))
@@ -296,7 +296,7 @@ class METPAttentionParallel(AttentionStyle):
             x, *tensors = as_computed(x, *tensors)
             options = alone.resolve(shaped(x, block))
             y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
-                x, *tensors, *angles, None, None, block.told(), *options.told()[:3]
+                x, *tensors, *angles, None, None, block.told(), *options.told()[:-1]
             )
             bias = inputs.get(f"{self.output}.bias")
             return y if bias is None else y + bias.to(y.dtype)

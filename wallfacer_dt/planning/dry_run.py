@@ -134,7 +134,7 @@ def projected_peak(
     out = tensor(model.hidden, own_q)
     absent = (None,) * 7  # biases, cos and sin, documents
     inputs = x, q, k, v, out, *absent
-    told = block.told(), *_options(candidate, sequence, index).told()[:3]
+    told = block.told(), *_options(candidate, sequence, index).told()[:-1]
     with _following(x, grad_y, q, k, v, out) as alive:
         given = alive.now
         y, *results = metp_attention_body(*inputs, *told)

@@ -220,7 +220,8 @@ class ContextParallelTrainer(Trainer):
             told |= {name: x.cpu() for name, x in documents.items() if x is not None}
         told |= {"order": order, "shift": self.context.shifts_labels, "must_count": False}
         shard = shard_inputs(self.context.mesh, **told)
-        return shard, int(shard.pop("num_items_in_batch", 0))  # that of a step Trainer counts
+        counted: Any = shard.pop("num_items_in_batch", 0)  # that of a step Trainer counts
+        return shard, int(counted)
 
     def _check_own_loss(self) -> None:
         if type(self).compute_loss is not Trainer.compute_loss and not self.own_loss_adds_up:
