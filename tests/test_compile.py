@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -321,6 +321,7 @@ ALONE = {
     "documents": "document_ids must be those of the whole sequence of 8 tokens on every rank, got (4,)",
     "other documents": "the documents must be the same on every rank of the mesh",
     "cumulative lengths": "cu_seqlens must ascend from 0 to the sequence's length 8, got [ 0,  5, 99]",
+    "no length": "sequence length must be at least 1, got -5",
     "a length that is told": "of 10 tokens this rank holds 5 in head_tail order, got q (1, 2, 4, 8) (B, N, L, H)",
     "sinks": "sinks must be a floating point tensor of one logit per query head (2,), got (3,)",
     "shared keys": "k_shared must have shape (B, 1, L, Hs), one head for all, got (1, 2, 4, 8)",
@@ -341,6 +342,7 @@ def asked(what: str, alone: bool) -> dict[str, Any]:
         "block mask": lambda: {"block_mask": create_block_mask(per_head, None, None, 8, 8, device="cpu")},
         "documents": lambda: {"document_ids": ids[:4]},
         "cumulative lengths": lambda: {"cu_seqlens": torch.tensor([0, 5, 99])},
+        "no length": lambda: {"length": -5},
         "a length that is told": lambda: {"length": 10},
         "sinks": lambda: {"sinks": torch.ones(3)},
         "shared keys": lambda: {"k_shared": torch.ones(1, 4, 2, 8)},
@@ -382,6 +384,7 @@ def refused(what: str, fullgraph: bool, backend: str, dynamic: bool | None = Non
         ("length", True, True),
         ("another length", True, True),
         ("mask", True, True),
+        ("no length", True, True),
         ("a length that is told", True, True),
         ("grouped heads", True, True),
     ],
@@ -393,31 +396,34 @@ def test_what_one_rank_refuses_in_a_graph_all_refuse(
         assert ALONE[what] in said
 
 
-def refused_dtensors(**asked: Any) -> str:
+def refused_dtensors(dynamic: bool | None, **asked: Any) -> str:
     """The same of DTensors."""
     torch._dynamo.reset()
     mesh = mesh_of(2, 1)
     inner = parallelize_module(Inner(), mesh, WallFacerParallel(check=False))
     q = DTensor.from_local(torch.ones(1, 4, 2, 8), mesh, [Shard(1), Shard(1)], run_check=False)
     try:
-        torch.compile(inner, fullgraph=True, backend="aot_eager")(q, q, q, **(asked if dist.get_rank() == 1 else {}))
+        compiled = torch.compile(inner, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        compiled(q, q, q, **(asked if dist.get_rank() == 1 else {}))
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
+        ({"length": 11}, "DTensors know their length: leave length=11 out"),
         ({"is_causal": True}, "called with is_causal=True, the style was given is_causal=False"),
         ({"document_ids": torch.zeros(5, dtype=torch.int64)}, "must be told in which order tokens were dealt out"),
     ],
 )
 def test_what_one_rank_refuses_of_dtensors_in_a_graph_all_refuse(
-    ranks: Ranks, asked: dict[str, Any], text: str
+    ranks: Ranks, asked: dict[str, Any], text: str, dynamic: bool | None
 ) -> None:
-    for said in ranks(2).run(partial(refused_dtensors, **asked)):
+    for said in ranks(2).run(partial(refused_dtensors, dynamic, **asked)):
         assert text in said
 
 
@@ -556,6 +562,35 @@ def test_dtensors_are_one_graph_too(ranks: Ranks) -> None:
         assert graphs == 1
         assert worst < 1e-6
         assert all(placed)
+
+
+def uneven_dtensors(dynamic: bool | None) -> tuple[int, float]:
+    """Graphs of several lengths that ranks do not divide, and how far outputs and gradients are from eager ones."""
+    torch._dynamo.reset()
+    mesh = mesh_of(2, 1)
+    style = WallFacerParallel(order=TokenOrder("contiguous", mesh), is_causal=True, layout="BNLH", check=False)
+    inner = parallelize_module(nn.ModuleDict({"inner": Inner()}), mesh, {"inner": style})["inner"]
+    counter, errors = CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(inner, backend=counter, fullgraph=True, dynamic=dynamic)
+    for length in (13, 15, 19, 17, 23):
+        whole = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(length))
+        q = distribute_tensor(whole, mesh, [Shard(2), Shard(2)])
+        results = []
+        for function in (inner, compiled):
+            leaf = q.detach().requires_grad_()
+            out = function(leaf, leaf, leaf)
+            (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+            results.append((out.detach().to_local(), grad.to_local()))
+        errors.append(worst_error(list(zip(*results, strict=True))))
+    return counter.frame_count, max(errors)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_dtensors_that_ranks_do_not_divide_are_one_graph(ranks: Ranks, dynamic: bool | None) -> None:
+    for graphs, error in ranks(2).run(uneven_dtensors, dynamic):
+        assert graphs <= (1 if dynamic else 2)
+        assert error == 0
 
 
 def told_at_the_call(

@@ -221,7 +221,7 @@ class ContextAttention(Setting):
         )  # fmt: skip
         length, kv_length = options.length, options.kv_length
         if isinstance(q, DTensor) and (q.shape[2] % place.size or k.shape[2] % place.size):
-            length, kv_length = index(q.shape[2]), index(k.shape[2])
+            length, kv_length = q.shape[2], None if q.shape[2] == k.shape[2] else index(k.shape[2])
         told = replace(
             options, window_size=options.window, mask_mod=None, length=length, kv_length=kv_length, order=None,
             rotate=backward, rotate_forward=forward,

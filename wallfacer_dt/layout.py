@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ def check_length(length: int, what: str = "sequence length", least: int = 1) -> 
     if not isinstance(length, int) or isinstance(length, bool):
         raise TypeError(f"{what} must be an int, got {length!r}")
     if length < least:
-        raise ValueError(f"{what} must be at least {least}, got {length}")
+        raise ValueError(f"{what} must be at least {least}, got {index(length)}")  # a compiler's symbol has no text
 
 
 def shard_sizes(length: int, axes: tuple[int, ...], order: str = "contiguous") -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -26,6 +27,7 @@ from wallfacer_dt.order import TokenOrder, check_token_order
 
 Window = tuple[int | None, int | None]
 _ALONE = Coordinate(1, 1, 0, 0)
+_shard_sizes = lru_cache(maxsize=256)(shard_sizes)
 
 
 class WayKeywords(TypedDict, total=False):
@@ -197,7 +199,8 @@ class Setting:
         """Refuse (ValueError) shards of these shapes that a rank does not hold of the lengths that were told."""
         replicated, order = self.options.replicated, self.order or "contiguous"
         for name, shape, length in zip("qk", (q, k), self.lengths, strict=False):
-            holds = shard_sizes(length, self.place.axes, order)[self.place.index]
+            sizes = shard_sizes if torch.compiler.is_compiling() else _shard_sizes  # of a cache it would warn
+            holds = sizes(length, self.place.axes, order)[self.place.index]
             if shape[2] - replicated != holds:
                 raise ValueError(
                     f"of {length} tokens this rank holds {holds} in {order} order, got {name} "

@@ -17,10 +17,10 @@ from wallfacer_dt.layout import BY_DOCUMENT, Shards, check_length, deal, deal_do
 from wallfacer_dt.order import TokenOrder, check_token_order
 from wallfacer_dt.rows import Members, Rows
 
-# Of these gloo knows none, NCCL few, and both know bytes.
-_SENT_AS_BYTES = (
-    *(torch.int16, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+# What gloo and NCCL know; others are sent as bytes.
+_SENT = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 )
 
 
@@ -163,7 +163,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _whole(x: Tensor, how: _Unsharding) -> Tensor:
-    if x.dtype in _SENT_AS_BYTES:
+    if x.dtype not in _SENT:
         return _whole(x.unsqueeze(-1).contiguous().view(torch.uint8), how).view(x.dtype).squeeze(-1)
     dim, order, groups = how.dim, how.order, how.groups
     sizes = gathered(torch.tensor([x.shape[dim]], device=x.device), groups, "lengths of shards").tolist()

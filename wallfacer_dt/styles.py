@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import index
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
@@ -447,5 +448,7 @@ def _short(value: Any) -> str:
         return f"a tensor of shape {sizes(value)}"
     if isinstance(value, BlockMask):
         return f"a BlockMask of shape {tuple(value.shape)}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = index(value)  # a compiler's symbol has no text
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

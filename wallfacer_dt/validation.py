@@ -1,6 +1,7 @@
 """What tensors attention accepts; and refusals in a graph, see Note [Refusing together] in ``agreement``."""
 
 from collections.abc import Hashable
+from operator import index
 from typing import NoReturn
 
 import torch
@@ -143,12 +144,13 @@ def _check_lengths(q: Tensor, k: Tensor, setting: Setting) -> None:
             raise ValueError("replicated tokens and a shard are no DTensor: pass local tensors, q.to_local()")
         if setting.lengths and setting.lengths != (q.shape[2], k.shape[2]):
             raise ValueError(
-                f"DTensors know their length: leave length={setting.lengths[0]} out, got q {sizes(q)} and k "
+                f"DTensors know their length: leave length={index(setting.lengths[0])} out, got q {sizes(q)} and k "
                 f"{sizes(k)} (B, N, L, H)"
             )
         return
     if setting.lengths:
-        if is_exporting():  # elsewhere the operator does so, since a compiler makes symbols of lengths
+        # A compiler makes symbols of them, with which the operator compares; but a program is exported by each rank.
+        if is_exporting() or not torch.compiler.is_compiling():
             setting.check_shards(q.shape, k.shape)
         return
     for name, x in (("q", q), ("k", k)):
@@ -179,8 +181,8 @@ def _check_documents(inputs: AttentionInputs, setting: Setting) -> None:
         length = q.shape[2]
         if setting.order == BY_DOCUMENT and length % setting.place.size:
             raise ValueError(
-                f"in order={BY_DOCUMENT!r} the shards of {length} tokens are none of a DTensor's: pad it to a multiple "
-                f"of {setting.place.size}, or pass local tensors and length"
+                f"in order={BY_DOCUMENT!r} the shards of {index(length)} tokens are none of a DTensor's: pad it to a "
+                f"multiple of {setting.place.size}, or pass local tensors and length"
             )
     check_documents(documents, kind, q.shape[0], length)
 

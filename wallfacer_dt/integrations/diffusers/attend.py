@@ -53,7 +53,7 @@ class ProcessorOnMesh:
 
     @_attention_backend.setter
     def _attention_backend(self, backend: Any) -> None:
-        if backend is not None and backend != self.processor._attention_backend:
+        if backend not in (None, "native"):
             raise ValueError(
                 f"{self.path} attends on a mesh, by the kernel that context_parallel was given, kernel=...: call "
                 "remove() before you set an attention backend of diffusers"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.agreement.agree import refusing_together
+from wallfacer_dt.agreement.worlds import this_world
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.torchtitan import main_branch
@@ -110,19 +111,19 @@ class _Meshes:
 
     def __init__(self, ulysses: int, team: int, order: str) -> None:
         self.ulysses, self.team, self.order = ulysses, team, order
-        self.known: dict[str, tuple[DeviceMesh, TokenOrder]] = {}
+        self.known: dict[tuple[DeviceMesh, int], tuple[DeviceMesh, TokenOrder]] = {}
 
     def current(self) -> tuple[DeviceMesh, TokenOrder]:
         cp = main_branch.current_mesh()
-        name = name_of(cp)  # a mesh like it of another world has another
-        if name not in self.known:
+        key = cp, world.number if (world := this_world()) else 0  # a mesh like it of another world is equal to it
+        if key not in self.known:
             size = self.ulysses * self.team
             if cp.size() % size:
                 raise ValueError(f"ulysses * team = {size} does not divide the {cp.size()} ranks of the axis cp")
             placement = "ulysses_in_node" if self.order == "head_tail" else "team_in_node"
             mesh = split_context_axis(cp, cp.size() // size, self.team, ulysses=self.ulysses, placement=placement)
-            self.known[name] = mesh, TokenOrder(self.order, mesh)
-        return self.known[name]
+            self.known[key] = mesh, TokenOrder(self.order, mesh)
+        return self.known[key]
 
     def check_permutation(self, documents: Any, permutation: Tensor | None) -> None:
         mesh, order = self.current()
