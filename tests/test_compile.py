@@ -564,33 +564,47 @@ def test_dtensors_are_one_graph_too(ranks: Ranks) -> None:
         assert all(placed)
 
 
-def uneven_dtensors(dynamic: bool | None) -> tuple[int, float]:
-    """Graphs of several lengths that ranks do not divide, and how far outputs and gradients are from eager ones."""
+def far_from_eager(inner: nn.Module, compiled: Any, x: Tensor, **told: Any) -> float:
+    """How far the output and the gradient of x, as q, k and v, are from those of the module that is not compiled."""
+    results = []
+    for function in (inner, compiled):
+        leaf = x.detach().clone().requires_grad_()
+        out = function(leaf, leaf, leaf, **told)
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+        results.append([one.to_local() if isinstance(one, DTensor) else one for one in (out.detach(), grad)])
+    return worst_error(list(zip(*results, strict=True)))
+
+
+def uneven_dtensors(size: int, lengths: list[int], dynamic: bool | None) -> tuple[int, float] | str:
+    """Graphs of several lengths that ranks do not divide, and how far from eager these are; or what is refused."""
     torch._dynamo.reset()
-    mesh = mesh_of(2, 1)
+    mesh = mesh_of(size, 1)
     style = WallFacerParallel(order=TokenOrder("contiguous", mesh), is_causal=True, layout="BNLH", check=False)
     inner = parallelize_module(nn.ModuleDict({"inner": Inner()}), mesh, {"inner": style})["inner"]
     counter, errors = CompileCounterWithBackend("aot_eager"), []
     compiled = torch.compile(inner, backend=counter, fullgraph=True, dynamic=dynamic)
-    for length in (13, 15, 19, 17, 23):
+    for length in lengths:
         whole = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(length))
-        q = distribute_tensor(whole, mesh, [Shard(2), Shard(2)])
-        results = []
-        for function in (inner, compiled):
-            leaf = q.detach().requires_grad_()
-            out = function(leaf, leaf, leaf)
-            (grad,) = torch.autograd.grad(out.square().sum(), leaf)
-            results.append((out.detach().to_local(), grad.to_local()))
-        errors.append(worst_error(list(zip(*results, strict=True))))
+        try:
+            errors.append(far_from_eager(inner, compiled, distribute_tensor(whole, mesh, [Shard(2), Shard(2)])))
+        except ValueError as error:
+            return str(error)
     return counter.frame_count, max(errors)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_dtensors_that_ranks_do_not_divide_are_one_graph(ranks: Ranks, dynamic: bool | None) -> None:
-    for graphs, error in ranks(2).run(uneven_dtensors, dynamic):
+    for graphs, error in ranks(2).run(uneven_dtensors, 2, [13, 15, 19, 17, 23], dynamic):
         assert graphs <= (1 if dynamic else 2)
         assert error == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dtensors_of_another_length_with_the_same_shard_are_refused(ranks: Ranks) -> None:
+    """torch guards what a rank holds, which is 9 tokens of 33 and of 34 on the first three."""
+    for said in ranks(4).run(uneven_dtensors, 4, [33, 34], None):
+        assert "length must be the same on every rank of the mesh, got rank 0: 33" in said
 
 
 def told_at_the_call(
@@ -608,14 +622,8 @@ def told_at_the_call(
         documents = {"document_ids": torch.arange(length) // 10} if order == "document_head_tail" else {}
         whole = torch.randn(1, 4, length, 8, generator=torch.Generator().manual_seed(length))
         x = shard_sequence(whole, TokenOrder(order, mesh), dim=2, **documents)
-        results = []
-        for function in (inner, compiled):
-            leaf = x.clone().requires_grad_()
-            out = function(leaf, leaf[:, :2], leaf[:, :2], length=length, **documents)
-            (grad,) = torch.autograd.grad(out.square().sum(), leaf)
-            results.append((out.detach(), grad))
+        errors.append(far_from_eager(inner, compiled, x, length=length, **documents))
         graphs.append(counter.frame_count)
-        errors.append(worst_error(list(zip(*results, strict=True))))
     return graphs, max(errors)
 
 

@@ -400,7 +400,6 @@ def unknown_meanwhile() -> str:
     """What is said of a processor that is set while the model is as it was."""
     model = MODELS["Flux"].made().eval().requires_grad_(False)
     handle = context_parallel(model, set_up())
-
     with handle.whole():
         model.transformer_blocks[0].attn.set_processor(Centred())
     return refusal(lambda: model(**MODELS["Flux"].called_with(even=True)))

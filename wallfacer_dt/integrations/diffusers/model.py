@@ -29,7 +29,6 @@ from wallfacer_dt.integrations.diffusers.refusals import (
     attentions_of,
     check_model_is_known,
     check_model_may_run,
-    check_processor,
     why_refused,
 )
 from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, RotaryTables
@@ -106,7 +105,8 @@ class ContextParallel(Handle[ModelMixin]):
         self._forward = None
         with refusing_together(name_of(self.mesh)):
             self._check_still_set_up(model)
-            check_model_may_run(model)
+            processors = {path: module.processor.processor for path, module in attention_modules(model).items()}
+            check_model_may_run(model, processors)
             given = self._known(args, kwargs)
             forward = ForwardPass(self._order)
             if self._plan.is_joint:
@@ -186,7 +186,6 @@ class ContextParallel(Handle[ModelMixin]):
                     f"the attention processor of {path} is another than context_parallel has set: call remove() before "
                     "you set another, and context_parallel afterwards"
                 )
-            check_processor(module.processor.processor, path)  # which may have been set within `whole()`
         for path, module in self._hooked.items():
             if model.get_submodule(path) is not module:
                 raise ValueError(

@@ -1,6 +1,7 @@
 """What attention on a mesh would make silently wrong, refused by name before anything runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from diffusers import ModelMixin
@@ -54,19 +55,11 @@ def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
         raise ValueError(f"{type(model).__name__} cannot be made context parallel: {why}")
 
 
-def check_processor(processor: Any, path: str) -> None:
-    """Refuse (ValueError) one of which it is not known what it does, of the module at a path."""
-    if type(processor) not in PROCESSORS:
-        known = ", ".join(sorted(one.__name__ for one in PROCESSORS))
-        raise ValueError(f"the processor {type(processor).__name__} of {path} is not known; known are {known}")
-
-
 def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     if getattr(model.config, "attention_type", "default") != "default":
         yield f"attention_type={model.config.attention_type!r} (GLIGEN) is not implemented"
     have_processors = attention_modules(model)
-    for path, module in have_processors.items():
-        check_processor(module.processor, path)
+    yield from _unknown({path: module.processor for path, module in have_processors.items()})
     for path, attentions in attentions_of(model, plan).items():
         if not attentions:
             yield f"{path} has no {plan.attends[0]}, which is to attend on the mesh"
@@ -81,11 +74,21 @@ def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     yield from _passing_reasons(model)
 
 
-def check_model_may_run(model: ModelMixin) -> None:
-    """Refuse (ValueError) what may be set between forwards, and makes ranks differ or skips attention."""
-    why = next(_passing_reasons(model), None)
+def check_model_may_run(model: ModelMixin, processors: Mapping[str, Any]) -> None:
+    """Refuse (ValueError) what may be set between forwards, and makes ranks differ or skips attention.
+
+    Processors, by path, are diffusers' own, which may have been set within ``whole()``.
+    """
+    why = next(chain(_unknown(processors), _passing_reasons(model)), None)
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot run context parallel: {why}")
+
+
+def _unknown(processors: Mapping[str, Any]) -> Iterator[str]:
+    for path, processor in processors.items():
+        if type(processor) not in PROCESSORS:
+            known = ", ".join(sorted(one.__name__ for one in PROCESSORS))
+            yield f"the processor {type(processor).__name__} of {path} is not known; known are {known}"
 
 
 def _passing_reasons(model: ModelMixin) -> Iterator[str]:

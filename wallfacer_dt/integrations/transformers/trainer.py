@@ -160,7 +160,7 @@ class ContextParallelTrainer(Trainer):
                 inputs = {**inputs, "labels": inputs["labels"].clone()}
                 inputs["labels"][counting:] = IGNORED
             shard, counted = self._shard(inputs)
-            if not any(hear_all("a batch to evaluate", counted, self._everyone).values()):
+            if not any(hear_all("a batch to evaluate", int(counted), self._everyone).values()):
                 raise ValueError("no label of a batch counts: all are -100, or there is nothing to predict")
         # Not that of another base, which may take the mean over this rank's tokens, as TRL's does.
         loss, _, _ = Trainer.prediction_step(self, model, shard, prediction_loss_only, ignore_keys)
@@ -200,8 +200,11 @@ class ContextParallelTrainer(Trainer):
             )
         return min(max(state.remainder - self._group * rows, 0), rows)
 
-    def _shard(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """This rank's part of a batch, and the counted labels of the whole; or a refusal (ValueError) on every rank."""
+    def _shard(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """This rank's part of a batch, and the counted labels of the whole, a tensor, or None without labels.
+
+        Or a refusal (ValueError) on every rank.
+        """
         order = self.context.order
         with refusing_together(order.mesh_name):
             told = dict(batch)
@@ -220,8 +223,7 @@ class ContextParallelTrainer(Trainer):
             told |= {name: x.cpu() for name, x in documents.items() if x is not None}
         told |= {"order": order, "shift": self.context.shifts_labels, "must_count": False}
         shard = shard_inputs(self.context.mesh, **told)
-        counted: Any = shard.pop("num_items_in_batch", 0)  # that of a step Trainer counts
-        return shard, int(counted)
+        return shard, shard.pop("num_items_in_batch", None)  # that of a step Trainer counts
 
     def _check_own_loss(self) -> None:
         if type(self).compute_loss is not Trainer.compute_loss and not self.own_loss_adds_up:
