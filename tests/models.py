@@ -89,6 +89,13 @@ class Model:
 SOFTCAP = {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 24, "head_dim": 16}
 MODELS: dict[str, Model] = {
     "Llama": Model("LlamaForCausalLM"),
+    "Llama, dynamic RoPE": Model(
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 56,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
     "Mistral": Model("MistralForCausalLM", {"sliding_window": 13}, has="window"),
     "Mixtral": Model("MixtralForCausalLM", {"sliding_window": None, "num_local_experts": 4}, has="experts"),
     "Qwen2": Model(
@@ -117,7 +124,8 @@ MODELS: dict[str, Model] = {
     "Phi-3, longrope": Model(
         "Phi3ForCausalLM",
         {
-            "original_max_position_embeddings": 32,
+            "sliding_window": None,
+            "original_max_position_embeddings": 56,
             "rope_parameters": {
                 "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
             },

@@ -6,6 +6,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ from tests.models import (
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.masks import read_mask
+from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
+from wallfacer_dt.integrations.transformers.rope import tell_largest_position
 from wallfacer_dt.integrations.transformers.sequence import ForwardPass, positions_within
 
 Ranks = Callable[[int], RankPool]
@@ -485,9 +488,12 @@ def test_a_loader_may_write_into_its_documents(ranks: Ranks) -> None:
     assert ranks(RANKS).run(written_to_meanwhile) == [0.0] * RANKS
 
 
-def packed_by_transformers() -> float:
-    """Packed rows beside transformers' own way: positions that restart."""
-    mesh, order, model = set_up()
+def packed_by_transformers(name: str) -> float:
+    """Packed rows beside transformers' own way: positions that restart, of which RoPE may look for the largest."""
+    mesh, order, _ = set_up()
+    kind = MODELS[name]
+    one_has_more = {"original_max_position_embeddings": 40}  # of longrope: tokens, of which one document has more
+    model = replace(kind, options=kind.options | one_has_more).made()
     tokens, labels = tokens_of(61)
     positions = positions_within(DOCUMENTS, 61)
     model(input_ids=tokens, labels=labels, position_ids=positions, use_cache=False).loss.backward()
@@ -636,8 +642,53 @@ def test_compiled_round_attention(ranks: Ranks) -> None:
             assert max(errors) < 1e-6
 
 
-def test_packed_rows_as_transformers_packs_them(ranks: Ranks) -> None:
-    assert max(ranks(RANKS).run(packed_by_transformers)) < 1e-6
+@pytest.mark.parametrize("name", ["Llama", "Phi-3, longrope"])
+def test_packed_rows_as_transformers_packs_them(ranks: Ranks, name: str) -> None:
+    assert max(ranks(RANKS).run(packed_by_transformers, name)) < 1e-6
+
+
+class Rope(torch.nn.Module):
+    """RoPE that asks for the largest position, and gives ``made`` of what it is called with."""
+
+    rope_type = "longrope"
+
+    def __init__(self, made: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.made(position_ids)
+
+
+def test_rope_sees_the_largest_position_and_gives_rows_of_a_shard_s() -> None:
+    seen = []
+
+    def made(positions: torch.Tensor) -> Any:
+        seen.append(positions.tolist())
+        return positions[..., None] + torch.zeros(3)
+
+    def in_forward() -> Any:
+        return mock.Mock(sequence=mock.Mock(largest_position=7))
+
+    model = torch.nn.Sequential(Rope(made), Rope(lambda positions: (made(positions), positions.sum())))
+    hooks = tell_largest_position(model, in_forward)
+    x, positions = torch.zeros(1), torch.tensor([[0, 5]])
+    assert model[0](x, position_ids=positions).tolist() == [[[0.0] * 3, [5.0] * 3]]
+    assert model[0](x, positions.expand(2, 1, 2)).shape == (2, 1, 2, 3)
+    assert seen == [[[0, 5, 7]], [[[0, 5, 7]]] * 2]
+    with pytest.raises(ValueError, match="Rope must make a row of every position"):
+        model[1](x, positions)
+    for hook in hooks:
+        hook.remove()
+    assert model[0](x, positions).shape == (1, 2, 3)
+
+
+def test_rope_that_is_not_told_positions_is_refused() -> None:
+    model = llama()
+    model.model.rotary_emb = torch.nn.Identity()
+    model.model.rotary_emb.rope_type = {"full_attention": "default", "sliding_attention": "dynamic"}
+    with pytest.raises(ValueError, match=r"'dynamic' of model\.rotary_emb .* it takes no position_ids"):
+        check_model_is_known(model)
 
 
 def checked(mistake: str) -> str:

@@ -103,7 +103,9 @@ def shard_inputs(
     local_positions = mine(positions.to(input_ids.device))
     batch: dict[str, object] = {
         "input_ids": mine(input_ids), "position_ids": local_positions, "use_cache": False,
-        SEQUENCE: ShardedSequence(length, order, local_positions, documents, is_padded_before),
+        SEQUENCE: ShardedSequence(
+            length, order, local_positions, int(positions.max()), documents, is_padded_before
+        ),
     }  # fmt: skip
     if labels is not None:
         batch["labels"] = mine(labels)

@@ -27,6 +27,7 @@ from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_labels
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
 from wallfacer_dt.integrations.transformers.refusals import check_adapters, check_model_is_known
+from wallfacer_dt.integrations.transformers.rope import tell_largest_position
 from wallfacer_dt.integrations.transformers.sequence import PAST_HOOKS, PROMPTS, ForwardPass, ShardedSequence
 from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.mesh import name_of
@@ -106,6 +107,7 @@ class ContextParallel(Handle[PreTrainedModel]):
         self._hooks = [
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            *tell_largest_position(model, self._in_forward),
         ]
 
     def _turn_off(self, model: PreTrainedModel, implementation: str | None = None) -> None:

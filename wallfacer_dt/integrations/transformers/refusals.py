@@ -7,12 +7,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from wallfacer_dt.integrations.transformers import upstream
+from wallfacer_dt.integrations.transformers.rope import largest_matters, takes_positions
 
 # Heads that look at tokens one by one.
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# These look at the largest position, of which ranks hold different ones.
-_ROPE = {"dynamic", "longrope"}
 # Adapters of peft, by the package that they are of.
 _ADAPTERS = {
     "adalora": "AdaLoRA adds the whole of its penalty on every rank: leave it out",
@@ -93,10 +92,9 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
             "model is made"
         )
     for path, module in model.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        found = _ROPE & {*(kinds.values() if isinstance(kinds, dict) else [kinds])}
-        if found:
-            yield f"rope_type {found.pop()!r} of {path} depends on the largest position, of which ranks hold others"
+        found = largest_matters(module)
+        if found and not takes_positions(module):
+            yield f"rope_type {found!r} of {path} depends on the largest position, and it takes no position_ids"
         if upstream.counts_from_padding(module):
             yield f"{path} counts positions from padding_idx + 1, which shard_inputs does not"
         if isinstance(module, _MIXING):

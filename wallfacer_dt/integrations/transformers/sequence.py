@@ -24,6 +24,7 @@ class ShardedSequence:
         length: N.
         order: in which tokens were dealt out.
         positions: (1, L) or (B, L), of this rank's tokens; within their documents where there are some.
+        largest_position: of the whole batch.
         document_ids: (B, N) or (N,), int, on the CPU: the document of every token; None for one document.
         is_padded_before: some row has padding before its tokens.
     """
@@ -31,6 +32,7 @@ class ShardedSequence:
     length: int
     order: TokenOrder
     positions: Tensor = field(repr=False)
+    largest_position: int = field(repr=False)
     document_ids: Tensor | None = field(default=None, repr=False)
     is_padded_before: bool = False
 
@@ -47,7 +49,7 @@ class ShardedSequence:
         """The sequence of which every rank holds as many tokens, without documents."""
         length = shard * order.groups.coordinate.size
         whole = torch.arange(length, device=order.device_type)
-        return cls(length, order, local_shard(whole, order, dim=0).unsqueeze(0))
+        return cls(length, order, local_shard(whole, order, dim=0).unsqueeze(0), length - 1)
 
     @property
     def is_uneven(self) -> bool:
