@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -293,7 +293,11 @@ def test_fsdp_over_other_sequences(ranks: Ranks, name: str, axes: tuple[str, ...
 
 
 def distributed(
-    block: Block, axes: tuple[str, ...], layouts: tuple[Placement, Placement], as_dtensor: bool
+    block: Block,
+    axes: tuple[str, ...],
+    layouts: tuple[Placement, Placement],
+    as_dtensor: bool,
+    is_checkpointed: bool = False,
 ) -> tuple[list[int], list[int], Results]:
     """With a plain x or a DTensor, ``layouts`` of x and the output on axis ``tp``: their rows here, and results."""
     sizes = {"dp": 2, "tp": 2, "cp_ring": block.case.ring, "cp_team": block.case.team}
@@ -311,7 +315,8 @@ def distributed(
         x, grad = (dealt(t, mesh, layout) for t, layout in zip((x, grad), layouts, strict=True))
     args, kwargs = block.call(rows)
     x.requires_grad_()
-    out = module(x, *args, **kwargs)
+    run = partial(checkpoint, module, use_reentrant=False) if is_checkpointed else module
+    out = run(x, *args, **kwargs)
     out.backward(grad)
     locals_ = [t.to_local() if as_dtensor else t for t in (out, x.grad)]
     found = dict(zip(("out", "x"), locals_, strict=True)) | {name: p.grad for name, p in module.named_parameters()}
@@ -341,7 +346,17 @@ TENSOR = [("cp_ring", "tp"), ("cp_ring", "cp_team", "tp")]
 )
 def test_tensor_parallel(ranks: Ranks, name: str, axes: tuple[str, ...], layouts: str, as_dtensor: bool) -> None:
     block = on(name, 2, len(axes) - 1, length=16, heads=16, kv_heads=8)
-    shards = ranks(2 * block.case.size).run(distributed, block, axes, LAYOUTS[layouts], as_dtensor)
+    check(block, ranks(2 * block.case.size).run(distributed, block, axes, LAYOUTS[layouts], as_dtensor))
+
+
+@pytest.mark.parametrize("name", ["feed_forward", "attention"])
+def test_ranks_of_tensor_parallelism_compute_anew_together(ranks: Ranks, name: str) -> None:
+    """A checkpoint computes anew where a backward first asks for what was saved, which all must have in one place."""
+    block = on(name, 2, 1, length=16, heads=16, kv_heads=8)
+    check(block, ranks(4).run(distributed, block, TENSOR[0], LAYOUTS["replicated"], False, True))
+
+
+def check(block: Block, shards: list[tuple[list[int], list[int], Results]]) -> None:
     for rows, out_rows, results in shards:
         exact = expected(block)
         exact |= {"x": exact["x"][:, rows], "out": exact["out"][:, out_rows]}

@@ -1,7 +1,7 @@
 """What METP's styles make of modules as users have them, in one process."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_what_is_no_number_on_both_sides_is_refused() -> None:
     module, inputs = nn.Linear(2, 2), {"": torch.tensor([[[0.0, -1.0]]], dtype=torch.float64)}
     module.forward = torch.log
     with pytest.raises(EquivalenceError, match=r"the output: 2 of 2 .* the first is -inf at \(0, 0, 0\)"):
-        compare(module, "METPParallel", inputs, [((), {})], lambda x, args, kwargs: x[""].log())
+        compare(module, "METPParallel", [inputs], [((), {})], lambda x, args, kwargs: x[""].log())
 
 
 def test_torchtitans_feed_forward() -> None:
@@ -321,3 +321,167 @@ def test_weights_that_two_modules_share_are_refused() -> None:
             applied(two, metp())
         assert not isinstance(two.up.weight, DTensor), "it is left as it was"
         applied(FeedForward(), metp())  # weights that are gone are forgotten
+
+
+class Gated(nn.Module):
+    """Silu with a gate; ``hidden``: what stands in its code and no style can see."""
+
+    def __init__(self, hidden: str = "") -> None:
+        super().__init__()
+        self.gate, self.up, self.down, self.hidden = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6), hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, gate, up = x.shape, self.gate(x), self.up(x)
+        if self.hidden == "limits":
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        if self.hidden == "tokens before it":
+            up = up + F.pad(up, (0, 0, 100, 0))[:, : x.shape[1]]
+        if self.hidden == "its sizes":
+            return self.down(F.silu(self.gate(x.view(-1, 6))) * self.up(x.view(-1, 6))).view(shape)
+        return self.down(F.silu(gate) * up)
+
+
+def test_limits_and_other_tokens_of_a_feed_forward_are_seen() -> None:
+    style = metp(gate="gate", activation="silu")
+    with fake_world(1, 0):
+        for hidden in ("limits", "tokens before it"):
+            with pytest.raises(EquivalenceError, match="Gated is not what METPParallel computes: the output differs"):
+                applied(Gated(hidden), style)
+        with pytest.raises(EquivalenceError, match="FeedForward is not what METPParallel computes: the output differs"):
+            applied(FeedForward(), metp(activation="relu"))
+        module, x = Gated("its sizes"), torch.randn(2, 3, 6)
+        expected = module(x)
+        assert worst_error([(applied(module, style)(x), expected)]) <= 1e-6
+
+
+class Hiding(Attention):
+    """Attention with more in its code that no style can see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mask = None
+        if self.hidden == "limits":
+            q, k, v = (y.clamp(-8, 8) for y in (q, k, v))
+        if self.hidden == "limits of keys":
+            k = k.clamp(-8, 8)
+        if self.hidden == "other rows":
+            k, v = (torch.cat([y, y.flip(0)], 2) for y in (k, v))
+            mask = torch.ones(length, length, dtype=torch.bool).tril().repeat(1, 2)
+            mask[:, length:] &= batch > 1
+        if self.hidden == "all tokens":
+            mask = torch.ones(length, length, dtype=torch.bool)
+        if self.hidden == "256 tokens":
+            mask = torch.ones(256, 256, dtype=torch.bool).tril()
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True).transpose(1, 2)
+        if self.hidden == "numbers of heads":
+            out = out.reshape(batch, length, 2, -1).reshape(batch, length, 8)
+        return self.o(out.flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "options"),
+    [
+        ("limits", {}),
+        ("limits of keys", {}),
+        ("other rows", {}),
+        ("", {"window_size": (2047, 0)}),
+        ("all tokens", {"prefix_length": 1200}),
+    ],
+)
+def test_what_stands_in_the_code_of_attention_is_seen(hidden: str, options: dict[str, Any]) -> None:
+    style = attention(attention=inner(**options))
+    with fake_world(1, 0), pytest.raises(EquivalenceError, match="is not what METPAttentionParallel computes"):
+        applied(Hiding(hidden), style)
+
+
+@pytest.mark.parametrize(("hidden", "options"), [("256 tokens", {"length": 256}), ("numbers of heads", {})])
+def test_modules_that_know_their_sizes_are_tried_in_these(hidden: str, options: dict[str, Any]) -> None:
+    with fake_world(1, 0):
+        module, x = Hiding(hidden), torch.randn(2, 256, 6)
+        expected = module(x)
+        style = attention(attention=inner(**options))
+        assert worst_error([(applied(module, style)(x), expected)]) <= 1e-5
+
+
+def test_random_numbers_are_the_callers() -> None:
+    """Of which the trial draws some, and ``example`` may."""
+
+    def example(length: int) -> Any:
+        angle = torch.rand(length, 2)
+        return ((angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)),), {}
+
+    with fake_world(1, 0):
+        for options in ({}, {"example": example}):
+            module, state = PartlyTurned(), torch.random.get_rng_state()
+            applied(module, attention(rotary="half", **options))
+            assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_parameters_whose_hooks_or_gradients_would_be_lost_are_refused() -> None:
+    with fake_world(1, 0):
+        for lost in ("hooks", "a gradient"):
+            module = FeedForward()
+            if lost == "hooks":
+                module.up.weight.register_post_accumulate_grad_hook(lambda _: None)
+            else:
+                module(torch.randn(1, 3, 6)).sum().backward()
+            with pytest.raises(ValueError, match=rf"FeedForward.up.weight has {lost}, which the DTensor"):
+                applied(module, metp())
+        module = FeedForward()
+        module.down.bias.register_hook(lambda grad: grad)
+        with pytest.raises(ValueError, match=r"FeedForward.down.bias has hooks, which the DTensor"):
+            applied(module, metp())
+
+
+def test_a_projection_in_whose_place_there_is_another_module_is_named() -> None:
+    with fake_world(1, 0):
+        for module, style, name in ((FeedForward(), metp(), "up"), (Attention(), attention(), "o")):
+            applied(module, style)
+            setattr(module, name, nn.Sequential(getattr(module, name)))
+            with pytest.raises(ValueError, match=f"{name} was an nn.Linear when METP was applied, and is a Sequential"):
+                module(torch.randn(1, 3, 6))
+
+
+def test_values_that_are_none_or_in_lists_are_looked_after() -> None:
+    def one() -> nn.Module:
+        module = FeedForward()
+        module.factor, module.sizes, module.config = None, [1, {"k": 2.0}, object()], object()
+        return applied(module, metp())
+
+    x = torch.randn(1, 3, 6)
+    with fake_world(1, 0):
+        module = one()
+        module.sizes[2] = module.config = object()
+        module(x)
+        module.factor = 2.0
+        with pytest.raises(ValueError, match=r"factor was None when METPParallel was applied, and now .* factor=2.0"):
+            module(x)
+        module = one()
+        module.sizes[1]["k"] = 3.0
+        with pytest.raises(ValueError, match="sizes was another when METPParallel was applied"):
+            module(x)
+
+
+class Pair(NamedTuple):
+    out: Tensor
+    weights: None
+
+
+class Named(Attention):
+    def forward(self, x: Tensor) -> Any:
+        return Pair(super().forward(x), None)
+
+
+class OneOfTwo(Attention):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y if self.training else (y, None)
+
+
+def test_what_modules_return_is_a_tensor_or_a_tuple_in_both_modes() -> None:
+    with fake_world(1, 0):
+        with pytest.raises(EquivalenceError, match="Named returns a Pair, under METP it returns a tensor"):
+            applied(Named(), attention())
+        with pytest.raises(EquivalenceError, match="it returns a tuple in one mode, and in the other something else"):
+            applied(OneOfTwo(), attention())

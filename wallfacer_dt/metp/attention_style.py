@@ -1,6 +1,6 @@
 """The ParallelStyle of METP for attention with its projections."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from wallfacer_dt.attention import ContextAttention
 from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.compiler import sizes
+from wallfacer_dt.equivalence.inputs import shortened
 from wallfacer_dt.matching import AttentionStyle
 from wallfacer_dt.metp.attention import BlockOptions, shaped
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
@@ -29,15 +30,11 @@ from wallfacer_dt.metp.modules import (
     needing_gradients,
     parts_of,
 )
-from wallfacer_dt.metp.proof import CouldNotRunError, Inputs, Returned, compare, small_inputs
+from wallfacer_dt.metp.proof import LARGE, LARGEST, SMALL, Inputs, Returned, compare, first_that_agrees, small_inputs
 from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
 from wallfacer_dt.unmatched import name_in_plan
 from wallfacer_dt.validation import check_call
-
-_TRIED = 1152  # tokens, so that a window of 1024 that stands in the module's code is seen
-
-_LARGEST = 2048  # model dim of a module that is tried as it is
 
 
 class METPAttentionParallel(AttentionStyle):
@@ -68,8 +65,9 @@ class METPAttentionParallel(AttentionStyle):
             values (documents are told by ``document_ids`` or ``cu_seqlens``). By default none, or both.
         input_layouts: of a plain x on an axis ``tp``: ``Replicate()``, or ``Shard(1)`` under sequence parallelism.
         output_layouts: of the output on an axis ``tp``.
-        check: compare the module with the formula first, in this process, on 1152 tokens and small random weights: a
-            window that is wider, and stands in the module's code, is not seen. Buffers are taken to stay as they are.
+        check: compare the module with the formula first, in this process, on 1152 tokens, or more if the style's window
+            or prefix is longer, and small random weights of two key heads: a window of more than 1024 that stands in
+            the module's code is not seen, nor are other heads that do otherwise. Buffers are taken to stay as they are.
             A module that returns a tuple with Nones behind the output, as transformers', goes on doing so if checked.
 
     The mesh is as for :class:`METPParallel`, as are hooks and weights of others, but with all axes that the sequence is
@@ -145,7 +143,8 @@ class METPAttentionParallel(AttentionStyle):
         )  # fmt: skip
         boundary = Boundary(weights, *self.layouts, shards)
         # Bound, so that a copy of the module uses its own weights.
-        forward = self._forward(boundary, block, attention, rotary, attributes_of(module), returned)
+        out_dim = linear(module, self.output).out_features
+        forward = self._forward(boundary, block, attention, rotary, attributes_of(module), returned, out_dim)
         self._notice_applied(module, weights.context_mesh)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
@@ -191,17 +190,18 @@ class METPAttentionParallel(AttentionStyle):
         rotary: Rotary,
         attributes: Sequence[Attribute],
         returned: Returned,
+        out_dim: int,
     ) -> Callable[..., Any]:
         names, who = [*self.projections, self.output], type(self).__name__
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             x, args, kwargs = rotary.parameters.split(args, kwargs)
             documents = {name: kwargs.pop(name, None) for name in ("document_ids", "cu_seqlens")}
-            parts = parts_of(module, names)
 
             def check() -> None:
                 if x is None:
                     raise TypeError(f"called without {rotary.parameters.x}")
+                parts = parts_of(module, names)
                 check_attributes(module, attributes, who)
                 # What finds angles may be a submodule, which is called.
                 check_hooks(module, who, None if self.rotary.rotation is None else names)
@@ -215,9 +215,10 @@ class METPAttentionParallel(AttentionStyle):
                         raise ValueError(f"cos and sin must be on x's device {inside.device}, got {angle.device}")
                 check_call(shaped(as_computed(inside)[0], block)._replace(**documents), attention)
 
-            refusal = boundary.refusal(x, linear(module, self.output).out_features, check)
+            refusal = boundary.refusal(x, out_dim, check)
             if refusal is not None:
                 return returned.like(refusal)
+            parts = parts_of(module, names)
             inside, leave = boundary.enter(x)
             cos, sin = rotary.angles(module, args, kwargs, inside)
             tensors = as_computed(inside, *self._shards(module))
@@ -246,17 +247,22 @@ class METPAttentionParallel(AttentionStyle):
     def _checked(self, module: nn.Module, heads: int, kv_heads: int, returned: Returned, device_type: str) -> Rotary:
         """How the module is handed its angles; compared first, on fewer heads than it has or, if it minds, on all."""
         rotary = self.rotary.of(module)
-        calls = list(rotary.examples(_TRIED)) if self.example is None else [self.example(_TRIED)]
+        # So long that a window of 1024 that stands in the module's code is seen, and those that the style was told.
+        _, (length, _) = shortened(self.attention.options, None, 1)
+        with torch.random.fork_rng([]):
+            calls = list(rotary.examples(length)) if self.example is None else [self.example(length)]
         if not self.check:
             check_returns_one(module, type(self).__name__)
             return rotary if self.example is None else rotary.as_in(module, calls[0])
-        try:
-            agreed = self._compared(module, rotary, calls, (2 * heads // kv_heads, 2), 6, returned, device_type)
-        except CouldNotRunError:
-            dim = linear(module, self.projections[0]).in_features
-            if dim > _LARGEST:
-                raise
-            agreed = self._compared(module, rotary, calls, (heads, kv_heads), dim, returned, device_type)
+        dim = linear(module, self.projections[0]).in_features
+
+        def trial(heads: tuple[int, int], dim: int) -> Callable[[], int]:
+            return lambda: self._compared(module, rotary, calls, heads, dim, length, returned, device_type)
+
+        tried = [trial((2 * heads // kv_heads, 2), SMALL), trial((heads, kv_heads), SMALL)]
+        if dim <= LARGEST:
+            tried.append(trial((heads, kv_heads), dim))
+        agreed = first_that_agrees(tried)
         return rotary.as_in(module, calls[agreed])
 
     def _compared(
@@ -266,6 +272,7 @@ class METPAttentionParallel(AttentionStyle):
         calls: Sequence[Arguments],
         heads: tuple[int, int],
         dim: int,
+        length: int,
         returned: Returned,
         device_type: str,
     ) -> int:
@@ -276,12 +283,12 @@ class METPAttentionParallel(AttentionStyle):
         by_name = {name: (n, dim) for name, n in shapes.items()} | {self.output: (dim, rows[0])}
         told = replace(
             self.attention.options,
-            length=None,
+            length=None,  # on one rank
             order=None,
             rotate="auto",
             rotate_forward="auto",
             schedule="2d",
-            kernel="reference",  # of the CPU, in float64
+            kernel="reference" if self.attention.options.softcap else "auto",  # in float64
         )
         alone = ContextAttention(options=told)
         block = BlockOptions(*heads, H, rotary.pairs or "", (1,), (0,), 0, "", "")
@@ -301,6 +308,14 @@ class METPAttentionParallel(AttentionStyle):
             bias = inputs.get(f"{self.output}.bias")
             return y if bias is None else y + bias.to(y.dtype)
 
-        inputs = small_inputs(module, by_name, (1, _TRIED, dim))
+        inputs = small_inputs(module, by_name, (1, length, dim), self._large(*heads))
         who, remedy = type(self).__name__, "give example=, or check=False"
         return compare(module, who, inputs, calls, formula, device_type, remedy, returned)
+
+    def _large(self, heads: int, kv_heads: int) -> Iterator[dict[str, Tensor]]:
+        """By projection, factors of its rows: queries and keys are large by turns, so that scores stay as they are."""
+        turns = torch.tensor([LARGE, 1 / LARGE], dtype=torch.float64, device="cpu")
+        for by_head in [turns.repeat(kv_heads)[:kv_heads]] if kv_heads > 1 else turns[:, None]:
+            some = by_head.repeat_interleave(heads // kv_heads), 1 / by_head, torch.full_like(by_head, LARGE)
+            rows = [factors.repeat_interleave(self.head_dim) for factors in some]
+            yield dict(zip(self.projections, rows if len(self.projections) == 3 else [torch.cat(rows)], strict=True))

@@ -186,9 +186,12 @@ class Boundary:
         if bias is None:
             return y
         whole = self.weights.whole(bias).to(y.dtype)
-        if self.weights.tp_rank:
-            # Not left out: these ranks' backward takes part in that of making it whole.
-            whole = whole.masked_fill(torch.ones_like(whole, dtype=torch.bool), 0)
+        if self.weights.tp > 1:
+            # Not left out: all ranks' backward takes part in that of making it whole. And by all of them alike: a
+            # checkpoint computes anew where a backward first asks for what was saved, and other ranks would be there
+            # at another time.
+            leave_out = torch.full_like(whole, bool(self.weights.tp_rank), dtype=torch.bool)
+            whole = whole.masked_fill(leave_out, 0)
         return y + whole
 
     def inside_shape(self, x: Tensor) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS
 from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.bound import BoundForward
+from wallfacer_dt.equivalence.inputs import shortened
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions
 from wallfacer_dt.metp.holding import WeightMesh, local, watched
@@ -28,7 +29,8 @@ from wallfacer_dt.metp.modules import (
     needing_gradients,
     parts_of,
 )
-from wallfacer_dt.metp.proof import Inputs, compare, small_inputs
+from wallfacer_dt.metp.proof import LARGE, LARGEST, SMALL, Inputs, compare, first_that_agrees, small_inputs
+from wallfacer_dt.options import AttentionOptions
 from wallfacer_dt.unmatched import name_in_plan
 
 
@@ -100,7 +102,8 @@ class METPParallel(ParallelStyle):
         )
         # Bound, so that a copy of the module uses its own weights.
         boundary = Boundary(weights, *self.layouts, shards)
-        forward = self._forward(Parameters.of(module), attributes_of(module), boundary, options)
+        out_dim = linear(module, self.down).out_features
+        forward = self._forward(Parameters.of(module), attributes_of(module), boundary, options, out_dim)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
 
@@ -117,29 +120,35 @@ class METPParallel(ParallelStyle):
             names = ", ".join([*self._inward, self.down])
             raise ValueError(f"{who}: {names} must have as many hidden units, got {units}")
         if self.check:
-            self._check_module(module, who, device_type)
+            self._check_module(module, who, device_type, units[0])
         return units[0]
 
     def _forward(
-        self, parameters: Parameters, attributes: Sequence[Attribute], boundary: Boundary, options: FeedForwardOptions
+        self,
+        parameters: Parameters,
+        attributes: Sequence[Attribute],
+        boundary: Boundary,
+        options: FeedForwardOptions,
+        out_dim: int,
     ) -> Callable[..., Tensor]:
         names, who = [*self._inward, self.down], type(self).__name__
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             x, args, kwargs = parameters.split(args, kwargs)
-            up, down = linear(module, self.up), linear(module, self.down)
-            gate = None if self.gate is None else linear(module, self.gate)
-            parts = parts_of(module, names)
 
             def check() -> None:
                 self._check_call(parameters, x, args, kwargs)
+                parts = parts_of(module, names)
                 check_attributes(module, attributes, who)
                 check_hooks(module, who)
-                boundary.check(x, up.weight, parts)
+                boundary.check(x, linear(module, self.up).weight, parts)
 
-            refusal = boundary.refusal(x, down.out_features, check)
+            refusal = boundary.refusal(x, out_dim, check)
             if refusal is not None:
                 return refusal
+            up, down = linear(module, self.up), linear(module, self.down)
+            gate = None if self.gate is None else linear(module, self.gate)
+            parts = parts_of(module, names)
             inside, leave = boundary.enter(x)
             tensors = as_computed(
                 inside.flatten(0, -2), local(up.weight), None if gate is None else local(gate.weight),
@@ -163,12 +172,25 @@ class METPParallel(ParallelStyle):
                 f"nothing after {parameters.x}{default}: do outside of the module what {name} asks for"
             )
 
-    def _check_module(self, module: nn.Module, who: str, device_type: str) -> None:
-        units, dim = 10, 6
+    def _check_module(self, module: nn.Module, who: str, device_type: str, units: int) -> None:
+        """Compare the module with what METP computes: small, or as large as it is, if it minds."""
+        own = linear(module, self.up).in_features
+        _, (length, _) = shortened(AttentionOptions(), None, 1)  # as attention is tried
+
+        def trial(units: int, dim: int) -> Callable[[], int]:
+            return lambda: self._compared(module, who, device_type, units, (2, length, dim))
+
+        tried = [trial(10, SMALL)]
+        if own <= LARGEST:
+            tried.append(trial(units, own))
+        first_that_agrees(tried)
+
+    def _compared(self, module: nn.Module, who: str, device_type: str, units: int, shape: tuple[int, int, int]) -> int:
+        dim = shape[-1]
         shapes = dict.fromkeys(self._inward, (units, dim)) | {self.down: (dim, units)}
         alone = FeedForwardOptions("", 0, units, (units,), self.activation, "")
 
-        def formula(inputs: Inputs) -> Tensor:
+        def formula(inputs: Inputs, *_: Any) -> Tensor:
             x = inputs[""]
             weights = [inputs[f"{self.up}.weight"], inputs.get(f"{self.gate}.weight"), inputs[f"{self.down}.weight"]]
             *biases, last = [inputs.get(f"{name}.bias") for name in (self.up, self.gate, self.down)]
@@ -177,6 +199,6 @@ class METPParallel(ParallelStyle):
             y = y.unflatten(0, x.shape[:-1])
             return y if last is None else y + last.to(y.dtype)
 
-        inputs = small_inputs(module, shapes, (2, 5, dim))
-        call = [((), {})]
-        compare(module, who, inputs, call, lambda inputs, *_: formula(inputs), device_type)
+        large = dict.fromkeys(self._inward, torch.full((units,), LARGE, dtype=torch.float64, device="cpu"))
+        inputs = small_inputs(module, shapes, shape, [large])
+        return compare(module, who, inputs, [((), {})], formula, device_type)

@@ -132,7 +132,15 @@ class WeightMesh:
         for name in self._nested(module, dims)[:1]:
             self.check_gathered(name)
         for name in _present(module, dims):
-            if id(module.get_parameter(name)) in _taken:
+            parameter = module.get_parameter(name)
+            # Private names of torch; run on 2.11.0, 2.13.0 and 2.14.1.
+            hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if hooks or parameter.grad is not None:
+                raise ValueError(
+                    f"{type(module).__name__}.{name} has {'hooks' if hooks else 'a gradient'}, which the DTensor that "
+                    "METP puts in its place would not have: apply METP before hooks, backwards and optimizers"
+                )
+            if id(parameter) in _taken:
                 raise ValueError(
                     f"{type(module).__name__}.{name} is a weight of another module under METP as well, to which it "
                     "would be tied no more"

@@ -100,6 +100,8 @@ class Parameters:
 
 
 def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
     # Tensors compare elementwise, and True is not what a module may take 1 for.
     plain = isinstance(value, int | float | str) and isinstance(other, int | float | str)
     return value is other or (plain and isinstance(value, bool) == isinstance(other, bool) and value == other)
@@ -118,29 +120,43 @@ def described(name: str, value: Any) -> str:
 
 
 Attribute = tuple[str, str, Any]
-"""Name of a submodule, of a number or text in it, and this."""
+"""Name of a submodule, of a value in it, and this, as :func:`_plain` has it."""
 
 
 def attributes_of(module: nn.Module) -> tuple[Attribute, ...]:
-    """What a module and its submodules hold that is a number or text, as far as torch does not look after it."""
+    """What a module and its submodules hold that is a number, text or None, or tuples, lists and dicts of such.
+
+    As far as torch does not look after it.
+    """
     return tuple(
-        (path, name, value)
+        (path, name, plain)
         for path, child in module.named_modules()
         for name, value in vars(child).items()
-        if isinstance(value, int | float | str) and name not in _TORCHS
+        if name not in _TORCHS and (plain := _plain(value)) is not _OTHER
     )
 
 
 _TORCHS = vars(nn.Module()).keys()
+_OTHER = object()
+
+
+def _plain(value: Any) -> Any:
+    """A number, text or None; a tuple of these for a tuple, list or dict; what else there is counts as one thing."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return tuple((_plain(key), _plain(item)) for key, item in value.items())
+    return value if value is None or isinstance(value, int | float | str) else _OTHER
 
 
 def check_attributes(module: nn.Module, tried: Sequence[Attribute], who: str) -> None:
-    """Refuse (ValueError) a module that holds another number than when it was tried, which METP would not see."""
+    """Refuse (ValueError) a module that holds another value than when it was tried, which METP would not see."""
     for path, name, value in tried:
         now = getattr(module.get_submodule(path), name, None)
-        if not _is_same(now, value):
+        if not _is_same(_plain(now), value):
+            was = "another" if isinstance(value, tuple) else repr(value)
             raise ValueError(
-                f"{'.'.join(filter(None, (path, name)))} was {value!r} when {who} was applied, and now the module has "
+                f"{'.'.join(filter(None, (path, name)))} was {was} when {who} was applied, and now the module has "
                 f"{described(name, now)}: {who} computes what it did then; apply it to a new module"
             )
 
@@ -160,9 +176,13 @@ _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def linear(module: nn.Module, name: str) -> nn.Linear:
-    """A projection by its name, which :func:`check_projections` has seen."""
+    """A projection by its name, which :func:`check_projections` has seen; refuses (ValueError) another in its place."""
     projection = module.get_submodule(name)
-    assert isinstance(projection, nn.Linear), name
+    if not isinstance(projection, nn.Linear):
+        raise ValueError(
+            f"{name} was an nn.Linear when METP was applied, and is a {type(projection).__name__} now, which would not "
+            "run: adapters and wrappers go round the whole module"
+        )
     return projection
 
 
@@ -221,8 +241,8 @@ def check_projections(module: nn.Module, names: Sequence[str], who: str) -> None
             raise ValueError(f"{who}: {name!r} must be an nn.Linear, got {type(projection).__name__}")
         if isinstance(projection.weight, DTensor):
             raise ValueError(
-                f"{who}: {name}.weight is a DTensor already; METP comes before FSDP, and tensor parallelism is an axis "
-                f"{TENSOR_AXIS!r} of its mesh"
+                f"{who}: {name}.weight is a DTensor already; METP is applied once, and before FSDP, and tensor "
+                f"parallelism is an axis {TENSOR_AXIS!r} of its mesh"
             )
     known = {f"{name}.{part}" for name in names for part in ("weight", "bias")}
     present = [name for name, _ in module.named_parameters(remove_duplicate=False)]

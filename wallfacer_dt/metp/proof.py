@@ -20,6 +20,8 @@ from wallfacer_dt.equivalence.trial import EquivalenceError, in_mode
 Inputs = dict[str, Tensor]
 """Parameters by their names in the module, and x by the name ``""``."""
 
+SMALL, LARGEST = 6, 2048  # model dim of what modules are tried with; of one that is tried as it is, the largest
+LARGE = 64.0  # by what results of projections are large where a clamp would show
 
 Formula = Callable[[Inputs, Sequence[Any], Mapping[str, Any]], Tensor]
 
@@ -35,7 +37,7 @@ class Returned:
 
     def tensor(self, out: Any) -> Any:
         """The tensor of what was returned, if it is one of these."""
-        is_one = isinstance(out, tuple) and len(out) > 1 and all(x is None for x in out[1:])
+        is_one = type(out) is tuple and len(out) > 1 and all(x is None for x in out[1:])
         self.nones = len(out) - 1 if is_one else None
         return out[0] if is_one else out
 
@@ -63,10 +65,31 @@ _TOLERANCES = {torch.float64: _Tolerance(1e-4, 1e-6), torch.float32: _Tolerance(
 _NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
+def first_that_agrees(trials: Iterable[Callable[[], int]]) -> int:
+    """What the first of some trials gives that goes well.
+
+    Args:
+        trials: each of other sizes, of which a module may have some by heart.
+
+    Returns:
+        The number.
+
+    Raises:
+        EquivalenceError: none does; what is said is of the last in which the module could be run, or else of the first.
+    """
+    refusals: list[EquivalenceError] = []
+    for trial in trials:
+        try:
+            return trial()
+        except EquivalenceError as why:
+            refusals.append(why)
+    raise next((why for why in reversed(refusals) if not isinstance(why, CouldNotRunError)), refusals[0])
+
+
 def compare(
     module: nn.Module,
     who: str,
-    inputs: Inputs,
+    inputs: Sequence[Inputs],
     calls: Iterable[tuple[Sequence[Any], Mapping[str, Any]]],
     formula: Formula,
     device_type: str = "cpu",
@@ -79,7 +102,8 @@ def compare(
         module: of any size, on any device; it is tried in training mode, with its buffers as they are, and stays as it
             is.
         who: the style.
-        inputs: small, float64, on the CPU.
+        inputs: small, float64, on the CPU, which are tried one after the other. The module must take the first; of
+            others that it does not take it makes nothing.
         calls: what the module may be called with after x; one that it takes and in which both agree is enough.
         formula: what METP computes of the same.
         device_type: whose autocast counts, which is then on in this trial on the CPU.
@@ -105,10 +129,7 @@ def compare(
     ):
         for number, call in enumerate(calls):
             try:
-                found = (
-                    _tried(module, formula, inputs, call, dtype, returned) for dtype in list(_TOLERANCES)[: 1 + is_on]
-                )
-                problem = next(filter(None, found), "")
+                problem = _problem(module, formula, inputs, call, list(_TOLERANCES)[: 1 + is_on], returned)
             except CouldNotRunError as error:
                 failures.append(str(error))
                 continue
@@ -120,6 +141,28 @@ def compare(
         under = " under autocast" if is_on else ""
         raise EquivalenceError(f"{kind} is not what {who} computes{under}: {differences[0]}")
     raise CouldNotRunError(f"{kind} {failures[0]}; {remedy}")
+
+
+def _problem(
+    module: nn.Module,
+    formula: Formula,
+    inputs: Sequence[Inputs],
+    call: tuple[Sequence[Any], Mapping[str, Any]],
+    dtypes: Sequence[torch.dtype],
+    returned: Returned | None,
+) -> str:
+    """How the module differs from the formula in a call, of any of the inputs in any of the dtypes, or empty."""
+    for number, some in enumerate(inputs):
+        for dtype in dtypes:
+            try:
+                problem = _tried(module, formula, some, call, dtype, returned)
+            except CouldNotRunError:
+                if number == 0:
+                    raise
+                break
+            if problem:
+                return problem
+    return ""
 
 
 def _tried(
@@ -147,13 +190,16 @@ def _tried(
     problem = _difference(ours, theirs, tolerance)
     if problem:
         return problem
+    in_evaluation = None if returned is None else Returned()
     with in_mode(module, training=False), torch.no_grad():
         try:
-            evaluated = _run(module, inputs, args, kwargs, returned)
+            evaluated = _run(module, inputs, args, kwargs, in_evaluation)
         except EquivalenceError:
             raise
         except Exception:  # what a module does not take in evaluation, it is not called with there
             return ""
+    if in_evaluation is not None and returned is not None and in_evaluation.nones != returned.nones:
+        return "it returns a tuple in one mode, and in the other something else"
     name = "the output in evaluation mode"
     return _difference({name: ours["the output"]}, {name: evaluated}, tolerance)
 
@@ -199,8 +245,35 @@ def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: _
     return ""
 
 
-def small_inputs(module: nn.Module, shapes: Mapping[str, tuple[int, int]], x: tuple[int, ...]) -> Inputs:
-    """Random weights of these shapes by projection, with biases where the module has them, and x."""
+def small_inputs(
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, int]],
+    x: tuple[int, ...],
+    large: Iterable[Mapping[str, Tensor]],
+) -> list[Inputs]:
+    """What a module is tried with: numbers as they are at the beginning of a training, and large ones.
+
+    Args:
+        module: which has biases or not.
+        shapes: of weights, by projection.
+        x: its shape.
+        large: by projection, factors of its rows, of the weight and the bias: a clamp of what it gives shows there.
+
+    Returns:
+        Random weights, biases and x; and for each of ``large`` others.
+    """
+    found = [_drawn(module, shapes, x)]
+    for by_name in large:
+        some = _drawn(module, shapes, (2, *x[1:]))  # rows of a batch that see each other show as well
+        for name, factors in by_name.items():
+            some[f"{name}.weight"] *= factors[:, None]
+            if f"{name}.bias" in some:
+                some[f"{name}.bias"] *= factors
+        found.append(some)
+    return found
+
+
+def _drawn(module: nn.Module, shapes: Mapping[str, tuple[int, int]], x: tuple[int, ...]) -> Inputs:
     with torch.random.fork_rng([]), torch.device("cpu"):
         torch.manual_seed(0)
         inputs = {"": torch.randn(x, dtype=torch.float64)}
