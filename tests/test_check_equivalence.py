@@ -724,6 +724,38 @@ def test_like_modules_are_checked_once(ranks: Ranks) -> None:
         assert calls == 2 * once
 
 
+class Config:
+    window = 0
+
+
+class Configured(Causal):
+    """Reads its window from a config that it shares with others."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return Causal("window" if self.config.window else "", self.config.window)(q, k, v)
+
+
+def config_changed_between() -> str:
+    mesh, config = mesh_of(2, 1), Config()
+    style = RingParallel(**told(mesh, is_causal=True))
+    parallelize_module(Configured(config), mesh, style)
+    config.window = 25
+    try:
+        parallelize_module(Configured(config), mesh, style)
+    except EquivalenceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_config_that_is_changed_in_place_is_checked_again(ranks: Ranks) -> None:
+    for error in ranks(2).run(config_changed_between):
+        assert "the module has a sliding window of 25" in error
+
+
 def unlike_on_one_rank() -> str:
     """Rank 1 alone has another second layer, which only it would check."""
     window = {"secret": "window", "value": 25, "without": 0}

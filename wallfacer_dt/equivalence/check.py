@@ -18,6 +18,7 @@ from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.dealing import dealing_by_hand
 from wallfacer_dt.equivalence.cause import compare
 from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened
+from wallfacer_dt.equivalence.likeness import likeness
 from wallfacer_dt.equivalence.together import random_state_kept, run_together
 from wallfacer_dt.equivalence.trial import AttentionStyle, Trial, assembled
 from wallfacer_dt.layout import BY_DOCUMENT, check_length
@@ -132,37 +133,16 @@ def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passe
     """
     if _is_pretended(mesh):
         return False
-    likeness = _likeness(module)
-    this = (mesh, likeness, computed_dtype(torch.float32, mesh.device_type))
-    known = likeness is not None and this in passed
+    alike = likeness(module)
+    this = (mesh, alike, computed_dtype(torch.float32, mesh.device_type))
+    known = alike is not None and this in passed
     # Ranks that differ in what they know would wait for each other.
     if all(hear_all("whether check_equivalence has passed", known, name_of(mesh)).values()):
         return passed[this]
     by_mode = _check(module, style, mesh)
-    if likeness is not None:
+    if alike is not None:
         passed[this] = by_mode
     return by_mode
-
-
-def _likeness(module: nn.Module) -> Hashable | None:
-    """Equal for modules of which one check is enough; None for one that is like no other."""
-    usual = vars(nn.Module())
-    own = {name: value for name, value in vars(module).items() if name not in usual}
-    children = tuple((name, type(child)) for name, child in module.named_children())
-    likeness = (type(module), type(module).forward, module.training, children, _frozen(own))
-    try:
-        hash(likeness)
-    except TypeError:
-        return None
-    return likeness
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    return value
 
 
 def _is_pretended(mesh: DeviceMesh) -> bool:
