@@ -341,6 +341,42 @@ class Gated(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Counted(FeedForward):
+    calls = 0
+
+    def __init__(self, factor: float = 1.0, hidden: int = 8) -> None:
+        super().__init__(hidden=hidden)
+        self.config = {"factor": factor}
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.calls += 1
+        return super().forward(x) * self.config["factor"]
+
+
+def test_a_module_is_tried_once_for_all_that_are_like_it() -> None:
+    style = metp()
+    with fake_world(1, 0):
+        applied(Counted(), style)
+        tried, calls = Counted(), Counted.calls
+        applied(tried, style)
+        assert Counted.calls == calls
+        applied(Counted(hidden=9), style)
+        applied(Counted(), metp())
+        with torch.autocast("cpu", torch.bfloat16):
+            applied(Counted(), style)
+        assert Counted.calls > 3 * calls
+        with pytest.raises(EquivalenceError, match="Counted is not what METPParallel computes: the output differs"):
+            applied(Counted(2.0), style)
+        style = attention()
+        x, bare = torch.randn(1, 3, 6), [applied(Nones(), style) for _ in range(2)]
+        assert [type(module(x)) for module in bare] == [tuple, tuple]
+
+
+class Nones(Attention):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
 def test_limits_and_other_tokens_of_a_feed_forward_are_seen() -> None:
     style = metp(gate="gate", activation="silu")
     with fake_world(1, 0):

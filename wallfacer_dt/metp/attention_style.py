@@ -30,7 +30,17 @@ from wallfacer_dt.metp.modules import (
     needing_gradients,
     parts_of,
 )
-from wallfacer_dt.metp.proof import LARGE, LARGEST, SMALL, Inputs, Returned, compare, first_that_agrees, small_inputs
+from wallfacer_dt.metp.proof import (
+    LARGE,
+    LARGEST,
+    SMALL,
+    Inputs,
+    Returned,
+    compare,
+    first_that_agrees,
+    once,
+    small_inputs,
+)
 from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
 from wallfacer_dt.unmatched import name_in_plan
@@ -262,7 +272,9 @@ class METPAttentionParallel(AttentionStyle):
         tried = [trial((2 * heads // kv_heads, 2), SMALL), trial((heads, kv_heads), SMALL)]
         if dim <= LARGEST:
             tried.append(trial((heads, kv_heads), dim))
-        agreed = first_that_agrees(tried)
+        agreed, returned.nones = once(
+            self, module, (heads, kv_heads), device_type, lambda: (first_that_agrees(tried), returned.nones)
+        )
         return rotary.as_in(module, calls[agreed])
 
     def _compared(

@@ -29,7 +29,7 @@ from wallfacer_dt.metp.modules import (
     needing_gradients,
     parts_of,
 )
-from wallfacer_dt.metp.proof import LARGE, LARGEST, SMALL, Inputs, compare, first_that_agrees, small_inputs
+from wallfacer_dt.metp.proof import LARGE, LARGEST, SMALL, Inputs, compare, first_that_agrees, once, small_inputs
 from wallfacer_dt.options import AttentionOptions
 from wallfacer_dt.unmatched import name_in_plan
 
@@ -120,7 +120,7 @@ class METPParallel(ParallelStyle):
             names = ", ".join([*self._inward, self.down])
             raise ValueError(f"{who}: {names} must have as many hidden units, got {units}")
         if self.check:
-            self._check_module(module, who, device_type, units[0])
+            once(self, module, units[0], device_type, lambda: self._check_module(module, who, device_type, units[0]))
         return units[0]
 
     def _forward(

@@ -5,18 +5,22 @@ METP takes a module's forward away, so what that does is tried first: with small
 one does is not the module's affair, and is what the package's tests are about.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from wallfacer_dt.autocast import is_autocast_on
+from wallfacer_dt.autocast import computed_dtype, is_autocast_on
 from wallfacer_dt.comparison import IncomparableError, comparable, worst_error
+from wallfacer_dt.equivalence.likeness import likeness
 from wallfacer_dt.equivalence.trial import EquivalenceError, in_mode
 
+Found = TypeVar("Found")
 Inputs = dict[str, Tensor]
 """Parameters by their names in the module, and x by the name ``""``."""
 
@@ -63,6 +67,31 @@ class _Tolerance(NamedTuple):
 
 _TOLERANCES = {torch.float64: _Tolerance(1e-4, 1e-6), torch.float32: _Tolerance(8e-2, 1e-2)}
 _NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+_passed: WeakKeyDictionary[ParallelStyle, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def once(
+    style: ParallelStyle, module: nn.Module, told: Hashable, device_type: str, trial: Callable[[], Found]
+) -> Found:
+    """What a trial finds of a module, or has found under this style, and this autocast, of one that is like it.
+
+    Args:
+        style: that the module is tried for.
+        module: of which weights are not looked at, but for their shapes.
+        told: what else the trial depends on.
+        device_type: whose autocast counts.
+        trial: raises what refuses the module.
+
+    Returns:
+        What it gives.
+    """
+    like = likeness(module, without_parameters=True)
+    passed, this = _passed.setdefault(style, {}), (like, told, computed_dtype(torch.float32, device_type))
+    if like is None or this not in passed:
+        passed[this] = trial()
+    return passed[this]
 
 
 def first_that_agrees(trials: Iterable[Callable[[], int]]) -> int:
