@@ -77,5 +77,5 @@ def _digest_of(x: Tensor) -> str:
     # Another kind of tensor may hold other tensors, or a part of one, or nothing.
     if type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.numel() > _LARGEST:
         raise pickle.PicklingError(type(x).__name__)
-    content = hashlib.blake2b(bytes_of(x).cpu().numpy()).hexdigest()
+    content = hashlib.blake2b(bytes_of(x).cpu().numpy().tobytes()).hexdigest()
     return f"{type(x).__name__} {tuple(x.shape)} {x.dtype} {content}"
