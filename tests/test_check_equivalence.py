@@ -105,6 +105,42 @@ class Causal(nn.Module):
         return (out.transpose(1, 2), None) if self.secret == "tuple" else out.transpose(1, 2)
 
 
+class AcrossRows(nn.Module):
+    """Causal attention in (B, L, N, H) of rows that see each other, or of one length, which has a mask that large."""
+
+    def __init__(self, way: str, length: int | None = None) -> None:
+        super().__init__()
+        self.way, self.length = way, length
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, length = q.shape[:2]
+        if self.way == "one row" and batch > 1:
+            raise ValueError("one row")
+        if self.way == "first row":
+            k, v = (x[:1].expand_as(x) for x in (k, v))
+        elif self.way == "last row, detached":
+            v = v + (v[-1:] - v).detach()
+        mask = causal(self.length or length)
+        if self.way == "one sequence":
+            q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+            mask = causal(batch * length)
+        out = written_out(*(x.transpose(1, 2) for x in (q, k, v)), mask).transpose(1, 2)
+        return out.reshape(batch, length, *out.shape[2:])
+
+
+class MaskOfRow(nn.Module):
+    """Every row is masked in its way, as the style is told, too."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, b = torch.arange(q.shape[1]), torch.arange(q.shape[0]).view(-1, 1, 1, 1)
+        mask = further_by_row(b, i, i.unsqueeze(1), i)
+        return written_out(*(x.transpose(1, 2) for x in (q, k, v)), mask).transpose(1, 2)
+
+
+def further_by_row(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k - b
+
+
 class InBNLH(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -174,6 +210,14 @@ SECRETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "raises": (
         lambda: Causal("raises"), {},
         "could not be run on q, k, v of 1152 tokens, (4, 2) or (4, 4) heads of 16, layout 'BLNH': RuntimeError: not on",
+    ),
+    "of one length": (lambda: AcrossRows("", length=60), {}, "Call check_equivalence with length=, heads=,"),
+    "rows in one sequence": (lambda: AcrossRows("one sequence"), {},
+                             "rows of the batch see each other: what comes of row 0 depends on row 1"),
+    "the first row's keys": (lambda: AcrossRows("first row"), {}, "rows of the batch see each other"),
+    "the last row's values": (lambda: AcrossRows("last row, detached"), {}, "rows of the batch see each other"),
+    "the first row's keys, of one length": (
+        lambda: AcrossRows("first row", length=1152), {}, "rows of the batch see each other",
     ),
 }  # fmt: skip
 
@@ -354,6 +398,9 @@ HONEST: dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]] = {
     ),
     "other sizes": (Causal(), {"is_causal": True}, {"heads": (6, 3), "head_dim": 8, "length": 200}),
     "without gradient": (OutputAlone(), {"is_causal": True}, {}),
+    "one row": (AcrossRows("one row"), {"is_causal": True}, {}),
+    "one length": (AcrossRows("", length=1152), {"is_causal": True}, {}),
+    "a mask for each row": (MaskOfRow(), {"mask_mod": further_by_row}, {"length": 96}),
 }  # fmt: skip
 
 

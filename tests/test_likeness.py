@@ -25,9 +25,9 @@ class Holding(nn.Module):
 
 def everything() -> Holding:
     module = Holding(
-        config=SimpleNamespace(window=8, kinds=["causal"]), one=1, array=np.ones(3), mask=torch.ones(2), dtype=torch.half,
+        config=SimpleNamespace(window=8, kinds=["causal"]), one=1, array=np.ones(3), mask=torch.ones(2),
         weight=nn.Parameter(torch.ones(2, 3)), child=nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2)),
-        function=torch.nn.functional.silu,
+        function=torch.nn.functional.silu, dtype=torch.half,
     )  # fmt: skip
     module.register_buffer("rows", torch.ones(3, dtype=torch.bfloat16))
     module.register_buffer("none", None)

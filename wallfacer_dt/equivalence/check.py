@@ -17,7 +17,7 @@ from wallfacer_dt.agreement.agree import hear_all, refusing_together
 from wallfacer_dt.autocast import computed_dtype
 from wallfacer_dt.dealing import dealing_by_hand
 from wallfacer_dt.equivalence.cause import compare
-from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, shortened
+from wallfacer_dt.equivalence.inputs import Sizes, heads_to_try, mask_shape, shortened
 from wallfacer_dt.equivalence.likeness import likeness
 from wallfacer_dt.equivalence.together import random_state_kept, run_together
 from wallfacer_dt.equivalence.trial import AttentionStyle, Trial, assembled
@@ -42,7 +42,8 @@ def check_equivalence(
     Every rank runs the module on a whole random sequence and the style on its shard; all ranks of the mesh call it
     together, before the style is applied. Both are called with ``kwargs`` and with what the module's signature names
     of the style's options (``is_causal``, ``scale``, ``window_size``, ``sliding_window``, ``softcap``, ``enable_gqa``,
-    masks), under autocast where the caller is under it. The module and the random state are left as they are. Nothing
+    masks), under autocast where the caller is under it. Whether rows of a batch see each other is tried with two rows
+    of a few tokens, if the module takes them. The module and the random state are left as they are. Nothing
     is compared under fake tensors and on fake process groups. A module whose output needs no gradient is compared in
     its output alone.
 
@@ -102,7 +103,8 @@ def _check(
     dtype = dtype or (torch.float32 if mesh.device_type == "cpu" or cast_to != torch.float32 else torch.bfloat16)
     computed = computed_dtype(dtype, mesh.device_type)
     heads_tried = heads_to_try(heads, options, attention.place.ulysses)
-    sizes = [Sizes(*lengths, *some, head_dim, dtype, computed) for some in heads_tried]
+    batch, _ = mask_shape(options.mask_mod)
+    sizes = [Sizes(*lengths, *some, head_dim, dtype, computed, batch) for some in heads_tried]
     trial = Trial(module, style, mesh, attention, sizes, dict(kwargs or {}))
     # Gradients on, which they are without inference mode under no_grad, too; and tensors on the mesh's device.
     with (

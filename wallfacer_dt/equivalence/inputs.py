@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
     head_dim: int
     dtype: torch.dtype  # in which they are given
     computed: torch.dtype  # in which, under the caller's autocast, they are computed
+    batch: int = 1
 
 
 class Inputs(NamedTuple):
@@ -108,11 +109,10 @@ def draw(told: AttentionOptions, sizes: Sizes, device_type: str, shared: Tensor 
     generator = torch.Generator().manual_seed(_SEED)
     key_dim = sizes.head_dim + (0 if shared is None else shared.shape[-1])
     length, kv_length = sizes.length + told.replicated, sizes.kv_length + told.replicated
-    batch, _ = mask_shape(told.mask_mod)
 
     def normal(heads: int, length: int, dim: int) -> Tensor:
         # Where the generator is, whatever the default device.
-        return torch.randn(batch, heads, length, dim, generator=generator, dtype=torch.float32, device="cpu")
+        return torch.randn(sizes.batch, heads, length, dim, generator=generator, dtype=torch.float32, device="cpu")
 
     q, k = normal(sizes.heads, length, key_dim), normal(sizes.kv_heads, kv_length, sizes.head_dim)
     v, grad_out = normal(sizes.kv_heads, kv_length, sizes.head_dim), normal(sizes.heads, length, sizes.head_dim)

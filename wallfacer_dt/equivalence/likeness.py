@@ -59,7 +59,7 @@ class _Digest:
         size = memoryview(data).nbytes
         self.left -= size
         if self.left < 0:
-            raise pickle.PicklingError("too large")
+            raise pickle.PicklingError
         self.hash.update(data)
         return size
 

@@ -23,6 +23,9 @@ from wallfacer_dt.options import AttentionOptions
 CAUSAL_NAMES = ("is_causal", "causal")
 SCALE_NAMES = ("scale", "softmax_scale")
 SOFTCAP_NAMES = ("softcap", "soft_cap")
+# Tokens of two rows: few, or as many as of one, for a module of one length, but not too many, and without gradients,
+# so that the check does not take much longer.
+_LENGTHS_OF_ROWS = {16: True, 1152: False}
 
 
 class EquivalenceError(AssertionError):
@@ -83,16 +86,19 @@ class Trial:
         errors: list[Exception] = []
         for sizes in self.sizes:
             try:
-                return self._run_module(module, sizes)
+                reference = self._run_module(module, sizes)
             except EquivalenceError:
                 raise
             except Exception as error:  # whatever a module may raise
                 errors.append(error)
+            else:
+                self._check_rows(module, sizes)
+                return reference
         what = " or ".join(str((sizes.heads, sizes.kv_heads)) for sizes in self.sizes)
         raise EquivalenceError(
             f"{type(self.module).__name__} could not be run on q, k, v of {self.sizes[0].length} tokens, {what} heads "
             f"of {self.sizes[0].head_dim}, layout {self.style.layout!r}: {type(errors[0]).__name__}: {errors[0]}. "
-            "Call check_equivalence with heads=, head_dim= or kwargs= that fit, or give the style check=False"
+            "Call check_equivalence with length=, heads=, head_dim= or kwargs= that fit, or give the style check=False"
         ) from errors[0]
 
     def run_style(self, reference: Reference) -> Shard:
@@ -132,6 +138,41 @@ class Trial:
         except Exception:  # whatever a module may raise in a mode that it is not in
             by_mode = True
         return Reference(sizes, inputs, kwargs, results, by_mode)
+
+    def _check_rows(self, module: nn.Module, sizes: Sizes) -> None:
+        """Refuse (EquivalenceError) a module in which rows of a batch see each other, where it takes two rows."""
+        if sizes.batch > 1:  # in the comparison with the style they show
+            return
+        for most, backward in _LENGTHS_OF_ROWS.items():
+            tried = sizes._replace(length=min(most, sizes.length), kv_length=min(most, sizes.kv_length), batch=2)
+            try:
+                seeing = self._seeing_row(module, tried, backward=backward)
+            except Exception:  # a module of one length, or of one row, will raise by itself
+                continue
+            if seeing is not None:
+                raise EquivalenceError(
+                    f"{self.names}: rows of the batch see each other: what comes of row {seeing} depends on row "
+                    f"{1 - seeing}. The style attends within each row: make one sequence of them before the module"
+                )
+            return
+
+    def _seeing_row(self, module: nn.Module, sizes: Sizes, *, backward: bool) -> int | None:
+        """The row of two whose output or gradients are others beside another row.
+
+        The module is compared with itself, as a mask may be another for each row.
+        """
+        kwargs, layout = self._kwargs(module.forward, sizes), self.style.layout
+        inputs = draw(self.attention.options, sizes, self.mesh.device_type, kwargs.get("k_shared"))
+        rtol = tolerance(sizes.computed, self.mesh.device_type)
+        first = run(module.forward, inputs, layout, kwargs, backward=backward)
+        for row in (0, 1):
+            factor = torch.ones(2, 1, 1, 1, dtype=sizes.dtype).index_fill(0, torch.tensor(1 - row), 2)
+            q, k, v = (x * factor for x in inputs[:3])
+            beside = run(module.forward, inputs._replace(q=q, k=k, v=v), layout, kwargs, backward=backward)
+            pairs = [(x, y) for x, y in zip(first, beside, strict=True) if x is not None and y is not None]
+            if any(difference("a row", x[row : row + 1], y[row : row + 1], rtol) for x, y in pairs):
+                return row
+        return None
 
     def _rows(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """Rows of the queries and of the keys that this rank holds."""
