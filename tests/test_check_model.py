@@ -22,6 +22,7 @@ from wallfacer_dt.testing import RankPool
 
 Ranks = Callable[[int], RankPool]
 N, V, D, HEADS = 32, 11, 16, 2
+FACTORS = {"nan whole": float("nan"), "nothing": 0.0}  # of the loss
 
 
 class Attention(nn.Module):
@@ -61,6 +62,8 @@ def check(mistake: str, size: int) -> str:
     rank = torch.distributed.get_rank()
     if mistake == "parameters" and rank == 1:
         model.head.weight.data *= 1.5
+    if mistake == "shape" and rank == 1:
+        model.layers[1].out = nn.Linear(D, D + 1).double()
     if mistake == "dropout":
         model.dropout.p = 0.5
     window = (5, 0) if mistake == "window" else None
@@ -79,7 +82,7 @@ def check(mistake: str, size: int) -> str:
 
     def whole(model: nn.Module) -> Tensor:
         logits = model(tokens, torch.arange(N)[None], whole_attention)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * FACTORS.get(mistake, 1)
 
     def sharded(model: nn.Module) -> Tensor:
         deal = local_shard if mistake == "none, dealt by hand" else shard_sequence
@@ -94,6 +97,7 @@ def check(mistake: str, size: int) -> str:
             loss = loss * float("nan")
         if mistake == "no loss":
             return loss.expand(2)
+        loss = loss * FACTORS.get(mistake, 1)
         return loss / (wanted.numel() if mistake == "mean" else labels.numel())
 
     model.head.bias.grad = torch.ones(V).double()
@@ -127,6 +131,12 @@ def check(mistake: str, size: int) -> str:
         ("parameters", ["EquivalenceError", "other parameters", "rank 1"]),
         ("dropout", ["EquivalenceError", "dropout"]),
         ("nan", ["EquivalenceError", "not finite"]),
+        ("nan whole", ["EquivalenceError", "run whole the model has the loss nan, which is not finite"]),
+        ("nothing", ["EquivalenceError", "gradients that are all 0"]),
+        (
+            "shape",
+            ["ValueError", "the parameter layers.1.out.weight must be the same", "rank 1: (17, 16) torch.float64"],
+        ),
         ("no loss", ["TypeError", "a tensor of one number"]),
     ],
 )
@@ -141,3 +151,30 @@ def test_one_rank_that_fails_is_heard_of(ranks: Ranks) -> None:
     assert all(one != "equal" for one in told), told
     assert all("by chance" in one or "call" in one for one in told), told
     assert ranks(4).run(check, "", 4) == ["equal"] * 4  # nobody was left behind
+
+
+class WithStatistics(nn.Module):
+    """Buffers that a forward changes in place, and one that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.table = nn.BatchNorm1d(D), nn.Buffer(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = 2 * self.table
+        return self.norm(x).square().sum() + self.norm.weight.sum()
+
+
+def buffers_after() -> dict[str, bool]:
+    model = WithStatistics()
+    before = {name: (x, x.clone()) for name, x in model.named_buffers()}
+    x = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
+    mesh = context_mesh("cpu", ring=2)
+    check_model(model, mesh, whole=lambda m: m(x), sharded=lambda m: m(x) / 2)
+    return {name: x is before[name][0] and torch.equal(x, before[name][1]) for name, x in model.named_buffers()}
+
+
+def test_buffers_are_left_as_they_were(ranks: Ranks) -> None:
+    for found in ranks(2).run(buffers_after):
+        assert len(found) == 4
+        assert all(found.values()), found

@@ -4,10 +4,9 @@ Where a style is compared with the module that it replaces, this compares what a
 model parallel: also what no style sees, as positions, labels, and keywords that somebody swallowed.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,8 +47,8 @@ def check_model(
 
     Every rank runs both, forward and backward, on the same short batch; all ranks of the mesh call it together. Losses
     and gradients of the sharded run are summed over the mesh, as in training (docs/composition.md), and must be those
-    of the whole run. The model's gradients and the random state are left as they are; parameters are whole tensors, so
-    it is called before ``fully_shard``, and makes memory for two more sets of gradients.
+    of the whole run. The model's gradients and buffers and the random state are left as they are; parameters are whole
+    tensors, so it is called before ``fully_shard``, and makes memory for two more sets of gradients.
 
     Args:
         model: any module, in the mode it is trained in, without dropout.
@@ -80,11 +79,12 @@ def check_model(
             raise TypeError("the model's parameters are DTensors: check it before fully_shard and tensor parallelism")
         dtypes = {p.dtype for p in parameters.values()}
         most = max(_TOLERANCE.get(dtype, 8e-2) for dtype in dtypes) if tolerance is None else tolerance
-        told = {path: (tuple(p.shape), p.dtype) for path, p in parameters.items()}
-        agree(_CHECK, [("the parameters", _short(told)), ("order", order), ("tolerance", most)], name)
+        told = [(f"the parameter {path}", f"{tuple(p.shape)} {p.dtype}") for path, p in parameters.items()]
+        agree(_CHECK, [*told, ("order", order), ("tolerance", most)], name)
     trial = _Trial(model, mesh, parameters, order, document_ids, most)
-    with _grads_as_before(parameters), random_state_kept(mesh), torch.enable_grad():
+    with _left_as_it_is(model, parameters), random_state_kept(mesh), torch.enable_grad():
         expected = run_together(_CHECK, name, trial.run, whole)
+        run_together(_CHECK, name, _check_comparable, expected)
         run_together(_CHECK, name, trial.check_again, whole, expected)
         trial.check_alike(expected)
         found = run_together(_CHECK, name, trial.run, sharded)
@@ -267,13 +267,27 @@ class _Counts(TorchDispatchMode):
 
 
 @contextmanager
-def _grads_as_before(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    before = {path: p.grad for path, p in parameters.items()}
+def _left_as_it_is(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Afterwards gradients and buffers, as running statistics, are as before."""
+    grads = {path: p.grad for path, p in parameters.items()}
+    buffers = [(m, name, x, x.clone()) for m in model.modules() for name, x in m.named_buffers(recurse=False)]
     try:
         yield
     finally:
         for path, p in parameters.items():
-            p.grad = before[path]
+            p.grad = grads[path]
+        for module, name, buffer, before in buffers:
+            module._buffers[name] = buffer
+            with torch.no_grad(), suppress(RuntimeError):  # what is expanded nobody can have written into
+                buffer.copy_(before)
+
+
+def _check_comparable(expected: _Run) -> None:
+    """Refuse (EquivalenceError) a whole run of which nothing can be compared."""
+    if not expected.loss.isfinite():
+        raise EquivalenceError(f"run whole the model has the loss {expected.loss.item()}, which is not finite")
+    if not any(gradient.any() for gradient in expected.gradients.values()):
+        raise EquivalenceError("run whole the model has gradients that are all 0, so that nothing could be compared")
 
 
 def _keeping(outputs: dict[str, Tensor], path: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -294,8 +308,3 @@ def _loss(loss: Any) -> Tensor:
         what = f"shape {tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"whole and sharded must return a loss, a tensor of one number, got {what}")
     return loss.reshape(())
-
-
-def _short(told: Mapping[str, Any]) -> str:
-    """What ranks compare."""
-    return hashlib.blake2b(repr(sorted(told.items())).encode(), digest_size=8).hexdigest()
