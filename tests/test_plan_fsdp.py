@@ -147,6 +147,12 @@ def test_what_is_beside_a_layer_is_of_the_group_before_it_or_after_it() -> None:
     assert sent_beside(3, 10, 0) == (Counter({Sent(10): 3}), Counter({Sent(10, 10, 10): 3}))
     alone = sent_beside(3, 10, 7, has_replicas=False)[1]
     assert alone == Counter([Sent(10, 7), Sent(10, 10), Sent(7, 10)])
+    # Of many those between are alike, and not written out.
+    many = 10**15
+    forward, backward = sent_beside(many, 10, 7)
+    assert forward == {Sent(10): many - 1, Sent(7): 1}
+    assert backward == {Sent(10, 7, 0): 1, Sent(10, 10, 7): 1, Sent(10, 10, 10): many - 3, Sent(7, 10, 10): 1}
+    assert sent_beside(4, 10, 7, has_replicas=False)[1] == {Sent(10, 7): 1, Sent(10, 10): 2, Sent(7, 10): 1}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -55,11 +55,15 @@ def sent_beside(
     Returns:
         Not to be changed.
     """
-    # In the order in which they compute.
-    gathered = [layer] * (layers - 1) + [vocabulary or layer]
-    reduced = [vocabulary or layer] + [layer] * (layers - 1)
-    replicated = [0 if vocabulary else layer, *reduced][:layers] if has_replicas else [0] * layers
-    return Counter(map(Sent, gathered)), Counter(map(Sent, gathered, reduced, replicated))
+    few = min(layers, 3)  # the first two and the last, in the order in which they compute; those between are alike
+    gathered = [layer] * (few - 1) + [vocabulary or layer]
+    reduced = [vocabulary or layer] + [layer] * (few - 1)
+    replicated = [0 if vocabulary else layer, *reduced][:few] if has_replicas else [0] * few
+    forward, backward = Counter(map(Sent, gathered)), Counter(map(Sent, gathered, reduced, replicated))
+    if layers > few:
+        forward[Sent(layer)] += layers - few
+        backward[Sent(layer, layer, layer * has_replicas)] += layers - few
+    return forward, backward
 
 
 def sent_around(layers: int, layer: int, vocabulary: int) -> tuple[Sequence[Sent], Sequence[Sent]]:

@@ -289,8 +289,10 @@ def _ends(layer: Layer) -> _Ends:
     before, after = sent_around(layers, own, vocabulary)
     if layer.division.pipeline > 1:
         # Gradients of every group of weights, one after the other.
-        after = [Sent(0, own), Sent(0, 0, own)] * layers + [Sent(0, vocabulary), Sent(0, 0, vocabulary)]
+        after = Sent(0, vocabulary), Sent(0, 0, vocabulary)
     weights, gradients = (sum((_transfers(layer, one) for one in some), Spent()) for some in (before, after))
+    if layer.division.pipeline > 1:
+        gradients += layers * (_transfers(layer, Sent(0, own)) + _transfers(layer, Sent(0, 0, own)))
     activations = alone([("activations", layer.activations)])
     again = _transfers(layer, Sent(own)).seconds if vocabulary else 0.0
     return _Ends(weights, gradients, Spent.of(run(activations, layer.cluster)), again)
