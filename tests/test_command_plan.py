@@ -185,7 +185,7 @@ tokens = shard_sequence(tokens, order, dim=1)
 
 
 def test_golden_text_of_a_profile() -> None:
-    runs = tuple(Measured(SMALL.model, SMALL.sequence, one.candidate, 0.0) for one in SMALL.ranked[1::-1])
+    runs = tuple(Measured(SMALL.model, SMALL.sequence, one.candidate, 1.0) for one in SMALL.ranked[1::-1])
     kernels = Kernels(1e12, 5e11, 2e12, 1e-5, 1e9, copy=1e-9, half_rows=40, launch=0.0)
     assert_expected_inline(
         printed(replace(SMALL, cluster=replace(CLUSTER, kernels=kernels)), Profile(CLUSTER, runs)),
@@ -401,7 +401,7 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
         (f"{SHAPE} {WHERE} --hidden 255", "--heads must divide --hidden unless --head-dim is given, got 4 and 255"),
         (f"{SHAPE} {WHERE} --seq 0", "--seq must be a number of tokens like 131072, 128k or 1M (k = 1024, M = 1"),
         (f"{SHAPE} {WHERE} --seq 128KB", "--seq must be a number of tokens"),
-        (f"{SHAPE} {WHERE} --seq 4097M", "--seq must be a number of tokens"),
+        (f"{SHAPE} {WHERE} --seq 2049M", "--seq must be a number of tokens"),
         (f"{SHAPE} {WHERE} --seq 4G", "--seq must be a number of tokens"),
         (f"{SHAPE} {WHERE} --seq nan", "--seq must be a number of tokens"),
         (f"{SHAPE} {WHERE} --seq longest", "--seq longest: the memory of a rank is not known; give --memory"),

@@ -30,9 +30,12 @@ from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.algorithms.steps import SIDES, Attend
+from wallfacer_dt.algorithms.tiles import Tile
+from wallfacer_dt.kernels.block import CAUSAL, FULL, Band
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.attention import attention_events, head_patterns, programs_of
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
+from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.predict import attention_cost, least_attention, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
@@ -40,7 +43,7 @@ from wallfacer_dt.planning.search import _because, _order, _Search
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle, last_of, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
-from wallfacer_dt.planning.units import format_size
+from wallfacer_dt.planning.units import MOST_TOKENS, format_size
 from wallfacer_dt.testing.fake import fake_world
 
 FAST = Link(1e40)
@@ -353,6 +356,7 @@ def test_what_a_timeline_moves_is_what_is_received(drawn) -> None:
 
 @given(st.integers(1, 200), st.booleans(), st.one_of(st.none(), st.tuples(st.integers(-1, 40), st.integers(-1, 40))))
 def test_pairs_that_are_seen(length: int, is_causal: bool, window: tuple[int, int] | None) -> None:
+    window = window and (window[0], min(window[1], 0)) if is_causal else window
     left, right = (None if n == -1 else n for n in window or (-1, -1))
     seen = sum(
         (left is None or j >= i - left) and (is_causal or right is None or j <= i + right) and not (is_causal and j > i)
@@ -631,6 +635,11 @@ def test_only_what_the_package_has_and_the_cluster_can_take() -> None:
         plan(MODEL, SEQUENCE, cluster(), only=[Candidate(4)])
     with pytest.raises(ValueError, match="got none"):
         plan(MODEL, SEQUENCE, cluster(), only=[])
+    with pytest.raises(ValueError, match="Ulysses takes at most as many ranks as heads, 8, got ulysses 16"):
+        plan(ModelShape(1024, 8), SEQUENCE, cluster(), only=[Candidate(16), Candidate(1, 1, 16)])
+    for layers in ({"feed_forward": "metp"}, {"projections": "metp"}, {"checkpoint": "full"}):
+        with pytest.raises(ValueError, match=r"only takes attentions, .* got ring 16, .*(METP|checkpoint full)"):
+            plan(MODEL, SEQUENCE, cluster(), only=[Candidate(16, **layers)])
     with pytest.raises(ValueError, match="keep must be at least 1"):
         plan(MODEL, SEQUENCE, cluster(), keep=0)
     with pytest.raises(ValueError, match="the profile is of 16 ranks, 4 a node, the cluster has 16, 8 a node"):
@@ -726,6 +735,7 @@ def test_the_same_sizes_are_equal_however_they_are_said() -> None:
     assert SequenceShape(8, window_size=(None, -1)) == SequenceShape(8)
     assert SequenceShape(8, is_causal=True, window_size=(-1, 0)) == SequenceShape(8, is_causal=True)
     assert SequenceShape(8, is_causal=True, window_size=(3, 0)).window_size == (3, 0)
+    assert SequenceShape(8, window_size=[3, 0]) == SequenceShape(8, window_size=(3, 0))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 0}', '{"version": 1, "cluster": {"ranks": 4}}'])
@@ -824,11 +834,49 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
         (lambda: ModelShape(hidden=64, heads=8, ffn=-1), "ffn must be at least 0, got -1"),
         (lambda: SequenceShape(0), "length must be at least 1, got 0"),
         (lambda: SequenceShape(8, batch=0), "batch must be at least 1, got 0"),
-        (lambda: Link(0.0), "a link has a bandwidth above 0"),
+        (lambda: Link(0.0), "a link's bandwidth must be above 0 and finite, got 0"),
         (lambda: Cluster(6, 4, FAST, FAST), "ranks_per_node must divide ranks, got 4 and 6"),
         (lambda: Cluster(4, 4, FAST, FAST, nics=0), "nics must be at least 1, got 0"),
+        (lambda: SequenceShape(MOST_TOKENS + 1), r"length must be at most 2\^31, got 2147483649"),
+        (lambda: SequenceShape(8, window_size=(-5, 0)), "window_size must be at least 0, or -1 for no bound"),
+        (lambda: SequenceShape(8, is_causal=True, window_size=(5, 5)), "is_causal=True sees no later keys"),
+        *(
+            (lambda make=make, bad=bad: make(bad), f"{what} must be an int, got {bad}")
+            for bad in (math.nan, 4.0, True)
+            for what, make in {
+                "ffn": lambda n: ModelShape(64, 4, ffn=n),
+                "kv_heads": lambda n: ModelShape(64, 4, n),
+                "batch": lambda n: SequenceShape(8, n),
+                "ranks_per_node": lambda n: Cluster(4, n, FAST, FAST),
+                "team": lambda n: Candidate(4, n),
+                "shards": lambda n: Division(Candidate(4), shards=n),
+                "keep": lambda n: plan(MODEL, SEQUENCE, ONE, keep=n),
+            }.items()
+        ),
+        *(
+            (lambda make=make: make(math.nan), f"{what} must be .* and finite, got nan")
+            for what, make in {
+                "a link's bandwidth": Link,
+                "memory": lambda n: Cluster(4, 4, FAST, FAST, memory=n),
+                "seconds": lambda n: Measured(MODEL, SEQUENCE, Candidate(4), n),
+            }.items()
+        ),
+        (lambda: Link(True), "a link's bandwidth must be a number, got True"),
     ],
 )
 def test_sizes_that_are_none_are_refused(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_memory_is_bytes_however_it_is_said(tmp_path) -> None:
+    """So that a file of it can be read again."""
+    profile = Profile(replace(ONE, memory=80e9))
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+def test_pairs_of_the_longest_sequence_are_counted(band: Band) -> None:
+    rows, sequence = (0, MOST_TOKENS), SequenceShape(MOST_TOKENS, is_causal=band == CAUSAL)
+    assert Tile(rows, rows, band).area == sequence.pairs()

@@ -99,7 +99,7 @@ def test_where_all_share_a_sequence_it_is_the_plan_there_was(layer: Layer, round
     memory = stack_memory(division.context, layer.model, layer.sequence)
     assert division_memory(division, layer.model, layer.sequence) == memory
     if rounds == 1 and division.context.checkpoint == "none":
-        made = plan(layer.model, layer.sequence, where, only=[replace(division.context, feed_forward="plain")])
+        made = plan(layer.model, layer.sequence, where, only=[replace(division.context, **Candidate(1).layers)])
         it = next(one for one in made.ranked if one.candidate.axes == division.context.axes)
         divided = replace(division, context=it.candidate)
         cost = cost_of(replace(layer, division=divided, cluster=where))

@@ -417,16 +417,16 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         make_model("/tmp")
 
 
-@given(st.integers(1, 2**32))
+@given(st.integers(1, 2**31))
 def test_tokens(tokens: int) -> None:
     assert parse_tokens(str(tokens)) == tokens
     for unit, size in (("k", 1024), ("K", 1024), ("M", 1024**2)):
-        if tokens * size <= 2**32:
+        if tokens * size <= 2**31:
             assert parse_tokens(f"{tokens}{unit}") == tokens * size
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "k", "0", "-1", "1e6", "0.3k", "1kB", "1Ki", "1m", "nan", "inf", "1_000", "٣", "4097M"]
+    "bad", ["", "k", "0", "-1", "1e6", "0.3k", "1kB", "1Ki", "1m", "nan", "inf", "1_000", "٣", "2049M"]
 )
 def test_what_is_no_number_of_tokens(bad: str) -> None:
     with pytest.raises(ValueError, match="must be a number of tokens like 131072, 128k or 1M"):

@@ -220,13 +220,17 @@ def test_a_record_that_is_cut_short_is_not_a_shorter_record(tmp_path: Path) -> N
         (("cluster", "ranks"), 4.0, r"cluster.ranks must be a whole number, got 4\.0"),
         (("cluster", "ranks"), True, "cluster.ranks must be a whole number, got True"),
         (("cluster", "nics"), 2**63, "cluster.nics must be a number of 64 bits"),
-        (("cluster", "memory"), -5, "cluster: memory must be at least 1, got -5"),
+        (("cluster", "memory"), -5, "cluster: memory must be above 0 and finite, got -5"),
         (("cluster", "striped_gathers"), 1, "cluster.striped_gathers must be true or false, got 1"),
         (("cluster", "intra", "bandwidth"), "1", "cluster.intra.bandwidth must be a number, got '1'"),
         (("cluster", "intra", "bandwidth"), 1e-31, "cluster.intra.bandwidth must be 0, or from 1e-30 to 1e.30 in size"),
-        (("cluster", "intra", "latency"), -1.0, "cluster.intra: a link has a bandwidth above 0 and a finite latency"),
+        (
+            ("cluster", "intra", "latency"),
+            -1.0,
+            "cluster.intra: a link's latency must be at least 0 and finite, got -1",
+        ),
         (("cluster", "intra", "colour"), 1, "cluster.intra.colour is not known"),
-        (("measured", 0, "seconds"), 0, r"measured\[0\]\.seconds must be above 0, got 0"),
+        (("measured", 0, "seconds"), 0, r"measured\[0\]: seconds must be above 0 and finite, got 0"),
         (("measured", 1, "candidate", "ring"), 4, r"measured\[1\]\.candidate has 8 ranks, the cluster 4"),
         (
             ("measured", 1, "candidate", "placement"),
@@ -258,7 +262,7 @@ def test_a_profile_does_not_outgrow_what_is_read(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("latency", [float("nan"), float("inf"), -1.0])
 def test_a_link_has_a_latency(latency: float) -> None:
-    with pytest.raises(ValueError, match="a finite latency of at least 0"):
+    with pytest.raises(ValueError, match="latency must be at least 0 and finite"):
         Link(1e9, latency)
 
 

@@ -110,7 +110,7 @@ class AttentionOptions:
         check_scale(self.scale)
         if not isinstance(self.is_causal, bool):
             raise TypeError(f"is_causal must be a bool, got {self.is_causal!r}")
-        _check_window(self.window_size, self.is_causal)
+        check_window(self.window_size, self.is_causal)
         for name in ("prefix_length", "replicated"):
             check_length(getattr(self, name), name, least=0)
         for name in ("length", "kv_length"):
@@ -327,7 +327,8 @@ def check_scale(scale: float | None, name: str = "scale") -> None:
         raise ValueError(f"{name} must be finite and above 0, got {float(scale)}")
 
 
-def _check_window(window: Any, is_causal: bool) -> None:
+def check_window(window: Any, is_causal: bool) -> None:
+    """Refuse (TypeError, ValueError) what is no window, or does not go with a causal mask."""
     if window is None:
         return
     if not isinstance(window, tuple | list) or len(window) != 2:

@@ -9,6 +9,7 @@ import numpy as np
 
 from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.volume import check_rotate
+from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import PLACEMENTS, Coordinate, Placement, placed_ranks
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -50,7 +51,7 @@ class Candidate:
     checkpoint: str = "none"
 
     def __post_init__(self) -> None:
-        """Refuse (ValueError) what the package does not have."""
+        """Refuse (TypeError, ValueError) what the package does not have."""
         known = {
             "placement": PLACEMENTS, "rotate": ("kv", "q"), "rotate_forward": ("kv", "q"),
             "order": ("contiguous", "head_tail"), "feed_forward": FEED_FORWARDS,
@@ -60,8 +61,7 @@ class Candidate:
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
         for name in ("ring", "team", "ulysses"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_length(getattr(self, name), name)
         if self.projections == "metp" and self.ulysses > 1:
             raise ValueError(
                 f"projections='metp' goes by heads already: ulysses must be 1, got {self.ulysses}; or say 'plain'"

@@ -4,9 +4,18 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from wallfacer_dt.layout import check_length
 from wallfacer_dt.reading import make
 
 _LONGEST = 100  # name of a kernel
+
+
+def check_number(value: float, what: str, *, zero: bool = False) -> None:
+    """Refuse (TypeError, ValueError) what is no finite number above 0, or from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{what} must be a number, got {value!r}")
+    if not (0 < value < math.inf or (zero and value == 0)):
+        raise ValueError(f"{what} must be {'at least 0' if zero else 'above 0'} and finite, got {value}")
 
 
 class PlanningError(ValueError):
@@ -38,12 +47,9 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse (ValueError) what is no link."""
-        if not (self.bandwidth > 0 and 0 <= self.latency < math.inf):
-            raise ValueError(
-                "a link has a bandwidth above 0 and a finite latency of at least 0, got "
-                f"{self.bandwidth} and {self.latency}"
-            )
+        """Refuse (TypeError, ValueError) what is no link."""
+        check_number(self.bandwidth, "a link's bandwidth")
+        check_number(self.latency, "a link's latency", zero=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +82,14 @@ class Kernels:
     launch: float = 70e-6
 
     def __post_init__(self) -> None:
-        """Refuse (ValueError) what are no rates, or of no kernel."""
+        """Refuse (TypeError, ValueError) what are no rates, or of no kernel."""
         if not isinstance(self.attention, str) or not 1 <= len(self.attention) <= _LONGEST:
             raise ValueError(
                 f"kernels: attention must be a name of at most {_LONGEST} letters, got {self.attention!r:.80}"
             )
         for name, value in asdict(self).items():
-            is_rate = name in ("forward", "backward", "linear", "merge")
-            if name != "attention" and not (math.isfinite(value) and (value > 0 if is_rate else value >= 0)):
-                least = "above 0" if is_rate else "at least 0"
-                raise ValueError(f"kernels: {name} must be {least} and finite, got {value}")
+            if name != "attention":
+                check_number(value, f"kernels: {name}", zero=name not in ("forward", "backward", "linear", "merge"))
 
     def in_blocks(self, queries: int) -> tuple[float, float]:
         """Rates of attention and of its backward in blocks of so many queries."""
@@ -121,12 +125,12 @@ class Cluster:
     device_type: str = "cuda"
 
     def __post_init__(self) -> None:
-        """Refuse (ValueError) what is no cluster."""
+        """Refuse (TypeError, ValueError) what is no cluster."""
         for name in ("ranks", "ranks_per_node", "nics"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.memory is not None and self.memory < 1:
-            raise ValueError(f"memory must be at least 1, got {self.memory}")
+            check_length(getattr(self, name), name)
+        if self.memory is not None:
+            check_number(self.memory, "memory")
+            object.__setattr__(self, "memory", math.ceil(self.memory))  # 80e9 is a number of bytes, too
         if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
             raise ValueError(f"ranks_per_node must divide ranks, got {self.ranks_per_node} and {self.ranks}")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count
 
-from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.layout import check_length, shard_sizes
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
@@ -116,8 +116,7 @@ def divide(
         PlanningError: nothing can be, or fits into memory.
         ValueError: ``keep`` or the batch are none.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
+    check_length(keep, "keep")
     if sequence.batch != 1:
         raise ValueError(f"batch must be 1 where ranks are divided, which chooses microbatches, got {sequence.batch}")
     if sequences < 1:

@@ -6,6 +6,7 @@ those of a tensor group are neighbours, those of a pipeline far apart.
 
 from dataclasses import dataclass, replace
 
+from wallfacer_dt.layout import check_length
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.groups import Group
@@ -38,10 +39,9 @@ class Division:
     microbatches: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse (ValueError) what is none, or has not been put together with METP."""
+        """Refuse (TypeError, ValueError) what is none, or has not been put together with METP."""
         for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_length(getattr(self, name), name)
         for name in ("feed_forward", "projections"):
             if getattr(self.context, name) == "metp" and self.tensor * self.data * self.pipeline > 1:
                 raise ValueError(

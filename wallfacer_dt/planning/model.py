@@ -7,6 +7,8 @@ import torch
 
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.layout import check_length
+from wallfacer_dt.options import check_window
+from wallfacer_dt.planning.units import MOST_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +36,10 @@ class ModelShape:
     vocab: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse (ValueError) sizes that are none, or do not divide."""
-        for name in ("hidden", "heads", "layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("ffn", "vocab"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("kv_heads", "head_dim"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        """Refuse (TypeError, ValueError) sizes that are none, or do not divide."""
+        for name in ("hidden", "heads", "layers", "ffn", "vocab", "kv_heads", "head_dim"):
+            if getattr(self, name) is not None or name not in ("kv_heads", "head_dim"):
+                check_length(getattr(self, name), name, least=int(name not in ("ffn", "vocab")))
         if self.heads % self.keys:
             raise ValueError(f"kv_heads must divide heads, got {self.keys} and {self.heads}")
         if self.head_dim is None and self.hidden % self.heads:
@@ -84,7 +80,7 @@ class SequenceShape:
     """The sequences that all ranks share.
 
     Attributes:
-        length: N, tokens.
+        length: N, tokens, at most 2^31: of more, pairs of a query and a key may be more than 64 bits count.
         batch: B.
         is_causal: a query sees the keys up to its own position.
         window_size: (left, right), as :func:`wallfacer_dt.context_parallel_attention` takes it.
@@ -100,10 +96,13 @@ class SequenceShape:
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) what is no sequence."""
         check_length(self.length, "length")
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1, got {self.batch}")
-        if self.window_size is not None and self.mask == Mask(right=0 if self.is_causal else None):
-            object.__setattr__(self, "window_size", None)  # it hides nothing
+        if self.length > MOST_TOKENS:
+            raise ValueError(f"length must be at most 2^31, got {self.length}")
+        check_length(self.batch, "batch")
+        check_window(self.window_size, self.is_causal)
+        if self.window_size is not None:
+            hides_nothing = self.mask == Mask(right=0 if self.is_causal else None)
+            object.__setattr__(self, "window_size", None if hides_nothing else tuple(self.window_size))
 
     @property
     def dtype_name(self) -> str:

@@ -24,7 +24,7 @@ from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, temporary_groups
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate
-from wallfacer_dt.planning.cluster import Cluster, PlanningError
+from wallfacer_dt.planning.cluster import Cluster, PlanningError, check_number
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.predict import Prediction, attention_cost
 from wallfacer_dt.planning.probe import Probe, slowest
@@ -56,6 +56,10 @@ class Measured:
     sequence: SequenceShape
     candidate: Candidate
     seconds: float
+
+    def __post_init__(self) -> None:
+        """Refuse (TypeError, ValueError) what is no time."""
+        check_number(self.seconds, "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +154,6 @@ def _check_possible(found: Profile) -> None:
     for i, one in enumerate(found.measured):
         if one.candidate.size != ranks:
             raise ValueError(f"measured[{i}].candidate has {one.candidate.size} ranks, the cluster {ranks}")
-        if one.seconds <= 0:
-            raise ValueError(f"measured[{i}].seconds must be above 0, got {one.seconds}")
 
 
 def profile(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
@@ -227,7 +228,7 @@ def plan(
         model: sizes; without a feed-forward attention alone is planned.
         sequence: what a step takes.
         cluster: where.
-        only: the attentions to choose from, instead of all.
+        only: the attentions to choose from, instead of all; their layers are chosen as ever.
         profile: what was measured; it goes before what is predicted.
         keep: how many plans to rank, None for all, which takes longer: memory is predicted for no more than that takes.
         margin: a team is ranked as if its attention took longer by this part, see Note [What predictions do not tell
@@ -238,10 +239,11 @@ def plan(
 
     Raises:
         PlanningError: nothing fits into memory.
-        ValueError: ``only`` or ``profile`` are of other ranks, ``keep`` is below 1, or ``margin`` below 0 or infinite.
+        ValueError: ``only`` or ``profile`` are of other ranks, ``only`` has layers or more Ulysses ranks than heads,
+            ``keep`` is below 1, or ``margin`` below 0 or infinite.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep must be at least 1 or None, got {keep}")
+    if keep is not None:
+        check_length(keep, "keep")
     if not 0 <= margin < float("inf"):
         raise ValueError(f"margin must be at least 0, and a number, got {margin}")
     if profile is not None:
@@ -251,6 +253,14 @@ def plan(
     if others or not some:
         given = f"{others[0]} of {others[0].size}" if others else "none"
         raise ValueError(f"only must be attentions of the cluster's {cluster.ranks} ranks, got {given}")
+    for one in some:
+        if one.ulysses > model.heads:
+            raise ValueError(f"only: Ulysses takes at most as many ranks as heads, {model.heads}, got {one}")
+        if one.layers != Candidate(1).layers:
+            raise ValueError(
+                "only takes attentions, whose layers are chosen as ever: leave out feed_forward, projections and "
+                f"checkpoint, got {one}"
+            )
     search = _Search(model, sequence, cluster, profile, margin)
     search.add(some)
     ranked, dropped = search.run(keep)

@@ -19,7 +19,7 @@ _FLOPS = dict.fromkeys(("FLOPS", "FLOP/s", "FLOPs/s", "flops", "flop/s", "Flops"
 _IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "μs": 1e6, "ns": 1e9}
 
 _TOKENS = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20}
-_MOST_TOKENS = 2**32
+MOST_TOKENS = 2**31
 
 _QUANTITY = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s.]\S*)\s*")
 
@@ -107,16 +107,16 @@ def parse_tokens(text: str) -> int:
         text: a number, and perhaps ``k`` for 1024 or ``M`` for 1024^2.
 
     Returns:
-        How many: a whole number from 1 to 2^32.
+        How many: a whole number from 1 to 2^31.
 
     Raises:
         ValueError: anything else.
     """
     match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)([kKM]?)\s*", text)
     tokens = Fraction(match[1]) * _TOKENS[match[2]] if match else Fraction(0)
-    if tokens.denominator != 1 or not 1 <= tokens <= _MOST_TOKENS:
+    if tokens.denominator != 1 or not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(
-            f"must be a number of tokens like 131072, 128k or 1M (k = 1024, M = 1024^2), from 1 to 2^32, got {text!r}"
+            f"must be a number of tokens like 131072, 128k or 1M (k = 1024, M = 1024^2), from 1 to 2^31, got {text!r}"
         )
     return int(tokens)
 
