@@ -307,6 +307,7 @@ def test_picture(tmp_path: Path, options: dict) -> None:
         ("--ring 2 --schedule published --rotate-forward q", "--rotate-forward: schedule='published' rotates keys"),
         ("--ring 2 --order zigzag", "--order: 'zigzag' is not one of 'contiguous', 'head_tail'"),
         ("--ring 2 --ulysses 9", "--ulysses 9 splits query heads, of which there are only 8"),
+        ("--ring 2 --heads 99999999999999", "--heads must be at most 65536, got 99999999999999"),
         ("--ring 2 --kv-heads 3", "--heads must be a multiple of --kv-heads 3, got 8"),
         ("--ring 2 --seq 0", "--seq must be a number of tokens like 131072, 128k or 1M "),
         ("--ring 2 --seq 8kB", "--seq must be a number of tokens like 131072, 128k or 1M "),

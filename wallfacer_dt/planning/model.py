@@ -10,6 +10,9 @@ from wallfacer_dt.layout import check_length
 from wallfacer_dt.options import check_window
 from wallfacer_dt.planning.units import MOST_TOKENS
 
+MOST_HEADS = 2**16
+"""Of which no model has a hundredth; heads are counted one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -40,6 +43,8 @@ class ModelShape:
         for name in ("hidden", "heads", "layers", "ffn", "vocab", "kv_heads", "head_dim"):
             if getattr(self, name) is not None or name not in ("kv_heads", "head_dim"):
                 check_length(getattr(self, name), name, least=int(name not in ("ffn", "vocab")))
+        if self.heads > MOST_HEADS:
+            raise ValueError(f"heads must be at most {MOST_HEADS}, got {self.heads}")
         if self.heads % self.keys:
             raise ValueError(f"kv_heads must divide heads, got {self.keys} and {self.heads}")
         if self.head_dim is None and self.hidden % self.heads:

@@ -13,6 +13,7 @@ from wallfacer_dt.algorithms.volume import check_rotate, resolve_rotations
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.layout import check_order
 from wallfacer_dt.mesh import PLACEMENTS, Coordinate, placed_ranks
+from wallfacer_dt.planning.model import MOST_HEADS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MOST_RANKS = 128
@@ -85,6 +86,8 @@ class Settings:
                 f"--ulysses {self.ulysses} x --ring {self.ring} x --team {self.team} are {self.ranks} ranks, of which "
                 f"at most {MOST_RANKS} can be shown"
             )
+        if self.heads > MOST_HEADS:
+            raise OptionError(f"--heads must be at most {MOST_HEADS}, got {self.heads}")
         if self.heads % self.kv_heads:
             raise OptionError(f"--heads must be a multiple of --kv-heads {self.kv_heads}, got {self.heads}")
         if self.heads < self.ulysses:
