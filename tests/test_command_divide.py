@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, fields, replace
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from rich.console import Console
 
@@ -172,8 +173,9 @@ def test_flags_are_torchtitans() -> None:
     from recipes.torchtitan.settings import ContextParallelism, context_sizes
 
     known = {"parallelism": ContextParallelism, "training": TrainingConfig}
-    for division in (FIRST, SECOND):
-        lines = flags_of(replace(SMALL, ranked=(ranked(division, 1.0, ""),))).splitlines()
+    for division, dtype in ((FIRST, torch.bfloat16), (SECOND, torch.float32)):
+        sequence = replace(SMALL.sequence, dtype=dtype)
+        lines = flags_of(replace(SMALL, sequence=sequence, ranked=(ranked(division, 1.0, ""),))).splitlines()
         flags = dict(re.match(r"--(\S+) (\S+)", line).groups() for line in lines if line.startswith("--"))
         found = {}
         for name, value in flags.items():
@@ -192,6 +194,8 @@ def test_flags_are_torchtitans() -> None:
         rounds = division.microbatches if division.pipeline == 1 else 1
         assert found["local_batch_size"] * division.data * rounds == found["global_batch_size"] == 8
         assert found["seq_len"] == 4096
+        training = TrainingConfig(**{name: found[name] for name in found if name == "mixed_precision_param"})
+        assert training.mixed_precision_param == str(dtype).removeprefix("torch.")
         assert lines[-1].startswith(("activation-checkpoint:", "# "))
         assert f"activation-checkpoint:{'full' if division is FIRST else 'none'}" in lines
         assert [line.endswith("\\") for line in lines if line.startswith("--")] == [True] * len(flags)
@@ -207,6 +211,11 @@ def test_flags_are_torchtitans() -> None:
         # torchtitan's Trainer refuses what the recipe does not: in any order, and of tensor parallelism alone.
         (Division(Candidate(16)), {"sequence": SequenceShape(4112)}, "torchtitan needs sequences that 32 divides"),
         (Division(Candidate(1), 16), {"sequence": SequenceShape(4100)}, "torchtitan needs sequences that 16 divides"),
+        (FIRST, {"sequence": SequenceShape(4096)}, "the recipe's language models are causal, and it has no option for"),
+        (
+            FIRST, {"sequence": SequenceShape(4096, is_causal=True, dtype=torch.float16)},
+            "torchtitan trains in bfloat16 or float32, not in float16",
+        ),
         (Division(Candidate(4, 1, 4, order="head_tail")), {}, "the recipe places ranks ulysses in node, this"),
     ],
 )  # fmt: skip

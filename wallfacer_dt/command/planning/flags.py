@@ -4,6 +4,8 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from wallfacer_dt.planning.candidates import node_of
 from wallfacer_dt.planning.dividing import DivisionPlan
 
@@ -42,6 +44,8 @@ def flags_of(plan: DivisionPlan) -> str:
     # Of a pipeline all microbatches are one batch; otherwise gradients of one after the other are added up.
     local = it.microbatch * (it.microbatches if it.pipeline > 1 else 1)
     training = {"local_batch_size": local, "global_batch_size": plan.sequences, "seq_len": plan.sequence.length}
+    if plan.sequence.dtype == torch.float32:  # torchtitan computes in bfloat16 otherwise
+        training["mixed_precision_param"] = "float32"
     lines = [f"--parallelism.{name} {value}" for name, value in parallelism.items()]
     lines += [f"--training.{name} {value}" for name, value in training.items()]
     lines.append(f"activation-checkpoint:{_CHECKPOINTS[context.checkpoint]}")
@@ -56,6 +60,10 @@ def _notes(plan: DivisionPlan) -> Iterator[str]:
         yield "METP's attention is not the recipe's: apply wallfacer_dt.METPAttentionParallel"
     if context.checkpoint == "full":
         yield "the recipe saves attention in every mode, which takes more memory than this plan"
+    if not plan.sequence.is_causal:
+        yield "the recipe's language models are causal, and it has no option for a full mask"
+    if plan.sequence.dtype == torch.float16:
+        yield "torchtitan trains in bfloat16 or float32, not in float16"
     if plan.sequence.window_size is not None:
         yield "the recipe has the windows of its models, and no option for another"
     # torchtitan's Trainer has context ranks take two parts each whatever the balancer; the recipe's check does not.
