@@ -344,6 +344,31 @@ def test_a_plan_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "of_heads", "linear"),
+    [
+        ("--seq 8k", "measured", "measured"),
+        ("--seq 8k --head-dim 128", "measured of other heads or dtype", "measured"),
+        ("--dtype float16", "measured of other heads or dtype", "measured in another dtype"),
+        ("--dtype float16 --ffn 512 --sequences 4", "measured of other heads or dtype", "measured in another dtype"),
+    ],
+)
+def test_rates_of_other_heads_are_not_called_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, of_heads: str, linear: str
+) -> None:
+    saved(tmp_path / "profile.json")
+    main(f"plan {SHAPE} --profile {tmp_path / 'profile.json'} {options} --top 1 --json".split())
+    origins = json.loads(capsys.readouterr().out)["figures"]["origins"]
+    told = {"forward": of_heads, "backward": of_heads, "linear": linear}
+    assert origins == told | dict.fromkeys(("merge", "launch"), "measured")
+
+
+def test_a_kernel_of_anyone_is_planned_by_its_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "profile.json", kernels=Kernels(attention="mine"))
+    text = out_of(f"plan {SHAPE} --profile {tmp_path / 'profile.json'} --top 1", capsys)
+    assert 'kernel="mine"' in text
+
+
 def test_a_checkpoint_that_makes_a_plan_fit_is_shown() -> None:
     alone = replace(SMALL, model=replace(SMALL.model, ffn=0))
     assert "1  head_tail   attention" in printed(alone)
@@ -461,6 +486,14 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
         (f"{SHAPE} --ranks 2 --ranks-per-node 1", "--inter is missing: "),
         (f"{SHAPE} --profile {{folder}}/none.json", "--profile: {folder}/none.json: No such file or directory"),
         (f"{SHAPE} --profile {{folder}}/bad.json", "--profile: {folder}/bad.json is no profile: "),
+        (
+            f"{SHAPE} --profile {{folder}}/good.json --dtype float32",
+            "--profile: kernel='auto' is 'flash' on cuda, which r",
+        ),
+        (
+            f"{SHAPE} --profile {{folder}}/good.json --head-dim 512",
+            "--profile: kernel='auto' is 'flash' on cuda, which r",
+        ),
         (f"{SHAPE} --profile {{folder}}/good.json --ranks 8", "--ranks is 4 in --profile, got 8; leave it out"),
         (f"{SHAPE} --profile {{folder}}/good.json --intra 1GB/s", "--intra is measured in --profile; leave one"),
     ],

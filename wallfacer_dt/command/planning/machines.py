@@ -114,17 +114,19 @@ class Machines:
             cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu, kernels, dtype, head_dim)
         )
 
-    def measured(self, profile: Profile) -> Where:
+    def measured(self, profile: Profile, dtype: torch.dtype, head_dim: int) -> Where:
         """The cluster of a profile, with the memory that was said.
 
         Args:
             profile: what was measured.
+            dtype: of attention.
+            head_dim: likewise.
 
         Returns:
             The cluster.
 
         Raises:
-            OptionError: another one was described.
+            OptionError: another one was described, or its kernel takes no such heads.
         """
         self._check_counts()
         cluster = profile.cluster
@@ -138,8 +140,12 @@ class Machines:
         for name in (*links, "attention_speed", "linear_speed", "memory_rate", "launch", "kernel"):
             if getattr(self, name) is not None:
                 raise OptionError(f"{_option(name)} is measured in --profile; leave one of them out")
+        kernel = cluster.kernels.attention
+        if cluster.device_type == "cuda" and kernel in ("auto", *names()):  # of another's nothing is known here
+            with naming("--profile"):
+                check_kernel_of(kernel, None, dtype, head_dim)
         cluster = cluster if self.memory is None else replace(cluster, memory=read_memory(self.memory))
-        return Where(cluster, MEASURED, self._peak(None))
+        return Where(cluster, MEASURED | _of_others(profile, dtype, head_dim), self._peak(None))
 
     def _named(self) -> tuple[GPU, int]:
         name = self.name or ""
@@ -279,6 +285,17 @@ def read_memory(size: str | None) -> int | None:
         if nbytes < 1:
             raise ValueError(f"must be at least 1B, got {size!r}")
     return nbytes
+
+
+def _of_others(profile: Profile, dtype: torch.dtype, head_dim: int) -> dict[str, str]:
+    """Who says rates that are of other heads or of another dtype: a file's are of its last run."""
+    runs = [(one.sequence.dtype, one.model.dim) for one in profile.measured[-1:]]
+    said = {}
+    if dtype not in [of for of, _ in runs]:
+        said["linear"] = "measured in another dtype"
+    if (dtype, head_dim) not in runs:
+        said |= dict.fromkeys(("forward", "backward"), "measured of other heads or dtype")
+    return said
 
 
 def load_profile(path: Path) -> Profile:

@@ -182,7 +182,8 @@ def plan(
         kernel=kernel,
     )  # fmt: skip
     measured = None if profile is None else load_profile(profile)
-    where = machines.cluster(sequence.dtype, known.shape.dim) if measured is None else machines.measured(measured)
+    heads_of = sequence.dtype, known.shape.dim
+    where = machines.cluster(*heads_of) if measured is None else machines.measured(measured, *heads_of)
     if is_longest and where.cluster.memory is None:
         raise OptionError("--seq longest: the memory of a rank is not known; give --memory")
     if sequences is not None:
