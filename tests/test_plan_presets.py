@@ -337,6 +337,11 @@ def test_configs(tmp_path: Path) -> None:
         "sliding_window": 4096,
     }  # fmt: skip
     assert make_model(written(tmp_path, qwen)) == MODELS["qwen3-32b"]
+    assert make_model(written(tmp_path, {k: v for k, v in qwen.items() if k != "use_sliding_window"})).left_out == (
+        "norms of queries and keys",
+    )
+    windowed = make_model(written(tmp_path, qwen | {"use_sliding_window": True}))
+    assert windowed.left_out[0].startswith("its sliding window of 4096 tokens")
     gpt = make_model(written(tmp_path, GPT2))
     assert gpt.shape == ModelShape(768, 12, ffn=3072, gated=False, layers=12, vocab=50257)
     assert (gpt.activation, gpt.left_out) == (
@@ -344,6 +349,10 @@ def test_configs(tmp_path: Path) -> None:
         ("shared embeddings, taken as two", "biases", LEARNED),
     )
     assert make_model(written(tmp_path, GPT2 | {"n_inner": 100})).shape.ffn == 100
+    others = {"intermediate_size": 100, "num_key_value_heads": 4, "head_dim": 32}
+    assert make_model(written(tmp_path, GPT2 | others)) == gpt
+    crossed = make_model(written(tmp_path, GPT2 | {"add_cross_attention": True}))
+    assert "attention to another sequence, with its projections" in crossed.left_out
     gemma = make_model(written(tmp_path, GEMMA))
     assert (gemma.shape.dim, gemma.activation) == (256, "gelu_tanh")
     assert gemma.left_out == (
@@ -354,6 +363,9 @@ def test_configs(tmp_path: Path) -> None:
         "shared embeddings, taken as two",
         "two more norms of a layer, and what is kept of them",
     )
+    legacy = {key: value for key, value in GEMMA.items() if key != "hidden_activation"} | {"model_type": "gemma"}
+    assert make_model(written(tmp_path, legacy)).activation == "gelu_tanh"
+    assert make_model(written(tmp_path, LLAMA | {"hidden_act": "gelu"})).activation == "gelu"
     biased = make_model(written(tmp_path, LLAMA | {"mlp_bias": True}))
     assert biased.left_out == ("biases of the feed-forward",)
     # Where nothing is said, a Llama has as many key heads as query heads, and others a number of their own.

@@ -22,6 +22,8 @@ _KEYS = {
 }
 # As many key heads as query heads, and hidden / heads; other types have numbers of their own where nothing is said.
 _MAY_BE_MISSING = {"kv_heads": ("gpt2", "llama"), "head_dim": ("gpt2", "llama", "mistral", "qwen2")}
+# Keys that transformers' GPT-2 passes over.
+_NOT_GPT2S = ("intermediate_size", "num_key_value_heads", "head_dim")
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -36,6 +38,7 @@ _LEFT_OUT = {
     "tie_word_embeddings": "shared embeddings, taken as two",
     "attention_bias": "biases of attention",
     "mlp_bias": "biases of the feed-forward",
+    "add_cross_attention": "attention to another sequence, with its projections",
 }
 
 
@@ -56,6 +59,8 @@ def read_config(path: str) -> KnownModel:
     if kind not in _TYPES:
         said = "is missing" if kind is None else f"is {shown(kind)}"
         raise ValueError(f"{path}: model_type {said}, known are {', '.join(_TYPES)}; give sizes as options instead")
+    if kind == "gpt2":
+        config = {key: value for key, value in config.items() if key not in _NOT_GPT2S}
     sizes: dict[str, int] = {}
     for name, keys in _KEYS.items():
         key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], None))
@@ -73,6 +78,8 @@ def read_config(path: str) -> KnownModel:
         raise ValueError(f"{path}: {' or '.join(_ACTIVATION_KEYS[1:])} is missing")
     if not isinstance(said, str) or said not in _ACTIVATIONS:
         raise ValueError(f"{path}: {key} must be one of {', '.join(_ACTIVATIONS)}, got {shown(said)}")
+    if (kind, key, said) == ("gemma", "hidden_act", "gelu"):  # what the first releases said, and did not mean
+        said = "gelu_pytorch_tanh"
     try:
         shape = ModelShape(**sizes, gated=kind in _GATED)
     except ValueError as error:
@@ -82,9 +89,10 @@ def read_config(path: str) -> KnownModel:
 
 def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     """What the config says and the planner does not count."""
-    # Gemma and GPT-2 share embeddings unless they say otherwise.
-    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2"))} | dict(config)
-    if said.get("use_sliding_window") is False:
+    # What is taken unless it is said: Gemma and GPT-2 share embeddings, and Qwen has no window.
+    has_window = not kind.startswith("qwen")
+    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2")), "use_sliding_window": has_window} | dict(config)
+    if not said["use_sliding_window"]:
         said.pop("sliding_window", None)
     if said.get("query_pre_attn_scalar") == shape.dim:
         said.pop("query_pre_attn_scalar")
