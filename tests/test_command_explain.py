@@ -316,15 +316,18 @@ def test_picture(tmp_path: Path, options: dict) -> None:
         ("--ring 2 --ranks-per-node 0", "--ranks-per-node must be at least 1, got 0"),
         ("--ring 1000", "--ulysses 1 x --ring 1000 x --team 1 are 1000 ranks, of which at most 128 can be shown"),
         ("--ring 33 --picture out.png", "--picture shows at most 32 ranks, got 33"),
-        ("--ring 2 --picture {missing}/out.png", "--picture: "),
-        ("--ring 2 --picture {missing}.nothing", "--picture: "),
+        ("--ring 2 --picture {missing}/out.png", "--picture: there is no folder {missing}"),
+        ("--ring 2 --picture {missing}.nothing", "--picture: missing.nothing must end in one of "),
+        ("--ring 2 --picture {folder}", "--picture: {folder} is a folder; name a file in it"),
         ("--ring 2 --nonsense", "No such option: --nonsense"),
     ],
 )
 def test_bad_input_gets_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
-    arguments = arguments.format(missing=tmp_path / "missing")
+    """And before there are facts."""
+    monkeypatch.setattr("wallfacer_dt.command.explain.command.make_facts", lambda _: pytest.fail("made"))
+    arguments, message = (text.format(folder=tmp_path, missing=tmp_path / "missing") for text in (arguments, message))
     assert main(["explain", *arguments.split()]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"wallfacer explain: {message}")

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _DEEPEST = 32
 _INTS = 2**63 - 1
 # Beyond them products of a few overflow or vanish; no rate, time or ratio is.
-_LEAST, _MOST = 1e-30, 1e30
+LEAST, MOST = 1e-30, 1e30
 _SHOWN = 300
 _DTYPES = {str(it).removeprefix("torch."): it for it in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
@@ -242,8 +242,8 @@ def _plain(kind: Any, given: object, where: str) -> Any:
             raise ValueError(f"{where} must be a number of 64 bits, got {shown(given)}")
         return given
     assert kind is float, kind
-    if given and not _LEAST <= abs(given) <= _MOST:
-        raise ValueError(f"{where} must be 0, or from {_LEAST} to {_MOST} in size, got {shown(given)}")
+    if given and not LEAST <= abs(given) <= MOST:
+        raise ValueError(f"{where} must be 0, or from {LEAST} to {MOST} in size, got {shown(given)}")
     return float(given)
 
 

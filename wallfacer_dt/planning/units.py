@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
+from wallfacer_dt.reading import LEAST, MOST
+
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _PREFIXES = _DECIMAL | {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _BYTES = {"B": 1.0, "byte": 1.0, "bytes": 1.0}
@@ -165,7 +167,7 @@ def _parsed(text: str, units: Mapping[str, float], expected: str, *, divide: boo
     match = _QUANTITY.fullmatch(text)
     number, unit = (float(match[1]), units.get(match[2], math.nan)) if match else (math.nan, 1.0)
     value = number / unit if divide else number * unit
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+    if not (LEAST <= value <= MOST or (zero and value == 0)):
         raise ValueError(f"must be {expected}, got {text!r}")
     return value
 

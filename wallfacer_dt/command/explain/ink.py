@@ -1,11 +1,27 @@
-"""What all panels of the picture share."""
+"""What all pictures share: their file, and how panels look."""
+
+from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from wallfacer_dt.command.options import OptionError
 
 INK = "#222222"
 FAINT = "#8a8a8a"
 # Told apart by colour-blind readers too (Okabe and Ito).
 WITHIN, BETWEEN = "#0072B2", "#D55E00"
+
+
+def check_file(path: Path) -> None:
+    """Refuse (OptionError) a file that no picture can be, or a folder, beside which matplotlib would write one."""
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"--picture: there is no folder {path.parent}")
+    if path.is_dir():
+        raise OptionError(f"--picture: {path} is a folder; name a file in it")
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise OptionError(f"--picture: {path.name} must end in one of {', '.join(sorted(formats))}")
 
 
 def tidy(axes: Axes, title: str) -> None:

@@ -14,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch, Wedge
 from wallfacer_dt.algorithms.steps import CONTEXT
 from wallfacer_dt.command.explain.drawn_time import draw_timeline
 from wallfacer_dt.command.explain.facts import Facts
-from wallfacer_dt.command.explain.ink import BETWEEN, FAINT, INK, WITHIN, tidy
+from wallfacer_dt.command.explain.ink import BETWEEN, FAINT, INK, WITHIN, check_file, tidy
 from wallfacer_dt.command.options import OptionError
 from wallfacer_dt.mesh import TEAM_AXIS
 
@@ -29,19 +29,24 @@ Link = tuple[str, int, int]
 """Kind, and two ranks."""
 
 
+def check_picture(path: Path, ranks: int) -> None:
+    """Refuse (OptionError) a picture that cannot be, or has too many ranks to be told apart, before there are facts."""
+    check_file(path)
+    if ranks > _MOST_RANKS:
+        raise OptionError(f"--picture shows at most {_MOST_RANKS} ranks, got {ranks}")
+
+
 def draw_facts(facts: Facts, rank: int, path: Path) -> None:
     """Write the picture.
 
     Args:
         facts: of all ranks.
         rank: whose timeline is drawn.
-        path: of the file, whose ending says the format.
+        path: of the file, see :func:`check_picture`.
 
     Raises:
-        OptionError: too many ranks to be told apart, or a file that cannot be written.
+        OptionError: a file that cannot be written.
     """
-    if len(facts.ranks) > _MOST_RANKS:
-        raise OptionError(f"--picture shows at most {_MOST_RANKS} ranks, got {len(facts.ranks)}")
     figure = Figure(figsize=(13, 10.5), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.5, 1), width_ratios=(1.1, 1))

@@ -39,7 +39,7 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
         figures     of the first: tokens_per_second, mfu (or null), flops of the model in a step, peak of a rank (or
                     null), source of the cluster's (and a faster kernel), activation, left_out (what no number counts,
                     as text)
-          time          attention, products, elementwise, optimizer, transfers, host (as predicted)
+          time          attention, products, elementwise, copies, optimizer, transfers, host (as predicted)
           memory        weights, gradients, optimizer, gathered, kept, working
           origins       forward, backward, linear, merge, launch: who says the kernels' rates, as text
 

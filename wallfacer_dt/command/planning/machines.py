@@ -184,7 +184,8 @@ class Machines:
 
     def _kernels(self, gpu: GPU | None, dtype: torch.dtype, head_dim: int) -> tuple[Kernels, Mapping[str, str]]:
         """Rates, and by name who says so: of what neither a name nor an option says an H100's."""
-        whose, kernel, given = gpu or GPUS["h100"], self.kernel or "auto", self._given_rates()
+        whose, given = gpu or GPUS["h100"], self._given_rates()
+        kernel = "auto" if self.kernel is None else self.kernel
         check_kernel_name(kernel)
         if gpu is not None:
             self._check_kernel(gpu.capability, dtype, head_dim)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from wallfacer_dt.command.explain.ink import FAINT, INK, tidy
+from wallfacer_dt.command.explain.ink import FAINT, INK, check_file, tidy
 from wallfacer_dt.command.options import OptionError
 from wallfacer_dt.command.planning.lanes import COMPUTE, draw_kinds, draw_lanes
 from wallfacer_dt.planning import Candidate, Plan, Ranked
@@ -26,13 +26,9 @@ def check_picture(path: Path, top: int) -> None:
         path: of the file, whose ending says the format.
         top: how many plans to draw.
     """
-    if not path.absolute().parent.is_dir():
-        raise OptionError(f"--picture: there is no folder {path.parent}")
+    check_file(path)
     if top > _MOST:
         raise OptionError(f"--picture shows at most {_MOST} plans, got --top {top}")
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in formats:
-        raise OptionError(f"--picture: {path.name} must end in one of {', '.join(sorted(formats))}")
 
 
 def draw_plan(plan: Plan, top: int, path: Path) -> None:
