@@ -26,6 +26,7 @@ from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, Sequ
 from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import NodeError
+from wallfacer_dt.command.planning.document import plan_as_json
 from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.lanes import _beside, _labels, kind_of
 from wallfacer_dt.command.planning.launch import Launch, _check_device
@@ -239,6 +240,7 @@ def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert (figures["mfu"], figures["peak"], figures["source"]) == (None, None, "")
     assert sum(figures["memory"].values()) == plan.prediction.memory
     assert sum(figures["time"].values()) == pytest.approx(plan.prediction.seconds)
+    assert f"time          {', '.join(figures['time'])} (as predicted)" in (plan_as_json.__doc__ or "")
     assert figures["origins"] == {
         "forward": "given", "backward": "assumed, 0.95 of the forward's", "linear": "given",
         "merge": "assumed, an H100's", "launch": "assumed, an H100's",

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.fsdp import Sent, sent_around, sent_beside
 from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.step import beside_attention
+from wallfacer_dt.planning.step import _ends, beside_attention
 from wallfacer_dt.testing.fake import fake_world
 
 MODEL = ModelShape(hidden=16, heads=2, ffn=32, layers=4, vocab=96)
@@ -153,6 +154,14 @@ def test_what_is_beside_a_layer_is_of_the_group_before_it_or_after_it() -> None:
     assert forward == {Sent(10): many - 1, Sent(7): 1}
     assert backward == {Sent(10, 7, 0): 1, Sent(10, 10, 7): 1, Sent(10, 10, 10): many - 3, Sent(7, 10, 10): 1}
     assert sent_beside(4, 10, 7, has_replicas=False)[1] == {Sent(10, 7): 1, Sent(10, 10): 2, Sent(7, 10): 1}
+
+
+def test_gradients_of_many_layers_are_counted_and_not_written_out() -> None:
+    layer = layer_of(Division(Candidate(4), pipeline=2), torch.float32)
+    few, more, many = (
+        _ends(replace(layer, model=replace(MODEL, layers=2 * layers))).gradients.seconds for layers in (1, 2, 10**12)
+    )
+    assert many == pytest.approx(few + (10**12 - 1) * (more - few))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
