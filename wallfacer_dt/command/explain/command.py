@@ -75,11 +75,13 @@ def explain(
     if not 0 <= rank < settings.ranks:
         raise OptionError(f"--rank must be from 0 to {settings.ranks - 1}, got {rank}")
     if picture is not None:
-        from wallfacer_dt.command.explain.picture import check_picture, draw_facts
+        from wallfacer_dt.command.explain.picture import check_picture
 
         check_picture(picture, settings.ranks)
     facts = make_facts(settings)
     if picture is not None:
+        from wallfacer_dt.command.explain.picture import draw_facts
+
         draw_facts(facts, rank, picture)
     if as_document:
         print(as_json(facts))

@@ -44,8 +44,8 @@ def flags_of(plan: DivisionPlan) -> str:
     # Of a pipeline all microbatches are one batch; otherwise gradients of one after the other are added up.
     local = it.microbatch * (it.microbatches if it.pipeline > 1 else 1)
     training = {"local_batch_size": local, "global_batch_size": plan.sequences, "seq_len": plan.sequence.length}
-    if plan.sequence.dtype == torch.float32:  # torchtitan computes in bfloat16 otherwise
-        training["mixed_precision_param"] = "float32"
+    if plan.sequence.dtype == torch.float32:  # otherwise torchtitan computes in bfloat16
+        training |= {"mixed_precision_param": "float32"}
     lines = [f"--parallelism.{name} {value}" for name, value in parallelism.items()]
     lines += [f"--training.{name} {value}" for name, value in training.items()]
     lines.append(f"activation-checkpoint:{_CHECKPOINTS[context.checkpoint]}")
