@@ -54,6 +54,7 @@ def recipe(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Comple
         (["--heads", "3", "--kv-heads", "3"], "--dim 128 must be a multiple of --heads 3"),
         (["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
         (["--order", "zigzag"], "zigzag"),
+        (["--seed", "9223372036854775808"], "--seed must be from 0 to 2**63 - 1, got 9223372036854775808"),
         (["--nonsense"], "--nonsense"),
     ],
 )

@@ -97,7 +97,8 @@ def test_patches_are_a_picture_in_reading_order() -> None:
 
 
 def test_a_sheet_depends_on_its_number_and_the_seed() -> None:
-    sheets, others = (Sheets(Settings(sheet=2, seed=seed)) for seed in (0, 1))
+    sheets, others, large = (Sheets(Settings(sheet=2, seed=seed)) for seed in (0, 1, 2**63 - 1))
+    assert not others[7].noise_NP.equal(large[7].noise_NP)
     assert all(torch.equal(a, b) for a, b in zip(sheets[5], sheets[5], strict=True))
     for other in (sheets[6], others[5]):
         assert not torch.equal(other.noise_NP, sheets[5].noise_NP)

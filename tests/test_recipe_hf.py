@@ -1,24 +1,41 @@
 """Models of transformers on packed text: the run of one process under FSDP2, and documents that stay apart."""
 
+import contextlib
+import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
 
-from recipes.finetune_hf.documents import PackedDocuments
-from recipes.finetune_hf.settings import Settings
-from recipes.finetune_hf.train import IGNORED, _make_parallel, next_tokens
+from recipes.finetune_hf.documents import Packed, PackedDocuments
+from recipes.finetune_hf.settings import Settings, check_settings
+from recipes.finetune_hf.train import IGNORED, PackedLoss, _check_model, _make_parallel, next_tokens
 from recipes.training.ranks import Ranks as TrainingRanks
 from recipes.training.settings import Launch, RecipeError
 from tests.recipes import losses, recipe_here, recipe_on_rank
+from wallfacer_dt import TokenOrder, context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 Ranks = Callable[[int], RankPool]
 
@@ -46,10 +63,12 @@ def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def masks_of_dropout(arguments: list[str]) -> list[torch.Tensor]:
-    """What this rank's modules of dropout kept, in the order of their calls."""
+    """What this rank's modules of dropout kept in training, in the order of their calls."""
     kept = []
 
     def forward(self: torch.nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
         kept.append(F.dropout(torch.ones_like(x), self.p, self.training).bool())
         return x * kept[-1] / (1 - self.p)
 
@@ -75,14 +94,99 @@ def test_ranks_drop_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
     assert all(map(torch.equal, first, again))
 
 
+OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16}
+LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+HERE = TrainingRanks(
+    launch=Launch(rank=0, world=2, local_rank=0, local_world=2),
+    device=torch.device("cpu"), ulysses=1, ring=1, team=1, dtype=torch.float32,
+)  # fmt: skip
+
+
 def test_layers_that_ranks_leave_out_at_random_are_refused() -> None:
     """Before ranks meet, also where they share no sequence."""
-    small = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 16}
-    model = OPTForCausalLM(OPTConfig(**small, layerdrop=0.1))
-    launch = Launch(rank=0, world=2, local_rank=0, local_world=2)
-    here = TrainingRanks(launch=launch, device=torch.device("cpu"), ulysses=1, ring=1, team=1, dtype=torch.float32)
+    model = OPTForCausalLM(OPTConfig(vocab_size=256, **OPT, layerdrop=0.1))
     with pytest.raises(RecipeError, match=r"layerdrop leaves layers out.*: set it to 0 in its config\.json"):
-        _make_parallel(model, Settings(data_parallel=2), here)
+        _make_parallel(model, Settings(data_parallel=2), HERE)
+
+
+def llama(theta: float = 1e4, **rope: Any) -> LlamaForCausalLM:
+    told = {"rope_type": "default", "rope_theta": theta, **rope}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **LLAMA, rope_parameters=told))
+
+
+def said_of_models(folders: tuple[Path, Path], options: list[str]) -> str:
+    """What a rank says whose model is in its own folder."""
+    told = ["--model", str(folders[dist.get_rank()]), "--tokenizer", "bytes", "--text", __file__, "--steps", "1"]
+    with mock.patch("recipes.training.command._PATIENCE", 0), contextlib.redirect_stderr(io.StringIO()) as said:
+        recipe_on_rank([*told, "--sequence", "32", "--out", str(folders[0] / "out"), *options], "finetune_hf")
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("options", [["--ring", "2"], ["--data-parallel", "2"]])
+def test_ranks_with_other_models_are_refused(ranks: Ranks, tmp_path: Path, options: list[str]) -> None:
+    """Of one of which FSDP would take half, and half of the other."""
+    one, seed, theta, broken = (tmp_path / name for name in ("one", "seed", "theta", "broken"))
+    broken.mkdir()
+    for number, (folder, base) in enumerate(((one, 1e4), (theta, 1e3), (seed, 1e4))):
+        torch.manual_seed(number == 2)
+        llama(base).save_pretrained(folder)
+    for other in (seed, theta):
+        for said in ranks(2).run(said_of_models, (one, other), options):
+            assert "rank 1 found other data than rank 0: all ranks need the same files" in said
+    for said, whose in zip(ranks(2).run(said_of_models, (one, broken), options), ("rank 1: ", ""), strict=True):
+        assert f"finetune_hf: {whose}--model: {broken} has no model that loads" in said
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        OPTForCausalLM(OPTConfig(vocab_size=256, **OPT)),
+        BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=16, n_layer=1, n_head=2)),
+    ],
+)
+def test_models_in_which_documents_see_each_other_are_refused(model: PreTrainedModel) -> None:
+    """Unless there is one document, or attention is told where they begin."""
+    with pytest.raises(RecipeError, match="ForCausalLM does not keep packed documents apart"):
+        _check_model(model, Settings(sequence=64), HERE, [10, 20])
+    _check_model(model, Settings(sequence=64), HERE, [30])
+    _check_model(model, Settings(sequence=64), replace(HERE, context=mock.Mock()), [10, 20])
+    _check_model(llama(), Settings(sequence=64), HERE, [10, 20])
+
+
+def test_a_model_of_fewer_positions_is_refused() -> None:
+    """As many as a document has tokens; those that are computed have no end, and remember none that is tried."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(RecipeError, match="--sequence 65 has more positions than GPT2LMHeadModel of --model"):
+        _check_model(model, Settings(sequence=65), HERE, [10, 100])
+    _check_model(model, Settings(sequence=64), HERE, [10, 100])
+    _check_model(model, Settings(sequence=65), HERE, [10, 64])
+    dynamic = llama(rope_type="dynamic", factor=2.0)
+    before = dynamic.model.rotary_emb.inv_freq.clone()
+    for model in (llama(), dynamic):
+        _check_model(model, Settings(sequence=100), HERE, [10, 100])
+    assert dynamic.model.rotary_emb.inv_freq.equal(before)
+
+
+def test_models_that_no_mesh_can_run_get_one_line() -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=16, n_layer=1, n_head=2))
+    with fake_world(2):
+        mesh = context_mesh("cpu", 2)
+        here = replace(HERE, context=mesh, order=TokenOrder("head_tail", mesh))
+        with pytest.raises(RecipeError, match="BloomForCausalLM cannot be made context parallel"):
+            _make_parallel(model, Settings(), here)
+
+
+def test_a_step_without_labels_is_not_taken_for_one_that_diverges() -> None:
+    alone = Packed(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]]))
+    with pytest.raises(RecipeError, match="no token of a step has a label"):
+        PackedLoss(llama(), HERE)(alone)
+
+
+@pytest.mark.parametrize(("length", "refused"), [(3, True), (4, False), (5, True), (7, False), (9, True)])
+def test_every_rank_has_a_token(length: int, refused: bool) -> None:
+    message = f"--sequence {length} leaves one of the 4 ranks"
+    with pytest.raises(RecipeError, match=message) if refused else contextlib.nullcontext():
+        check_settings(Settings(sequence=length), 4)
 
 
 @pytest.mark.whole
@@ -121,6 +225,7 @@ def test_documents_are_the_files_of_the_standard_library() -> None:
         (["--text", "nowhere"], "--text: nowhere is missing"),
         (["--heads", "3", "--dim", "48"], "--heads 3 must be a multiple of --kv-heads 2"),
         (["--resume"], "--resume goes on from a checkpoint"),
+        (["--sequence", "1"], "--sequence must be at least 2"),
     ],
 )
 def test_bad_input_gets_one_line(

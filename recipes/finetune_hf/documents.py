@@ -40,7 +40,8 @@ class PackedDocuments(Dataset[Packed]):
         self.source, texts = load_documents(settings.text)
         documents, self.vocabulary = _tokenized(texts, settings)
         self._tokens_T = np.concatenate([np.empty(0, dtype=np.uint8), *documents])
-        self._documents_T = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+        self.sizes = [len(document) for document in documents]
+        self._documents_T = np.repeat(np.arange(len(documents)), self.sizes)
         self.largest = int(self._tokens_T.max(initial=0))
         self.fingerprint = (self._tokens_T.size, zlib.crc32(self._tokens_T.tobytes()), len(documents))
         needed = settings.samples

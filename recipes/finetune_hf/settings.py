@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 from typer import Option
 
 from recipes.training.settings import RecipeError, RunSettings, check_heads, check_run
+from wallfacer_dt.layout import shard_sizes
 
 BYTES = "bytes"  # in place of a tokenizer's folder
 
@@ -43,7 +45,14 @@ def check_settings(settings: Settings, world: int) -> None:
         RecipeError: one line naming the options at fault and what would do.
     """
     names = ("sequence", "dim", "layers", "heads", "kv_heads")
-    check_run(settings, world, {name: getattr(settings, name) for name in names})
+    sizes = check_run(settings, world, {name: getattr(settings, name) for name in names})
+    if settings.sequence < 2:
+        raise RecipeError(f"--sequence must be at least 2, a token and the next, got {settings.sequence}")
+    if 0 in shard_sizes(settings.sequence, sizes):
+        raise RecipeError(
+            f"--sequence {settings.sequence} leaves one of the {math.prod(sizes)} ranks that share it without a token:"
+            f" take a multiple of {math.prod(sizes)}"
+        )
     if importlib.util.find_spec("transformers") is None:
         raise RecipeError(
             "finetune_hf needs transformers, which is not installed: pip install 'wallfacer-dt[transformers]'"

@@ -25,7 +25,7 @@ from recipes.training.batches import Batches
 from recipes.training.gradients import ShardedGradients, WholeGradients
 from recipes.training.loop import train_steps
 from recipes.training.picture import draw_curve
-from recipes.training.ranks import Ranks, sum_over_groups
+from recipes.training.ranks import Ranks, load_alike, sum_over_groups
 from recipes.training.record import Run
 from recipes.training.settings import Launch, Output, RecipeError, Saving
 from recipes.training.styles import attention_kernel
@@ -33,6 +33,7 @@ from recipes.training.trainer import Trainer
 from wallfacer_dt import shard_sequence
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
 from wallfacer_dt.integrations.transformers.refusals import leaves_layers_out
+from wallfacer_dt.integrations.transformers.rope import largest_matters
 from wallfacer_dt.integrations.transformers.sequence import positions_within
 
 IGNORED = -100  # labels that do not count
@@ -44,7 +45,8 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
     Raises:
         RecipeError: a model or a checkpoint will not do.
     """
-    model = _load(settings, documents)
+    source = "the random model" if settings.model is None else f"--model {settings.model}"
+    model = load_alike(lambda: _load(settings, documents, ranks), ranks.launch, source)
     _make_parallel(model, settings, ranks)
     _draw_by_rank(settings, ranks)
     gradients = WholeGradients(model, ranks) if ranks.launch.world == 1 else ShardedGradients(model)
@@ -63,8 +65,8 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
     return run
 
 
-def _load(settings: Settings, documents: PackedDocuments) -> PreTrainedModel:
-    """The model in float32 on the CPU, alike on every rank."""
+def _load(settings: Settings, documents: PackedDocuments, ranks: Ranks) -> tuple[PreTrainedModel, tuple[int, ...]]:
+    """The model in float32 on the CPU, and what must be alike on every rank, of which FSDP takes a part each."""
     torch.manual_seed(settings.seed)
     if settings.model is None:
         config = LlamaConfig(
@@ -76,7 +78,8 @@ def _load(settings: Settings, documents: PackedDocuments) -> PreTrainedModel:
             num_key_value_heads=settings.kv_heads,
             max_position_embeddings=settings.sequence,
         )
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+        return model, (_architecture(model), _weights(model))
     try:
         model = AutoModelForCausalLM.from_pretrained(settings.model, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError) as error:
@@ -85,7 +88,38 @@ def _load(settings: Settings, documents: PackedDocuments) -> PreTrainedModel:
         raise RecipeError(
             f"--tokenizer: the text has token {documents.largest}, the model a vocabulary of {model.config.vocab_size}"
         )
-    return model
+    _check_model(model, settings, ranks, documents.sizes)
+    return model, (_architecture(model), _weights(model))
+
+
+@torch.no_grad()
+def _check_model(model: PreTrainedModel, settings: Settings, ranks: Ranks, sizes: list[int]) -> None:
+    """Refuse (RecipeError) a model that has too few positions, or in which documents of these sizes see each other.
+
+    On a mesh attention is told where documents begin; elsewhere models have to see it of positions, and many do not.
+    """
+    kind, half, vocabulary = type(model).__name__, 4, model.config.vocab_size
+    last = max(half, min(settings.sequence, max(sizes)))
+    if any(map(largest_matters, model.modules())):
+        last = half  # RoPE that depends on the largest position has them all, and would remember this one
+    positions = torch.cat([torch.arange(last - half, last), torch.arange(half)]).unsqueeze(0)
+    tokens = torch.arange(2 * half).unsqueeze(0)
+    others = tokens + (tokens < half)
+    model.eval()
+    try:
+        one, other = (
+            model(input_ids=x % vocabulary, position_ids=positions, use_cache=False).logits for x in (tokens, others)
+        )
+    except IndexError as error:
+        raise RecipeError(
+            f"--sequence {settings.sequence} has more positions than {kind} of --model: {error}"
+        ) from error
+    moved = (one - other)[:, half:].abs().max()
+    if ranks.context is None and len(sizes) > 1 and moved > 1e-4 * one.abs().max():
+        raise RecipeError(
+            f"--model: {kind} does not keep packed documents apart, which it is told by positions alone where no"
+            " sequence is shared: the logits of one move with the tokens of another; take a --text of one document"
+        )
 
 
 def _architecture(model: PreTrainedModel) -> int:
@@ -94,6 +128,14 @@ def _architecture(model: PreTrainedModel) -> int:
     for name in ("_name_or_path", "transformers_version", "dtype"):
         said.pop(name, None)
     return zlib.crc32(json.dumps(said, sort_keys=True, default=str).encode())
+
+
+def _weights(model: PreTrainedModel) -> int:
+    """A digest of all parameters and buffers."""
+    found = 0
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        found = zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).numpy(), zlib.crc32(name.encode(), found))
+    return found
 
 
 def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> None:
@@ -106,15 +148,18 @@ def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> 
     model.to(ranks.device).train()
     if ranks.context is not None:
         assert ranks.order is not None
-        context_parallel(
-            model,
-            ranks.context,
-            order=ranks.order,
-            schedule=settings.schedule,
-            rotate=settings.rotate,
-            rotate_forward=settings.rotate_forward,
-            kernel=attention_kernel(ranks),
-        )
+        try:
+            context_parallel(
+                model,
+                ranks.context,
+                order=ranks.order,
+                schedule=settings.schedule,
+                rotate=settings.rotate,
+                rotate_forward=settings.rotate_forward,
+                kernel=attention_kernel(ranks),
+            )
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
     if ranks.launch.world == 1:
         return
     mesh = init_device_mesh(ranks.device.type, (ranks.launch.world,))
@@ -144,6 +189,8 @@ class PackedLoss:
         labels_BN = next_tokens(batch.tokens_N, documents_BN).to(self.ranks.device)
         counted = (labels_BN != IGNORED).sum()
         sum_over_groups(counted, "how many tokens count", self.ranks)
+        if not counted:
+            raise RecipeError("no token of a step has a label: its documents are of a token each; raise --sequence")
         if self.ranks.context is None or self.ranks.order is None:
             positions_BN = positions_within(documents_BN, tokens_BN.shape[1]).to(self.ranks.device)
             inputs = {"input_ids": tokens_BN, "position_ids": positions_BN, "use_cache": False}

@@ -53,7 +53,7 @@ class Sheets(Dataset[Sheet]):
 
     def __getitem__(self, index: int) -> Sheet:
         """Sheet `index`: float32 pixels_NP from -1 to 1, noise_NP, time and int64 label."""
-        generator = torch.Generator().manual_seed((self._settings.seed << 20) + index)
+        generator = torch.Generator().manual_seed(((self._settings.seed << 20) + index) % 2**63)
         label = torch.randint(CLASSES, (), generator=generator)
         pixels_NP = self.of_class(int(label), generator)
         noise_NP = torch.randn(pixels_NP.shape, generator=generator)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -96,12 +97,33 @@ def check_same(fingerprint: tuple[int, ...], launch: Launch, source: str) -> Non
         RecipeError: names the first rank whose data are not rank 0's.
         WaitError: not all ranks are here.
     """
-    heard = _heard(fingerprint, "what data are", launch)
+    load_alike(lambda: (None, fingerprint), launch, source)
+
+
+def load_alike(load: Callable[[], tuple[T, tuple[int, ...]]], launch: Launch, source: str) -> T:
+    """What is loaded on this rank, beside a fingerprint that must be the same on all: what one refuses, all do.
+
+    Raises:
+        RecipeError: of this rank or another, which it names, as it does the first whose fingerprint is not rank 0's.
+        WaitError: not all ranks are here.
+    """
+    loaded, fingerprint, refusal = None, (), None
+    try:
+        loaded, fingerprint = load()
+    except RecipeError as error:
+        refusal = error
+    heard = _heard((fingerprint, refusal), "what data are", launch)
+    if refusal is not None:
+        raise refusal
+    for rank, (_, others) in enumerate(heard):
+        if others is not None:
+            raise RecipeError(f"rank {rank}: {others}")
     odd = next((rank for rank, one in enumerate(heard) if one != heard[0]), None)
     if odd is not None:
         raise RecipeError(
             f"of {source} rank {odd} found other data than rank 0: all ranks need the same files, or the same versions"
         )
+    return cast(T, loaded)
 
 
 def check_options(settings: RunSettings, saving: Saving, launch: Launch) -> None:

@@ -199,8 +199,8 @@ def check_run(settings: RunSettings, world: int, sizes: Mapping[str, int]) -> tu
         raise RecipeError(f"--lr must be a number above 0, got {settings.lr}")
     if not 0 < settings.comm_timeout <= _LONGEST:
         raise RecipeError(f"--comm-timeout must be seconds above 0, at most {_LONGEST}, got {settings.comm_timeout}")
-    if settings.seed < 0:
-        raise RecipeError(f"--seed must be at least 0, got {settings.seed}")
+    if not 0 <= settings.seed < 2**63:
+        raise RecipeError(f"--seed must be from 0 to 2**63 - 1, got {settings.seed}")
     ulysses, ring, team = context_sizes(settings, world)
     _check_schedule(settings, ring, team)
     _check_metp(settings, ulysses * ring * team)
