@@ -283,7 +283,7 @@ def refusal_on_ranks(options: str, kind: str) -> str:
             )
             stack.enter_context(other)
         try:
-            build(options, take_another_attention if kind == "another" else do_nothing)
+            build(options, {"another": take_another_attention, "sdpa": train_sdpa, "mixed": mix}.get(kind, do_nothing))
         except ValueError as error:
             return str(error)
     return "nothing"
@@ -337,6 +337,18 @@ def take_sdpa(config: Any) -> None:
 
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+
+
+def train_sdpa(config: Any) -> None:
+    """The same, of a Trainer's configuration."""
+    take_sdpa(config.model_spec.model)
+
+
+def mix(config: Any) -> None:
+    """One layer of it."""
+    masked = config.model_spec.model.layers[0].attention.inner_attention
+    train_sdpa(config)
+    config.model_spec.model.layers[0].attention.inner_attention = masked
 
 
 def deal_contiguously(*arguments: Any) -> Any:
@@ -488,7 +500,7 @@ def test_a_checkpoint_within_what_ranks_take_together_is_refused() -> None:
     from recipes.torchtitan.text import TextLoader
 
     loader = object.__new__(TextLoader)
-    loader._batch, loader.dp_world_size = 2, 2
+    loader._batch, loader.dp_world_size, loader._made_of = 2, 2, {}
     with pytest.raises(ValueError, match="made after 6 sequences, of which 2 data-parallel ranks take 4 at a time"):
         loader.load_state_dict({"sequences": 6})
 
@@ -513,6 +525,64 @@ def test_a_loader_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
     assert taken(loader) == [4, 5, 6, 7]
     resumed.load_state_dict(loader.state_dict())
     assert taken(resumed) == [8, 9, 10, 11]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+def test_a_loader_of_other_sequences_does_not_go_on(tmp_path: Path) -> None:
+    def made(text: str = "one two three four" * 9, length: int = 8, **options: Any) -> Any:
+        from recipes.torchtitan.text import ByteTokenizer, TextLoader
+
+        (tmp_path / "text").write_text(text)
+        config = TextLoader.Config(dataset_path=str(tmp_path / "text"), **options)
+        return TextLoader(
+            config, dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), seq_len=length, local_batch_size=2
+        )
+
+    saved = made().state_dict()
+    for other, option in (
+        (made("four three two one" * 9), "--dataloader.dataset_path of 162 tokens with CRC-32"),
+        (made(length=16), "--training.seq_len of 8, this run has 16"),
+        (made(documents=True), "--dataloader.documents of False, this run has True"),
+    ):
+        with pytest.raises(ValueError, match=f"the checkpoint was made with {option}"):
+            other.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"--dataloader\.dataset_path of None"):
+        made().load_state_dict({"sequences": 4})  # of a version before
+    made().load_state_dict(saved)
+
+
+def said_of_loaders(folder: Path) -> list[str]:
+    """What this rank says of texts and tokenizers of which rank 1 has its own."""
+    fit_to_torch()
+    fit_to_cpu()
+    from recipes.torchtitan.text import ByteTokenizer, TextLoader
+
+    class Other(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [255 - byte for byte in super().encode(text)]
+
+    is_odd, said = dist.get_rank() == 1, []
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    for path, tokenizer in ((TEXT, Other()), (folder / "missing", ByteTokenizer()), (folder / "a", ByteTokenizer())):
+        config = TextLoader.Config(dataset_path=str(path if is_odd else TEXT))
+        try:
+            TextLoader(
+                config, dp_world_size=1, dp_rank=0, tokenizer=tokenizer if is_odd else ByteTokenizer(), seq_len=8,
+                local_batch_size=1,
+            )  # fmt: skip
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_with_other_tokens_are_refused(titans, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(TEXT.read_text()[::-1])
+    for rank, (tokens, missing, text) in enumerate(titans(4).run(said_of_loaders, tmp_path)):
+        assert "rank 1 found other data than rank 0" in tokens
+        whose = "" if rank == 1 else "rank 1: "
+        assert missing == f"{whose}--dataloader.dataset_path: {tmp_path / 'missing'} is missing"
+        assert "rank 1 found other data than rank 0" in text
 
 
 @pytest.mark.parametrize("options", ["--dataloader.num_workers 2", "--dataloader.persistent_workers"])
@@ -556,6 +626,12 @@ def test_other_ways_to_the_same_training(titans, alone: Curve, options: str) -> 
     size = SIZES["2x2"]
     curves = titans(size.ranks).run(train, f"{size.options} --training.local_batch_size {SEQUENCES} {options}")
     assert_equal(curves, alone)
+
+
+def test_attention_that_is_told_no_documents_trains_as_one_process(titans) -> None:
+    options = f"--training.local_batch_size {SEQUENCES} --dataloader.no-documents activation-checkpoint:none"
+    (alone,) = titans(1).run(train, options, {}, train_sdpa)
+    assert_equal(titans(4).run(train, f"{SIZES['2x2'].options} {options}", {}, train_sdpa), alone)
 
 
 def fitting_meshes() -> dict[str, str]:
@@ -646,6 +722,7 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
             ),
             "must be a multiple of 4 (2 ranks of context parallelism, 2 of tensor parallelism), got 66",
         ),
+        (context(4, 2, "--training.enable_cpu_offload"), "--training.enable_cpu_offload has no device to offload"),
         (context(4, 2, "--validator.enable"), "--validator.enable has no loader of whole sequences"),
         (context(4, 2, "--training.no-disable_cuda_graphs"), "set --training.disable_cuda_graphs"),
     ],
@@ -666,6 +743,16 @@ def test_parts_that_are_refused(titans) -> None:
     ("options", "kind", "message"),
     [
         (context(4, 2), "another", "OwnAttention is not one of torchtitan's inner attentions as they are made"),
+        (
+            context(4, 2),
+            "sdpa",
+            "--dataloader.documents does not go with ScaledDotProductAttention, in which tokens see those of other",
+        ),
+        (
+            context(4, 2, "--dataloader.no-documents"),
+            "mixed",
+            "layers have FlexAttention and ScaledDotProductAttention, not all of which are told documents",
+        ),
         (context(4, 2), "other order", "headtail deals tokens out in another order than 'head_tail'"),
         (context(4, 4, "--parallelism.context_parallel_schedule published"), "", "team * team"),
         (

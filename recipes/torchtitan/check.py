@@ -3,10 +3,13 @@
 What depends on the model, its modules or the ranks is checked in `parallelize`.
 """
 
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from recipes.torchtitan.checkpointing import FullACSavingAttention, SelectiveACSavingAttention
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
+from recipes.torchtitan.shim import is_cpu
 
 
 def check_config(config: Trainer.Config) -> None:
@@ -21,6 +24,16 @@ def check_config(config: Trainer.Config) -> None:
     context_sizes(parallelism)
     _check_parallelism(parallelism)
     _check_length(config.training.seq_len, parallelism)
+    model = config.model_spec and config.model_spec.model
+    if getattr(config.dataloader, "documents", False) and isinstance(model, Decoder.Config):
+        for kind, is_told in inner_attentions(model).items():
+            if not is_told:
+                raise ValueError(
+                    f"--dataloader.documents does not go with {kind}, in which tokens see those of other documents: "
+                    "take FlexAttention or VarlenAttention, or leave it out"
+                )
+    if config.training.enable_cpu_offload and is_cpu():
+        raise ValueError("--training.enable_cpu_offload has no device to offload from here: leave it out")
     ac = config.activation_checkpoint
     if not isinstance(ac, SelectiveACSavingAttention.Config | FullACSavingAttention.Config | None):
         raise ValueError(
@@ -33,6 +46,13 @@ def check_config(config: Trainer.Config) -> None:
         raise ValueError(
             "context-parallel attention is not captured in CUDA graphs: set --training.disable_cuda_graphs"
         )
+
+
+def inner_attentions(model: Decoder.Config) -> dict[str, bool]:
+    """The classes of layers' inner attentions, by name: whether they are told documents."""
+    found = (getattr(layer.attention, "inner_attention", None) for layer in model.layers)
+    masked = FlexAttention.Config, VarlenAttention.Config
+    return {type(one).__qualname__.partition(".")[0]: isinstance(one, masked) for one in found if one is not None}
 
 
 def _check_parallelism(parallelism: ContextParallelism) -> None:

@@ -16,6 +16,7 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
+from recipes.torchtitan.check import inner_attentions
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import fit_fsdp_to_gloo
 from wallfacer_dt import TokenOrder, sequence_positions
@@ -77,6 +78,9 @@ def apply_context_parallel(model: Decoder, cp: DeviceMesh, parallelism: ContextP
     Raises:
         ValueError: as for :func:`parallelize`.
     """
+    kinds = inner_attentions(model.config)
+    if len({*kinds.values()}) > 1:
+        raise ValueError(f"layers have {' and '.join(kinds)}, not all of which are told documents: take one of them")
     sizes = context_sizes(parallelism)
     balancer = parallelism.context_parallel_load_balancer
     mesh = context_mesh_of(cp, sizes, balancer)

@@ -4,6 +4,7 @@ Shape suffixes: T = tokens of the text, L = tokens of a sequence.
 """
 
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,9 @@ from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from recipes.training.ranks import check_same
+from recipes.training.ranks import load_alike
 from recipes.training.settings import Launch, RecipeError
-from recipes.training.text import Text, load_text
+from recipes.training.text import load_text
 
 
 class ByteTokenizer(BaseTokenizer):
@@ -72,18 +73,22 @@ class TextLoader(ParallelAwareDataloader):
                 "--dataloader.num_workers must be 0 or 1, without --dataloader.persistent_workers, got "
                 f"{config.num_workers}: workers count for themselves what they have given"
             )
-        text = _load(config.dataset_path)
-        whole = text.bytes_S.tobytes().decode(errors="replace")
-        parts = re.split(r"(?<=\n\n)", whole) if config.documents else [whole]
-        encoded = [tokenizer.encode(part) for part in parts]
-        tokens_T = torch.tensor([token for part in encoded for token in part])
-        starts_T = torch.tensor(
-            [start for part in encoded for start in [True] * bool(part) + [False] * (len(part) - 1)]
-        )
+        source = config.dataset_path or "the standard library"
+        try:
+            tokens_T, starts_T = load_alike(
+                lambda: _encoded(config, tokenizer), Launch.from_environment(), f"the tokens of {source}"
+            )
+        except RecipeError as error:
+            raise ValueError(str(error).replace("--text", "--dataloader.dataset_path")) from error
+        self._made_of = {
+            "dataset_path": f"{len(tokens_T)} tokens with CRC-32 {zlib.crc32(tokens_T.numpy().data):08x}",
+            "seq_len": seq_len,
+            "documents": config.documents,
+        }
         needed = seq_len * dp_world_size * local_batch_size + 1
         if len(tokens_T) < needed:
             raise ValueError(
-                f"--dataloader.dataset_path: {text.source} has {len(tokens_T)} tokens, but one step on "
+                f"--dataloader.dataset_path: {source} has {len(tokens_T)} tokens, but one step on "
                 f"{dp_world_size} data-parallel ranks needs {needed}; give a longer text, or a smaller "
                 "--training.seq_len or --training.local_batch_size"
             )
@@ -109,13 +114,20 @@ class TextLoader(ParallelAwareDataloader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How many sequences all data-parallel ranks have taken together, which any number of them can go on from."""
-        return {"sequences": self._batches * self._batch * self.dp_world_size}
+        """How many sequences all data-parallel ranks have taken together, of what; any number of them can go on."""
+        return {"sequences": self._batches * self._batch * self.dp_world_size, **self._made_of}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint was made; refused (ValueError) within what these ranks take together."""
+        """Go on where a checkpoint was made; refused (ValueError) of other sequences, or within those of one step."""
         if not state_dict:
             return
+        for name, mine in self._made_of.items():
+            if state_dict.get(name) != mine:
+                option = f"--{'training' if name == 'seq_len' else 'dataloader'}.{name}"
+                raise ValueError(
+                    f"the checkpoint was made with {option} of {state_dict.get(name)}, this run has {mine}: resume with"
+                    " the same"
+                )
         taken, together = state_dict["sequences"], self._batch * self.dp_world_size
         if taken % together:
             raise ValueError(
@@ -125,14 +137,16 @@ class TextLoader(ParallelAwareDataloader):
         self._batches = taken // together
 
 
-def _load(path: str | None) -> Text:
-    """The text, which must be the same on all ranks."""
-    try:
-        text = load_text(path)
-        check_same(text.fingerprint, Launch.from_environment(), text.source)
-    except RecipeError as error:
-        raise ValueError(str(error).replace("--text", "--dataloader.dataset_path")) from error
-    return text
+def _encoded(
+    config: TextLoader.Config, tokenizer: BaseTokenizer
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, ...]]:
+    """The tokens of the text, and which of them begin a document; and what must be the same on all ranks."""
+    whole = load_text(config.dataset_path).bytes_S.tobytes().decode(errors="replace")
+    parts = re.split(r"(?<=\n\n)", whole) if config.documents else [whole]
+    encoded = [tokenizer.encode(part) for part in parts]
+    tokens_T = torch.tensor([token for part in encoded for token in part])
+    starts_T = torch.tensor([start for part in encoded for start in [True] * bool(part) + [False] * (len(part) - 1)])
+    return (tokens_T, starts_T), (len(tokens_T), zlib.crc32(tokens_T.numpy().data), zlib.crc32(starts_T.numpy().data))
 
 
 class _Sequences(IterableDataset):

@@ -51,6 +51,6 @@ class ContextTrainer(Trainer):
                 f"{type(self.dataloader).__name__} gives no positions, of which a model needs the sequence's"
             )
         inputs, labels, others = super().post_dataloading_process(input_dict, labels)
-        if self.parallel_dims.cp_enabled:
+        if self.parallel_dims.cp_enabled and "attention_masks" in others:  # where torchtitan makes masks of its own
             others["attention_masks"] = Documents.of(input_dict["positions"])
         return inputs, labels, others
