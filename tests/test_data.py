@@ -233,7 +233,25 @@ def test_a_state_of_another_sampler_is_refused(change: dict) -> None:
     saved = SequenceSampler(dataset, seed=5).state_after(3)
     with pytest.raises(ValueError, match="the saved sampler had"):
         SequenceSampler(dataset, **({"seed": 5} | change)).load_state_dict(saved)
+    for part in ({"samples": 12.0}, {"shuffle": 1}, {"groups": True}, {"seed": torch.tensor([5, 6])}):
+        with pytest.raises(ValueError, match=f"the saved sampler had {next(iter(part))}="):
+            SequenceSampler(dataset, seed=5).load_state_dict(saved | part)
     with pytest.raises(ValueError, match="the saved sampler must be a mapping, got None"):
         SequenceSampler(dataset).load_state_dict(None)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="samples=12, this one has 10"):
         SequenceSampler(SequenceDataset(STREAM, 10), seed=5).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("seed", [None, 1.5, True, -1, 2**63, "7"])
+def test_a_seed_that_is_none_is_refused_at_once(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"seed must be a whole number from 0 to 2\*\*63 - 1"):
+        SequenceSampler(SequenceDataset(STREAM, 8), seed=seed)
+    for taken in (np.int64(7), 2**63 - 1):
+        assert len(list(SequenceSampler(SequenceDataset(STREAM, 8), seed=taken))) == 12  # pyrefly: ignore[bad-argument-type]
+
+
+def test_data_parallelism_is_one_axis() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp_ring"))
+        with pytest.raises(ValueError, match=r"must be a mesh of one axis, got \('dp', 'cp_ring'\); slice it first"):
+            SequenceSampler(SequenceDataset(STREAM, 8), mesh["cp_ring"], data_parallel=mesh)

@@ -110,7 +110,7 @@ class SequenceSampler(DistributedSampler[int]):
 
     Raises:
         ValueError: ranks of the context mesh would read different samples, those of data_parallel would not deal out
-            the same ones, or there are fewer samples than groups.
+            the same ones, that is no axis, the seed is none, or there are fewer samples than groups.
     """
 
     def __init__(
@@ -127,6 +127,12 @@ class SequenceSampler(DistributedSampler[int]):
         with refusing_together(self._data_parallel), refusing_together(self._mesh):
             if mesh is not None:
                 context_groups(mesh, any_axis=RING_AXIS)
+            if data_parallel is not None and data_parallel.ndim != 1:
+                axes = data_parallel.mesh_dim_names
+                raise ValueError(f'data_parallel must be a mesh of one axis, got {axes}; slice it first: mesh["dp"]')
+            if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**63:
+                raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {shown(seed)}")
+            seed, shuffle = int(seed), bool(shuffle)
             groups = 1 if data_parallel is None else data_parallel.size()
             group = 0 if data_parallel is None else data_parallel.get_local_rank()
             samples = len(dataset)  # type: ignore[arg-type]
@@ -183,8 +189,9 @@ class SequenceSampler(DistributedSampler[int]):
         """
         with refusing_together(self._data_parallel), refusing_together(self._mesh):
             for name, mine in self._identity().items():
-                if _part(state, name) != mine:
-                    raise ValueError(f"the saved sampler had {name}={state[name]!r}, this one has {mine!r}")
+                saved = _part(state, name)
+                if type(saved) is not type(mine) or saved != mine:
+                    raise ValueError(f"the saved sampler had {name}={shown(saved)}, this one has {mine!r}")
             epoch = _count(state, "epoch", _MOST_EPOCHS)
             consumed = _count(state, "consumed", self.num_samples)
             signature = {"epoch": epoch, "consumed samples": consumed}
