@@ -13,10 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from recipes.finetune_hf.settings import Settings as FineTuning
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.train import MeanLoss
 from recipes.training import manifest
 from recipes.training import ranks as joining
+from recipes.training.record import remove_earlier
 from tests.recipes import SMALL, losses, recipe_here, recipe_on_rank
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -162,14 +164,34 @@ def test_what_cannot_be_loaded_ends_in_a_line(
     assert "step_12 cannot be loaded: missing key in checkpoint" in capfd.readouterr().err
 
 
-def test_metrics_of_a_damaged_file_go_on(copied: Path) -> None:
+def test_metrics_have_every_step(copied: Path) -> None:
+    """Also where their file was damaged, and in another folder."""
     end_at(copied, 4)
     metrics = copied / "out" / "metrics.jsonl"
-    lines = metrics.read_text().splitlines()
-    metrics.write_text("\n".join([lines[0], '{"loss": 1}', "[]", '{"step": "2"}', lines[2], lines[3][:9]]))
-    assert recipe_here(keeping(copied, "--resume", every=4)) == 0
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == [1, 3, *range(5, STEPS + 1)]
+    first = metrics.read_text().splitlines()[:4]
+    metrics.write_text("\n".join([first[0], '{"loss": 1}', "[]", first[2], first[3][:9]]))
+    for out in (copied / "out", copied / "other"):
+        assert recipe_here(keeping(copied, "--resume", f"--out={out}", every=4)) == 0
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        assert lines[:4] == first
+        assert [json.loads(line)["step"] for line in lines] == [*range(1, STEPS + 1)]
+        end_at(copied, 4)
+
+
+def test_what_an_earlier_run_left_does_not_pass_for_this_one_s(tmp_path: Path) -> None:
+    left = ["run.json", "curve.png", "samples.png", "model/config.json", "model/model.safetensors"]
+    others = ["model/tokenizer.json", "model/notes.txt", "mine.png", "kept/step_4/model.safetensors"]
+    for name in (*left, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def found() -> list[str]:
+        return [name for name in (*left, *others) if (tmp_path / name).exists()]
+
+    remove_earlier(tmp_path, FineTuning(model=str(tmp_path / "model"), text=str(tmp_path / "curve.png")))
+    assert found() == ["curve.png", *left[3:], *others]
+    remove_earlier(tmp_path, FineTuning())
+    assert found() == others
 
 
 def test_where_none_is_whole_nothing_starts(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +231,7 @@ def test_what_is_no_continuation_is_refused(
     assert recipe_here(keeping(kept, *options)) == 2
     assert message in capfd.readouterr().err
     assert names(kept) == ["step_12", "step_4", "step_8"]
+    assert len(losses(kept / "out")) == STEPS
 
 
 def test_the_precision_is_compared_as_it_was_computed_in(
@@ -316,6 +339,7 @@ def test_what_is_no_number_ends_the_run_before_it_is_kept(
     assert recipe_here(keeping(copied, "--resume")) == 2
     assert "step 5: loss nan, gradient norm nan; " in capfd.readouterr().err
     assert names(copied) == ["step_4"]
+    assert not (copied / "out" / "run.json").exists()
 
 
 def test_tensorboard_shows_what_was_not_gone_over_again(copied: Path) -> None:

@@ -12,7 +12,7 @@ from recipes.training.checkpoint import Checkpoints, History
 from recipes.training.metrics import Metrics
 from recipes.training.progress import Bar
 from recipes.training.ranks import device_name
-from recipes.training.record import Run, Traffic, run_name
+from recipes.training.record import Run, Traffic, remove_earlier, run_name
 from recipes.training.settings import Output, Saving
 from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
@@ -55,7 +55,19 @@ def train_steps(
     traffic: tuple[Traffic, Traffic] | tuple[None, None] = (None, None)
     name = run_name(ranks.ulysses, ranks.ring, ranks.team, settings.data_parallel, settings.metp)
     shown = ranks.launch.rank == 0
-    with Bar(name, settings.steps, first, shown=shown) as bar, Metrics(output, first, shown=shown) as metrics:
+    if shown and first < settings.steps:
+        remove_earlier(output.out, settings)
+
+    def numbers(step: int) -> dict[str, float]:
+        return {
+            "loss": history.losses[step],
+            "grad_norm": history.norms[step],
+            "learning_rate": learning_rate(step, settings.steps, settings.lr),
+            "tokens_per_second": tokens / history.seconds[step],
+        }
+
+    made = [numbers(step) for step in range(first)]
+    with Bar(name, settings.steps, first, shown=shown) as bar, Metrics(output, made, shown=shown) as metrics:
         for step in range(first, settings.steps):
             start = time.perf_counter()
             note_progress(f"step {step + 1}, its batch")
@@ -72,10 +84,9 @@ def train_steps(
                 error.add_note(f"{at}; {places()}" if is_others else at)
                 raise
             history.add(loss, norm, time.perf_counter() - start)
-            speed = tokens / history.seconds[-1]
-            bar.advance(loss, speed)
-            rate = learning_rate(step, settings.steps, settings.lr)
-            metrics.write(step + 1, loss=loss, grad_norm=norm, learning_rate=rate, tokens_per_second=speed)
+            written = numbers(step)
+            bar.advance(loss, written["tokens_per_second"])
+            metrics.write(step + 1, **written)
             checkpoints.keep(history)
     checkpoints.finish()
     note_progress("the end")

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from recipes.training.settings import Launch, RecipeError
+from recipes.training.settings import PATHS, Launch, RecipeError, RunSettings
 from wallfacer_dt.command.planning.launch import cores
 
 
@@ -73,8 +73,9 @@ class Run:
         losses: mean loss of each step over all ranks, in `unit`.
         grad_norms: norm of the whole gradient of each step before clipping.
         seconds: wall-clock seconds of each step on rank 0, the first with the counting of bytes.
-        forward: what attention and METP received forward; None where no sequence was shared.
-        backward: what it received backward; None where no sequence was shared.
+        forward: what attention and METP received forward in the first step that was made here; None where no sequence
+            was shared, or none was left to make.
+        backward: what it received backward, likewise.
         options: the settings, by name.
         unit: of the losses.
     """
@@ -158,6 +159,18 @@ def make_folder(path: Path, option: str = "--out") -> None:
         raise RecipeError(f"{option}: {path} cannot be made: {error.strerror}") from error
     if not os.access(path, os.W_OK):
         raise RecipeError(f"{option}: {path} cannot be written to")
+
+
+def remove_earlier(out: Path, settings: RunSettings) -> None:
+    """Remove what a run before this one left in its folder, which would pass for this one's if it fails.
+
+    Not what its settings name, such as the model that it goes on from, and nothing of a name that no recipe gives.
+    """
+    named = {Path(path).resolve() for name in PATHS if (path := getattr(settings, name, None)) is not None}
+    for pattern in ("run.json", "curve.png", "samples.png", "model/config.json", "model/model*.safetensors*"):
+        for path in out.glob(pattern):
+            if named.isdisjoint((path.resolve(), path.parent.resolve())):
+                path.unlink()
 
 
 def write_run(path: Path, run: Run) -> None:
