@@ -109,9 +109,9 @@ def test_layers_that_ranks_leave_out_at_random_are_refused() -> None:
         _make_parallel(model, Settings(data_parallel=2), HERE)
 
 
-def llama(theta: float = 1e4, **rope: Any) -> LlamaForCausalLM:
-    told = {"rope_type": "default", "rope_theta": theta, **rope}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **LLAMA, rope_parameters=told))
+def llama(eps: float = 1e-6, **rope: Any) -> LlamaForCausalLM:
+    told = {"rms_norm_eps": eps, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **LLAMA, **told))
 
 
 def said_of_models(folders: tuple[Path, Path], options: list[str]) -> str:
@@ -125,12 +125,12 @@ def said_of_models(folders: tuple[Path, Path], options: list[str]) -> str:
 @pytest.mark.parametrize("options", [["--ring", "2"], ["--data-parallel", "2"]])
 def test_ranks_with_other_models_are_refused(ranks: Ranks, tmp_path: Path, options: list[str]) -> None:
     """Of one of which FSDP would take half, and half of the other."""
-    one, seed, theta, broken = (tmp_path / name for name in ("one", "seed", "theta", "broken"))
+    one, weights, config, broken = (tmp_path / name for name in ("one", "weights", "config", "broken"))
     broken.mkdir()
-    for number, (folder, base) in enumerate(((one, 1e4), (theta, 1e3), (seed, 1e4))):
-        torch.manual_seed(number == 2)
-        llama(base).save_pretrained(folder)
-    for other in (seed, theta):
+    for folder, seed, eps in ((one, 0, 1e-6), (weights, 1, 1e-6), (config, 0, 1e-5)):
+        torch.manual_seed(seed)
+        llama(eps).save_pretrained(folder)
+    for other in (weights, config):
         for said in ranks(2).run(said_of_models, (one, other), options):
             assert "rank 1 found other data than rank 0: all ranks need the same files" in said
     for said, whose in zip(ranks(2).run(said_of_models, (one, broken), options), ("rank 1: ", ""), strict=True):
