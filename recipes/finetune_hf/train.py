@@ -115,7 +115,7 @@ def _check_model(model: PreTrainedModel, settings: Settings, ranks: Ranks, sizes
             f"--sequence {settings.sequence} has more positions than {kind} of --model: {error}"
         ) from error
     moved = (one - other)[:, half:].abs().max()
-    if ranks.context is None and len(sizes) > 1 and moved > 1e-4 * one.abs().max():
+    if ranks.context is None and len(sizes) > 1 and not moved <= 1e-4 * one.abs().max():
         raise RecipeError(
             f"--model: {kind} does not keep packed documents apart, which it is told by positions alone where no"
             " sequence is shared: the logits of one move with the tokens of another; take a --text of one document"

@@ -56,7 +56,7 @@ def train_steps(
     name = run_name(ranks.ulysses, ranks.ring, ranks.team, settings.data_parallel, settings.metp)
     shown = ranks.launch.rank == 0
     if shown and first < settings.steps:
-        remove_earlier(output.out, settings)
+        remove_earlier(output.out)
 
     def numbers(step: int) -> dict[str, float]:
         return {

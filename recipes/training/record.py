@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from recipes.training.settings import PATHS, Launch, RecipeError, RunSettings
+from recipes.training.settings import Launch, RecipeError
 from wallfacer_dt.command.planning.launch import cores
 
 
@@ -161,16 +161,13 @@ def make_folder(path: Path, option: str = "--out") -> None:
         raise RecipeError(f"{option}: {path} cannot be written to")
 
 
-def remove_earlier(out: Path, settings: RunSettings) -> None:
+def remove_earlier(out: Path) -> None:
     """Remove what a run before this one left in its folder, which would pass for this one's if it fails.
 
-    Not what its settings name, such as the model that it goes on from, and nothing of a name that no recipe gives.
+    Not its model, which somebody may want, nor anything of a name that no recipe gives.
     """
-    named = {Path(path).resolve() for name in PATHS if (path := getattr(settings, name, None)) is not None}
-    for pattern in ("run.json", "curve.png", "samples.png", "model/config.json", "model/model*.safetensors*"):
-        for path in out.glob(pattern):
-            if named.isdisjoint((path.resolve(), path.parent.resolve())):
-                path.unlink()
+    for name in ("run.json", "curve.png", "samples.png"):
+        (out / name).unlink(missing_ok=True)
 
 
 def write_run(path: Path, run: Run) -> None:
