@@ -154,14 +154,14 @@ def test_one_rank_that_fails_is_heard_of(ranks: Ranks) -> None:
 
 
 class WithStatistics(nn.Module):
-    """Buffers that a forward changes in place, and one that it replaces."""
+    """Buffers that a forward changes in place, and one that it replaces, with what it says of that."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.table = nn.BatchNorm1d(D), nn.Buffer(torch.ones(4))
+        self.norm, self.table, self.made_for = nn.BatchNorm1d(D), nn.Buffer(torch.ones(4)), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.table = 2 * self.table
+        self.table, self.made_for, self.also = 2 * self.table, len(x), x
         return self.norm(x).square().sum() + self.norm.weight.sum()
 
 
@@ -171,10 +171,11 @@ def buffers_after() -> dict[str, bool]:
     x = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
     mesh = context_mesh("cpu", ring=2)
     check_model(model, mesh, whole=lambda m: m(x), sharded=lambda m: m(x) / 2)
-    return {name: x is before[name][0] and torch.equal(x, before[name][1]) for name, x in model.named_buffers()}
+    found = {name: x is before[name][0] and torch.equal(x, before[name][1]) for name, x in model.named_buffers()}
+    return found | {"attributes": model.made_for == 0 and not hasattr(model, "also")}
 
 
 def test_buffers_are_left_as_they_were(ranks: Ranks) -> None:
     for found in ranks(2).run(buffers_after):
-        assert len(found) == 4
+        assert len(found) == 5
         assert all(found.values()), found

@@ -98,7 +98,7 @@ def test_what_is_no_number_on_both_sides_is_refused() -> None:
     module, inputs = nn.Linear(2, 2), {"": torch.tensor([[[0.0, -1.0]]], dtype=torch.float64)}
     module.forward = torch.log
     with pytest.raises(EquivalenceError, match=r"the output: 2 of 2 .* the first is -inf at \(0, 0, 0\)"):
-        compare(module, "METPParallel", [inputs], [((), {})], lambda x, args, kwargs: x[""].log())
+        compare(module, "METPParallel", inputs, [((), {})], lambda x, args, kwargs: x[""].log())
 
 
 def test_torchtitans_feed_forward() -> None:
@@ -482,21 +482,40 @@ def test_a_projection_in_whose_place_there_is_another_module_is_named() -> None:
 def test_values_that_are_none_or_in_lists_are_looked_after() -> None:
     def one() -> nn.Module:
         module = FeedForward()
-        module.factor, module.sizes, module.config = None, [1, {"k": 2.0}, object()], object()
+        module.factor, module.sizes, module.cache, module.config = None, [1, {"k": 2.0}], {}, object()
+        module.mixed, module.itself = [1, object()], [1]
+        module.itself.append(module.itself)
         return applied(module, metp())
 
     x = torch.randn(1, 3, 6)
     with fake_world(1, 0):
         module = one()
-        module.sizes[2] = module.config = object()
+        module.factor, module.cache[3], module.config, module.mixed[0] = torch.ones(3), 1, object(), 2
         module(x)
         module.factor = 2.0
         with pytest.raises(ValueError, match=r"factor was None when METPParallel was applied, and now .* factor=2.0"):
             module(x)
         module = one()
         module.sizes[1]["k"] = 3.0
-        with pytest.raises(ValueError, match="sizes was another when METPParallel was applied"):
+        with pytest.raises(ValueError, match="what sizes holds has changed since METPParallel was applied"):
             module(x)
+
+
+class Guarded(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.gate(x)) * self.up(x)
+        return self.down(hidden.clamp(-65504, 65504))
+
+
+def test_large_numbers_are_not_too_large() -> None:
+    """For a guard against overflow, and not computed in 16 bits, in which they would be."""
+    with fake_world(1, 0):
+        applied(Guarded(), metp(gate="gate", activation="silu"))
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype):
+                applied(Gated(), metp(gate="gate", activation="silu"))
+                applied(FeedForward(), metp())
+                applied(Attention(), attention())
 
 
 class Pair(NamedTuple):

@@ -190,7 +190,8 @@ class SequenceSampler(DistributedSampler[int]):
         with refusing_together(self._data_parallel), refusing_together(self._mesh):
             for name, mine in self._identity().items():
                 saved = _part(state, name)
-                if type(saved) is not type(mine) or saved != mine:
+                saved = saved.item() if isinstance(saved, np.generic) else saved
+                if isinstance(saved, float) or saved != mine:
                     raise ValueError(f"the saved sampler had {name}={shown(saved)}, this one has {mine!r}")
             epoch = _count(state, "epoch", _MOST_EPOCHS)
             consumed = _count(state, "consumed", self.num_samples)

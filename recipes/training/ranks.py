@@ -112,7 +112,7 @@ def load_alike(load: Callable[[], tuple[T, tuple[int, ...]]], launch: Launch, so
         loaded, fingerprint = load()
     except RecipeError as error:
         refusal = error
-    heard = _heard((fingerprint, refusal), "what data are", launch)
+    heard = _heard((fingerprint, refusal), "what was loaded", launch)
     if refusal is not None:
         raise refusal
     for rank, (_, others) in enumerate(heard):

@@ -268,14 +268,24 @@ class _Counts(TorchDispatchMode):
 
 @contextmanager
 def _left_as_it_is(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Afterwards gradients and buffers, as running statistics, are as before."""
+    """Afterwards gradients, buffers, as running statistics, and modules' own attributes are as before.
+
+    All of them: RoPE may keep in a buffer what it makes for a length that it keeps in an attribute.
+    """
+    usual = vars(nn.Module()).keys()
     grads = {path: p.grad for path, p in parameters.items()}
+    own = [(m, {name: x for name, x in vars(m).items() if name not in usual}) for m in model.modules()]
     buffers = [(m, name, x, x.clone()) for m in model.modules() for name, x in m.named_buffers(recurse=False)]
     try:
         yield
     finally:
         for path, p in parameters.items():
             p.grad = grads[path]
+        for module, before in own:
+            now = vars(module)
+            for name in [name for name in now if name not in usual]:
+                del now[name]
+            now |= before
         for module, name, buffer, before in buffers:
             module._buffers[name] = buffer
             with torch.no_grad(), suppress(RuntimeError):  # what is expanded nobody can have written into

@@ -40,6 +40,7 @@ from wallfacer_dt.metp.proof import (
     first_that_agrees,
     once,
     small_inputs,
+    where_it_runs,
 )
 from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
@@ -259,15 +260,14 @@ class METPAttentionParallel(AttentionStyle):
         rotary = self.rotary.of(module)
         # So long that a window of 1024 that stands in the module's code is seen, and those that the style was told.
         _, (length, _) = shortened(self.attention.options, None, 1)
-        with torch.random.fork_rng([]):
-            calls = list(rotary.examples(length)) if self.example is None else [self.example(length)]
+        calls = self._calls(rotary, length)
         if not self.check:
             check_returns_one(module, type(self).__name__)
             return rotary if self.example is None else rotary.as_in(module, calls[0])
         dim = linear(module, self.projections[0]).in_features
 
         def trial(heads: tuple[int, int], dim: int) -> Callable[[], int]:
-            return lambda: self._compared(module, rotary, calls, heads, dim, length, returned, device_type)
+            return lambda: self._compared(module, rotary, heads, dim, length, returned, device_type)
 
         tried = [trial((2 * heads // kv_heads, 2), SMALL), trial((heads, kv_heads), SMALL)]
         if dim <= LARGEST:
@@ -281,7 +281,6 @@ class METPAttentionParallel(AttentionStyle):
         self,
         module: nn.Module,
         rotary: Rotary,
-        calls: Sequence[Arguments],
         heads: tuple[int, int],
         dim: int,
         length: int,
@@ -320,9 +319,22 @@ class METPAttentionParallel(AttentionStyle):
             bias = inputs.get(f"{self.output}.bias")
             return y if bias is None else y + bias.to(y.dtype)
 
-        inputs = small_inputs(module, by_name, (1, length, dim), self._large(*heads))
         who, remedy = type(self).__name__, "give example=, or check=False"
-        return compare(module, who, inputs, calls, formula, device_type, remedy, returned)
+
+        def trial(rows: int, length: int, large: Mapping[str, Tensor] | None = None) -> int:
+            inputs, calls = small_inputs(module, by_name, (rows, length, dim), large), self._calls(rotary, length)
+            are_large = large is not None
+            return compare(module, who, inputs, calls, formula, device_type, remedy, returned, are_large=are_large)
+
+        agreed = trial(1, length)
+        for large in self._large(*heads):  # and rows of a batch that see each other show as well
+            where_it_runs(lambda tokens, large=large: trial(2, tokens, large), length)
+        return agreed
+
+    def _calls(self, rotary: Rotary, length: int) -> list[Arguments]:
+        """What the module is tried with after x, which leaves the random state as it is."""
+        with torch.random.fork_rng([]):
+            return list(rotary.examples(length)) if self.example is None else [self.example(length)]
 
     def _large(self, heads: int, kv_heads: int) -> Iterator[dict[str, Tensor]]:
         """By projection, factors of its rows: queries and keys are large by turns, so that scores stay as they are."""

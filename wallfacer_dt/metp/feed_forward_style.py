@@ -29,7 +29,17 @@ from wallfacer_dt.metp.modules import (
     needing_gradients,
     parts_of,
 )
-from wallfacer_dt.metp.proof import LARGE, LARGEST, SMALL, Inputs, compare, first_that_agrees, once, small_inputs
+from wallfacer_dt.metp.proof import (
+    LARGE,
+    LARGEST,
+    SMALL,
+    Inputs,
+    compare,
+    first_that_agrees,
+    once,
+    small_inputs,
+    where_it_runs,
+)
 from wallfacer_dt.options import AttentionOptions
 from wallfacer_dt.unmatched import name_in_plan
 
@@ -178,15 +188,14 @@ class METPParallel(ParallelStyle):
         _, (length, _) = shortened(AttentionOptions(), None, 1)  # as attention is tried
 
         def trial(units: int, dim: int) -> Callable[[], int]:
-            return lambda: self._compared(module, who, device_type, units, (2, length, dim))
+            return lambda: self._compared(module, who, device_type, units, dim, length)
 
         tried = [trial(10, SMALL)]
         if own <= LARGEST:
             tried.append(trial(units, own))
         first_that_agrees(tried)
 
-    def _compared(self, module: nn.Module, who: str, device_type: str, units: int, shape: tuple[int, int, int]) -> int:
-        dim = shape[-1]
+    def _compared(self, module: nn.Module, who: str, device_type: str, units: int, dim: int, length: int) -> int:
         shapes = dict.fromkeys(self._inward, (units, dim)) | {self.down: (dim, units)}
         alone = FeedForwardOptions("", 0, units, (units,), self.activation, "")
 
@@ -199,6 +208,13 @@ class METPParallel(ParallelStyle):
             y = y.unflatten(0, x.shape[:-1])
             return y if last is None else y + last.to(y.dtype)
 
-        large = dict.fromkeys(self._inward, torch.full((units,), LARGE, dtype=torch.float64, device="cpu"))
-        inputs = small_inputs(module, shapes, shape, [large])
-        return compare(module, who, inputs, [((), {})], formula, device_type)
+        def trial(length: int, large: Mapping[str, Tensor] | None = None) -> int:
+            inputs = small_inputs(module, shapes, (2, length, dim), large)
+            return compare(module, who, inputs, [((), {})], formula, device_type, are_large=large is not None)
+
+        # What comes of a product with a gate is as large as what comes without.
+        factor = LARGE ** (1 / len(self._inward))
+        large = dict.fromkeys(self._inward, torch.full((units,), factor, dtype=torch.float64, device="cpu"))
+        agreed = trial(length)
+        where_it_runs(lambda tokens: trial(tokens, large), length)
+        return agreed

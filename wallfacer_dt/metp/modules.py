@@ -126,13 +126,13 @@ Attribute = tuple[str, str, Any]
 def attributes_of(module: nn.Module) -> tuple[Attribute, ...]:
     """What a module and its submodules hold that is a number, text or None, or tuples, lists and dicts of such.
 
-    As far as torch does not look after it.
+    As far as torch does not look after it. What holds anything else, or nothing yet, may be a cache.
     """
     return tuple(
         (path, name, plain)
         for path, child in module.named_modules()
         for name, value in vars(child).items()
-        if name not in _TORCHS and (plain := _plain(value)) is not _OTHER
+        if name not in _TORCHS and (plain := _plain(value)) is not _OTHER and plain != ()
     )
 
 
@@ -140,25 +140,31 @@ _TORCHS = vars(nn.Module()).keys()
 _OTHER = object()
 
 
-def _plain(value: Any) -> Any:
-    """A number, text or None; a tuple of these for a tuple, list or dict; what else there is counts as one thing."""
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
+def _plain(value: Any, depth: int = 4) -> Any:
+    """A number, text or None, or a tuple of such, whatever it is a tuple, list or dict of."""
+    if value is None or isinstance(value, int | float | str):
+        return value
     if isinstance(value, dict):
-        return tuple((_plain(key), _plain(item)) for key, item in value.items())
-    return value if value is None or isinstance(value, int | float | str) else _OTHER
+        value = tuple(value.items())
+    if not depth or not isinstance(value, tuple | list):
+        return _OTHER
+    plain = tuple(_plain(item, depth - 1) for item in value)
+    return _OTHER if any(item is _OTHER for item in plain) else plain
 
 
 def check_attributes(module: nn.Module, tried: Sequence[Attribute], who: str) -> None:
     """Refuse (ValueError) a module that holds another value than when it was tried, which METP would not see."""
     for path, name, value in tried:
         now = getattr(module.get_submodule(path), name, None)
-        if not _is_same(_plain(now), value):
-            was = "another" if isinstance(value, tuple) else repr(value)
-            raise ValueError(
-                f"{'.'.join(filter(None, (path, name)))} was {was} when {who} was applied, and now the module has "
-                f"{described(name, now)}: {who} computes what it did then; apply it to a new module"
-            )
+        plain = _plain(now)
+        if _is_same(plain, value) or (value is None and plain is _OTHER):  # a cache that has been filled
+            continue
+        whole = ".".join(filter(None, (path, name)))
+        if isinstance(value, tuple):
+            changed = f"what {whole} holds has changed since {who} was applied"
+        else:
+            changed = f"{whole} was {value!r} when {who} was applied, and now the module has {described(name, now)}"
+        raise ValueError(f"{changed}: {who} computes what it did then; apply it to a new module")
 
 
 def check_hooks(module: nn.Module, who: str, names: Sequence[str] | None = None) -> None:

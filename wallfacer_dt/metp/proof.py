@@ -6,6 +6,7 @@ one does is not the module's affair, and is what the package's tests are about.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ Inputs = dict[str, Tensor]
 """Parameters by their names in the module, and x by the name ``""``."""
 
 SMALL, LARGEST = 6, 2048  # model dim of what modules are tried with; of one that is tried as it is, the largest
+_FEW = 16  # tokens of two rows with large numbers, which are tried apart
 LARGE = 64.0  # by what results of projections are large where a clamp would show
 
 Formula = Callable[[Inputs, Sequence[Any], Mapping[str, Any]], Tensor]
@@ -118,12 +120,14 @@ def first_that_agrees(trials: Iterable[Callable[[], int]]) -> int:
 def compare(
     module: nn.Module,
     who: str,
-    inputs: Sequence[Inputs],
+    inputs: Inputs,
     calls: Iterable[tuple[Sequence[Any], Mapping[str, Any]]],
     formula: Formula,
     device_type: str = "cpu",
     remedy: str = "or give check=False",
     returned: Returned | None = None,
+    *,
+    are_large: bool = False,
 ) -> int:
     """Compare a module's output and gradients with a formula's: in float64, and in float32 where autocast is on.
 
@@ -131,13 +135,13 @@ def compare(
         module: of any size, on any device; it is tried in training mode, with its buffers as they are, and stays as it
             is.
         who: the style.
-        inputs: small, float64, on the CPU, which are tried one after the other. The module must take the first; of
-            others that it does not take it makes nothing.
+        inputs: small, float64, on the CPU.
         calls: what the module may be called with after x; one that it takes and in which both agree is enough.
         formula: what METP computes of the same.
         device_type: whose autocast counts, which is then on in this trial on the CPU.
         remedy: what to do about a module that could not be run.
         returned: where Nones behind the output are allowed, what takes note of them.
+        are_large: numbers are, so that they may not be computed in 16 bits.
 
     Returns:
         The number of the call in which they agree.
@@ -158,7 +162,9 @@ def compare(
     ):
         for number, call in enumerate(calls):
             try:
-                problem = _problem(module, formula, inputs, call, list(_TOLERANCES)[: 1 + is_on], returned)
+                dtypes = list(_TOLERANCES)[: 1 + (is_on and not are_large)]
+                found = (_tried(module, formula, inputs, call, dtype, returned) for dtype in dtypes)
+                problem = next(filter(None, found), "")
             except CouldNotRunError as error:
                 failures.append(str(error))
                 continue
@@ -170,28 +176,6 @@ def compare(
         under = " under autocast" if is_on else ""
         raise EquivalenceError(f"{kind} is not what {who} computes{under}: {differences[0]}")
     raise CouldNotRunError(f"{kind} {failures[0]}; {remedy}")
-
-
-def _problem(
-    module: nn.Module,
-    formula: Formula,
-    inputs: Sequence[Inputs],
-    call: tuple[Sequence[Any], Mapping[str, Any]],
-    dtypes: Sequence[torch.dtype],
-    returned: Returned | None,
-) -> str:
-    """How the module differs from the formula in a call, of any of the inputs in any of the dtypes, or empty."""
-    for number, some in enumerate(inputs):
-        for dtype in dtypes:
-            try:
-                problem = _tried(module, formula, some, call, dtype, returned)
-            except CouldNotRunError:
-                if number == 0:
-                    raise
-                break
-            if problem:
-                return problem
-    return ""
 
 
 def _tried(
@@ -274,13 +258,21 @@ def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: _
     return ""
 
 
+def where_it_runs(trial: Callable[[int], int], length: int) -> None:
+    """Make a trial with few tokens, or else with as many as a module of one length has; or not, if it takes neither."""
+    for tokens in (_FEW, length):
+        with suppress(CouldNotRunError):
+            trial(tokens)
+            return
+
+
 def small_inputs(
     module: nn.Module,
     shapes: Mapping[str, tuple[int, int]],
     x: tuple[int, ...],
-    large: Iterable[Mapping[str, Tensor]],
-) -> list[Inputs]:
-    """What a module is tried with: numbers as they are at the beginning of a training, and large ones.
+    large: Mapping[str, Tensor] | None = None,
+) -> Inputs:
+    """Random weights of these shapes by projection, with biases where the module has them, and x.
 
     Args:
         module: which has biases or not.
@@ -289,20 +281,8 @@ def small_inputs(
         large: by projection, factors of its rows, of the weight and the bias: a clamp of what it gives shows there.
 
     Returns:
-        Random weights, biases and x; and for each of ``large`` others.
+        Them, by name.
     """
-    found = [_drawn(module, shapes, x)]
-    for by_name in large:
-        some = _drawn(module, shapes, (2, *x[1:]))  # rows of a batch that see each other show as well
-        for name, factors in by_name.items():
-            some[f"{name}.weight"] *= factors[:, None]
-            if f"{name}.bias" in some:
-                some[f"{name}.bias"] *= factors
-        found.append(some)
-    return found
-
-
-def _drawn(module: nn.Module, shapes: Mapping[str, tuple[int, int]], x: tuple[int, ...]) -> Inputs:
     with torch.random.fork_rng([]), torch.device("cpu"):
         torch.manual_seed(0)
         inputs = {"": torch.randn(x, dtype=torch.float64)}
@@ -310,4 +290,8 @@ def _drawn(module: nn.Module, shapes: Mapping[str, tuple[int, int]], x: tuple[in
             inputs[f"{name}.weight"] = torch.randn(shape, dtype=torch.float64) / shape[1] ** 0.5
             if getattr(module.get_submodule(name), "bias", None) is not None:
                 inputs[f"{name}.bias"] = torch.randn(shape[0], dtype=torch.float64)
+    for name, factors in (large or {}).items():
+        inputs[f"{name}.weight"] *= factors[:, None]
+        if f"{name}.bias" in inputs:
+            inputs[f"{name}.bias"] *= factors
     return inputs

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any
 
 from wallfacer_dt.layout import check_length
@@ -12,7 +13,7 @@ _LONGEST = 100  # name of a kernel
 
 def check_number(value: float, what: str, *, zero: bool = False) -> None:
     """Refuse (TypeError, ValueError) what is no finite number above 0, or from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{what} must be a number, got {value!r}")
     if not (0 < value < math.inf or (zero and value == 0)):
         raise ValueError(f"{what} must be {'at least 0' if zero else 'above 0'} and finite, got {value}")
