@@ -191,7 +191,7 @@ class SequenceSampler(DistributedSampler[int]):
             for name, mine in self._identity().items():
                 saved = _part(state, name)
                 saved = saved.item() if isinstance(saved, np.generic) else saved
-                if isinstance(saved, float) or saved != mine:
+                if not isinstance(saved, int) or saved != mine:
                     raise ValueError(f"the saved sampler had {name}={shown(saved)}, this one has {mine!r}")
             epoch = _count(state, "epoch", _MOST_EPOCHS)
             consumed = _count(state, "consumed", self.num_samples)
