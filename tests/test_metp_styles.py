@@ -367,6 +367,11 @@ def test_a_module_is_tried_once_for_all_that_are_like_it() -> None:
         assert Counted.calls > 3 * calls
         with pytest.raises(EquivalenceError, match="Counted is not what METPParallel computes: the output differs"):
             applied(Counted(2.0), style)
+        one, other = Counted(), Counted(2.0)
+        one.function = other.function = lambda: 0  # which has no likeness
+        applied(one, style)
+        with pytest.raises(EquivalenceError, match="Counted is not what METPParallel computes: the output differs"):
+            applied(other, style)
         style = attention()
         x, bare = torch.randn(1, 3, 6), [applied(Nones(), style) for _ in range(2)]
         assert [type(module(x)) for module in bare] == [tuple, tuple]
@@ -401,6 +406,8 @@ class Hiding(Attention):
             q, k, v = (y.clamp(-8, 8) for y in (q, k, v))
         if self.hidden == "limits of keys":
             k = k.clamp(-8, 8)
+        if self.hidden == "limits of queries":
+            q = q.clamp(-8, 8)
         if self.hidden == "other rows":
             k, v = (torch.cat([y, y.flip(0)], 2) for y in (k, v))
             mask = torch.ones(length, length, dtype=torch.bool).tril().repeat(1, 2)
@@ -420,6 +427,7 @@ class Hiding(Attention):
     [
         ("limits", {}),
         ("limits of keys", {}),
+        ("limits of queries", {}),
         ("other rows", {}),
         ("", {"window_size": (2047, 0)}),
         ("all tokens", {"prefix_length": 1200}),
