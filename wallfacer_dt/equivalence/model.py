@@ -47,7 +47,7 @@ def check_model(
 
     Every rank runs both, forward and backward, on the same short batch; all ranks of the mesh call it together. Losses
     and gradients of the sharded run are summed over the mesh, as in training (docs/composition.md), and must be those
-    of the whole run. The model's gradients and buffers and the random state are left as they are; parameters are whole
+    of the whole run. Gradients, buffers, attributes and the random state are left as they are; parameters are whole
     tensors, so it is called before ``fully_shard``, and makes memory for two more sets of gradients.
 
     Args:

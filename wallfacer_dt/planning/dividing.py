@@ -114,6 +114,7 @@ def divide(
 
     Raises:
         PlanningError: nothing can be, or fits into memory.
+        TypeError: ``keep`` is no int.
         ValueError: ``keep`` or the batch are none.
     """
     check_length(keep, "keep")

@@ -40,9 +40,13 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) sizes that are none, or do not divide."""
-        for name in ("hidden", "heads", "layers", "ffn", "vocab", "kv_heads", "head_dim"):
-            if getattr(self, name) is not None or name not in ("kv_heads", "head_dim"):
-                check_length(getattr(self, name), name, least=int(name not in ("ffn", "vocab")))
+        for name in ("hidden", "heads", "layers"):
+            check_length(getattr(self, name), name)
+        for name in ("ffn", "vocab"):
+            check_length(getattr(self, name), name, least=0)
+        for name in ("kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                check_length(getattr(self, name), name)
         if self.heads > MOST_HEADS:
             raise ValueError(f"heads must be at most {MOST_HEADS}, got {self.heads}")
         if self.heads % self.keys:

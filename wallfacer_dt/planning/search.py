@@ -239,6 +239,7 @@ def plan(
 
     Raises:
         PlanningError: nothing fits into memory.
+        TypeError: ``keep`` is no int.
         ValueError: ``only`` or ``profile`` are of other ranks, ``only`` has layers or more Ulysses ranks than heads,
             ``keep`` is below 1, or ``margin`` below 0 or infinite.
     """
