@@ -31,6 +31,8 @@ def divided(draw: st.DrawFn, **fixed: object) -> Layer:
     model = replace(
         MODEL, ffn=draw(st.sampled_from([192, 256])), gated=draw(st.booleans()), vocab=draw(st.sampled_from([0, 100]))
     )
+    if draw(st.integers(0, 3)) == 0:
+        model = replace(model, experts=4, experts_per_token=draw(st.integers(1, 4)))
     sequence = replace(
         SEQUENCE, dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])), is_causal=draw(st.booleans())
     )

@@ -125,6 +125,27 @@ class GELU(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Experts(nn.Module):
+    """A mixture of such experts, each of which is dealt equally many tokens; in the order of transformers' own."""
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.router = nn.Linear(model.hidden, model.experts, bias=False, dtype=dtype)
+        inward, outward = ((model.experts, *sizes) for sizes in ((model.hidden, model.ffn), (model.ffn, model.hidden)))
+        self.up, self.gate = (nn.Parameter(torch.empty(inward, dtype=dtype)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(outward, dtype=dtype))
+        self.each = model.experts_per_token
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, experts = self.router(tokens).softmax(-1).topk(self.each)
+        order = experts.flatten().argsort()
+        given = tokens[order // self.each].unflatten(0, (len(self.down), -1))
+        found = torch.bmm(F.silu(torch.bmm(given, self.gate)) * torch.bmm(given, self.up), self.down).flatten(0, 1)
+        weighted = found * weights.flatten()[order, None]
+        return weighted[order.argsort()].unflatten(0, (-1, self.each)).sum(1).view_as(x)
+
+
 class Attention(nn.Module):
     """With its projections."""
 
@@ -171,7 +192,10 @@ class Layer(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(Norm(model.hidden, dtype=dtype) for _ in range(2))
         self.attention = Attention(model, dtype)
-        self.ffn = (SwiGLU if model.gated else GELU)(model.hidden, model.ffn, dtype)
+        if model.experts:
+            self.ffn: nn.Module = Experts(model, dtype)
+        else:
+            self.ffn = (SwiGLU if model.gated else GELU)(model.hidden, model.ffn, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x))

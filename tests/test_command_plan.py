@@ -268,6 +268,16 @@ def test_layers_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "feed-forward of 512, vocabulary of 100" in text
 
 
+def test_experts_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    options = f"{SHAPE} --ffn 512 --experts 8 --experts-per-token 2 --ranks 2 --intra 1GB/s --top 1"
+    document = json.loads(out_of(f"plan {options} --json", capsys))
+    assert document["model"] == asdict(ModelShape(256, 4, 2, 64, 512, experts=8, experts_per_token=2))
+    text = out_of(f"plan {options}", capsys)
+    assert "gated feed-forward of 512, 2 of 8 experts" in text
+    assert "- in the time: experts that are dealt more tokens than others" in text
+    assert "experts" not in out_of(f"plan {SHAPE} --ffn 512 --ranks 2 --intra 1GB/s --top 1", capsys)
+
+
 @pytest.mark.slow
 def test_the_issues_command_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     text = out_of(
@@ -438,6 +448,24 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
         ),
         (f"{SHAPE} {WHERE} --batch 9999999999999", "--seq, --batch and the model's sizes: a tensor of more than 2^56 "),
         (f"{SHAPE} {WHERE} --ffn 9999999999999999", "--seq, --batch and the model's sizes: "),
+        (
+            f"{SHAPE} {WHERE} --ffn 512 --experts 9999999999999999 --experts-per-token 1",
+            "--seq, --batch and the model's sizes: ",
+        ),
+        (
+            f"{SHAPE} {WHERE} --ffn 512 --experts 8",
+            "--experts-per-token must be from 1 to --experts, or both 0, got 0 and 8",
+        ),
+        (
+            f"{SHAPE} {WHERE} --ffn 512 --experts 8 --experts-per-token 9",
+            "--experts-per-token must be from 1 to --experts, or both 0, got 9 and 8",
+        ),
+        (
+            f"{SHAPE} {WHERE} --experts-per-token 2",
+            "--experts-per-token must be from 1 to --experts, or both 0, got 2 ",
+        ),
+        (f"{SHAPE} {WHERE} --experts 8 --experts-per-token 2", "--experts must be 0 where --ffn is, got 8"),
+        (f"{SHAPE} {WHERE} --ffn 512 --experts -1", "--experts must be at least 0, got -1"),
         (f"{SHAPE} {WHERE} --dtype float32", "--dtype float32: rates by default are an H100's in 16 bits; give --att"),
         (f"{SHAPE} {WHERE} --dtype float32 --linear-speed 1TFLOPS", "--dtype float32: rates by default are an H100's"),
         (f"{SHAPE} {WHERE} --model llama3", "--model must be one of llama3-8b, llama3-70b, "),

@@ -830,6 +830,11 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
     [
         (lambda: ModelShape(hidden=64, heads=6), "heads must divide hidden unless head_dim is given, got 6 and 64"),
         (lambda: ModelShape(hidden=64, heads=8, kv_heads=3), "kv_heads must divide heads, got 3 and 8"),
+        (
+            lambda: ModelShape(64, 8, ffn=8, experts=2),
+            "experts_per_token must be from 1 to experts, or both 0, got 0 and",
+        ),
+        (lambda: ModelShape(64, 8, experts=2, experts_per_token=1), "experts must be 0 where ffn is, got 2"),
         (lambda: ModelShape(hidden=64, heads=0), "heads must be at least 1, got 0"),
         (lambda: ModelShape(hidden=64, heads=10**9, head_dim=1), "heads must be at most 65536, got 1000000000"),
         (lambda: ModelShape(hidden=64, heads=8, ffn=-1), "ffn must be at least 0, got -1"),

@@ -11,12 +11,14 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, divided
+from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, divided, layer_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
 from wallfacer_dt.planning.dividing import DivisionPlan, _Search, divide, divisions
 from wallfacer_dt.planning.division import Division
+from wallfacer_dt.planning.elementwise import feed_forward_bytes
+from wallfacer_dt.planning.flops import model_flops
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.layer import Layer
@@ -74,6 +76,45 @@ def test_tensor_ranks_stay_in_a_node_and_divide_heads(where: tuple[int, int]) ->
         model = replace(MODEL, hidden=96, heads=heads, kv_heads=keys, head_dim=16)
         found = {it.tensor for it in divisions(model, replace(SEQUENCE, length=4096), cluster(*where), 4)}
         assert found == {t for t in (1, 2, 4, 8) if where[1] % t == 0 == heads % t == keys % t}
+
+
+def test_experts_are_no_tensor_ranks_nor_metps() -> None:
+    model = replace(MODEL, experts=8, experts_per_token=2)
+    plain, found = ([*divisions(one, SEQUENCE, cluster(16, 4), 4)] for one in (MODEL, model))
+    assert {it.tensor for it in plain} > {1} == {it.tensor for it in found}
+    assert {it.context.feed_forward for it in plain} > {"plain"} == {it.context.feed_forward for it in found}
+    alike = [it for it in plain if it.tensor == 1 and it.context.feed_forward == "plain"]
+    assert found == alike
+    assert "metp" in {it.context.projections for it in found}
+
+
+def test_experts_take_the_time_of_those_that_a_token_goes_to_and_the_memory_of_all() -> None:
+    """Against one feed-forward of as many units as a token meets, and one of all of them."""
+    each, model = MODEL.ffn, replace(MODEL, experts=8, experts_per_token=2)
+    few, all_of_them = (replace(MODEL, ffn=n * each) for n in (2, 8))
+    router = MODEL.hidden * 8
+    assert model.ffn_weights - router == all_of_them.ffn_weights
+    assert model.ffn_products - router == few.ffn_weights == few.ffn_products
+    assert model_flops(model, SEQUENCE) - model_flops(few, SEQUENCE) == 6 * SEQUENCE.length * MODEL.layers * router
+    division = Division(Candidate(2))
+    layer = layer_of(division)
+    products = [
+        sum(one.seconds for one in replace(layer, model=some).forward(()) if getattr(one, "what", "") == "feed-forward")
+        for some in (model, few)
+    ]
+    assert products[0] - products[1] == pytest.approx(2 * layer.rows * router / KERNELS.linear)
+    # Rows that two experts are given, give, and get gradients of, forward and backward, and their sum's.
+    for backward, rows in ((False, 7), (True, 9)):
+        moved = [
+            feed_forward_bytes(division.context, some, SEQUENCE, layer.rows, backward=backward) for some in (model, few)
+        ]
+        assert moved[0] - moved[1] == rows * MODEL.hidden * layer.rows * 2
+    memory, by_few, by_all = (division_memory(division, some, SEQUENCE) for some in (model, few, all_of_them))
+    elements = MODEL.layers * router // 2
+    assert memory.weights - by_all.weights == 2 * elements
+    # What two experts took and gave of 128 tokens.
+    assert memory.kept - by_few.kept == MODEL.layers * 2 * 2 * 128 * MODEL.hidden * 2
+    assert memory.gathered > by_all.gathered
 
 
 @pytest.mark.parametrize("name", ["tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches"])

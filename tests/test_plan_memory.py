@@ -234,12 +234,29 @@ SMALL = (
 )
 
 
+EXPERTS = (
+    (
+        Candidate(2),
+        ModelShape(256, 4, 2, ffn=64, layers=2, vocab=40, experts=8, experts_per_token=4),
+        SequenceShape(4096),
+    ),
+    (
+        Candidate(2),
+        ModelShape(128, 4, 2, ffn=512, layers=2, vocab=40, experts=4, experts_per_token=2),
+        SequenceShape(4096, is_causal=True, dtype=torch.float32),
+    ),
+)
+
+
 MANY_HEADS = ModelShape(512, 32, 1, ffn=0, layers=1)
 
 
 @pytest.mark.parametrize(
     ("layers", "case"),
-    tiers(product(with_layers(*SMALL[0][:2]), SMALL), strength=1),
+    [
+        *tiers(product(with_layers(*SMALL[0][:2]), SMALL), strength=1),
+        *tiers(product(with_layers(*EXPERTS[0][:2]), EXPERTS), strength=1),
+    ],
     ids=lambda one: "-".join(one.layers.values()) if isinstance(one, Candidate) else str(one[0]),
 )
 def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candidate) -> None:

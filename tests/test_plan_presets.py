@@ -38,7 +38,8 @@ from wallfacer_dt.planning.units import parse_tokens
 
 BILLIONS = {
     "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3.1-405b": 405.9, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
-    "gpt3-175b": 175.2, "dit-xl/2": 0.446,
+    "qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "gpt3-175b": 175.2,
+    "dit-xl/2": 0.446,
 }  # fmt: skip
 """Parameters as published, but GPT-3's with an output projection of its own and DiT's without conditioning."""
 
@@ -49,6 +50,17 @@ def test_models_have_as_many_weights_as_their_names_say(name: str) -> None:
     weights = it.layers * (it.attention_weights + it.ffn_weights) + 2 * it.vocab * it.hidden
     assert weights / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
     assert MODELS[name].activation in ACTIVATIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-30b-a3b", 3.3), ("mixtral-8x7b", 12.9), ("gpt-oss-20b", 3.6), ("llama3-8b", 8.03)]
+)
+def test_a_token_meets_as_many_weights_as_are_published(name: str, billions: float) -> None:
+    """Embedding and output projection among them; of GPT-OSS, as it is counted there, one of the two."""
+    it = MODELS[name].shape
+    products = model_flops(it, SequenceShape(1)) - 12 * it.layers * it.heads * it.dim
+    met = products / 6 + it.vocab * it.hidden * (name != "gpt-oss-20b")
+    assert met / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_the_h100_is_that_of_the_defaults() -> None:
@@ -320,6 +332,22 @@ GEMMA = LLAMA | {
 }  # fmt: skip
 
 
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "sliding_window": None, "router_aux_loss_coef": 0.02,
+}  # fmt: skip
+QWEN3_MOE = LLAMA | {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "vocab_size": 151936, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss", "hidden_size": 2880, "num_attention_heads": 64, "head_dim": 64, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "experts_per_token": 4, "sliding_window": 128, "attention_bias": True,
+}  # fmt: skip
+
+
 def written(tmp_path: Path, config: object) -> str:
     path = tmp_path / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
@@ -378,6 +406,21 @@ def test_configs(tmp_path: Path) -> None:
         make_model(written(tmp_path, LLAMA | {"model_type": "qwen3"}))
 
 
+def test_configs_of_experts(tmp_path: Path) -> None:
+    for config, name in ((MIXTRAL, "mixtral-8x7b"), (QWEN3_MOE, "qwen3-30b-a3b")):
+        assert make_model(written(tmp_path, config)) == MODELS[name]
+    gpt_oss = make_model(written(tmp_path, GPT_OSS))
+    assert gpt_oss.shape == MODELS["gpt-oss-20b"].shape
+    assert gpt_oss.left_out == (
+        "its sliding window of 128 tokens, itself among them, unless --window gives it to all layers",
+        "biases of attention",
+        "sinks, which the style must be told",
+        "biases",
+    )
+    # Those of another model mean nothing.
+    assert make_model(written(tmp_path, LLAMA | {"num_local_experts": 8})) == MODELS["llama3-8b"]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -398,6 +441,13 @@ def test_configs(tmp_path: Path) -> None:
         (LLAMA | {"rope_theta": -math.inf}, "is no JSON: -Infinity is no number of JSON"),
         (LLAMA | {"num_key_value_heads": 5}, "kv_heads must divide heads, got 5 and 32"),
         (LLAMA | {"num_attention_heads": 24}, "heads must divide hidden unless head_dim is given, got 24 and 4096"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "experts_per_token must be from 1 to experts, or both 0, got 9 and 8"),
+        (MIXTRAL | {"num_local_experts": None}, "num_local_experts or num_experts is missing"),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        *(
+            (QWEN3_MOE | some, "layers without experts among others are not planned: ")
+            for some in ({"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": None})
+        ),
         ("[]", "is JSON, but no object"),
         ("{", "is no JSON, and may be cut short: Expecting property name"),
         ("", "is empty"),

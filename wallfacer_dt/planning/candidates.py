@@ -151,10 +151,10 @@ def node_of(candidate: Candidate, ranks_per_node: int) -> np.ndarray:
 def with_layers(candidate: Candidate, model: ModelShape) -> Iterator[Candidate]:
     """The same attention in layers of every kind: METP's on several ranks, its attention where there is no Ulysses.
 
-    Without a feed-forward attention alone is planned, and nothing is METP's.
+    METP's feed-forward has no experts. Without a feed-forward attention alone is planned, and nothing is METP's.
     """
     may_be_metp = model.ffn and candidate.size > 1
-    feed_forwards = FEED_FORWARDS if may_be_metp else FEED_FORWARDS[:1]
+    feed_forwards = FEED_FORWARDS if may_be_metp and not model.experts else FEED_FORWARDS[:1]
     projections = PROJECTIONS if may_be_metp and candidate.ulysses == 1 else PROJECTIONS[:1]
     for feed_forward, projected, checkpoint in product(feed_forwards, projections, CHECKPOINTS):
         yield replace(candidate, feed_forward=feed_forward, projections=projected, checkpoint=checkpoint)

@@ -150,9 +150,9 @@ def divide(
 def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequences: int) -> Iterator[Division]:
     """Every division, with layers of every kind; its context ranks are a ring, which stands for all their attentions.
 
-    Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens. Replicas
-    are whole nodes, or several. Layers and sequences divide. No group lies across the edge of a node in one place and
-    not in another.
+    Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens; a model with
+    experts has none. Replicas are whole nodes, or several. Layers and sequences divide. No group lies across the edge
+    of a node in one place and not in another.
 
     Args:
         model: sizes.
@@ -192,6 +192,8 @@ def _with_microbatches(division: Division, model: ModelShape, cluster: Cluster, 
 
 
 def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
+    if tensor > 1 and model.experts:
+        return False
     return per_node % tensor == 0 and not any(n % tensor for n in (model.heads, model.keys, model.ffn))
 
 

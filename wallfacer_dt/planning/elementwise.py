@@ -8,6 +8,10 @@ up, or up alone, and writes one; its backward reads these and a gradient, and wr
 gave, again. Four layers on an H200 took 3.5 ms for what are 4.0 here, and 12 where nothing was compiled
 (docs/benchmarks/gpu_2026-11-26.md).
 
+A mixture of experts reads and writes a row for each expert of a token, which takes it, reads what each gives, and
+writes their weighted sum. Its backward does the same the other way round, and reads what they gave once more, for the
+gradients of the weights. The router's scores are not counted.
+
 METP's operators are opaque to torch.compile: each of their operations reads and writes by itself. They add every
 product to a sum in the accumulation dtype, of tokens once for each block of the ring (METP, algorithms 1 and 2), or
 group of heads (algorithms 5 and 6).
@@ -41,9 +45,10 @@ def feed_forward_bytes(
     copied to be sent. Forward a rank copies its own weights, to send them.
     """
     is_metp, sizes = candidate.feed_forward == "metp", _Sizes.of(sequence)
-    activation = _ACTIVATIONS[is_metp, model.gated][backward] * model.ffn * tokens * sizes.narrow
+    activation = _ACTIVATIONS[is_metp, model.gated][backward] * model.ffn * model.copies * tokens * sizes.narrow
     if not is_metp:
-        return activation
+        dealt = (4 if backward else 3) * model.experts_per_token + 1 if model.experts else 0
+        return activation + dealt * model.hidden * tokens * sizes.narrow
     sums = (2 if backward and model.gated else 1) * candidate.size + 1
     each = sizes.added + 4 * sizes.wide + sizes.narrow if backward else 2 * sizes.narrow / candidate.size
     return activation + sums * tokens * model.hidden * sizes.added + int(each * model.ffn_weights)

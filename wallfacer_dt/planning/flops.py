@@ -6,9 +6,10 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape
 def model_flops(model: ModelShape, sequence: SequenceShape) -> int:
     """Of a step of training, forward and backward, nothing computed twice: of all ranks together.
 
-    Matrix products take 6 for every token and weight; attention 12 for every query head, element of a head and pair of
-    query and key that the mask shows, of which under a causal mask there are N (N + 1) / 2. Like a prediction's time,
-    without a feed-forward this is attention's alone, and without a vocabulary there is no output projection.
+    Matrix products take 6 for every token and weight that it is multiplied with; attention 12 for every query head,
+    element of a head and pair of query and key that the mask shows, of which under a causal mask there are
+    N (N + 1) / 2. Like a prediction's time, without a feed-forward this is attention's alone, and without a vocabulary
+    there is no output projection.
 
     Args:
         model: sizes.
@@ -18,7 +19,7 @@ def model_flops(model: ModelShape, sequence: SequenceShape) -> int:
         The operations.
     """
     tokens = sequence.batch * sequence.length
-    weights = model.attention_weights + model.ffn_weights if model.ffn else 0
+    weights = model.attention_weights + model.ffn_products if model.ffn else 0
     attention = 12 * sequence.batch * sequence.pairs() * model.heads * model.dim
     return model.layers * (6 * tokens * weights + attention) + 6 * tokens * model.hidden * model.vocab
 

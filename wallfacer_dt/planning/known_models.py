@@ -33,12 +33,28 @@ def _qwen3(hidden: int, heads: int, ffn: int, layers: int) -> KnownModel:
     return KnownModel(shape, left_out=("norms of queries and keys",))
 
 
+def _gpt_oss(experts: int, layers: int) -> KnownModel:
+    """The config.json of openai/gpt-oss-20b and openai/gpt-oss-120b."""
+    shape = ModelShape(2880, 64, 8, 64, 2880, layers=layers, vocab=201088, experts=experts, experts_per_token=4)
+    return KnownModel(shape, left_out=("biases", "sinks", "the window of every other layer, taken as full"))
+
+
 MODELS = {
     "llama3-8b": _llama3(4096, 32, 14336, 32),
     "llama3-70b": _llama3(8192, 64, 28672, 80),
     "llama3.1-405b": _llama3(16384, 128, 53248, 126),
     "qwen3-8b": _qwen3(4096, 32, 12288, 36),
     "qwen3-32b": _qwen3(5120, 64, 25600, 64),
+    # The config.json of Qwen/Qwen3-30B-A3B and mistralai/Mixtral-8x7B-v0.1.
+    "qwen3-30b-a3b": KnownModel(
+        ModelShape(2048, 32, 4, 128, 768, layers=48, vocab=151936, experts=128, experts_per_token=8),
+        left_out=("norms of queries and keys",),
+    ),
+    "mixtral-8x7b": KnownModel(
+        ModelShape(4096, 32, 8, 128, 14336, layers=32, vocab=32000, experts=8, experts_per_token=2)
+    ),
+    "gpt-oss-20b": _gpt_oss(32, 24),
+    "gpt-oss-120b": _gpt_oss(128, 36),
     # Table 2.1 of "Language Models are Few-Shot Learners".
     "gpt3-175b": KnownModel(
         ModelShape(12288, 96, ffn=49152, gated=False, layers=96, vocab=50257),

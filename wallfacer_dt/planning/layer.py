@@ -123,7 +123,7 @@ class Layer:
                 self.division.context.axes, self.rows, self.model, self.sequence, self.cluster, backward=backward
             )
         else:
-            yield self._compute("feed-forward", (2 if backward else 1) * self.model.ffn_weights)
+            yield self._compute("feed-forward", (2 if backward else 1) * self.model.ffn_products)
 
     def _exchanged(self) -> Iterator[Event]:
         """Tensor ranks gather tokens, or reduce what they have of them; as many bytes."""

@@ -23,10 +23,12 @@ class ModelShape:
         heads: query heads.
         kv_heads: key and value heads, a divisor of ``heads``; None: as many.
         head_dim: of queries, keys and values; None: hidden / heads.
-        ffn: hidden units of the feed-forward, 0 for none.
+        ffn: hidden units of the feed-forward, of one expert where there are several, 0 for none.
         gated: it has a gate (SwiGLU): three projections instead of two; True where there is none.
         layers: how many.
         vocab: entries of the output projection, 0 to leave it and the embedding out.
+        experts: among which a router deals tokens out (a mixture of experts), 0 for one feed-forward that takes all.
+        experts_per_token: experts that each token goes to.
     """
 
     hidden: int
@@ -37,12 +39,14 @@ class ModelShape:
     gated: bool = True
     layers: int = 1
     vocab: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) sizes that are none, or do not divide."""
         for name in ("hidden", "heads", "layers"):
             check_length(getattr(self, name), name)
-        for name in ("ffn", "vocab"):
+        for name in ("ffn", "vocab", "experts", "experts_per_token"):
             check_length(getattr(self, name), name, least=0)
         for name in ("kv_heads", "head_dim"):
             if getattr(self, name) is not None:
@@ -53,6 +57,11 @@ class ModelShape:
             raise ValueError(f"kv_heads must divide heads, got {self.keys} and {self.heads}")
         if self.head_dim is None and self.hidden % self.heads:
             raise ValueError(f"heads must divide hidden unless head_dim is given, got {self.heads} and {self.hidden}")
+        if bool(self.experts) != bool(self.experts_per_token) or self.experts_per_token > self.experts:
+            given = f"{self.experts_per_token} and {self.experts}"
+            raise ValueError(f"experts_per_token must be from 1 to experts, or both 0, got {given}")
+        if self.experts and not self.ffn:
+            raise ValueError(f"experts must be 0 where ffn is, got {self.experts}")
         # Written out, so that the same sizes are equal.
         object.__setattr__(self, "kv_heads", self.keys)
         object.__setattr__(self, "head_dim", self.dim)
@@ -80,7 +89,21 @@ class ModelShape:
 
     @property
     def ffn_weights(self) -> int:
-        """Elements of a layer's feed-forward."""
+        """Elements of a layer's feed-forward, of all experts and their router."""
+        return (self.experts or 1) * self._expert_weights + self.hidden * self.experts
+
+    @property
+    def ffn_products(self) -> int:
+        """Those of them that a token is multiplied with."""
+        return self.copies * self._expert_weights + self.hidden * self.experts
+
+    @property
+    def copies(self) -> int:
+        """Of a token that feed-forwards take: one for each of its experts."""
+        return self.experts_per_token or 1
+
+    @property
+    def _expert_weights(self) -> int:
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
 

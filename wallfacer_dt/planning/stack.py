@@ -226,7 +226,8 @@ class _Layer:
         itemsize, wide = sequence.dtype.itemsize, accumulation_dtype(sequence.dtype).itemsize
         self.x = own * model.hidden * itemsize
         self.whole_x = self.rows * model.hidden * itemsize
-        self.hidden = self.rows * -(-model.ffn // tensor) * itemsize
+        self.hidden = self.rows * model.copies * -(-model.ffn // tensor) * itemsize
+        self.dealt = self.rows * model.experts_per_token * model.hidden * itemsize
         self.loss = self.rows * -(-model.vocab // tensor) * itemsize
         self.tokens = 2 * self.rows * 8  # and the targets
         self.scale = own * wide  # of every token, in a norm
@@ -257,8 +258,13 @@ class _Layer:
 
     @property
     def feed_forward(self) -> int:
-        """What a feed-forward keeps of its hidden units: gate, up, silu(gate), their product; or up and gelu(up)."""
-        return 0 if self.candidate.feed_forward == "metp" else self.hidden * (4 if self.model.gated else 2)
+        """What a feed-forward keeps of its hidden units: gate, up, silu(gate), their product; or up and gelu(up).
+
+        And what experts took and what they gave (but not where it belongs, a few integers a token).
+        """
+        if self.candidate.feed_forward == "metp":
+            return 0
+        return self.hidden * (4 if self.model.gated else 2) + 2 * self.dealt
 
     @property
     def whole(self) -> int:
@@ -289,8 +295,10 @@ class _Layer:
             return there
         if self.candidate.feed_forward == "metp":
             return there + _feed_forward_peak(Candidate(self.candidate.size), self.model, self.sequence)
-        # Where both factors of the product have their gradients, it is gone, and its own gradient there.
-        return there + self.hidden * (2 if self.model.gated else 1)
+        # Where both factors of the product have their gradients, it is gone, and its own gradient there. So is what
+        # experts gave, of which before there are gradients in both orders, and products for those of their weights.
+        most = self.hidden * (2 if self.model.gated else 1)
+        return there + max(most - self.dealt, self.hidden, 3 * self.dealt)
 
 
 _feed_forward_peak = lru_cache(maxsize=64)(feed_forward_peak)

@@ -9,7 +9,8 @@ from wallfacer_dt.reading import read_json, shown
 
 _MOST_BYTES = 2**20
 _MOST = 10**7  # of any size
-_GATED = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+_GATED = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", *_EXPERTS)
 _TYPES = (*_GATED, "gpt2")
 _KEYS = {
     "hidden": ("hidden_size", "n_embd"),
@@ -20,8 +21,9 @@ _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
     "vocab": ("vocab_size",),
 }
+_KEYS_OF_EXPERTS = {"experts": ("num_local_experts", "num_experts"), "experts_per_token": ("num_experts_per_tok",)}
 # As many key heads as query heads, and hidden / heads; other types have numbers of their own where nothing is said.
-_MAY_BE_MISSING = {"kv_heads": ("gpt2", "llama"), "head_dim": ("gpt2", "llama", "mistral", "qwen2")}
+_MAY_BE_MISSING = {"kv_heads": ("gpt2", "llama"), "head_dim": ("gpt2", "llama", "mistral", "mixtral", "qwen2")}
 # Keys that transformers' GPT-2 passes over.
 _NOT_GPT2S = ("intermediate_size", "num_key_value_heads", "head_dim")
 _ACTIVATIONS = {
@@ -61,8 +63,12 @@ def read_config(path: str) -> KnownModel:
         raise ValueError(f"{path}: model_type {said}, known are {', '.join(_TYPES)}; give sizes as options instead")
     if kind == "gpt2":
         config = {key: value for key, value in config.items() if key not in _NOT_GPT2S}
+    asked = _KEYS | _KEYS_OF_EXPERTS if kind in _EXPERTS else _KEYS
+    if kind == "qwen3_moe":
+        asked["ffn"] = ("moe_intermediate_size",)
+        _check_all_have_experts(path, config)
     sizes: dict[str, int] = {}
-    for name, keys in _KEYS.items():
+    for name, keys in asked.items():
         key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], None))
         if value is None and name == "ffn" and kind == "gpt2":
             value = 4 * sizes["hidden"]
@@ -87,6 +93,14 @@ def read_config(path: str) -> KnownModel:
     return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape)))
 
 
+def _check_all_have_experts(path: str, config: Mapping[str, Any]) -> None:
+    for key, every in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if config.get(key, every) != every:
+            raise ValueError(
+                f"{path}: layers without experts among others are not planned: {key} is {shown(config[key])}"
+            )
+
+
 def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     """What the config says and the planner does not count."""
     # What is taken unless it is said: Gemma and GPT-2 share embeddings, and Qwen has no window.
@@ -97,11 +111,13 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
     if said.get("query_pre_attn_scalar") == shape.dim:
         said.pop("query_pre_attn_scalar")
     found = [text.format(shown(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]
-    if kind in ("qwen3", "gemma3_text"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         found.append("norms of queries and keys")
     if kind in ("gemma2", "gemma3_text"):
         found.append("two more norms of a layer, and what is kept of them")
-    if kind in ("gpt2", "qwen2"):
+    if kind == "gpt_oss":
+        found.append("sinks, which the style must be told")
+    if kind in ("gpt2", "gpt_oss", "qwen2"):
         found.append("biases")
     if kind == "gpt2":
         found.append(LEARNED)

@@ -99,8 +99,8 @@ class Figures:
 
 _ALL_SHARE = "data, tensor and pipeline parallelism: all ranks are taken to share each sequence; see --sequences"
 _NOT_DIVIDED = (
-    "of divisions: expert parallelism, other pipeline schedules than 1F1B, stages of unlike layers, asynchronous "
-    "tensor parallelism, METP beside data, tensor or pipeline parallelism"
+    "of divisions: expert parallelism, tensor parallelism of models with experts, other pipeline schedules than 1F1B, "
+    "stages of unlike layers, asynchronous tensor parallelism, METP beside data, tensor or pipeline parallelism"
 )
 
 
@@ -108,6 +108,11 @@ def _left_out(model: ModelShape) -> Iterator[str]:
     """What is in no number, of the time and of memory."""
     if not model.ffn:
         yield "in the time: layers but for their attention, and the optimizer (no --ffn)"
+    if model.experts:
+        yield (
+            "in the time: experts that are dealt more tokens than others, and what their products, of fewer tokens "
+            "each, take longer than other products"
+        )
     if not model.vocab:
         yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
     if model.ffn or model.vocab:

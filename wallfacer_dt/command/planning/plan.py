@@ -60,6 +60,15 @@ def plan(
         bool | None,
         typer.Option("--gated/--no-gated", help="The feed-forward has a gate. [default: yes, or as the model]"),
     ] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option(
+            help="Experts, each of --ffn hidden units; 0 for a plain feed-forward. [default: 0, or the model's]"
+        ),
+    ] = None,
+    experts_per_token: Annotated[
+        int | None, typer.Option(help="Experts that a token goes to. [default: 0, or the model's]")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Number of layers. [default: 1, or the model's]")] = None,
     vocab: Annotated[
         int | None, typer.Option(help="Entries of the vocabulary; 0 leaves it out. [default: 0, or the model's]")
@@ -167,7 +176,7 @@ def plan(
         check_picture(picture, top)
     known = make_model(
         model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=gated, layers=layers,
-        vocab=vocab,
+        vocab=vocab, experts=experts, experts_per_token=experts_per_token,
     )  # fmt: skip
     is_longest = seq == "longest"
     if sequences is not None:

@@ -43,7 +43,9 @@ Memory = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 _MOST_ELEMENTS = 2**56
-_FIELDS = re.compile(r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|layers|vocab|length|batch)\b")
+_FIELDS = re.compile(
+    r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|layers|vocab|experts_per_token|experts|length|batch)\b"
+)
 
 
 @contextmanager
@@ -102,6 +104,6 @@ def make_sequence(
 
 def check_size(model: ModelShape, sequence: SequenceShape) -> None:
     """Refuse (OptionError) a step whose largest tensor nobody can count the bytes of."""
-    widest = max(model.hidden, 2 * model.heads * model.dim, model.ffn, model.vocab, model.layers)
+    widest = max(model.hidden, 2 * model.heads * model.dim, model.ffn * (model.experts or 1), model.vocab, model.layers)
     if max(sequence.length * sequence.batch, model.hidden) * widest > _MOST_ELEMENTS:
         raise OptionError("--seq, --batch and the model's sizes: a tensor of more than 2^56 elements is not planned")

@@ -118,7 +118,8 @@ def mask_of(sequence: SequenceShape) -> str:
 
 def summary_of_model(model: ModelShape) -> str:
     """Its sizes."""
-    ffn = f", {'gated ' * model.gated}feed-forward of {model.ffn}" if model.ffn else ""
+    experts = f", {model.experts_per_token} of {model.experts} experts" if model.experts else ""
+    ffn = f", {'gated ' * model.gated}feed-forward of {model.ffn}{experts}" if model.ffn else ""
     vocab = f", vocabulary of {model.vocab}" if model.vocab else ""
     return f"hidden {model.hidden}, {model.heads}/{model.keys} heads of {model.dim}{ffn}{vocab}"
 
