@@ -335,6 +335,8 @@ def refused_inputs() -> dict[str, str]:
     gaps = torch.ones(2, 64).long().index_fill(1, torch.tensor([5]), 0)
     late = torch.ones(2, 64).long().index_fill(1, torch.arange(7), 0)
     first_left_out = tokens.masked_fill(torch.arange(64) < 8, -100)
+    early = torch.ones(2, 64).long().index_fill(1, torch.arange(50, 64), 0)
+    first_of_padding = tokens.masked_fill(torch.arange(64) > 50, -100)
     return {
         "other tokens on a rank": refusal(lambda: deal(tokens + (rank == 2))),
         "other labels on a rank": refusal(lambda: deal(tokens, labels=tokens + (rank == 1))),
@@ -358,6 +360,11 @@ def refused_inputs() -> dict[str, str]:
         "what is masked behind": refusal(
             lambda: deal(tokens, attention_mask=late, labels=tokens.masked_fill(late == 0, -100), shift=False)
         ),
+        "padding that counts": refusal(lambda: deal(tokens, attention_mask=early, labels=tokens)),
+        "padding that a token predicts": refusal(lambda: deal(tokens, attention_mask=early, labels=first_of_padding)),
+        "padding that counts, of a masked model": refusal(
+            lambda: deal(tokens, attention_mask=early, labels=first_of_padding, shift=False)
+        ),
         "documents of a shard": refusal(lambda: deal(tokens, document_ids=torch.zeros(16).long())),
         "by document without": refusal(lambda: deal(tokens, order=TokenOrder("document_head_tail", mesh))),
     }
@@ -378,9 +385,12 @@ def test_inputs_that_are_refused(ranks: Ranks) -> None:
         "nothing counts": "no label counts",
         "two kinds of documents": "give one of",
         "a gap": "one run of tokens",
-        "what padding predicts": "set it to -100, or pad behind",
+        "what padding predicts": "set the labels of padding to -100, and that of the token behind it",
         "what none predicts": "went through",
         "what is masked behind": "went through",
+        "padding that counts": "a label counts that padding would predict",
+        "padding that a token predicts": "went through",
+        "padding that counts, of a masked model": "a label counts that padding would predict",
         "documents of a shard": "the whole sequence",
         "by document without": "needs document_ids",
     }
@@ -455,6 +465,7 @@ def padded_where_the_mask_counts(first: int) -> str:
     tokens, labels = tokens_of(64)
     seen = torch.ones(2, 64).long()
     seen[1, :first], seen[1, 50:] = 0, 0
+    labels = labels.masked_fill(seen == 0, -100)
     labels[1, first] = -100
     context_parallel(model, mesh, order=order)
     return refusal(lambda: model(**shard_inputs(mesh, tokens, order=order, labels=labels, attention_mask=seen)))

@@ -48,7 +48,7 @@ def shard_inputs(
             -100 of tokens that begin a document.
         cu_seqlens: instead of them, cumulative lengths (documents + 1,), int, on the CPU.
         attention_mask: (B, N), 0 where there is padding, before or after a row's tokens, which then sees itself alone.
-            The label of a first token behind padding must be -100, if labels are shifted.
+            Labels that padding predicts must be -100: its own, or with ``shift`` those behind it.
         must_count: refuse a batch of which no label counts; not where it is a part of a step, divided by that of all.
 
     Returns:
@@ -81,8 +81,9 @@ def shard_inputs(
         if by_document and documents is None:
             raise ValueError(f"order={order.name!r} needs document_ids or cu_seqlens")
         if labels is not None and shift:
-            _check_beginnings(labels, attention_mask)
             labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        if labels is not None and attention_mask is not None:
+            _check_predicted(labels, attention_mask, shift=shift)
         counted = 0 if labels is None else int((labels != IGNORED).sum())
         if labels is not None and not counted and must_count:
             raise ValueError("no label counts: all are -100, or there is nothing to predict")
@@ -115,16 +116,19 @@ def shard_inputs(
     return batch
 
 
-def _check_beginnings(labels: Tensor, attention_mask: Tensor | None) -> None:
-    """Refuse (ValueError) labels that padding would predict, of which nobody knows what it sees."""
-    if attention_mask is None:
-        return
-    seen = attention_mask != 0
-    begins = seen[:, 1:] & ~seen[:, :-1]
-    if bool((labels[:, 1:][begins.to(labels.device)] != IGNORED).any()):
+def _check_predicted(labels: Tensor, attention_mask: Tensor, *, shift: bool) -> None:
+    """Refuse (ValueError) labels that padding would predict: here it sees itself alone, elsewhere what it happens to.
+
+    Args:
+        labels: of each token what it predicts.
+        attention_mask: of the tokens.
+        shift: labels were shifted.
+    """
+    if bool((labels[(attention_mask == 0).to(labels.device)] != IGNORED).any()):
+        behind = ", and that of the token behind it" if shift else ""
         raise ValueError(
-            "the label of a row's first token behind padding would be predicted by padding, which sees whatever an "
-            f'attention implementation makes of that: set it to {IGNORED}, or pad behind (padding_side="right")'
+            "a label counts that padding would predict, which sees whatever an attention implementation makes of that: "
+            f"set the labels of padding to {IGNORED}{behind}"
         )
 
 
