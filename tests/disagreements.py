@@ -145,6 +145,34 @@ def two_feed_forwards() -> None:
     two_losses(lambda q: block(q.flatten(0, 2)[:, :6].unsqueeze(0)))
 
 
+def two_biases(module: nn.Module, style: ParallelStyle, around: Callable[..., Any] = lambda block: block) -> None:
+    """Of a module of which nothing but the output's bias is trained."""
+    block = parallelize_module(module, mesh(), style, src_data_rank=None)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(name in ("down.bias", "o.bias"))
+    two_losses(lambda q: around(block)(q.detach().flatten(0, 2)[:2, :6].unsqueeze(0)))
+
+
+def an_error_after_metp(style: Callable[..., ParallelStyle] = metp) -> None:
+    """One rank goes on to its next step, where the others are in the backward."""
+    module = FeedForward() if style is metp else Projections()
+    block = parallelize_module(module, mesh(), style(check=False), src_data_rank=None)
+    y = block(x(1, 2, D))
+    if is_odd():
+        block(x(1, 2, D))
+    y.sum().backward()
+
+
+def an_error_after_metp_beside_tp() -> None:
+    """The same; here gradients are gathered along tp first."""
+    layouts = {"input_layouts": Shard(1), "output_layouts": Shard(1)}
+    block = parallelize_module(FeedForward(), with_tp(), metp(check=False, **layouts), src_data_rank=None)
+    y = block(x(1, 2, D))
+    if is_odd():
+        block(x(1, 2, D))
+    y.sum().backward()
+
+
 def two_metp_attentions() -> None:
     block = parallelize_module(Projections(), mesh(), attention(check=False), src_data_rank=None)
     two_losses(lambda q: block(q.flatten(0, 2)[:2, :6].unsqueeze(0)))
@@ -274,6 +302,18 @@ def projections_swapped() -> None:
     parallelize_module(FeedForward(), mesh(), metp(check=False, **names), src_data_rank=None)
 
 
+def x_changed_by_one_rank(module: nn.Module, style: ParallelStyle, *, is_distributed: bool = False) -> None:
+    block = parallelize_module(module, mesh(), style, src_data_rank=None)
+    given = x(1, 2, D, requires_grad=True) * 1
+    if is_distributed:
+        given = DTensor.from_local(given, mesh(), [Shard(1)] * 2, run_check=False) * 1
+    y = block(given)
+    if is_odd():
+        with torch.no_grad():
+            given.mul_(2)
+    y.sum().backward()
+
+
 def weight_changed_by_one_rank() -> None:
     block = parallelize_module(FeedForward(), mesh(), metp(check=False), src_data_rank=None)
     y = block(x(1, 2, 6))
@@ -357,6 +397,11 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     ),
     "backwards in another order, METP's feed-forward": two_feed_forwards,
     "backwards in another order, METP's attention": two_metp_attentions,
+    "backwards in another order, METP's bias": lambda: two_biases(FeedForward(), metp(check=False)),
+    "backwards in another order, METP's attention's bias": lambda: two_biases(Projections(), attention(check=False)),
+    "backwards in another order, METP's bias, compiled": lambda: two_biases(
+        FeedForward(), metp(check=False), partial(torch.compile, backend="aot_eager", fullgraph=True)
+    ),
     "a sampler's seed, each seen before": seed_seen_before,
     "a sampler's state, each seen before": state_seen_before,
     "a sampler's state that one rank refuses": state_refused_by_one_rank,
@@ -380,6 +425,17 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
         Projections(), attention(check=False), "hidden", "a norm"
     ),
     "METP's weight, changed on one rank": weight_changed_by_one_rank,
+    "METP's x, changed on one rank": lambda: x_changed_by_one_rank(FeedForward(), metp(check=False)),
+    "METP's attention's x, changed on one rank": lambda: x_changed_by_one_rank(Projections(), attention(check=False)),
+    "METP's x, a DTensor, changed on one rank": lambda: x_changed_by_one_rank(
+        FeedForward(), metp(check=False), is_distributed=True
+    ),
+    "METP's attention's x, a DTensor, changed on one rank": lambda: x_changed_by_one_rank(
+        Projections(), attention(check=False), is_distributed=True
+    ),
+    "an error between METP's forward and backward": an_error_after_metp,
+    "an error between METP's attention's forward and backward": lambda: an_error_after_metp(attention),
+    "an error between METP's forward and backward, beside tp": an_error_after_metp_beside_tp,
     "unsharding along another dim": lambda: unshard(x(4, 4, 4, 4), dim=1 + is_odd()),
     "a mesh of another placement": of_another_turn,
     "a mesh of other axes": of_another_split,

@@ -33,9 +33,12 @@ def touched(model: ModelShape, tokens: float, itemsize: int = 2) -> tuple[float,
     """Seconds in which norms, positions and activations read and write so many tokens, forward and backward."""
     norms, positions = 2 * (2 + 2) * model.hidden, 2 * (model.heads + model.keys) * model.dim
     forward, backward = (2 + 1, 3 + 2 + 1) if model.gated else (1 + 1, 2 + 1 + 1)
+    units, routed = max(1, model.experts_per_token) * model.ffn, model.experts_per_token * model.hidden
+    # Rows to experts are read and written, theirs read and their sum written; and once more read, backward.
+    dealt = [(2 + 1 + more) * routed + model.hidden * bool(model.experts) for more in (0, 1)]
     return tuple(
-        itemsize * tokens * (norms + positions + activation * model.ffn) / KERNELS.merge
-        for activation in (forward, backward)
+        itemsize * tokens * (norms + positions + activation * units + rows) / KERNELS.merge
+        for activation, rows in zip((forward, backward), dealt, strict=True)
     )
 
 
@@ -216,7 +219,7 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
     passes = 2 if division.context.checkpoint == "none" else 3
     # METP's attention has its projections among its own events.
     projections = model.attention_weights if division.context.projections == "plain" else 0
-    weights = projections + model.ffn_weights
+    weights = projections + model.ffn_products
     beside = touched(model, tokens / division.tensor, layer.sequence.dtype.itemsize)
     repeated = beside[0]
     if "metp" in (division.context.feed_forward, division.context.projections):

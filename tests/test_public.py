@@ -56,7 +56,8 @@ METPAttentionParallel
 METPParallel
     *, up, down, activation, gate=None, input_layouts=None, output_layouts=None, check=True
 ModelShape
-    hidden, heads, kv_heads=None, head_dim=None, ffn=0, gated=True, layers=1, vocab=0
+    hidden, heads, kv_heads=None, head_dim=None, ffn=0, gated=True, layers=1, vocab=0, experts=0,
+    experts_per_token=0
 Plan
     model, sequence, cluster, ranked, dropped=(), considered=0
 Profile

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement.agree import fake_number
+from wallfacer_dt.agreement.agree import fake_number, tell
 from wallfacer_dt.algorithms.feed_forward import add_product_, linear
 from wallfacer_dt.algorithms.head_groups import HeadGroup, head_groups
 from wallfacer_dt.algorithms.heads import Heads
@@ -309,7 +309,11 @@ def _autograd(ctx, grad_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]
     rest = (None,) * (_COUNT - 8 + len(ctx.options))
     if grad_y is None:
         return (*[None] * 8, *rest)
-    saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
+    try:
+        saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
+    except Exception as error:  # what one rank has written into meanwhile
+        tell(error, BlockOptions.of(ctx.options[0]).whole)
+        raise
     grads = torch.ops.wallfacer_dt.metp_attention_backward(grad_y, *saved, ctx.number, *ctx.options)
     return (*(None if x is None else grad for x, grad in zip(saved, grads, strict=False)), *rest)
 

@@ -235,11 +235,11 @@ class METPAttentionParallel(AttentionStyle):
             tensors = as_computed(inside, *self._shards(module))
             options = attention.resolve(shaped(tensors[0], block))
             block_options = block._replace(gradients=needing_gradients(x, parts))
-            y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
+            y, _, _, number = torch.ops.wallfacer_dt.metp_attention(
                 *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:-1]
             )
-            y = watched(y, parts, f"{self.output}.bias", boundary.weights.name)
-            return returned.like(leave(boundary.with_bias(y, linear(module, self.output).bias)))
+            y = watched(y, x, inside, parts, f"{self.output}.bias", boundary.weights.name)
+            return returned.like(leave(boundary.with_bias(y, linear(module, self.output).bias, number), number))
 
         return forward
 

@@ -39,14 +39,14 @@ class Boundary:
     output_layout: Placement
     shards: Shards
 
-    def enter(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def enter(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
         """This rank's tokens as a plain tensor, and what makes of the result what leaves.
 
         Args:
             x: (..., D): a plain tensor of this rank's tokens, or a DTensor.
 
         Returns:
-            The tensor, and a function.
+            The tensor, and a function, which takes the number of the call, too.
         """
         (x,) = as_computed(x)
         tp = self.weights.tp_mesh
@@ -55,13 +55,13 @@ class Boundary:
         if isinstance(x, DTensor):
             return self._enter_distributed(x)
         if tp is None:
-            return x, lambda y: y
+            return x, lambda y, _: y
         whole = DTensor.from_local(x, tp, [self.input_layout], run_check=False)
         inside = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
-        def leave(y: Tensor) -> Tensor:
+        def leave(y: Tensor, number: Tensor) -> Tensor:
             summed = DTensor.from_local(y, tp, [Partial()], run_check=False)
-            return summed.redistribute(placements=[self.output_layout]).to_local()
+            return self._left(summed.redistribute(placements=[self.output_layout]).to_local(), number)
 
         return inside, leave
 
@@ -89,14 +89,24 @@ class Boundary:
         outside = tuple(self.output_layout if tp else p for tp, p in zip(on_tp, inside, strict=True))
         local = x.redistribute(placements=inside).to_local(grad_placements=sums)
 
-        def leave(y: Tensor) -> Tensor:
+        def leave(y: Tensor, number: Tensor) -> Tensor:
             shape = torch.Size((*x.shape[:-1], y.shape[-1]))
             strides = torch.empty(shape, device="meta").stride()
-            return DTensor.from_local(y, mesh, sums, run_check=False, shape=shape, stride=strides).redistribute(
-                placements=outside
-            )
+            summed = DTensor.from_local(y, mesh, sums, run_check=False, shape=shape, stride=strides)
+            return self._left(summed.redistribute(placements=outside), number)
 
         return local, leave
+
+    def _left(self, y: Tensor, number: Tensor) -> Tensor:
+        """y, whose gradient may be gathered along tp: in eager mode once all ranks have come with it."""
+        if self.weights.tp_mesh is None or torch.compiler.is_compiling() or not y.requires_grad:
+            return y
+
+        def compare(grad: Tensor) -> None:
+            agree("the backward of what METP gave", (), self.weights.name, x=grad, forward=number)
+
+        y.register_hook(compare)
+        return y
 
     def refusal(self, x: Any, out_dim: int, check: Callable[[], None]) -> Tensor | None:
         """Refuse on every rank what ``check`` refuses on one; see Note [Refusing together].
@@ -181,11 +191,14 @@ class Boundary:
                     f"METP's mesh and on no other, got {placement!r} on axis {axis!r}"
                 )
 
-    def with_bias(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """What is inside, with a bias that is sharded over the mesh; of ranks whose results are summed, one adds it."""
+    def with_bias(self, y: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+        """What is inside, with a bias that is sharded over the mesh; of ranks whose results are summed, one adds it.
+
+        Its gradient is summed outside of the operators, and may be the first that a backward sends, or all of it.
+        """
         if bias is None:
             return y
-        whole = self.weights.whole(bias).to(y.dtype)
+        whole = torch.ops.wallfacer_dt.metp_bias(self.weights.whole(bias), number, self.weights.name).to(y.dtype)
         if self.weights.tp > 1:
             # Not left out: all ranks' backward takes part in that of making it whole. And by all of them alike: a
             # checkpoint computes anew where a backward first asks for what was saved, and other ranks would be there
@@ -256,4 +269,35 @@ def _entered_fake(x: Tensor, *_: Any) -> Tensor:
 
 
 _entered.register_autograd(lambda _, grad: (grad, None, None, None, None))
-lowering.keep_order(torch.ops.wallfacer_dt.metp_entered.default)
+
+
+@torch.library.custom_op(
+    "wallfacer_dt::metp_bias", mutates_args=(), schema="(Tensor bias, Tensor number, str name) -> Tensor"
+)
+def _bias(bias: Tensor, _: Tensor, __: str) -> Tensor:
+    """A whole bias, of whose gradients ranks compare of which call they are before these are summed."""
+    return bias.clone()
+
+
+@torch.library.custom_op(
+    "wallfacer_dt::metp_bias_backward", mutates_args=(), schema="(Tensor grad, Tensor number, str name) -> Tensor"
+)
+def _bias_backward(grad: Tensor, number: Tensor, name: str) -> Tensor:
+    agree("the backward of METP's bias", (), name, x=grad, forward=number)
+    return grad.clone()
+
+
+def _set_up_bias(ctx, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    del output
+    ctx.told = inputs[1:]  # not saved: a checkpoint must not replace the number
+
+
+def _autograd_of_bias(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.wallfacer_dt.metp_bias_backward(grad, *ctx.told), None, None
+
+
+for _op in (_bias, _bias_backward):
+    _op.register_fake(lambda x, *_: x.clone())
+_bias.register_autograd(_autograd_of_bias, setup_context=_set_up_bias)
+for _name in ("metp_entered", "metp_bias", "metp_bias_backward"):
+    lowering.keep_order(getattr(torch.ops.wallfacer_dt, _name).default)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement.agree import agree, fake_number
+from wallfacer_dt.agreement.agree import agree, fake_number, tell
 from wallfacer_dt.algorithms.arithmetic import Operand
 from wallfacer_dt.algorithms.execute import execute
 from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS, FeedForward, FeedForwardBackward, RingOfWeights, Units
@@ -213,7 +213,11 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _autograd(ctx, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
+    try:
+        saved = ctx.saved_tensors  # to be read once: a checkpoint unpacks it
+    except Exception as error:  # what one rank has written into meanwhile
+        tell(error, _options(ctx.options).whole)
+        raise
     grads = torch.ops.wallfacer_dt.feed_forward_backward(grad_out, *saved, ctx.number, *ctx.options)
     given = [None if x is None else grad for x, grad in zip(saved, grads, strict=True)]
     return *given, *[None] * len(ctx.options)

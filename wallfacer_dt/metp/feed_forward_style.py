@@ -165,9 +165,9 @@ class METPParallel(ParallelStyle):
                 local(down.weight), local(up.bias), None if gate is None else local(gate.bias),
             )  # fmt: skip
             told = options._replace(gradients=needing_gradients(x, parts))
-            y, _ = torch.ops.wallfacer_dt.feed_forward(*tensors, *told)
-            y = watched(y, parts, f"{self.down}.bias", boundary.weights.name)
-            return leave(boundary.with_bias(y, down.bias).unflatten(0, inside.shape[:-1]))
+            y, number = torch.ops.wallfacer_dt.feed_forward(*tensors, *told)
+            y = watched(y, x, inside, parts, f"{self.down}.bias", boundary.weights.name)
+            return leave(boundary.with_bias(y, down.bias, number).unflatten(0, inside.shape[:-1]), number)
 
         return forward
 

@@ -263,14 +263,16 @@ def local(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local()
 
 
-def watched(y: Tensor, parts: Mapping[str, Tensor], added: str, mesh: str) -> Tensor:
-    """A result whose backward refuses (RuntimeError) weights and biases that have been changed in place meanwhile.
+def watched(y: Tensor, x: Tensor, inside: Tensor, parts: Mapping[str, Tensor], added: str, mesh: str) -> Tensor:
+    """A result whose backward refuses (RuntimeError) x, weights and biases that have been changed in place meanwhile.
 
     Autograd looks after what an operator saves; of DTensors that is their local tensors, which a change of the DTensor
     does not mark as changed. In eager mode only: a compiled graph is not watched.
 
     Args:
         y: the result, before a bias is added.
+        x: what was given.
+        inside: what of it the operator took.
         parts: weights and biases by name.
         added: the name of that bias, of which the backward of y wants nothing: its own gradient is there before that
             of y, and whoever steps where gradients come has changed it by then.
@@ -281,15 +283,23 @@ def watched(y: Tensor, parts: Mapping[str, Tensor], added: str, mesh: str) -> Te
     """
     if torch.compiler.is_compiling() or not y.requires_grad:
         return y
-    versions = [(part, part._version) for name, part in parts.items() if name != added]
+    saved = {name: part for name, part in parts.items() if name != added}
+    if isinstance(x, DTensor) and _storage(x.to_local()) == _storage(inside):
+        saved["x"] = x
+    versions = [(name, part, part._version) for name, part in saved.items()]
 
     def check(_: Tensor) -> None:
         with refusing_together(mesh):
-            if any(part._version != version for part, version in versions):
+            changed = [name for name, part, version in versions if part._version != version]
+            if changed:
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                    "weight under METP was changed between forward and backward"
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{changed[0]} under METP was changed between forward and backward"
                 )
 
     y.register_hook(check)
     return y
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
