@@ -80,7 +80,7 @@ class Boundary:
         local = torch.ops.wallfacer_dt.metp_entered(x.to_local(), x.shape, *told)
         return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
-    def _enter_distributed(self, x: DTensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _enter_distributed(self, x: DTensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
         mesh, placements = x.device_mesh, x.placements
         names = mesh.mesh_dim_names or ()
         on_tp = [axis == TENSOR_AXIS and self.weights.tp_mesh is not None for axis in names]
