@@ -4,6 +4,7 @@ import io
 import json
 import re
 from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,6 +200,26 @@ def test_flags_are_torchtitans() -> None:
         assert lines[-1].startswith(("activation-checkpoint:", "# "))
         assert f"activation-checkpoint:{'full' if division is FIRST else 'none'}" in lines
         assert [line.endswith("\\") for line in lines if line.startswith("--")] == [True] * len(flags)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages"), [(2, 2), (32, 2), (32, 4), (32, 8), (32, 32), (80, 8), (80, 16), (126, 6)]
+)
+def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, stages: int) -> None:
+    """Whose defaults count the embedding and the output projection as a layer each."""
+    pytest.importorskip("torchtitan", reason="the extra `torchtitan` is not installed")
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _get_pipeline_metadata
+
+    from recipes.torchtitan.settings import ContextParallelism
+
+    division = Division(Candidate(1), pipeline=stages, microbatches=stages)
+    model = replace(MODEL, layers=layers)
+    flags = flags_of(replace(SMALL, model=model, ranked=(ranked(division, 1.0, ""),)))
+    found = dict(re.findall(r"--parallelism\.(pipeline_\S+) (\S+)", flags))
+    settings = ContextParallelism(**{name: int(value) if value.isdigit() else value for name, value in found.items()})
+    titans = SimpleNamespace(layers=range(layers))
+    parts = _generate_llm_fqn_per_model_part(*_get_pipeline_metadata(SimpleNamespace(pp=stages), settings, titans))
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [layers // stages] * stages
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,9 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
     """Every division, with layers of every kind; its context ranks are a ring, which stands for all their attentions.
 
     Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens; a model with
-    experts has none. Replicas are whole nodes, or several. Layers and sequences divide. No group lies across the edge
-    of a node in one place and not in another.
+    experts has none. Replicas are whole nodes, or several. Layers and sequences divide, and there are as many
+    microbatches as stages or more, as torch's 1F1B asks for. No group lies across the edge of a node in one place and
+    not in another.
 
     Args:
         model: sizes.
@@ -186,9 +187,12 @@ def _with_microbatches(division: Division, model: ModelShape, cluster: Cluster, 
         return
     shares_all = division.size == division.context.size
     for microbatch in _divisors(each):
+        microbatches = each // microbatch
+        if microbatches < division.pipeline:
+            continue
         for context in with_layers(division.context, model):
             if shares_all or "metp" not in (context.feed_forward, context.projections):
-                yield replace(division, context=context, microbatch=microbatch, microbatches=each // microbatch)
+                yield replace(division, context=context, microbatch=microbatch, microbatches=microbatches)
 
 
 def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
