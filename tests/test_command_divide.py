@@ -295,6 +295,7 @@ def test_without_it_all_ranks_share_a_sequence(capsys: pytest.CaptureFixture[str
     ("arguments", "message"),
     [
         ("--sequences 0", "--sequences must be at least 1, got 0"),
+        ("--sequences 100000000000000000000", "--sequences: must be at most 1048576, got 100000000000000000000"),
         ("--sequences 8 --batch 2", "--batch: --sequences says how many there are, and microbatches are chosen"),
         ("--sequences 8 --seq longest", "--seq longest: not with --sequences; say how many tokens"),
         ("--sequences 8 --picture x.png", "--picture: not with --sequences"),

@@ -868,6 +868,23 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
             }.items()
         ),
         (lambda: Link(True), "a link's bandwidth must be a number, got True"),
+        *(
+            (lambda make=make, bad=bad: make(bad), f"{what} must be a {kind}, got {bad!r}")
+            for what, (kind, bad, make) in {
+                "gated": ("bool", "no", lambda it: ModelShape(64, 4, gated=it)),
+                "is_causal": ("bool", "False", lambda it: SequenceShape(8, is_causal=it)),
+                "dtype": ("dtype", "bfloat16", lambda it: SequenceShape(8, dtype=it)),
+                "intra": ("Link", 1e11, lambda it: Cluster(4, 4, it, FAST)),
+                "inter": ("Link", None, lambda it: Cluster(4, 4, FAST, it)),
+                "kernels": ("Kernels", None, lambda it: Cluster(4, 4, FAST, FAST, kernels=it)),
+                "striped_gathers": ("bool", 1, lambda it: Cluster(4, 4, FAST, FAST, striped_gathers=it)),
+                "device_type": ("str", 7, lambda it: Cluster(4, 4, FAST, FAST, device_type=it)),
+            }.items()
+        ),
+        *(
+            (lambda dtype=dtype: SequenceShape(8, dtype=dtype), f"dtype must be one of bfloat16, .*, got {dtype}")
+            for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex64)
+        ),
     ],
 )
 def test_sizes_that_are_none_are_refused(make, message: str) -> None:

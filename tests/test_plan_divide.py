@@ -1,5 +1,6 @@
 """Ranks divided among data, tensor, pipeline and context parallelism: what can be, what fits, what is chosen."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluste
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.dividing import DivisionPlan, _Search, divide, divisions
+from wallfacer_dt.planning.dividing import DivisionPlan, _divisors, _Search, divide, divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import feed_forward_bytes
 from wallfacer_dt.planning.flops import model_flops
@@ -276,7 +277,7 @@ def test_what_does_not_fit_is_not_ranked_and_every_number_of_context_ranks_is_lo
 @pytest.mark.parametrize(
     ("changes", "about", "message"),
     [
-        ({"sequences": 0}, "sequences", "must be at least 1, got 0"),
+        ({"sequences": 2**20 + 1}, "sequences", "must be at most 1048576, got 1048577"),
         ({"model": replace(MODEL, ffn=0)}, "ffn", "there is no feed-forward"),
         ({"cluster": cluster(8, 4, memory=1000)}, "memory", "nothing fits: memory is 1 kB a rank, and the least"),
     ],
@@ -291,6 +292,10 @@ def test_what_cannot_be_divided_is_refused_by_name(changes: dict, about: str, me
 def test_what_is_no_request_is_refused() -> None:
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         divide(MODEL, SEQUENCE, cluster(), 1, keep=0)
+    with pytest.raises(ValueError, match="sequences must be at least 1, got 0"):
+        divide(MODEL, SEQUENCE, cluster(), 0)
+    with pytest.raises(TypeError, match="sequences must be an int, got True"):
+        divide(MODEL, SEQUENCE, cluster(), True)
     with pytest.raises(ValueError, match="batch must be 1 where ranks are divided"):
         divide(MODEL, replace(SEQUENCE, batch=2), cluster(), 1)
 
@@ -315,6 +320,20 @@ def contexts(*seconds: float) -> DivisionPlan:
 )
 def test_enough_context_ranks(seconds: tuple[float, ...], enough: int) -> None:
     assert contexts(*seconds).enough_context() == enough
+
+
+@pytest.mark.parametrize("gain", [-0.1, 1, 2, math.nan])
+def test_a_gain_that_is_no_part_of_a_step(gain: float) -> None:
+    made = contexts(2, 1)
+    assert (made.enough_context(0), made.enough_context(0.4), made.enough_context(0.5)) == (2, 2, 1)
+    with pytest.raises(ValueError, match=f"gain must be at least 0 and below 1, got {gain}"):
+        made.enough_context(gain)
+
+
+@examples(100)
+@given(st.integers(1, 5000))
+def test_divisors_are_all_numbers_that_divide(number: int) -> None:
+    assert _divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def test_slow_nodes_are_told_apart_by_a_pipeline() -> None:

@@ -24,7 +24,7 @@ _INTS = 2**63 - 1
 # Beyond them products of a few overflow or vanish; no rate, time or ratio is.
 LEAST, MOST = 1e-30, 1e30
 _SHOWN = 300
-_DTYPES = {str(it).removeprefix("torch."): it for it in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+DTYPES = {str(it).removeprefix("torch."): it for it in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
 class FileError(ValueError):
@@ -226,9 +226,9 @@ def _tuple(inner: tuple[Any, ...], given: object, where: str) -> tuple[Any, ...]
 
 def _plain(kind: Any, given: object, where: str) -> Any:
     if kind is torch.dtype:
-        if not isinstance(given, str) or given not in _DTYPES:
-            raise ValueError(f"{where} must be one of {', '.join(_DTYPES)}, got {shown(given)}")
-        return _DTYPES[given]
+        if not isinstance(given, str) or given not in DTYPES:
+            raise ValueError(f"{where} must be one of {', '.join(DTYPES)}, got {shown(given)}")
+        return DTYPES[given]
     if kind is bool:
         return _checked(given, bool, where, "true or false")
     if kind is str:

@@ -19,6 +19,12 @@ def check_number(value: float, what: str, *, zero: bool = False) -> None:
         raise ValueError(f"{what} must be {'at least 0' if zero else 'above 0'} and finite, got {value}")
 
 
+def check_kind(value: object, kind: type, what: str) -> None:
+    """Refuse (TypeError) what is of another type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} must be a {kind.__name__}, got {value!r}")
+
+
 class PlanningError(ValueError):
     """There is no plan; all ranks that planned together have it.
 
@@ -129,6 +135,9 @@ class Cluster:
         """Refuse (TypeError, ValueError) what is no cluster."""
         for name in ("ranks", "ranks_per_node", "nics"):
             check_length(getattr(self, name), name)
+        kinds = {"intra": Link, "inter": Link, "kernels": Kernels, "striped_gathers": bool, "device_type": str}
+        for name, kind in kinds.items():
+            check_kind(getattr(self, name), kind, name)
         if self.memory is not None:
             check_number(self.memory, "memory")
             object.__setattr__(self, "memory", math.ceil(self.memory))  # 80e9 is a number of bytes, too

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count
+from math import isqrt
 
 from wallfacer_dt.layout import check_length, shard_sizes
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
@@ -23,6 +24,9 @@ from wallfacer_dt.planning.reasons import longer
 from wallfacer_dt.planning.stack import division_memory, least_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.units import format_size, format_time
+
+MOST_SEQUENCES = 2**20
+"""Of a step, of which no training has a part: of every divisor there are divisions."""
 
 _TRIED = 6  # attentions of a division of each token order, of different meshes or schedules
 
@@ -90,7 +94,12 @@ class DivisionPlan:
 
         Returns:
             Ranks.
+
+        Raises:
+            ValueError: ``gain`` is no such part.
         """
+        if not 0 <= gain < 1:
+            raise ValueError(f"gain must be at least 0 and below 1, got {gain}")
         times = [(one.division.context.size, one.seconds) for one in self.by_context]
         return next(
             size for i, (size, seconds) in enumerate(times) if all(seconds * (1 - gain) <= t for _, t in times[i + 1 :])
@@ -113,15 +122,16 @@ def divide(
         The plan.
 
     Raises:
-        PlanningError: nothing can be, or fits into memory.
-        TypeError: ``keep`` is no int.
-        ValueError: ``keep`` or the batch are none.
+        PlanningError: nothing can be, or fits into memory, or there are more than 2^20 sequences.
+        TypeError: ``keep`` or ``sequences`` is no int.
+        ValueError: ``keep``, ``sequences`` or the batch are none.
     """
     check_length(keep, "keep")
+    check_length(sequences, "sequences")
     if sequence.batch != 1:
         raise ValueError(f"batch must be 1 where ranks are divided, which chooses microbatches, got {sequence.batch}")
-    if sequences < 1:
-        raise PlanningError(f"must be at least 1, got {sequences}", about="sequences")
+    if sequences > MOST_SEQUENCES:
+        raise PlanningError(f"must be at most {MOST_SEQUENCES}, got {sequences}", about="sequences")
     if not model.ffn:
         raise PlanningError("ranks are divided for whole layers, and there is no feed-forward", about="ffn")
     every = list(divisions(model, sequence, cluster, sequences))
@@ -201,8 +211,11 @@ def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
     return per_node % tensor == 0 and not any(n % tensor for n in (model.heads, model.keys, model.ffn))
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ import torch
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.options import check_window
+from wallfacer_dt.planning.cluster import check_kind
 from wallfacer_dt.planning.units import MOST_TOKENS
+from wallfacer_dt.reading import DTYPES
 
 MOST_HEADS = 2**16
 """Of which no model has a hundredth; heads are counted one by one."""
@@ -51,6 +53,7 @@ class ModelShape:
         for name in ("kv_heads", "head_dim"):
             if getattr(self, name) is not None:
                 check_length(getattr(self, name), name)
+        check_kind(self.gated, bool, "gated")
         if self.heads > MOST_HEADS:
             raise ValueError(f"heads must be at most {MOST_HEADS}, got {self.heads}")
         if self.heads % self.keys:
@@ -131,6 +134,10 @@ class SequenceShape:
         if self.length > MOST_TOKENS:
             raise ValueError(f"length must be at most 2^31, got {self.length}")
         check_length(self.batch, "batch")
+        check_kind(self.is_causal, bool, "is_causal")
+        check_kind(self.dtype, torch.dtype, "dtype")
+        if self.dtype not in DTYPES.values():
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
         check_window(self.window_size, self.is_causal)
         if self.window_size is not None:
             hides_nothing = self.mask == Mask(right=0 if self.is_causal else None)
