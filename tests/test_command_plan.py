@@ -343,6 +343,10 @@ def test_a_plan_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     profile = saved(path, memory=10**9, nics=2)
     document = json.loads(out_of(f"plan {SHAPE} --profile {path} --json", capsys))
     assert set(document.pop("figures")["origins"].values()) == {"measured"}
+    saved(path, device_type="cpu", kernels=Kernels(launch=0.0))
+    origins = json.loads(out_of(f"plan {SHAPE} --profile {path} --json", capsys))["figures"]["origins"]
+    assert origins == dict.fromkeys(origins, "measured") | {"launch": "none, as kernels and hosts are one"}
+    saved(path, memory=10**9, nics=2)
     document.pop("code")
     document.pop("version")
     assert document == listed(asdict(make_plan(MODEL, SEQUENCE, profile.cluster, profile=profile, keep=5)))
@@ -572,7 +576,12 @@ TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         ("--device tpu", "--device: 'tpu' is not one of"),
         ("--ranks-per-node 0", "--ranks-per-node must be at least 1, got 0"),
         ("--out {folder}/bad.json", "--out: {folder}/bad.json is no profile: "),
-        ("--out {folder}/bad.json/profile.json", "--out: "),
+        (
+            "--out {folder}/bad.json/profile.json",
+            "--out: {folder}/bad.json/profile.json cannot be written: File exists",
+        ),
+        (f"--out {{folder}}/{300 * 'a'}", f"--out: {{folder}}/{300 * 'a'} cannot be written: File name too long"),
+        ("--out {folder}/gpu.json", "--out: {folder}/gpu.json is of --device cuda, not cpu; name another file"),
         ("--out {folder}/good.json", "--out: {folder}/good.json is of 4 ranks, 2 a node, these are 2, 2 a node; name"),
         (
             "--out {folder}/two.json --kernel flex",
@@ -590,7 +599,8 @@ def test_a_profiles_bad_input_gets_one_line_of_one_rank(
     """And before a process group is made, which would wait for other ranks."""
     (tmp_path / "bad.json").write_text("{}")
     Profile(CLUSTER).save(tmp_path / "good.json")
-    Profile(replace(CLUSTER, ranks=2)).save(tmp_path / "two.json")
+    Profile(replace(CLUSTER, ranks=2)).save(tmp_path / "gpu.json")
+    Profile(replace(CLUSTER, ranks=2, device_type="cpu")).save(tmp_path / "two.json")
     line = f"wallfacer profile: {message.format(folder=tmp_path)}"
     for name, value in (TORCHRUN | {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "one"}).items():
         monkeypatch.setenv(name, value)
@@ -683,12 +693,15 @@ def test_two_ranks_are_profiled_and_the_file_is_planned_by(tmp_path: Path, capsy
     }
 
 
-def refused_on_a_rank(folder: Path) -> tuple[int, str, list[float]]:
-    """Of a profile that cannot be, in a pool's process group: the exit status, what is said and what is waited."""
+def refused_on_a_rank(folder: Path, *options: str) -> tuple[int, str, list[float]]:
+    """Of a profile that cannot be, in a pool's process group: the exit status, what is said and what is waited.
+
+    Each rank has options of its own.
+    """
     rank, waited, said = str(dist.get_rank()), [], io.StringIO()
     place = TORCHRUN | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "one"}
     store = dist.FileStore(str(folder / "store"), 2)
-    command = "--device", "cpu", "--memory", "1kB", "--out", str(folder / "profile.json")
+    command = *options[int(rank)].split(), "--device", "cpu", "--out", str(folder / "profile.json")
     with (
         mock.patch.dict(os.environ, place),
         mock.patch.object(dist, "rendezvous", return_value=iter([(store, int(rank), 2)])),
@@ -702,12 +715,20 @@ def refused_on_a_rank(folder: Path) -> tuple[int, str, list[float]]:
 
 
 def test_the_first_rank_says_what_all_refuse(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    (status, said, waited), other = ranks(2).run(refused_on_a_rank, tmp_path)
+    (status, said, waited), other = ranks(2).run(refused_on_a_rank, tmp_path, "--memory 1kB", "--memory 1kB")
     assert (status, waited) == (2, [])
     assert said.startswith("wallfacer profile: --memory: nothing fits: ")
     assert said.count("\n") == 1
     assert other == (2, "", [30])
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_ranks_with_unlike_options_are_refused_in_one_line(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    (status, said, waited), other = ranks(2).run(refused_on_a_rank, tmp_path, "--top 1", "--top 2")
+    assert (status, waited) == (2, [])
+    assert said.startswith("wallfacer profile: call ")
+    assert said.endswith(": top must be the same on every rank of the mesh, got rank 0: 1, rank 1: 2\n")
+    assert other == (2, "", [30])
 
 
 @pytest.mark.whole

@@ -644,6 +644,8 @@ def test_only_what_the_package_has_and_the_cluster_can_take() -> None:
         plan(MODEL, SEQUENCE, cluster(), keep=0)
     with pytest.raises(ValueError, match="the profile is of 16 ranks, 4 a node, the cluster has 16, 8 a node"):
         plan(MODEL, SEQUENCE, cluster(16, 8), profile=Profile(cluster()))
+    with pytest.raises(ValueError, match="the profile is of device_type='cpu', this is of device_type='cuda'"):
+        plan(MODEL, SEQUENCE, cluster(), profile=Profile(cluster(device_type="cpu")))
 
 
 def test_a_ring_across_nodes_copies_what_one_rank_receives() -> None:

@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,10 +32,12 @@ from wallfacer_dt.kernels.block import BlockKernel, Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.planning import Candidate, Measured, PlanningError, probe, profiling
 from wallfacer_dt.planning.probe import Probe, fitted
+from wallfacer_dt.planning.profiling import attention_step, check_writable
+from wallfacer_dt.testing.fake import fake_world
 
 MODEL = ModelShape(hidden=32, heads=4, kv_heads=2)
 SEQUENCE = SequenceShape(64, is_causal=True, dtype=torch.float32)
-WHERE = Cluster(4, 2, Link(1e9), Link(1e8))
+WHERE = Cluster(4, 2, Link(1e9), Link(1e8), device_type="cpu")
 
 
 def measured_links() -> Cluster:
@@ -166,6 +167,40 @@ def test_a_file_is_written_whole_and_stays_as_readable_as_it_was(tmp_path: Path)
     assert {one.name for one in tmp_path.iterdir()} == {"profile.json", "other"}
 
 
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    link, file = tmp_path / "link.json", tmp_path / "folder" / "profile.json"
+    link.symlink_to(file)
+    for one in (WHERE, replace(WHERE, nics=2)):
+        Profile(one).save(link)
+        assert link.is_symlink()
+        assert Profile.load(file).cluster == one
+    assert [one.name for one in file.parent.iterdir()] == ["profile.json"]
+
+
+def test_a_path_is_one_that_can_be_written(tmp_path: Path) -> None:
+    """Found out by what is written first, whose name is short however long the file's is."""
+    path = tmp_path / f"{245 * 'a'}.json"
+    check_writable(path)
+    assert not list(tmp_path.iterdir())
+    Profile(WHERE).save(path)
+    check_writable(path)
+    assert Profile.load(path).cluster == WHERE
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for bad, why in (
+        (tmp_path / f"{300 * 'b'}.json", "File name too long"),
+        (tmp_path / "zero\0", "embedded null byte"),
+        (path / "profile.json", "File exists"),
+        (tmp_path / "loop", "Too many levels of symbolic links"),
+        (Path("/"), ".* has an empty name"),
+        (Path("/proc/nothere.json"), "No such file or directory"),
+    ):
+        if bad.parent.exists():
+            with pytest.raises(ValueError, match=f"cannot be written: {why}"):
+                check_writable(bad)
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, "loop"}
+
+
 @pytest.mark.parametrize("name", ["forward", "backward", "linear", "overhead", "merge", "copy", "half_rows"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_kernels_that_cannot_be(name: str, value: float, tmp_path: Path) -> None:
@@ -201,10 +236,13 @@ def run_with(
 
         return step
 
-    with mock.patch.object(profiling, "slowest", lambda step, _: step()):
+    with (
+        mock.patch.object(profiling, "slowest", lambda step, _: step()),
+        mock.patch.object(Probe, "cluster", return_value=WHERE),
+    ):
         chosen, result = profile(
-            MODEL, SEQUENCE, "cpu", cluster=WHERE, top=4, iterations=2, build=build, turns=turns, path=path,
-        )  # fmt: skip
+            MODEL, SEQUENCE, "cpu", ranks_per_node=2, top=4, iterations=2, build=build, turns=turns, path=path
+        )
     return chosen, result, steps
 
 
@@ -275,25 +313,78 @@ def test_nothing_is_left_and_models_are_there_one_by_one(ranks) -> None:
 
 @pytest.mark.parametrize("option", ["top", "iterations", "turns"])
 def test_counts_below_one_are_refused_before_anything_is_measured(option: str) -> None:
-    with pytest.raises(ValueError, match=r"top, iterations and turns must be at least 1, got .*0"):
+    with (
+        fake_world(1),
+        pytest.raises(ValueError, match=r"top, iterations and turns must be at least 1, got .*0"),
+    ):
         profile(MODEL, SEQUENCE, "cpu", **{option: 0})
 
 
-def errors(path: str | None = None, cluster: Cluster = WHERE, others: dict[str, int] | None = None) -> tuple[str, str]:
-    steps = partial(profile, top=1, iterations=1, build=lambda _: pytest.fail("ran a plan"), **(others or {}))
-    try:
-        steps(MODEL, SEQUENCE, "cpu", cluster=cluster, path=path)
-    except Exception as error:
-        return type(error).__name__, str(error)
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "model": (MODEL, replace(MODEL, heads=8, kv_heads=8)),
+    "sequence": (SEQUENCE, replace(SEQUENCE, is_causal=False)),
+    "device_type": ("cpu", "cuda"),
+    "ranks_per_node": (None, 2),
+    "memory": (10**9, None),
+    "top": (1, 2),
+    "iterations": (3, 1),
+    "turns": (1, 2),
+    "kernel": ("auto", "flash"),
+    "cluster": (replace(WHERE, ranks=2), None),
+}
+
+
+def asked_apart(name: str, values: tuple[Any, ...]) -> tuple[str, str]:
+    """What a rank is told that asks for one of these."""
+    asked = {"model": MODEL, "sequence": SEQUENCE, "device_type": "cpu"} | {name: values[dist.get_rank()]}
+    with mock.patch.object(Probe, "on", side_effect=AssertionError("measured")):
+        try:
+            profile(**asked)
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_that_ask_for_different_things_all_refuse(ranks, name: str) -> None:
+    values = OTHERS[name]
+    found = ranks(2).run(asked_apart, name, values)
+    got = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+    assert found[0][1].endswith(f"{name} must be the same on every rank of the mesh, got {got}")
+    assert found[0][0] == "ValueError"
+    assert found[1] == found[0]
+
+
+@pytest.mark.ranks
+def test_a_step_of_one_rank_alone_and_what_one_refuses_is_refused_by_all(ranks) -> None:
+    found = ranks(2).run(asked_apart, "build", (attention_step, None))
+    assert all(
+        "build must be the same on every rank of the mesh, got rank 0: 'given', rank 1" in one for _, one in found
+    )
+    (_, other), mine = ranks(2).run(asked_apart, "top", (1, 0))
+    assert mine == ("ValueError", "top, iterations and turns must be at least 1, got 0, 3 and 3")
+    assert other.endswith(f"rank 1 of the mesh cannot make this call: {mine[1]}")
+
+
+def errors(path: str | None = None, cluster: Cluster = WHERE, others: dict[str, Any] | None = None) -> tuple[str, str]:
+    """With a cluster that is given, or measured if there is a path."""
+    given = {"path": path, "cluster": None if path else cluster} | (others or {})
+    with mock.patch.object(Probe, "cluster", return_value=cluster):
+        try:
+            profile(MODEL, SEQUENCE, "cpu", top=1, iterations=1, build=lambda _: pytest.fail("ran a plan"), **given)
+        except Exception as error:
+            return type(error).__name__, str(error)
     return "", ""
 
 
 @pytest.mark.ranks
 def test_an_error_of_the_rank_that_plans_ends_all(ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = ranks(4).run(errors, str(tmp_path / "file" / "profile.json"))
-    assert found[0][0] == "FileExistsError"
-    assert all(one[0] == "RuntimeError" and "rank 0 could not plan: FileExistsError" in one[1] for one in found[1:])
+    path = str(tmp_path / "file" / "profile.json")
+    found = ranks(4).run(errors, path)
+    assert found[0] == ("FileError", f"{path} cannot be written: File exists; name another file")
+    assert all(one == ("RuntimeError", f"rank 0 could not plan: FileError: {found[0][1]}") for one in found[1:])
 
 
 @pytest.mark.ranks
@@ -304,6 +395,11 @@ def test_an_error_of_the_rank_that_plans_ends_all(ranks, tmp_path: Path) -> None
         (WHERE, {"ranks_per_node": 2}, "a cluster has ranks_per_node, memory and kernels.attention itself"),
         (WHERE, {"kernel": "reference"}, "a cluster has ranks_per_node, memory and kernels.attention itself"),
         (replace(WHERE, ranks=8), {}, "the cluster has 8 ranks, and there are 4"),
+        (
+            WHERE,
+            {"path": "x.json"},
+            "path must be None where a cluster is given and nothing of it measured, got 'x.json'",
+        ),
     ],
 )
 def test_two_accounts_of_a_cluster_are_refused(ranks, cluster: Cluster, others: dict[str, int], message: str) -> None:
@@ -319,11 +415,12 @@ def test_a_file_of_other_ranks_is_refused_before_plans_run(ranks, tmp_path: Path
     found = ranks(4).run(errors, path)
     message = "the profile is of 4 ranks, 4 a node, the cluster has 4, 2 a node"
     assert found == [("ValueError", message)] + 3 * [("RuntimeError", f"rank 0 could not plan: ValueError: {message}")]
-    other = replace(WHERE, kernels=Kernels(attention="reference"))
-    ((kind, said), *_) = ranks(4).run(errors, path, replace(other, ranks_per_node=4))
-    assert (kind, said) == (
-        "ValueError", "the profile is of kernel='auto', this is of kernel='reference'"
-    )  # fmt: skip
+    ((kind, said), *_) = ranks(4).run(errors, path, WHERE, {"kernel": "reference"})
+    assert (kind, said) == ("ValueError", "the profile is of kernel='auto', this is of kernel='reference'")
+    Profile(replace(WHERE, device_type="cuda")).save(path)
+    ((kind, said), *_) = ranks(4).run(errors, path)
+    assert (kind, said) == ("ValueError", "the profile is of device_type='cuda', this is of device_type='cpu'")
+    Profile(replace(WHERE, ranks_per_node=4)).save(path)
     assert path.read_text() == before
 
 
@@ -383,20 +480,16 @@ def test_a_kernel_without_a_name(name: Any) -> None:
         Kernels(attention=name)
 
 
-def given_a_cluster(path: str) -> list[str]:
-    """By a kernel that another package stands for in this process: of which kernel the file is, written twice."""
-    found = []
+def given_a_cluster() -> str:
+    """By a kernel that another package stands for in this process: of which kernel what was measured is."""
     with mock.patch.object(Probe, "selected", return_value=registry._OURS["flash_attn_3"]):
-        for _ in range(2):
-            profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=1, iterations=1, turns=1, path=path)
-            found.append(Profile.load(path).cluster.kernels.attention)
-            dist.barrier()
-    return found
+        _, found = profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=1, iterations=1, turns=1)
+    return found.cluster.kernels.attention
 
 
 @pytest.mark.ranks
-def test_a_given_cluster_says_of_which_kernel_it_is(ranks, tmp_path: Path) -> None:
-    assert ranks(4).run(given_a_cluster, str(tmp_path / "profile.json")) == [["auto", "auto"]] * 4
+def test_a_given_cluster_says_of_which_kernel_it_is(ranks) -> None:
+    assert ranks(4).run(given_a_cluster) == ["auto"] * 4
 
 
 def kernel_of_one_rank(how: str) -> tuple[str, str]:

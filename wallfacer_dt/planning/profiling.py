@@ -7,7 +7,7 @@ import shutil
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.agreement.worlds import name_mesh
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.dealing import dealing_by_hand
 from wallfacer_dt.layout import shard_sizes
@@ -84,21 +86,24 @@ class Profile:
         return found[-1] if found else None
 
     def check_is_of(self, cluster: Cluster) -> None:
-        """Refuse (ValueError) a cluster of other ranks, nodes or kernels: what was measured says nothing of it."""
+        """Refuse (ValueError) a cluster of other ranks, nodes, devices or kernels: what was measured is not of it."""
         mine, theirs = ((one.ranks, one.ranks_per_node) for one in (self.cluster, cluster))
         if mine != theirs:
             raise ValueError(
                 f"the profile is of {mine[0]} ranks, {mine[1]} a node, the cluster has {theirs[0]}, {theirs[1]} a node"
             )
-        kernel, other = self.cluster.kernels.attention, cluster.kernels.attention
-        if kernel != other:
-            raise ValueError(f"the profile is of kernel={kernel!r}, this is of kernel={other!r}")
+        mine, theirs = (
+            {"device_type": one.device_type, "kernel": one.kernels.attention} for one in (self.cluster, cluster)
+        )
+        for name, said in mine.items():
+            if said != theirs[name]:
+                raise ValueError(f"the profile is of {name}={said!r}, this is of {name}={theirs[name]!r}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :meth:`load` reads, whole or not at all.
 
         Args:
-            path: of the file.
+            path: of the file, or of a link to it, which stays.
 
         Raises:
             ValueError: there would be more than :meth:`load` reads.
@@ -109,14 +114,13 @@ class Profile:
         text = json.dumps({"version": _VERSION, "cluster": self.cluster.as_json(), "measured": entries}, indent=1)
         if len(text) >= _MOST_BYTES:
             raise FileError(path, f"would have more than {_MOST_BYTES} bytes; name another file")
-        path = Path(path).absolute()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_name(f".{path.name}.{os.getpid()}")
+        file, whole = _places(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
         try:
             whole.write_text(text + "\n")
-            if path.exists():
-                shutil.copymode(path, whole)
-            whole.replace(path)
+            if file.exists():
+                shutil.copymode(file, whole)
+            whole.replace(file)
         finally:
             whole.unlink(missing_ok=True)
 
@@ -146,6 +150,27 @@ class Profile:
         return found
 
 
+def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Where a file is that links may lead to, and where it is written first, under a name that is never too long."""
+    file = Path(os.path.realpath(path))
+    return file, file.with_name(f".wallfacer.{os.getpid()}")
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse (FileError) a path to which no profile can be saved; its folder is made."""
+    try:
+        file, whole = _places(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            file.stat()  # of a name that is too long
+        whole.touch()
+        whole.unlink()
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        raise FileError(
+            path, f"cannot be written: {getattr(error, 'strerror', None) or error}; name another file"
+        ) from error
+
+
 def _check_possible(found: Profile) -> None:
     """Refuse (ValueError) what could not be planned by, or was not measured on this cluster."""
     ranks = found.cluster.ranks
@@ -173,7 +198,8 @@ def profile(
 ) -> tuple[Plan, Profile]:
     """Measure links and kernels, plan, run a few plans and choose the fastest; all ranks call it together.
 
-    What is run is the choice of :func:`wallfacer_dt.plan`, and what is predicted to be fastest.
+    They first compare what they ask for: all but ``path``, of which rank 0's counts, and what ``build`` does. What is
+    run is the choice of :func:`wallfacer_dt.plan`, and what is predicted to be fastest.
 
     Args:
         model: sizes.
@@ -191,7 +217,7 @@ def profile(
         kernel: of attention, see :class:`wallfacer_dt.AttentionOptions`; its rates are measured, that call runs it, and
             the plan's styles take it, which are for ``build`` to use.
         cluster: instead of measuring it; it says itself how many ranks share a node, what memory they have, and which
-            kernel of attention its rates are of.
+            kernel of attention its rates are of. No file is made then, since it would call measured what was given.
         path: a file for rank 0 to add the result to; what it has of other models and sequences stays, unless links and
             kernels are not those that it was measured with, of which a warning tells.
 
@@ -199,27 +225,38 @@ def profile(
         The plan, and what was measured.
 
     Raises:
-        ValueError: ``top``, ``iterations`` or ``turns`` is below 1; ``cluster`` comes with what it has itself, or has
-            other ranks than there are; or, on rank 0, ``path`` is no profile, or one of other ranks or of another
-            kernel.
+        ValueError: on every rank: they do not ask for the same; ``top``, ``iterations`` or ``turns`` is below 1;
+            ``cluster`` comes with what it has itself, or with ``path``, or has other ranks than there are. On rank 0:
+            ``path`` cannot be written, is no profile, or one of other ranks, another device or another kernel.
         PlanningError: on every rank: nothing fits, nodes are not made of neighbouring ranks, or ``kernel`` is unknown
             to one of them or cannot run there.
         RuntimeError: on the others, where rank 0 has another error.
     """
     turns = (1 if build else 3) if turns is None else turns
-    if min(top, iterations, turns) < 1:
-        raise ValueError(f"top, iterations and turns must be at least 1, got {top}, {iterations} and {turns}")
-    if cluster is not None and (ranks_per_node, memory, kernel) != (None, None, "auto"):
-        raise ValueError("a cluster has ranks_per_node, memory and kernels.attention itself: give it, or these")
-    if cluster is not None and cluster.ranks != dist.get_world_size():
-        raise ValueError(f"the cluster has {cluster.ranks} ranks, and there are {dist.get_world_size()}")
-    # First of all, as it takes this rank's own GPU, unless someone has, before anything is sent by another.
+    ranks = dist.get_world_size()
+    everyone = name_mesh("world", range(ranks), ())
+    with refusing_together(everyone):
+        if min(top, iterations, turns) < 1:
+            raise ValueError(f"top, iterations and turns must be at least 1, got {top}, {iterations} and {turns}")
+        if cluster is not None and (ranks_per_node, memory, kernel) != (None, None, "auto"):
+            raise ValueError("a cluster has ranks_per_node, memory and kernels.attention itself: give it, or these")
+        if cluster is not None and cluster.ranks != ranks:
+            raise ValueError(f"the cluster has {cluster.ranks} ranks, and there are {ranks}")
+        if cluster is not None and path is not None:
+            raise ValueError(f"path must be None where a cluster is given and nothing of it measured, got {path!r}")
+        told = {
+            "model": model, "sequence": sequence, "device_type": device_type, "ranks_per_node": ranks_per_node,
+            "memory": memory, "top": top, "iterations": iterations, "build": "given" if build else None,
+            "turns": turns, "kernel": kernel, "cluster": cluster,
+        }  # fmt: skip
+        agree("profile", [(name, repr(value)) for name, value in told.items()], everyone)
+    # It takes this rank's own GPU, unless someone has, before anything is sent by another.
     probe = Probe.on(device_type, ranks_per_node if cluster is None else cluster.ranks_per_node)
     kernel = kernel if cluster is None else cluster.kernels.attention
     run = probe.selected(kernel, model, sequence) if cluster is None or build is None else None
     if cluster is None and run and run.name not in ("flash", kernel):  # what stands for it in this process alone
         kernel = run.name
-    _by_first(lambda: _check_path(path, kernel))
+    _by_first(lambda: _check_path(path, device_type, kernel))
     if cluster is None:
         assert run is not None, "it was selected, as there is no cluster"
         cluster = probe.cluster(model, sequence, memory, run)
@@ -227,7 +264,7 @@ def profile(
         if probe.runs_ahead:
             launch = _launch_seconds(probe, model.attention_alone, sequence, cluster)
             cluster = replace(cluster, kernels=replace(cluster.kernels, launch=launch))
-    _by_first(lambda: _check_path(path, kernel, cluster))
+    _by_first(lambda: _check_path(path, device_type, kernel, cluster))
     model = model if build else model.attention_alone
 
     def fastest() -> tuple[Plan, list[Ranked]]:
@@ -271,14 +308,17 @@ def _launch_seconds(probe: Probe, model: ModelShape, sequence: SequenceShape, cl
         return probe.timed(step, _MANY) / launched
 
 
-def _check_path(path: str | os.PathLike[str] | None, kernel: str, cluster: Cluster | None = None) -> None:
-    """Refuse a file that cannot be added to, before anything is measured; or is of other ranks, nodes or kernels."""
-    if path is not None:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        earlier = Profile.load(path) if Path(path).exists() else None
-        if earlier:
-            same = replace(earlier.cluster, kernels=replace(earlier.cluster.kernels, attention=kernel))
-            earlier.check_is_of(cluster or same)
+def _check_path(
+    path: str | os.PathLike[str] | None, device_type: str, kernel: str, cluster: Cluster | None = None
+) -> None:
+    """Refuse a file that cannot be added to, before anything is measured; or is of other ranks, devices or kernels."""
+    if path is None:
+        return
+    check_writable(path)
+    if Path(path).exists():
+        earlier = Profile.load(path)
+        kernels = replace(earlier.cluster.kernels, attention=kernel)
+        earlier.check_is_of(cluster or replace(earlier.cluster, device_type=device_type, kernels=kernels))
 
 
 def _by_first(make: Callable[[], Any]) -> Any:

@@ -91,6 +91,11 @@ class Launch:
         except PlanningError as error:
             dist.destroy_process_group()
             raise OptionError(f"--{error.about.replace('_', '-')}: {error}") from error
+        except ValueError as error:
+            if not hasattr(error, "met"):  # the ranks that have it too
+                raise
+            dist.destroy_process_group()
+            raise OptionError(str(error)) from error
         # Not after an error of one rank alone, for which the others may be waiting: it just ends.
         dist.destroy_process_group()
 

@@ -145,7 +145,10 @@ class Machines:
             with naming("--profile"):
                 check_kernel_of(kernel, None, dtype, head_dim)
         cluster = cluster if self.memory is None else replace(cluster, memory=read_memory(self.memory))
-        return Where(cluster, MEASURED | _of_others(profile, dtype, head_dim), self._peak(None))
+        said = MEASURED | _of_others(profile, dtype, head_dim)
+        if not cluster.kernels.launch:
+            said |= {"launch": "none, as kernels and hosts are one"}
+        return Where(cluster, said, self._peak(None))
 
     def _named(self) -> tuple[GPU, int]:
         name = self.name or ""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from wallfacer_dt import planning
-from wallfacer_dt.command.options import OptionError, check_least
+from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.command.planning.document import profile_as_json
 from wallfacer_dt.command.planning.launch import Launch
 from wallfacer_dt.command.planning.machines import check_kernel_name, load_profile, read_memory
@@ -30,6 +30,7 @@ from wallfacer_dt.command.planning.shape import (
     make_sequence,
 )
 from wallfacer_dt.command.planning.text import make_console, print_profile
+from wallfacer_dt.planning.profiling import check_writable
 
 
 def profile(
@@ -100,23 +101,21 @@ def profile(
 
 
 def _check_out(path: Path, launch: Launch, kernel: str) -> None:
-    """Refuse (OptionError) a file that cannot be written, or is something else, or of other ranks, nodes or kernels."""
-    if path.exists():
-        try:
-            known = load_profile(path).cluster
-        except OptionError as error:
-            raise OptionError(f"--out{str(error).removeprefix('--profile')}") from error
-        if (known.ranks, known.ranks_per_node) != (launch.ranks, launch.per_node):
-            raise OptionError(
-                f"--out: {path} is of {known.ranks} ranks, {known.ranks_per_node} a node, these are {launch.ranks}, "
-                f"{launch.per_node} a node; name another file"
-            )
-        if known.kernels.attention != kernel:
-            raise OptionError(
-                f"--out: {path} is of --kernel {known.kernels.attention}, not {kernel}; name another file"
-            )
-    folder = path.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OptionError(f"--out: {folder} cannot be written to")
+    """Refuse (OptionError) a file that cannot be written, is something else, or of other ranks, devices or kernels."""
+    with naming("--out"):
+        check_writable(path)
+    if not path.exists():
+        return
+    try:
+        known = load_profile(path).cluster
+    except OptionError as error:
+        raise OptionError(f"--out{str(error).removeprefix('--profile')}") from error
+    if (known.ranks, known.ranks_per_node) != (launch.ranks, launch.per_node):
+        raise OptionError(
+            f"--out: {path} is of {known.ranks} ranks, {known.ranks_per_node} a node, these are {launch.ranks}, "
+            f"{launch.per_node} a node; name another file"
+        )
+    if known.device_type != launch.device:
+        raise OptionError(f"--out: {path} is of --device {known.device_type}, not {launch.device}; name another file")
+    if known.kernels.attention != kernel:
+        raise OptionError(f"--out: {path} is of --kernel {known.kernels.attention}, not {kernel}; name another file")
