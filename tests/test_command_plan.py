@@ -343,6 +343,8 @@ def test_a_plan_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     profile = saved(path, memory=10**9, nics=2)
     document = json.loads(out_of(f"plan {SHAPE} --profile {path} --json", capsys))
     assert set(document.pop("figures")["origins"].values()) == {"measured"}
+    told = out_of(f"plan {SHAPE} --profile {path}", capsys)
+    assert "MFU is not given: the peak is not known, give --peak-speed\n" in told
     saved(path, device_type="cpu", kernels=Kernels(launch=0.0))
     origins = json.loads(out_of(f"plan {SHAPE} --profile {path} --json", capsys))["figures"]["origins"]
     assert origins == dict.fromkeys(origins, "measured") | {"launch": "none, as kernels and hosts are one"}
@@ -469,6 +471,8 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
             "--experts-per-token must be from 1 to --experts, or both 0, got 2 ",
         ),
         (f"{SHAPE} {WHERE} --experts 8 --experts-per-token 2", "--experts must be 0 where --ffn is, got 8"),
+        (f"{SHAPE} {WHERE} --gated", "--gated/--no-gated: there is no feed-forward; give --ffn"),
+        (f"{SHAPE} {WHERE} --no-gated --ffn 0", "--gated/--no-gated: there is no feed-forward; give --ffn"),
         (f"{SHAPE} {WHERE} --ffn 512 --experts -1", "--experts must be at least 0, got -1"),
         (f"{SHAPE} {WHERE} --dtype float32", "--dtype float32: rates by default are an H100's in 16 bits; give --att"),
         (f"{SHAPE} {WHERE} --dtype float32 --linear-speed 1TFLOPS", "--dtype float32: rates by default are an H100's"),

@@ -178,6 +178,8 @@ def plan(
         model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=gated, layers=layers,
         vocab=vocab, experts=experts, experts_per_token=experts_per_token,
     )  # fmt: skip
+    if gated is not None and not known.shape.ffn:
+        raise OptionError("--gated/--no-gated: there is no feed-forward; give --ffn")
     is_longest = seq == "longest"
     if sequences is not None:
         check_divisible(sequences, batch=batch, is_longest=is_longest, picture=picture)

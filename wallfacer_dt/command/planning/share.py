@@ -28,7 +28,7 @@ def print_figures(plan: Plan | DivisionPlan, figures: Figures, console: Console)
     """
     mfu = figures.mfu(plan.ranked[0])
     if mfu is None:
-        console.print("\nMFU is not given: the peak is not known, give --cluster NAME or --peak-speed")
+        console.print("\nMFU is not given: the peak is not known, give --peak-speed")
     else:
         console.print(f"\nMFU of plan 1: {mfu:.1%}", style="bold")
         console.print(f"{MFU}; {figures.flops:.3g} FLOPs, {format_speed(figures.peak or 0)} a rank")
