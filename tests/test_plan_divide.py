@@ -208,7 +208,17 @@ def test_six_attentions_of_each_token_order_are_tried() -> None:
     ):
         whole = next(one for one in divisions(MODEL, sequence, where, 1) if one.context.size == 8)
         tried = _Search(MODEL, sequence, where)._attentions(whole)
-        assert Counter(one.order for one, _ in tried) == orders
+        assert Counter(one.order for one in tried) == orders
+
+
+def test_other_rotations_are_tried_where_the_fastest_do_not_fit() -> None:
+    """Of ring 2 x team 4 that is the one which turns keys both ways."""
+    where = cluster(8, 4, kernels=replace(KERNELS, launch=1e-5), memory=824_934)
+    made = divide(MODEL, replace(SEQUENCE, is_causal=False, window_size=(100, 100)), where, 4)
+    (eight,) = (one for one in made.by_context if one.division.context.size == 8)
+    context = eight.division.context
+    assert (context.axes, context.rotate_forward, context.rotate) == ((1, 2, 4), "kv", "q")
+    assert eight.seconds == pytest.approx(0.05875, rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [(4, 2), (4, 4), pytest.param((8, 4), marks=pytest.mark.whole)])

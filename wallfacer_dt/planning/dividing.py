@@ -3,14 +3,15 @@
 Of every division that can be, at first the least that it can take is said, with attention that only computes; then
 context ranks get their attentions, and last are simulated, and asked for their memory, those whose turn comes. So of
 what is ranked nothing was left out that is faster, but for this: for a division's context ranks attentions are ranked
-alone, one sequence at a time, and the best few of different meshes or schedules are tried.
+alone, one sequence at a time, and the best few of different meshes or schedules are tried, each with the rotations that
+are fastest, or where these do not fit with others.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, count
+from itertools import chain, count, product
 from math import isqrt
 
 from wallfacer_dt.layout import check_length, shard_sizes
@@ -238,6 +239,7 @@ class _Search:
         self.ranked: list[RankedDivision] = []
         self.by_context: dict[int, RankedDivision] = {}
         self.kinds: set[tuple[int, ...]] = set()
+        self.turned: set[Division] = set()
         self.least = 0
 
     def add(self, division: Division) -> None:
@@ -266,8 +268,24 @@ class _Search:
                 self._rank(choice.division, choice.prediction)
 
     def _expand(self, division: Division) -> None:
-        for attention, cost in self._attentions(division):
+        self._offer(division, self._attentions(division))
+
+    def _turn(self, division: Division) -> None:
+        """Of a mesh whose fastest rotations do not fit the others, which hold other tensors."""
+        mine = division.context
+        alike = replace(division, context=replace(mine, rotate="kv", rotate_forward="kv"))
+        if mine.ring * mine.team > 1 and mine.schedule != "published" and alike not in self.turned:
+            self.turned.add(alike)
+            ways = product(("kv", "q"), ("kv", "q"))
+            turned = [replace(mine, rotate=one, rotate_forward=other) for one, other in ways]
+            self._offer(division, [one for one in turned if one != mine])
+
+    def _offer(self, division: Division, attentions: Iterable[Candidate]) -> None:
+        heads, where, siblings = self._context(division)
+        for attention in attentions:
             one = replace(division, context=replace(attention, **division.context.layers))
+            alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
+            cost = _cost(alone, heads, self._taken(division), where, siblings=siblings)
             spent = [Spent.of(way.line) for way in cost.ways]
             self._push(least_step(self.layer(one), *spent), _Choice(one, cost))
 
@@ -279,6 +297,7 @@ class _Search:
         peak = division_memory(division, self.model, self._taken(division)).peak
         if self.cluster.memory is not None and peak > self.cluster.memory:
             self._note(peak)
+            self._turn(division)
             return
         one = RankedDivision(division, replace(prediction, memory=peak))
         self.kinds.add(_kind(division))
@@ -311,19 +330,21 @@ class _Search:
         projections = least_projections(division.context, heads, self._taken(division), self.cluster)
         return ideal[0].between(projections[0]), ideal[1].between(projections[1])
 
-    def _attentions(self, division: Division) -> list[tuple[Candidate, AttentionCost]]:
-        heads, where = division.heads_of(self.model), division.context_cluster(self.cluster)
-        siblings = division.groups(self.cluster)["context"].siblings
-        best = _best_attentions(heads, self.sequence, where, siblings)
+    def _attentions(self, division: Division) -> list[Candidate]:
+        best = _best_attentions(*self._context(division), self.sequence)
         if division.context.projections == "metp":
-            best = [replace(one, projections="metp") for one in best if one.ulysses == 1]
-        taken, orders = self._taken(division), dict.fromkeys(one.order for one in best)
-        tried = [one for order in orders for one in [one for one in best if one.order == order][:_TRIED]]
-        return [(one, _cost(one, heads, taken, where, siblings=siblings)) for one in tried]
+            best = [one for one in best if one.ulysses == 1]
+        orders = dict.fromkeys(one.order for one in best)
+        return [one for order in orders for one in [one for one in best if one.order == order][:_TRIED]]
+
+    def _context(self, division: Division) -> tuple[ModelShape, Cluster, int]:
+        """Heads of a tensor rank, the ranks of a context group, and how many of these groups share a node's link."""
+        siblings = division.groups(self.cluster)["context"].siblings
+        return division.heads_of(self.model), division.context_cluster(self.cluster), siblings
 
 
 @lru_cache(maxsize=64)
-def _best_attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int) -> list[Candidate]:
+def _best_attentions(model: ModelShape, cluster: Cluster, siblings: int, sequence: SequenceShape) -> list[Candidate]:
     """Of every mesh and schedule the fastest alone, these first that are fastest; not to be changed.
 
     By turns on devices that never wait for a host, and on those that do: in a layer, or with more sequences at a time,

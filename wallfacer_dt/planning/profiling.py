@@ -164,7 +164,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         with suppress(FileNotFoundError):
             file.stat()  # of a name that is too long
         whole.touch()
-        whole.unlink()
+        whole.unlink(missing_ok=True)  # nodes that share a disk may have ranks of one number
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         raise FileError(
             path, f"cannot be written: {getattr(error, 'strerror', None) or error}; name another file"
