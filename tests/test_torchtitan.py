@@ -29,7 +29,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from recipes.torchtitan.shim import fit_attention_to_cpu, fit_to_cpu, fit_to_torch, is_cpu
+from recipes.torchtitan.shim import (
+    fit_attention_to_cpu,
+    fit_biases_to_tensor_parallelism,
+    fit_to_cpu,
+    fit_to_torch,
+    is_cpu,
+)
 from tests.models import KEYS, verdict
 from tests.pairwise import tiers
 from tests.titan_models import MODELS, narrow, positions_of, section, try_all, try_model
@@ -769,6 +775,25 @@ def test_every_rank_refuses_before_training(titans, options: str, kind: str, mes
 
 
 EXPERTS = "--config deepseek_v3_debugmodel activation-checkpoint:selective"
+
+
+def bias_shared_by(tensor_ranks: int) -> tuple[bool, list[float]]:
+    """Of an output projection of GPT-OSS on one of them: whether it adds its part, and the gradient of its bias."""
+    fit_to_torch()
+    fit_to_cpu()
+    from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+
+    fit_biases_to_tensor_parallelism()
+    module = ScaledBiasRowwiseLinear(ScaledBiasRowwiseLinear.Config(in_features=4, out_features=2, bias=True))
+    torch.nn.init.ones_(module.bias)
+    module.tp_degree = tensor_ranks
+    y = module(torch.zeros(3, 4))
+    y.sum().backward()
+    return bool((y == 1 / tensor_ranks).all()), module.bias.grad.tolist()
+
+
+def test_a_bias_that_tensor_ranks_share_gets_its_whole_gradient(titans) -> None:
+    assert titans(1).run(bias_shared_by, 4) == [(True, [3.0, 3.0])]
 
 
 @pytest.mark.parametrize(("size", "experts"), [("ring 2, FSDP 2", 2), pytest.param("2x2", 4, marks=pytest.mark.whole)])

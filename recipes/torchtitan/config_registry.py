@@ -14,7 +14,14 @@ from torchtitan.trainer import Trainer
 from recipes.torchtitan.checkpointing import SelectiveACSavingAttention
 from recipes.torchtitan.parallelize import parallelize
 from recipes.torchtitan.settings import ContextParallelism
-from recipes.torchtitan.shim import draw_whole, fit_attention_to_cpu, fit_experts_to_float32, fit_to_torch, is_cpu
+from recipes.torchtitan.shim import (
+    draw_whole,
+    fit_attention_to_cpu,
+    fit_biases_to_tensor_parallelism,
+    fit_experts_to_float32,
+    fit_to_torch,
+    is_cpu,
+)
 from recipes.torchtitan.text import ByteTokenizer, TextLoader
 from recipes.torchtitan.trainer import ContextTrainer
 
@@ -72,6 +79,7 @@ def _with_context_parallelism(config: Trainer.Config) -> ContextTrainer.Config:
     fit_to_torch()
     fit_attention_to_cpu()
     fit_experts_to_float32()
+    fit_biases_to_tensor_parallelism()
     config.training.disable_cuda_graphs = True
     if is_cpu():
         config.training.mixed_precision_param = "float32"

@@ -1,6 +1,7 @@
 """What torchtitan 0.3.0 lacks on a CPU, and on torch 2.13; no other module of this recipe replaces anything of others.
 
-Run with torchtitan 0.3.0 and torch 2.13.0. Where there is an accelerator, everything but `fit_to_torch` does nothing.
+Run with torchtitan 0.3.0 and torch 2.13.0. Where there is an accelerator, everything but `fit_to_torch` and
+`fit_biases_to_tensor_parallelism` does nothing.
 """
 
 import functools
@@ -74,6 +75,16 @@ def fit_experts_to_float32() -> None:
 
     if is_cpu() and not hasattr(GptOssGroupedExperts.forward, "__wrapped__"):
         GptOssGroupedExperts.forward = _as_given(GptOssGroupedExperts.forward)
+
+
+def fit_biases_to_tensor_parallelism() -> None:
+    """Give biases of GPT-OSS's output projections their whole gradient, of which torchtitan gives a tensor rank a part.
+
+    Ranks add as much less of such a bias as they are, since what they give is summed; what comes back is of the sum.
+    """
+    from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+
+    ScaledBiasRowwiseLinear.forward = _with_its_part_of_the_bias
 
 
 def draw_whole(model_config: Any) -> None:
@@ -158,6 +169,13 @@ def _as_given(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return forward(self, x_RD, num_tokens_per_expert_E).type_as(x_RD)
 
     return experts
+
+
+def _with_its_part_of_the_bias(self: Any, input: Tensor) -> Tensor:  # noqa: A002  torchtitan's name
+    from torchtitan.models.gpt_oss.moe import ScaleBiasForward
+
+    weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self.weight, self.bias))
+    return nn.functional.linear(input, weight, ScaleBiasForward.apply(bias, self.tp_degree, bias.dtype))
 
 
 def _flex_attention(
