@@ -171,7 +171,7 @@ def _as_given(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return experts
 
 
-def _with_its_part_of_the_bias(self: Any, input: Tensor) -> Tensor:  # noqa: A002  torchtitan's name
+def _with_its_part_of_the_bias(self: Any, input: Tensor) -> Tensor:
     from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 
     weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self.weight, self.bias))
