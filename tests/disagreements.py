@@ -163,10 +163,10 @@ def an_error_after_metp(style: Callable[..., ParallelStyle] = metp) -> None:
     y.sum().backward()
 
 
-def an_error_after_metp_beside_tp() -> None:
+def an_error_after_metp_beside_tp(around: Callable[..., Any] = lambda block: block) -> None:
     """The same; here gradients are gathered along tp first."""
     layouts = {"input_layouts": Shard(1), "output_layouts": Shard(1)}
-    block = parallelize_module(FeedForward(), with_tp(), metp(check=False, **layouts), src_data_rank=None)
+    block = around(parallelize_module(FeedForward(), with_tp(), metp(check=False, **layouts), src_data_rank=None))
     y = block(x(1, 2, D))
     if is_odd():
         block(x(1, 2, D))
@@ -329,7 +329,7 @@ def eager_on_one_rank() -> None:
     module = parallelize_module(FeedForward(), with_tp(), layout, src_data_rank=None)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for length in (2, 2 + dist.get_rank() % 2):
-        (module if dist.get_rank() == 0 else compiled)(x(1, length, D))
+        (module if dist.get_rank() == 0 else compiled)(x(1, length, D)).sum().backward()
 
 
 def in_half_on_one_rank() -> None:
@@ -436,6 +436,9 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "an error between METP's forward and backward": an_error_after_metp,
     "an error between METP's attention's forward and backward": lambda: an_error_after_metp(attention),
     "an error between METP's forward and backward, beside tp": an_error_after_metp_beside_tp,
+    "an error between METP's forward and backward, beside tp, compiled": lambda: an_error_after_metp_beside_tp(
+        partial(torch.compile, backend="aot_eager", fullgraph=True)
+    ),
     "unsharding along another dim": lambda: unshard(x(4, 4, 4, 4), dim=1 + is_odd()),
     "a mesh of another placement": of_another_turn,
     "a mesh of other axes": of_another_split,

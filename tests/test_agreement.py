@@ -74,6 +74,9 @@ MESSAGES = {
     "an error between METP's forward and backward": "rank 1: the backward of METP's bias, rank 2: METP's feed-forward",
     "an error between METP's attention's forward and backward": "rank 1: the backward of METP's bias, rank 2: METP's a",
     "an error between METP's forward and backward, beside tp": "rank 1: the backward of what METP gave, rank 2: METP ",
+    "an error between METP's forward and backward, beside tp, compiled": (
+        "rank 1: the backward of what METP gave, rank 2: METP entered"
+    ),
     "unsharding along another dim": f"dim {SAME}1, rank 1: 1, rank 2: 2",
     "a mesh of another placement": f"mesh {SAME}cpu mesh cp_ring 2 x cp_team 2 of ranks 0, 1, 2, 3, rank 1",
     "a mesh of other axes": "rank 2: cpu mesh cp_ring 4 x cp_team 1 of ranks 0, 1, 2, 3",

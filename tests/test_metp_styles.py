@@ -1,14 +1,16 @@
 """What METP's styles make of modules as users have them, in one process."""
 
 import copy
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from tests.metp_refusals import Attention, attention, inner
 from wallfacer_dt import EquivalenceError, METPAttentionParallel, METPParallel, context_mesh
@@ -239,6 +241,46 @@ def test_weights_changed_before_the_backward_are_refused() -> None:
                 next(module.parameters()).mul_(2)
             with pytest.raises(RuntimeError, match="changed between forward and backward"):
                 y.sum().backward()
+
+
+def sharded(x: Tensor) -> DTensor:
+    return DTensor.from_local(x, context_mesh("cpu", 1), [Shard(1)] * 2, run_check=False)
+
+
+def test_a_dtensor_may_be_written_into_where_what_was_taken_of_it_is_a_copy() -> None:
+    """As a plain tensor may: tokens that do not lie one behind the other are copied."""
+    with fake_world(1, 0):
+        module = applied(FeedForward(), metp(check=False))
+        for turned in (False, True):
+            x = torch.randn(3, 2, 6).transpose(0, 1) if turned else torch.randn(2, 3, 6)
+            x = sharded(x)
+            y = module(x).to_local()
+            x.mul_(2)
+            if turned:
+                y.sum().backward()
+            else:
+                with pytest.raises(RuntimeError, match="x under METP was changed between forward and backward"):
+                    y.sum().backward()
+
+
+def test_what_looks_after_a_dtensor_does_not_hold_it() -> None:
+    """Neither under a checkpoint, which computes it again, nor once the backward is done."""
+    with fake_world(1, 0):
+        module = applied(FeedForward(), metp(check=False))
+        seen: list[weakref.ref[Tensor]] = []
+
+        def layer(x: Tensor) -> Tensor:
+            given = x * 2
+            seen.append(weakref.ref(given))
+            return module(given)
+
+        x = sharded(torch.randn(2, 3, 6).requires_grad_())
+        kept = layer(x).to_local().sum()
+        again = checkpoint(layer, x, use_reentrant=False).to_local().sum()
+        assert seen[1]() is None
+        for loss in (kept, again):
+            loss.backward()
+        assert [ref() for ref in seen] == [None] * 3
 
 
 def test_whoever_steps_where_gradients_come_gets_what_one_process_gets() -> None:

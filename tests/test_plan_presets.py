@@ -63,6 +63,19 @@ def test_a_token_meets_as_many_weights_as_are_published(name: str, billions: flo
     assert met / 1e9 == pytest.approx(billions, rel=0.02)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_alone_is_that_of_the_model(name: str) -> None:
+    it, alone = MODELS[name].shape, make_model(name, ffn=0, vocab=0, layers=1).shape
+    assert alone == it.attention_alone
+    assert (alone.heads, alone.keys, alone.dim, alone.experts) == (it.heads, it.keys, it.dim, 0)
+
+
+def test_without_experts_a_model_has_one_feed_forward() -> None:
+    it = MODELS["mixtral-8x7b"].shape
+    assert make_model("mixtral-8x7b", experts=0).shape == replace(it, experts=0, experts_per_token=0)
+    assert make_model("mixtral-8x7b", experts_per_token=1).shape == replace(it, experts_per_token=1)
+
+
 def test_the_h100_is_that_of_the_defaults() -> None:
     assert GPUS["h100"].kernels(128) == Kernels()
 
@@ -409,6 +422,9 @@ def test_configs(tmp_path: Path) -> None:
 def test_configs_of_experts(tmp_path: Path) -> None:
     for config, name in ((MIXTRAL, "mixtral-8x7b"), (QWEN3_MOE, "qwen3-30b-a3b")):
         assert make_model(written(tmp_path, config)) == MODELS[name]
+    # As transformers writes them where nothing is said.
+    unsaid = {key: value for key, value in QWEN3_MOE.items() if key != "head_dim"} | {"mlp_only_layers": None}
+    assert make_model(written(tmp_path, unsaid)).shape.dim == 2048 // 32
     gpt_oss = make_model(written(tmp_path, GPT_OSS))
     assert gpt_oss.shape == MODELS["gpt-oss-20b"].shape
     assert gpt_oss.left_out == (

@@ -238,7 +238,7 @@ class METPAttentionParallel(AttentionStyle):
             y, _, _, number = torch.ops.wallfacer_dt.metp_attention(
                 *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:-1]
             )
-            y = watched(y, x, inside, parts, f"{self.output}.bias", boundary.weights.name)
+            y = watched(y, x, tensors[0], parts, f"{self.output}.bias", boundary.weights.name)
             return returned.like(leave(boundary.with_bias(y, linear(module, self.output).bias, number), number))
 
         return forward

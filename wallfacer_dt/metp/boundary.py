@@ -61,7 +61,8 @@ class Boundary:
 
         def leave(y: Tensor, number: Tensor) -> Tensor:
             summed = DTensor.from_local(y, tp, [Partial()], run_check=False)
-            return self._left(summed.redistribute(placements=[self.output_layout]).to_local(), number)
+            gathered = summed.redistribute(placements=[self.output_layout]).to_local()
+            return _met(gathered, number, _LEFT, self.weights.name)
 
         return inside, leave
 
@@ -93,20 +94,15 @@ class Boundary:
             shape = torch.Size((*x.shape[:-1], y.shape[-1]))
             strides = torch.empty(shape, device="meta").stride()
             summed = DTensor.from_local(y, mesh, sums, run_check=False, shape=shape, stride=strides)
-            return self._left(summed.redistribute(placements=outside), number)
+            result = summed.redistribute(placements=outside)
+            if self.weights.tp_mesh is None:
+                return result
+            if not torch.compiler.is_compiling():
+                return _met(result, number, _LEFT, self.weights.name)
+            met = _met(result.to_local(), number, _LEFT, self.weights.name)
+            return DTensor.from_local(met, mesh, outside, run_check=False, shape=shape, stride=strides)
 
         return local, leave
-
-    def _left(self, y: Tensor, number: Tensor) -> Tensor:
-        """y, whose gradient may be gathered along tp: in eager mode once all ranks have come with it."""
-        if self.weights.tp_mesh is None or torch.compiler.is_compiling() or not y.requires_grad:
-            return y
-
-        def compare(grad: Tensor) -> None:
-            agree("the backward of what METP gave", (), self.weights.name, x=grad, forward=number)
-
-        y.register_hook(compare)
-        return y
 
     def refusal(self, x: Any, out_dim: int, check: Callable[[], None]) -> Tensor | None:
         """Refuse on every rank what ``check`` refuses on one; see Note [Refusing together].
@@ -198,7 +194,7 @@ class Boundary:
         """
         if bias is None:
             return y
-        whole = torch.ops.wallfacer_dt.metp_bias(self.weights.whole(bias), number, self.weights.name).to(y.dtype)
+        whole = _met(self.weights.whole(bias), number, "the backward of METP's bias", self.weights.name).to(y.dtype)
         if self.weights.tp > 1:
             # Not left out: all ranks' backward takes part in that of making it whole. And by all of them alike: a
             # checkpoint computes anew where a backward first asks for what was saved, and other ranks would be there
@@ -271,33 +267,61 @@ def _entered_fake(x: Tensor, *_: Any) -> Tensor:
 _entered.register_autograd(lambda _, grad: (grad, None, None, None, None))
 
 
-@torch.library.custom_op(
-    "wallfacer_dt::metp_bias", mutates_args=(), schema="(Tensor bias, Tensor number, str name) -> Tensor"
-)
-def _bias(bias: Tensor, _: Tensor, __: str) -> Tensor:
-    """A whole bias, of whose gradients ranks compare of which call they are before these are summed."""
-    return bias.clone()
+_LEFT = "the backward of what METP gave"
+
+
+def _met(x: Tensor, number: Tensor, what: str, name: str) -> Tensor:
+    """x, of whose gradient ranks compare of which call it is, before anything of it is sent.
+
+    Args:
+        x: the tensor, in a graph a plain one.
+        number: of the call.
+        what: they come to.
+        name: of the mesh.
+
+    Returns:
+        x.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.wallfacer_dt.metp_met(x, number, what, name)
+    if x.requires_grad:
+
+        def compare(grad: Tensor) -> None:
+            agree(what, (), name, x=grad, forward=number)
+
+        x.register_hook(compare)
+    return x
 
 
 @torch.library.custom_op(
-    "wallfacer_dt::metp_bias_backward", mutates_args=(), schema="(Tensor grad, Tensor number, str name) -> Tensor"
+    "wallfacer_dt::metp_met", mutates_args=(), schema="(Tensor x, Tensor number, str what, str name) -> Tensor"
 )
-def _bias_backward(grad: Tensor, number: Tensor, name: str) -> Tensor:
-    agree("the backward of METP's bias", (), name, x=grad, forward=number)
+def _met_in_graph(x: Tensor, *_: Any) -> Tensor:
+    """x as a graph hands it on."""
+    return x.clone()
+
+
+@torch.library.custom_op(
+    "wallfacer_dt::metp_met_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor number, str what, str name) -> Tensor",
+)
+def _met_backward(grad: Tensor, number: Tensor, what: str, name: str) -> Tensor:
+    agree(what, (), name, x=grad, forward=number)
     return grad.clone()
 
 
-def _set_up_bias(ctx, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+def _set_up(ctx, inputs: tuple[Tensor, Tensor, str, str], output: Tensor) -> None:
     del output
     ctx.told = inputs[1:]  # not saved: a checkpoint must not replace the number
 
 
-def _autograd_of_bias(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-    return torch.ops.wallfacer_dt.metp_bias_backward(grad, *ctx.told), None, None
+def _autograd(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return torch.ops.wallfacer_dt.metp_met_backward(grad, *ctx.told), None, None, None
 
 
-for _op in (_bias, _bias_backward):
+for _op in (_met_in_graph, _met_backward):
     _op.register_fake(lambda x, *_: x.clone())
-_bias.register_autograd(_autograd_of_bias, setup_context=_set_up_bias)
-for _name in ("metp_entered", "metp_bias", "metp_bias_backward"):
+_met_in_graph.register_autograd(_autograd, setup_context=_set_up)
+for _name in ("metp_entered", "metp_met_backward"):
     lowering.keep_order(getattr(torch.ops.wallfacer_dt, _name).default)

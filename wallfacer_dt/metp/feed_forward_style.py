@@ -166,7 +166,7 @@ class METPParallel(ParallelStyle):
             )  # fmt: skip
             told = options._replace(gradients=needing_gradients(x, parts))
             y, number = torch.ops.wallfacer_dt.feed_forward(*tensors, *told)
-            y = watched(y, x, inside, parts, f"{self.down}.bias", boundary.weights.name)
+            y = watched(y, x, tensors[0], parts, f"{self.down}.bias", boundary.weights.name)
             return leave(boundary.with_bias(y, down.bias, number).unflatten(0, inside.shape[:-1]), number)
 
         return forward

@@ -263,7 +263,7 @@ def local(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local()
 
 
-def watched(y: Tensor, x: Tensor, inside: Tensor, parts: Mapping[str, Tensor], added: str, mesh: str) -> Tensor:
+def watched(y: Tensor, x: Tensor, taken: Tensor, parts: Mapping[str, Tensor], added: str, mesh: str) -> Tensor:
     """A result whose backward refuses (RuntimeError) x, weights and biases that have been changed in place meanwhile.
 
     Autograd looks after what an operator saves; of DTensors that is their local tensors, which a change of the DTensor
@@ -272,7 +272,7 @@ def watched(y: Tensor, x: Tensor, inside: Tensor, parts: Mapping[str, Tensor], a
     Args:
         y: the result, before a bias is added.
         x: what was given.
-        inside: what of it the operator took.
+        taken: what of it the operator took.
         parts: weights and biases by name.
         added: the name of that bias, of which the backward of y wants nothing: its own gradient is there before that
             of y, and whoever steps where gradients come has changed it by then.
@@ -284,18 +284,20 @@ def watched(y: Tensor, x: Tensor, inside: Tensor, parts: Mapping[str, Tensor], a
     if torch.compiler.is_compiling() or not y.requires_grad:
         return y
     saved = {name: part for name, part in parts.items() if name != added}
-    if isinstance(x, DTensor) and _storage(x.to_local()) == _storage(inside):
+    if isinstance(x, DTensor) and _storage(x.to_local()) == _storage(taken):
         saved["x"] = x
-    versions = [(name, part, part._version) for name, part in saved.items()]
+    # Not held: a hook lives as long as the graph, and what a checkpoint computes again is gone before.
+    versions = [(name, weakref.ref(part), part._version) for name, part in saved.items()]
 
     def check(_: Tensor) -> None:
         with refusing_together(mesh):
-            changed = [name for name, part, version in versions if part._version != version]
-            if changed:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{changed[0]} under METP was changed between forward and backward"
-                )
+            for name, held, version in versions:
+                part = held()
+                if part is not None and part._version != version:
+                    raise RuntimeError(
+                        "one of the variables needed for gradient computation has been modified by an inplace "
+                        f"operation: {name} under METP was changed between forward and backward"
+                    )
 
     y.register_hook(check)
     return y

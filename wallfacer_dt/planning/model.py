@@ -83,7 +83,7 @@ class ModelShape:
     @property
     def attention_alone(self) -> "ModelShape":
         """The same attention, without layers round it."""
-        return replace(self, ffn=0, layers=1, vocab=0)
+        return replace(self, ffn=0, layers=1, vocab=0, experts=0, experts_per_token=0)
 
     @property
     def attention_weights(self) -> int:

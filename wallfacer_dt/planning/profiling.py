@@ -26,7 +26,7 @@ from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, temporary_groups
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate
-from wallfacer_dt.planning.cluster import Cluster, PlanningError, check_number
+from wallfacer_dt.planning.cluster import Cluster, PlanningError, check_kind, check_number
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.predict import Prediction, attention_cost
 from wallfacer_dt.planning.probe import Probe, slowest
@@ -236,6 +236,7 @@ def profile(
     ranks = dist.get_world_size()
     everyone = name_mesh("world", range(ranks), ())
     with refusing_together(everyone):
+        check_kind(device_type, str, "device_type")
         if min(top, iterations, turns) < 1:
             raise ValueError(f"top, iterations and turns must be at least 1, got {top}, {iterations} and {turns}")
         if cluster is not None and (ranks_per_node, memory, kernel) != (None, None, "auto"):
@@ -246,8 +247,8 @@ def profile(
             raise ValueError(f"path must be None where a cluster is given and nothing of it measured, got {path!r}")
         told = {
             "model": model, "sequence": sequence, "device_type": device_type, "ranks_per_node": ranks_per_node,
-            "memory": memory, "top": top, "iterations": iterations, "build": "given" if build else None,
-            "turns": turns, "kernel": kernel, "cluster": cluster,
+            "memory": None if memory is None else float(memory), "top": top, "iterations": iterations,
+            "build": "given" if build else None, "turns": turns, "kernel": kernel, "cluster": cluster,
         }  # fmt: skip
         agree("profile", [(name, repr(value)) for name, value in told.items()], everyone)
     # It takes this rank's own GPU, unless someone has, before anything is sent by another.

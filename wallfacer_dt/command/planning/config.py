@@ -23,7 +23,10 @@ _KEYS = {
 }
 _KEYS_OF_EXPERTS = {"experts": ("num_local_experts", "num_experts"), "experts_per_token": ("num_experts_per_tok",)}
 # As many key heads as query heads, and hidden / heads; other types have numbers of their own where nothing is said.
-_MAY_BE_MISSING = {"kv_heads": ("gpt2", "llama"), "head_dim": ("gpt2", "llama", "mistral", "mixtral", "qwen2")}
+_MAY_BE_MISSING = {
+    "kv_heads": ("gpt2", "llama"),
+    "head_dim": ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe"),
+}
 # Keys that transformers' GPT-2 passes over.
 _NOT_GPT2S = ("intermediate_size", "num_key_value_heads", "head_dim")
 _ACTIVATIONS = {
@@ -94,8 +97,8 @@ def read_config(path: str) -> KnownModel:
 
 
 def _check_all_have_experts(path: str, config: Mapping[str, Any]) -> None:
-    for key, every in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if config.get(key, every) != every:
+    for key, every in (("decoder_sparse_step", (1,)), ("mlp_only_layers", ([], None))):
+        if config.get(key, every[0]) not in every:
             raise ValueError(
                 f"{path}: layers without experts among others are not planned: {key} is {shown(config[key])}"
             )
