@@ -23,10 +23,11 @@ def make_model(name: str | None, **sizes: Any) -> KnownModel:
     Raises:
         OptionError: there is no such model, or sizes are missing, are none, or do not divide.
     """
-    given: dict[str, Any] = {field: value for field, value in sizes.items() if value is not None}
+    given = {field: value for field, value in sizes.items() if value is not None}
     assert given.keys() <= {field.name for field in fields(ModelShape)}
     if 0 in (given.get("ffn"), given.get("experts")):
-        given = {"experts": 0, "experts_per_token": 0} | given
+        for implied in ("experts", "experts_per_token"):
+            given.setdefault(implied, 0)
     if name is None:
         for needed in ("hidden", "heads"):
             if needed not in given:
