@@ -325,7 +325,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "sequence": (SEQUENCE, replace(SEQUENCE, is_causal=False)),
     "device_type": ("cpu", "cuda"),
     "ranks_per_node": (None, 2),
-    "memory": (10**9, None),
+    "memory": (1e9, None),
     "top": (1, 2),
     "iterations": (3, 1),
     "turns": (1, 2),
@@ -362,6 +362,7 @@ def test_a_step_of_one_rank_alone_and_what_one_refuses_is_refused_by_all(ranks) 
     assert all(
         "build must be the same on every rank of the mesh, got rank 0: 'given', rank 1" in one for _, one in found
     )
+    assert ranks(2).run(asked_apart, "memory", (10**9, 1e9)) == [("AssertionError", "measured")] * 2
     (_, other), mine = ranks(2).run(asked_apart, "top", (1, 0))
     assert mine == ("ValueError", "top, iterations and turns must be at least 1, got 0, 3 and 3")
     assert other.endswith(f"rank 1 of the mesh cannot make this call: {mine[1]}")
