@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape
 from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
-from wallfacer_dt.command.options import NodeError
+from wallfacer_dt.command.options import NodeError, OptionError
 from wallfacer_dt.command.planning.document import plan_as_json
 from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.lanes import _beside, _labels, kind_of
@@ -656,6 +657,25 @@ def test_nodes_on_different_devices_are_refused_before_they_wait_for_each_other(
         _check_device(store, rank, "cuda")
     with pytest.raises(NodeError, match="--device: rank 2 would run on cpu, rank 0 on cuda; say which"):
         _check_device(store, 2, "cpu")
+
+
+@pytest.mark.parametrize(("met", "kind"), [((0, 1), OptionError), ((0,), ValueError), ((), ValueError)])
+def test_what_all_profiling_ranks_refuse_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, met: tuple[int, ...], kind: type[Exception]
+) -> None:
+    """They leave together; after what others may not have, the process just ends."""
+    ended: list[bool] = []
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
+    error = ValueError("top must be the same on every rank")
+    error.met = {*met}
+    launch = Launch(2, 2, 0, 0, "cpu", torch.get_num_threads(), timedelta(seconds=60))
+    with pytest.raises(Exception, match="top must be the same on every rank") as raised, launch.group():
+        raise error
+    assert type(raised.value) is kind
+    assert ended == [True] * (kind is OptionError)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_WORLD_SIZE"])

@@ -212,7 +212,7 @@ def test_six_attentions_of_each_token_order_are_tried() -> None:
 
 
 def test_other_rotations_are_tried_where_the_fastest_do_not_fit() -> None:
-    """Of ring 2 x team 4 that is the one which turns keys both ways."""
+    """Of ring 2 x team 4 that is the one which rotates keys forward and queries backward."""
     where = cluster(8, 4, kernels=replace(KERNELS, launch=1e-5), memory=824_934)
     made = divide(MODEL, replace(SEQUENCE, is_causal=False, window_size=(100, 100)), where, 4)
     (eight,) = (one for one in made.by_context if one.division.context.size == 8)

@@ -280,9 +280,9 @@ class _Search:
             turned = [replace(mine, rotate=one, rotate_forward=other) for one, other in ways]
             self._offer(division, [one for one in turned if one != mine])
 
-    def _offer(self, division: Division, attentions: Iterable[Candidate]) -> None:
+    def _offer(self, division: Division, offered: Iterable[Candidate]) -> None:
         heads, where, siblings = self._context(division)
-        for attention in attentions:
+        for attention in offered:
             one = replace(division, context=replace(attention, **division.context.layers))
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
             cost = _cost(alone, heads, self._taken(division), where, siblings=siblings)

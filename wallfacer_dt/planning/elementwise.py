@@ -45,10 +45,11 @@ def feed_forward_bytes(
     copied to be sent. Forward a rank copies its own weights, to send them.
     """
     is_metp, sizes = candidate.feed_forward == "metp", _Sizes.of(sequence)
-    activation = _ACTIVATIONS[is_metp, model.gated][backward] * model.ffn * model.copies * tokens * sizes.narrow
+    units = model.ffn * model.feed_forwards_per_token
+    activation = _ACTIVATIONS[is_metp, model.gated][backward] * units * tokens * sizes.narrow
     if not is_metp:
-        dealt = (4 if backward else 3) * model.experts_per_token + 1 if model.experts else 0
-        return activation + dealt * model.hidden * tokens * sizes.narrow
+        dispatched = (4 if backward else 3) * model.experts_per_token + 1 if model.experts else 0
+        return activation + dispatched * model.hidden * tokens * sizes.narrow
     sums = (2 if backward and model.gated else 1) * candidate.size + 1
     each = sizes.added + 4 * sizes.wide + sizes.narrow if backward else 2 * sizes.narrow / candidate.size
     return activation + sums * tokens * model.hidden * sizes.added + int(each * model.ffn_weights)

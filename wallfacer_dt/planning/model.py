@@ -98,15 +98,16 @@ class ModelShape:
     @property
     def ffn_products(self) -> int:
         """Those of them that a token is multiplied with."""
-        return self.copies * self._expert_weights + self.hidden * self.experts
+        return self.feed_forwards_per_token * self._expert_weights + self.hidden * self.experts
 
     @property
-    def copies(self) -> int:
-        """Of a token that feed-forwards take: one for each of its experts."""
+    def feed_forwards_per_token(self) -> int:
+        """Of a layer: a token's experts, or the one that takes all tokens."""
         return self.experts_per_token or 1
 
     @property
     def _expert_weights(self) -> int:
+        """Elements of one feed-forward."""
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
 

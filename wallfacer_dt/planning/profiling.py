@@ -151,9 +151,12 @@ class Profile:
 
 
 def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Where a file is that links may lead to, and where it is written first, under a name that is never too long."""
+    """Where a file is that links may lead to, and where it is written first, under a name that is never too long.
+
+    It is the file's own, shortened: ranks of other runs may have this one's number where nodes share a disk.
+    """
     file = Path(os.path.realpath(path))
-    return file, file.with_name(f".wallfacer.{os.getpid()}")
+    return file, file.with_name(f".{file.name[:50]}.{os.getpid()}")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

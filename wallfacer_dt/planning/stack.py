@@ -226,8 +226,8 @@ class _Layer:
         itemsize, wide = sequence.dtype.itemsize, accumulation_dtype(sequence.dtype).itemsize
         self.x = own * model.hidden * itemsize
         self.whole_x = self.rows * model.hidden * itemsize
-        self.hidden = self.rows * model.copies * -(-model.ffn // tensor) * itemsize
-        self.dealt = self.rows * model.experts_per_token * model.hidden * itemsize
+        self.hidden = self.rows * model.feed_forwards_per_token * -(-model.ffn // tensor) * itemsize
+        self.dispatched = self.rows * model.experts_per_token * model.hidden * itemsize
         self.loss = self.rows * -(-model.vocab // tensor) * itemsize
         self.tokens = 2 * self.rows * 8  # and the targets
         self.scale = own * wide  # of every token, in a norm
@@ -264,7 +264,7 @@ class _Layer:
         """
         if self.candidate.feed_forward == "metp":
             return 0
-        return self.hidden * (4 if self.model.gated else 2) + 2 * self.dealt
+        return self.hidden * (4 if self.model.gated else 2) + 2 * self.dispatched
 
     @property
     def whole(self) -> int:
@@ -298,7 +298,7 @@ class _Layer:
         # Where both factors of the product have their gradients, it is gone, and its own gradient there. So is what
         # experts gave, of which before there are gradients in both orders, and products for those of their weights.
         most = self.hidden * (2 if self.model.gated else 1)
-        return there + max(most - self.dealt, self.hidden, 3 * self.dealt)
+        return there + max(most - self.dispatched, self.hidden, 3 * self.dispatched)
 
 
 _feed_forward_peak = lru_cache(maxsize=64)(feed_forward_peak)

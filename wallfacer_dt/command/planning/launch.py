@@ -92,7 +92,7 @@ class Launch:
             dist.destroy_process_group()
             raise OptionError(f"--{error.about.replace('_', '-')}: {error}") from error
         except ValueError as error:
-            if not hasattr(error, "met"):  # the ranks that have it too
+            if len(getattr(error, "met", ())) < self.ranks:  # not all ranks have it
                 raise
             dist.destroy_process_group()
             raise OptionError(str(error)) from error
