@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -126,12 +127,16 @@ class GELU(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of such experts, each of which is dealt equally many tokens; in the order of transformers' own."""
+    """A mixture of such experts, each of which is dealt equally many tokens; in the order of transformers' own.
 
-    def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
+    Ranks may have some each, and are sent their tokens as torchtitan sends them.
+    """
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype, ranks: int = 1) -> None:
         super().__init__()
         self.router = nn.Linear(model.hidden, model.experts, bias=False, dtype=dtype)
-        inward, outward = ((model.experts, *sizes) for sizes in ((model.hidden, model.ffn), (model.ffn, model.hidden)))
+        self.ranks, own = ranks, model.experts // ranks
+        inward, outward = ((own, *sizes) for sizes in ((model.hidden, model.ffn), (model.ffn, model.hidden)))
         self.up, self.gate = (nn.Parameter(torch.empty(inward, dtype=dtype)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(outward, dtype=dtype))
         self.each = model.experts_per_token
@@ -140,10 +145,31 @@ class Experts(nn.Module):
         tokens = x.flatten(0, 1)
         weights, experts = self.router(tokens).softmax(-1).topk(self.each)
         order = experts.flatten().argsort()
-        given = tokens[order // self.each].unflatten(0, (len(self.down), -1))
+        given = tokens[order // self.each]
+        if self.ranks > 1:
+            # By experts, and for each by ranks, as they do not come.
+            places = torch.arange(len(given)).view(self.ranks, len(self.down), -1).transpose(0, 1).flatten()
+            given = _Exchanged.apply(given)[places]
+        given = given.unflatten(0, (len(self.down), -1))
         found = torch.bmm(F.silu(torch.bmm(given, self.gate)) * torch.bmm(given, self.up), self.down).flatten(0, 1)
+        if self.ranks > 1:
+            found = _Exchanged.apply(torch.empty_like(found).index_put((places,), found))
         weighted = found * weights.flatten()[order, None]
         return weighted[order.argsort()].unflatten(0, (-1, self.each)).sum(1).view_as(x)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Equally many rows from every rank to every other."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _Exchanged.apply(grad.contiguous())
 
 
 class Attention(nn.Module):
@@ -188,12 +214,12 @@ class Norm(nn.RMSNorm):
 class Layer(nn.Module):
     """x + attention(norm(x)), x + ffn(norm(x))."""
 
-    def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelShape, dtype: torch.dtype, expert: int = 1) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(model.hidden, dtype=dtype) for _ in range(2))
         self.attention = Attention(model, dtype)
         if model.experts:
-            self.ffn: nn.Module = Experts(model, dtype)
+            self.ffn: nn.Module = Experts(model, dtype, expert)
         else:
             self.ffn = (SwiGLU if model.gated else GELU)(model.hidden, model.ffn, dtype)
 
@@ -205,9 +231,9 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Layers under a checkpoint, an embedding before them, and a norm, a projection and a loss after them."""
 
-    def __init__(self, model: ModelShape, dtype: torch.dtype, how: str) -> None:
+    def __init__(self, model: ModelShape, dtype: torch.dtype, how: str, expert: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(model, dtype) for _ in range(model.layers))
+        self.layers = nn.ModuleList(Layer(model, dtype, expert) for _ in range(model.layers))
         self.how = how
         self.embedding = nn.Embedding(model.vocab, model.hidden, dtype=dtype)
         self.norm = Norm(model.hidden, dtype=dtype)
@@ -221,9 +247,11 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def stack_of(candidate: Candidate, model: ModelShape, sequence: SequenceShape, mesh: DeviceMesh) -> Stack:
+def stack_of(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, mesh: DeviceMesh, expert: int = 1
+) -> Stack:
     """The stack as one rank has it: with METP's shards, and weights in full otherwise; gradients are there already."""
-    stack = Stack(model, sequence.dtype, candidate.checkpoint)
+    stack = Stack(model, sequence.dtype, candidate.checkpoint, expert)
     inner = WallFacerParallel(
         is_causal=sequence.is_causal,
         order=TokenOrder(candidate.order, mesh),

@@ -147,6 +147,25 @@ activation-checkpoint:full
     )
 
 
+def test_experts_that_are_dealt_to_ranks_are_shown() -> None:
+    division = Division(Candidate(1, 1, 2, order="head_tail"), 1, 4, 2, microbatches=2, expert=4)
+    shown = replace(SMALL, ranked=(ranked(division, 0.002, "a"), ranked(SECOND, 0.0025, "b")))
+    out = io.StringIO()
+    print_division(shown, FIGURES, Console(file=out, width=100, highlight=False, markup=False))
+    table = re.search(r"\n( +repli-.*?)\n\n", out.getvalue(), re.DOTALL)
+    assert table
+    assert_expected_inline(
+        "\n".join(line.rstrip() for line in table[1].replace("─", "-").splitlines()),
+        """\
+   repli-          con-  ten-  pipe-   ex-   micro-            tokens
+#     cas  shards  text   sor   line  pert  batches    step     per s   MFU  waiting  bubble  memory
+----------------------------------------------------------------------------------------------------
+1       2       4     2     1      1     4   2 of 1    2 ms  16384000  3.1%      25%       -   80 MB
+2       1       4     2     1      2     1   2 of 1  2.5 ms  13107200  2.5%      25%     50%   80 MB""",
+    )
+    assert "--parallelism.expert_parallel_degree 4 \\\n" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
@@ -174,7 +193,8 @@ def test_flags_are_torchtitans() -> None:
     from recipes.torchtitan.settings import ContextParallelism, context_sizes
 
     known = {"parallelism": ContextParallelism, "training": TrainingConfig}
-    for division, dtype in ((FIRST, torch.bfloat16), (SECOND, torch.float32)):
+    dealt = Division(Candidate(1, 1, 2, order="head_tail"), 1, 4, 2, expert=4)
+    for division, dtype in ((FIRST, torch.bfloat16), (SECOND, torch.float32), (dealt, torch.bfloat16)):
         sequence = replace(SMALL.sequence, dtype=dtype)
         lines = flags_of(replace(SMALL, sequence=sequence, ranked=(ranked(division, 1.0, ""),))).splitlines()
         flags = dict(re.match(r"--(\S+) (\S+)", line).groups() for line in lines if line.startswith("--"))
@@ -186,10 +206,11 @@ def test_flags_are_torchtitans() -> None:
         options = {
             name: value
             for name, value in found.items()
-            if name.split("_")[0] in ("data", "tensor", "pipeline", "context")
+            if name.split("_")[0] in ("data", "tensor", "pipeline", "context", "expert")
         }
         settings = ContextParallelism(**options)
         assert context_sizes(settings) == division.context.axes
+        assert settings.expert_parallel_degree == division.expert
         ParallelDims.from_config(settings, 16)  # which refuses what does not make up the ranks
         assert settings.context_parallel_load_balancer == "headtail"
         rounds = division.microbatches if division.pipeline == 1 else 1
@@ -277,7 +298,7 @@ def test_text_has_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(COMMAND, capsys)
     for part in (
         "16 ranks on 4 nodes of 4", "8 sequences in a step, of 4096 tokens, causal, bfloat16", "The best 5 of",
-        "Context ranks:", "context parallelism beyond", "Memory of plan 1, ", "expert parallelism",
+        "Context ranks:", "context parallelism beyond", "Memory of plan 1, ", "asynchronous tensor parallelism",
         "--parallelism.data_parallel_shard_degree", "--training.global_batch_size 8",
     ):  # fmt: skip
         assert part in " ".join(text.split()), part

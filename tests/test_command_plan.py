@@ -275,7 +275,7 @@ def test_experts_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["model"] == asdict(ModelShape(256, 4, 2, 64, 512, experts=8, experts_per_token=2))
     text = out_of(f"plan {options}", capsys)
     assert "gated feed-forward of 512, 2 of 8 experts" in text
-    assert "- in the time: experts that are dealt more tokens than others" in text
+    assert "- in the time and in memory: experts that are dealt more tokens than others" in text
     assert "experts" not in out_of(f"plan {SHAPE} --ffn 512 --ranks 2 --intra 1GB/s --top 1", capsys)
 
 

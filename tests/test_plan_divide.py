@@ -25,6 +25,7 @@ from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.predict import predict_division
 from wallfacer_dt.planning.stack import division_memory, least_memory, stack_memory
+from wallfacer_dt.planning.step import beside_attention
 
 
 @examples(40)
@@ -86,8 +87,42 @@ def test_experts_are_no_tensor_ranks_nor_metps() -> None:
     assert {it.tensor for it in plain} > {1} == {it.tensor for it in found}
     assert {it.context.feed_forward for it in plain} > {"plain"} == {it.context.feed_forward for it in found}
     alike = [it for it in plain if it.tensor == 1 and it.context.feed_forward == "plain"]
-    assert found == alike
+    assert [it for it in found if it.expert == 1] == alike
     assert "metp" in {it.context.projections for it in found}
+    # Experts are dealt to ranks that share weights, and divide them.
+    for it in alike:
+        dealt = {other.expert for other in found if replace(other, expert=1) == it}
+        assert dealt == {e for e in (1, 2, 4, 8) if (it.shards * it.context.size) % e == 0}
+    assert len(set(found)) == len(found)
+
+
+def test_experts_that_are_dealt_to_ranks() -> None:
+    """Ranks have as many weights as before, and whole at a time are those of their experts alone."""
+    model = replace(MODEL, experts=8, experts_per_token=2, vocab=0)
+    one = Division(Candidate(2), shards=4)
+    groups = replace(one, expert=4).groups(cluster(8, 4))
+    assert (groups["expert"].size, groups["expert"].stride) == (4, 1)
+    assert (groups["expert_weights"].size, groups["expert_weights"].stride) == (2, 4)
+    experts = 8 * 3 * MODEL.hidden * MODEL.ffn
+    short = replace(SEQUENCE, length=16)  # so that weights are most of what there is
+    before = division_memory(one, model, short)
+    for expert, whole in ((2, experts // 2), (4, experts // 4), (8, 0)):
+        memory = division_memory(replace(one, expert=expert), model, short)
+        assert (memory.states, memory.kept, memory.working) == (before.states, before.kept, before.working)
+        # Of three layers, and of one gradient in float32.
+        assert before.gathered - memory.gathered == (3 * 2 + 4) * (experts - whole)
+    assert str(replace(one, expert=4)) == "shards 4 x context 2, experts dealt to 4: ring 2, rotates kv"
+
+
+def test_microbatches_of_experts_that_nobody_shares_are_added_up() -> None:
+    """Gradients of a rank's own experts: read, read and written, of each microbatch but the first."""
+    model = replace(MODEL, experts=8, experts_per_token=2)
+    division = Division(Candidate(2), shards=4, expert=8)
+    copies = [beside_attention(layer_of(replace(division, microbatches=n), model=model))["copies"] for n in (1, 2, 3)]
+    own = MODEL.layers * 3 * MODEL.hidden * MODEL.ffn
+    shared = copies[0]
+    assert copies[1] - 2 * shared == pytest.approx(3 * 2 * own / KERNELS.merge)
+    assert copies[2] - 3 * shared == pytest.approx(2 * 3 * 2 * own / KERNELS.merge)
 
 
 def test_experts_take_the_time_of_those_that_a_token_goes_to_and_the_memory_of_all() -> None:
@@ -119,11 +154,25 @@ def test_experts_take_the_time_of_those_that_a_token_goes_to_and_the_memory_of_a
     assert memory.gathered > by_all.gathered
 
 
-@pytest.mark.parametrize("name", ["tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches"])
+@pytest.mark.parametrize(("length", "is_dealt"), [(256, True), (16384, False)])
+def test_experts_are_dealt_out_where_gathering_them_takes_longer(length: int, is_dealt: bool) -> None:
+    """Than sending their tokens, which may be few or many."""
+    model = replace(MODEL, experts=8, experts_per_token=1, ffn=1024)
+    made = divide(model, replace(SEQUENCE, length=length), cluster(8, 1), 8)
+    assert (made.chosen.expert > 1) == is_dealt
+
+
+@pytest.mark.parametrize("name", ["tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert"])
 def test_what_is_no_division_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Division(Candidate(2), **{name: 0})
-    if not name.startswith("micro"):
+    if name == "expert":
+        with pytest.raises(ValueError, match=r"expert must divide the ranks that share weights, .* got 4 and 6"):
+            Division(Candidate(2), shards=3, expert=4)
+        for changes in ({"tensor": 2}, {"context": Candidate(2, feed_forward="metp")}):
+            with pytest.raises(ValueError, match="expert must be 1 beside tensor parallelism or METP's feed-forward"):
+                Division(**({"context": Candidate(2), "expert": 2} | changes))
+    elif not name.startswith("micro"):
         for what in ("feed_forward", "projections"):
             with pytest.raises(ValueError, match=f"{what} must be 'plain' beside data, tensor or pipeline"):
                 Division(Candidate(2, **{what: "metp"}), **{name: 2})
@@ -229,30 +278,32 @@ def test_other_rotations_are_tried_where_the_fastest_do_not_fit() -> None:
     causal=st.booleans(),
     window=st.sampled_from([None, 20, 100]),
     launch=HOSTS,
+    experts=st.sampled_from([0, 0, 4]),
 )
 def test_the_chosen_is_the_fastest_that_fits(
-    size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None, launch: float
+    size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None, launch: float, experts: int
 ) -> None:
     """Every division with every attention predicted: none that fits is faster by more than 1% (see _TRIED)."""
     bounds = None if window is None else (window, 0 if causal else window)
+    model = replace(MODEL, experts=experts, experts_per_token=experts // 2)
     where = cluster(*size, kernels=replace(KERNELS, launch=launch))
     sequence = replace(SEQUENCE, is_causal=causal, window_size=bounds)
-    typical = division_memory(next(divisions(MODEL, sequence, where, sequences)), MODEL, sequence).peak
+    typical = division_memory(next(divisions(model, sequence, where, sequences)), model, sequence).peak
     where = replace(where, memory=int(tight * typical))
     best: dict[int, float] = {}
-    for division in divisions(MODEL, sequence, where, sequences):
-        heads, taken = division.heads_of(MODEL), replace(sequence, batch=division.microbatch)
+    for division in divisions(model, sequence, where, sequences):
+        heads, taken = division.heads_of(model), replace(sequence, batch=division.microbatch)
         for attention in attentions_of(division, heads, sequence, where):
             one = replace(division, context=replace(attention, **division.context.layers))
-            if division_memory(one, MODEL, taken).peak <= where.memory:
-                layer = Layer(one, MODEL, taken, where)
-                seconds = predict_division(one, MODEL, taken, where, cost_of(layer)).seconds
+            if division_memory(one, model, taken).peak <= where.memory:
+                layer = Layer(one, model, taken, where)
+                seconds = predict_division(one, model, taken, where, cost_of(layer)).seconds
                 best[one.context.size] = min(seconds, best.get(one.context.size, seconds))
     if not best:
         with pytest.raises(PlanningError, match="nothing fits"):
-            divide(MODEL, sequence, where, sequences)
+            divide(model, sequence, where, sequences)
         return
-    made = divide(MODEL, sequence, where, sequences, keep=1)
+    made = divide(model, sequence, where, sequences, keep=1)
     assert len(made.ranked) == 1
     assert made.prediction.seconds <= min(best.values()) * 1.01
     assert made.prediction.memory <= where.memory

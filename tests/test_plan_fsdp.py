@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from wallfacer_dt import Cluster, Kernels, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division
-from wallfacer_dt.planning.fsdp import Sent, sent_around, sent_beside
+from wallfacer_dt.planning.fsdp import Sent, Weights, sent_around, sent_beside
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.step import _ends, beside_attention
 from wallfacer_dt.testing.fake import fake_world
@@ -116,7 +116,7 @@ def layer_of(division: Division, dtype: torch.dtype) -> Layer:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_fsdp_sends_and_copies(replicas: int, dtype: torch.dtype) -> None:
     layer = layer_of(Division(Candidate(2), shards=4 // replicas, replicas=replicas), dtype)
-    own, vocabulary = layer.shared_weights, layer.shared_vocabulary
+    own, vocabulary = layer.weights[0], layer.vocabulary
     with watched(replicas, dtype) as seen:
         pass
     layers = [own] * MODEL.layers
@@ -125,35 +125,121 @@ def test_what_fsdp_sends_and_copies(replicas: int, dtype: torch.dtype) -> None:
     sizes = [elements * replicas // 8 for elements in (vocabulary, own)]
     assert seen.sent["replicated"] == [sizes[0], *sizes[1:] * 4, sizes[0]] * (replicas > 1)
     # In the planner: around layers and beside them, but for what the head hides, a layer's weights in the backward.
-    told = [Counter[int]() for _ in Sent._fields]
-    around = Counter(one for some in sent_around(MODEL.layers, own, vocabulary) for one in some)
-    beside = sent_beside(MODEL.layers, own, vocabulary, has_replicas=True)
-    for some in (around, *beside):
-        for sent, times in some.items():
-            for elements, counted in zip(sent, told, strict=True):
-                counted[elements] += times * bool(elements)
-    assert +told[0] + Counter([own]) == Counter(seen.sent["gathered"])
-    assert +told[1] == +told[2] == Counter(seen.sent["reduced"])
+    told = sent_in_a_step(MODEL.layers, {"layer": own, "vocabulary": vocabulary})
+    assert told[0] + Counter([own]) == Counter(seen.sent["gathered"])
+    assert told[1] == told[2] == Counter(seen.sent["reduced"])
     assert beside_attention(layer)["copies"] == seen.copied
+
+
+def sent_in_a_step(layers: int, sizes: dict[Weights, int]) -> list[Counter[int]]:
+    """Elements that are gathered, reduced and replicated, and how often."""
+    told = [Counter[int]() for _ in Sent._fields]
+    around = Counter(one for some in sent_around(layers, has_vocabulary=True) for one in some)
+    for some in (around, *sent_beside(layers, has_vocabulary=True, has_replicas=True)):
+        for sent, times in some.items():
+            for weights, counted in zip(sent, told, strict=True):
+                counted[sizes.get(weights, 0)] += times * bool(weights)
+    return told
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("replicas", "expert"), [(1, 2), (2, 2), (1, 8), (2, 4)])
+def test_what_fsdp_sends_and_copies_of_experts_that_are_dealt_to_ranks(
+    replicas: int, expert: int, dtype: torch.dtype
+) -> None:
+    """They are sharded over ranks that have the same; where there are none FSDP is not asked for."""
+    model = replace(MODEL, experts=8, experts_per_token=2, vocab=0)
+    layer = replace(
+        layer_of(Division(Candidate(2), shards=4 // replicas, replicas=replicas, expert=expert), dtype), model=model
+    )
+    own, dealt = layer.weights
+    assert (own, dealt) == (4 * 16 * 16 + 8 * 16, 8 // expert * 3 * 16 * 32)
+    sharing = layer.division.expert_ranks
+    with fake_world(8, 1):
+        names = ("replicas", "shards", "expert")
+        mesh = init_device_mesh("cpu", (replicas, sharing, expert), mesh_dim_names=names)
+        every = mesh["shards", "expert"]._flatten("every")
+        whole = init_device_mesh("cpu", (replicas, 8 // replicas), mesh_dim_names=("replicas", "every"))
+        layers = nn.ModuleList(Dealt(8 // expert) for _ in range(model.layers))
+        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
+        options["reshard_after_forward"] = True
+        for one in layers:
+            if sharing > 1:
+                fully_shard(one.experts, mesh=mesh["replicas", "shards"] if replicas > 1 else mesh["shards"], **options)
+            left = None if sharing > 1 else set(one.experts.parameters())
+            fully_shard(one, mesh=whole if replicas > 1 else every, ignored_params=left, **options)
+        with Watched() as seen:
+            x = torch.zeros(1, 8, 16, dtype=dtype)
+            for one in layers:
+                if sharing == 1:
+                    one.experts.to(dtype)
+                x = one(x)
+            x.sum().backward()
+    groups = Counter({own: model.layers}) + Counter({dealt: model.layers * (sharing > 1)})
+    assert Counter(seen.sent["gathered"]) == groups + groups
+    assert Counter(seen.sent["reduced"]) == groups
+    assert beside_attention(layer)["copies"] == seen.copied
+    sent = Sent("layer", "layer", "layer")
+    wires = dict(layer.transfers(sent))
+    parts = own * replicas // 8, dealt // sharing
+    assert wires["weights"].nbytes == (8 // replicas - 1) * parts[0] * dtype.itemsize
+    assert wires["gradients"].nbytes == (8 // replicas - 1) * parts[0] * 4
+    assert wires["experts' weights"].nbytes == (sharing - 1) * parts[1] * dtype.itemsize
+    assert wires["experts' gradients"].nbytes == (sharing - 1) * parts[1] * 4
+    assert wires["replicas"].nbytes == 2 * (replicas - 1) * sum(parts) * 4 // replicas
+
+
+class Experts(nn.Module):
+    """All that a rank has, for every token."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.zeros(number, 16, 32)) for _ in range(2))
+        self.down = nn.Parameter(torch.zeros(number, 32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ self.gate) * (x @ self.up) @ self.down).sum(0, keepdim=True)
+
+
+class Dealt(nn.Module):
+    """A layer's weights, of a rank that has so many experts."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.router = nn.Linear(16, 8, bias=False)
+        self.experts = Experts(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for projection in self.attention:
+            x = x + projection(x)
+        return x + self.experts(x) * self.router(x).sum(-1, keepdim=True)
 
 
 def test_what_is_beside_a_layer_is_of_the_group_before_it_or_after_it() -> None:
     """Of three layers: what comes, what is reduced, and a group later what replicas sum."""
-    forward, backward = sent_beside(3, 10, 7)
-    assert forward == Counter([Sent(10), Sent(10), Sent(7)])
-    assert backward == Counter([Sent(10, 7, 0), Sent(10, 10, 7), Sent(7, 10, 10)])
-    assert sent_beside(1, 10, 7) == (Counter([Sent(7)]), Counter([Sent(7, 7, 0)]))
-    assert [*sent_around(1, 10, 7)[1]] == [Sent(0, 10, 7), Sent(0, 7, 10), Sent(0, 0, 7)]
-    assert [*sent_around(2, 10, 7)[1]] == [Sent(0, 10, 10), Sent(0, 7, 10), Sent(0, 0, 7)]
-    assert sent_beside(3, 10, 0) == (Counter({Sent(10): 3}), Counter({Sent(10, 10, 10): 3}))
-    alone = sent_beside(3, 10, 7, has_replicas=False)[1]
-    assert alone == Counter([Sent(10, 7), Sent(10, 10), Sent(7, 10)])
+    one, end = "layer", "vocabulary"
+    both = {"has_vocabulary": True, "has_replicas": True}
+    forward, backward = sent_beside(3, **both)
+    assert forward == Counter([Sent(one), Sent(one), Sent(end)])
+    assert backward == Counter([Sent(one, end), Sent(one, one, end), Sent(end, one, one)])
+    assert sent_beside(1, **both) == (Counter([Sent(end)]), Counter([Sent(end, end)]))
+    after = Sent("", end, one), Sent("", "", end)
+    assert sent_around(1, has_vocabulary=True) == ((Sent(end), Sent(one)), (Sent("", one, end), *after))
+    assert sent_around(2, has_vocabulary=True) == ((Sent(end), Sent(one)), (Sent("", one, one), *after))
+    assert sent_around(1, has_vocabulary=False)[1][0] == Sent("", one, one)
+    alike = sent_beside(3, has_vocabulary=False, has_replicas=True)
+    assert alike == (Counter({Sent(one): 3}), Counter({Sent(one, one, one): 3}))
+    alone = sent_beside(3, has_vocabulary=True, has_replicas=False)[1]
+    assert alone == Counter([Sent(one, end), Sent(one, one), Sent(end, one)])
     # Of many those between are alike, and not written out.
     many = 10**15
-    forward, backward = sent_beside(many, 10, 7)
-    assert forward == {Sent(10): many - 1, Sent(7): 1}
-    assert backward == {Sent(10, 7, 0): 1, Sent(10, 10, 7): 1, Sent(10, 10, 10): many - 3, Sent(7, 10, 10): 1}
-    assert sent_beside(4, 10, 7, has_replicas=False)[1] == {Sent(10, 7): 1, Sent(10, 10): 2, Sent(7, 10): 1}
+    forward, backward = sent_beside(many, **both)
+    assert forward == {Sent(one): many - 1, Sent(end): 1}
+    ends = {Sent(one, end): 1, Sent(one, one, end): 1, Sent(end, one, one): 1}
+    assert backward == ends | {Sent(one, one, one): many - 3}
+    few = sent_beside(4, has_vocabulary=True, has_replicas=False)[1]
+    assert few == {Sent(one, end): 1, Sent(one, one): 2, Sent(end, one): 1}
 
 
 def test_gradients_of_many_layers_are_counted_and_not_written_out() -> None:

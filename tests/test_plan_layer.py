@@ -29,13 +29,17 @@ from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, wires
 ONE = Cluster(4, 2, Link(1.0), Link(1.0))  # a byte a second
 
 
-def touched(model: ModelShape, tokens: float, itemsize: int = 2) -> tuple[float, float]:
-    """Seconds in which norms, positions and activations read and write so many tokens, forward and backward."""
+def touched(model: ModelShape, tokens: float, itemsize: int = 2, expert: int = 1) -> tuple[float, float]:
+    """Seconds in which norms, positions and activations read and write so many tokens, forward and backward.
+
+    Rows that come to one of several expert ranks, or go back, are read and written once more.
+    """
     norms, positions = 2 * (2 + 2) * model.hidden, 2 * (model.heads + model.keys) * model.dim
     forward, backward = (2 + 1, 3 + 2 + 1) if model.gated else (1 + 1, 2 + 1 + 1)
     units, routed = max(1, model.experts_per_token) * model.ffn, model.experts_per_token * model.hidden
     # Rows to experts are read and written, theirs read and their sum written; and once more read, backward.
-    dealt = [(2 + 1 + more) * routed + model.hidden * bool(model.experts) for more in (0, 1)]
+    moved = 2 * 2 * (expert > 1)
+    dealt = [(2 + 1 + more + moved) * routed + model.hidden * bool(model.experts) for more in (0, 1)]
     return tuple(
         itemsize * tokens * (norms + positions + activation * units + rows) / KERNELS.merge
         for activation, rows in zip((forward, backward), dealt, strict=True)
@@ -164,12 +168,14 @@ def test_a_pipeline_sends_to_the_next_stage(drawn: tuple[Group, int], nbytes: in
 def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
     """FSDP: (n-1)/n of a layer's weights; tensor ranks: (t-1)/t of tokens, four times each way; METP: its volume.
 
+    Expert ranks: (e-1)/e of what goes to experts, and back, each way; theirs is (n/e-1)/(n/e) of the experts' weights.
+
     Of METP's attention what a rank would receive that owns no weights: as much as all of it is.
     """
     division, model = layer.division, layer.model
     ways = cost_of(layer).ways
-    beside = Sent(*[layer.shared_weights] * 3)
-    forward = list(layer.forward(ways[0].events, Sent(layer.shared_weights)))
+    beside = Sent("layer", "layer", "layer")
+    forward = list(layer.forward(ways[0].events, Sent("layer")))
     backward = list(layer.backward(ways[1].events, ways[0].events, beside))
     sent: list[Counter[str]] = []
     for events in (forward, backward):
@@ -177,21 +183,30 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
         assert sorted(one.name for one in begun) == sorted(one.name for one in events if isinstance(one, End))
         sent.append(Counter())
         for one in begun:
-            sent[-1][one.name.split()[0]] += one.wire.nbytes
+            sent[-1][one.name if one.name.startswith("experts'") else one.name.split()[0]] += one.wire.nbytes
     itemsize, n, t, r = layer.sequence.dtype.itemsize, division.weight_ranks, division.tensor, division.replicas
     is_metp = division.context.feed_forward == "metp"
     is_projected = division.context.projections == "metp"
     fsdp = (0 if is_projected else model.attention_weights) + (0 if is_metp else model.ffn_weights)
-    weights = fsdp // t
-    shard = -(-weights // n)
+    e = division.expert
+    experts = 4 * model.hidden * model.ffn * (3 if model.gated else 2) if e > 1 else 0
+    weights = (fsdp - experts) // t
+    shard, of_experts = -(-weights // n), -(-experts // n)
     assert sent[0]["weights"] == sent[1]["weights"] == (n - 1) * shard * itemsize
     # Gradients in float32.
     assert (sent[0]["gradients"], sent[1]["gradients"]) == (0, (n - 1) * shard * 4)
-    assert sent[1]["replicas"] == 2 * (r - 1) * -(-shard * 4 // r)
+    assert sent[1]["replicas"] == 2 * (r - 1) * -(-(shard + of_experts) * 4 // r)
+    for way in sent:
+        assert way["experts' weights"] == (n // e - 1) * of_experts * itemsize
+    assert (sent[0]["experts' gradients"], sent[1]["experts' gradients"]) == (0, (n // e - 1) * of_experts * 4)
     repeats = 1 if division.context.checkpoint == "none" else 2
     tokens = 256 // division.context.size * division.microbatch
-    assert sent[0]["tokens"] == 4 * (t - 1) * (tokens // t) * model.hidden * itemsize
+    dealt = 2 * (e - 1) * -(-tokens * model.experts_per_token // e) * model.hidden * itemsize
+    assert sent[0]["tokens"] == 4 * (t - 1) * (tokens // t) * model.hidden * itemsize + dealt
     assert sent[1]["tokens"] == repeats * sent[0]["tokens"]
+    # Of every expert a number in eight bytes.
+    assert sent[0]["numbers"] == (e - 1) * 4 // e * 8
+    assert sent[1]["numbers"] == (repeats - 1) * sent[0]["numbers"]
     if is_metp:
         volumes = feed_forward_volume(
             division.context.axes, model_dim=model.hidden, hidden=model.ffn, dtype=layer.sequence.dtype,
@@ -220,7 +235,7 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
     # METP's attention has its projections among its own events.
     projections = model.attention_weights if division.context.projections == "plain" else 0
     weights = projections + model.ffn_products
-    beside = touched(model, tokens / division.tensor, layer.sequence.dtype.itemsize)
+    beside = touched(model, tokens / division.tensor, layer.sequence.dtype.itemsize, division.expert)
     repeated = beside[0]
     if "metp" in (division.context.feed_forward, division.context.projections):
         # What METP touches is compared with what it does (test_plan_elementwise.py).
@@ -235,6 +250,11 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
     # Each element that came is read and written, and a gradient is written in four bytes.
     fsdp = model.attention_weights * (division.context.projections == "plain")
     fsdp += model.ffn_weights * (division.context.feed_forward == "plain")
+    if division.expert > 1:
+        # Of experts a rank has its own, whole if no others have them.
+        experts = model.experts * model.hidden * model.ffn * (3 if model.gated else 2)
+        fsdp -= experts
+        fsdp += experts // division.expert * (division.weight_ranks > division.expert)
     is_copied = division.weight_ranks > 1 and division.pipeline == 1
     itemsize = layer.sequence.dtype.itemsize
     out, back = (is_copied * each * (fsdp // division.tensor) / KERNELS.merge for each in (2 * itemsize, itemsize + 4))
@@ -364,7 +384,7 @@ def test_the_stage_with_most_weights_is_waited_for() -> None:
 def test_a_transfer_alone_takes_what_its_links_say(name: str) -> None:
     division = Division(Candidate(2), tensor=2, shards=2, replicas=2, pipeline=2)
     layer = layer_of(division)
-    transfers = dict(layer.transfers(Sent(*[layer.shared_weights] * 3)))
+    transfers = dict(layer.transfers(Sent("layer", "layer", "layer")))
     wire = transfers.get(name) or getattr(layer, name)
     assert wire.nbytes
     slower = max(map(sum, on_links(wire, layer.cluster)))
@@ -482,7 +502,7 @@ def test_attention_shares_its_links_with_weights() -> None:
     cost = attention_cost(candidate, model, sequence, where)
     together = predict(candidate, model, sequence, where, cost)
     layer = Layer(Division(candidate), model, sequence, where)
-    parts, sent = run(layer.forward(cost.ways[0].events), where), Sent(layer.shared_weights)
+    parts, sent = run(layer.forward(cost.ways[0].events), where), Sent("layer")
     weights = run(alone(layer.transfers(sent)), where)
     forward = run(layer.forward(cost.ways[0].events, sent), where)
     assert weights.seconds > parts.transfer > 0

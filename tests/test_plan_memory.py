@@ -29,10 +29,11 @@ from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, c
 from wallfacer_dt.algorithms.steps import Side
 from wallfacer_dt.planning import Candidate, dry_run
 from wallfacer_dt.planning.candidates import attentions, with_layers
+from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import Peaks, attention_peaks
 from wallfacer_dt.planning.memory import attention_memory
 from wallfacer_dt.planning.meta import call
-from wallfacer_dt.planning.stack import _Whole, stack_memory
+from wallfacer_dt.planning.stack import _Whole, division_memory, stack_memory
 from wallfacer_dt.testing.fake import fake_world
 
 Call = tuple[Candidate, ModelShape, SequenceShape, int]
@@ -279,6 +280,34 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candid
             parts = (itemsize, itemsize, 8 if itemsize == 4 else 12)
             assert (said.weights, said.gradients, said.optimizer) == tuple(numel * n // candidate.size for n in parts)
             assert said.states == sum(parts) * numel // candidate.size
+            seen = Tracked(stack, weights, [x.grad for x in weights])
+            states = seen.now
+            seen.tracker.track_external(tokens, targets)
+            with seen.phase():
+                loss = stack(tokens, targets)
+            forward = seen.peak
+            assert said.kept == pytest.approx(seen.now - states, rel=TOLERANCE)
+            with seen.phase():
+                loss.backward()
+            most = max(forward, seen.peak)
+            assert said.kept + said.working == pytest.approx(most - states, rel=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("layers", ["none", "full"])
+@pytest.mark.parametrize("case", EXPERTS, ids=["narrow", "wide"])
+def test_stack_of_experts_that_are_dealt_to_ranks(
+    case: tuple[Candidate, ModelShape, SequenceShape], layers: str
+) -> None:
+    """Of two ranks each has half of the experts, and of both tokens."""
+    candidate, model, sequence = replace(case[0], checkpoint=layers), *case[1:]
+    with kernels_without_workspace(), without_fsdp():
+        said = division_memory(Division(candidate, expert=2, microbatch=sequence.batch), model, sequence)
+    with fake_world(candidate.size):
+        mesh = context_mesh("cpu", candidate.ring)
+        with FakeTensorMode():
+            stack = stack_of(candidate, model, sequence, mesh, expert=2)
+            tokens, targets = (torch.zeros(sequence.batch, sequence.length // candidate.size).long() for _ in range(2))
+            weights = list(stack.parameters())
             seen = Tracked(stack, weights, [x.grad for x in weights])
             states = seen.now
             seen.tracker.track_external(tokens, targets)

@@ -1,4 +1,4 @@
-"""The search over all ways to divide ranks among data, tensor, pipeline and context parallelism.
+"""The search over all ways to divide ranks among data, tensor, pipeline, context and expert parallelism.
 
 Of every division that can be, at first the least that it can take is said, with attention that only computes; then
 context ranks get their attentions, and last are simulated, and asked for their memory, those whose turn comes. So of
@@ -8,11 +8,11 @@ are fastest, or where these do not fit with others.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, product
-from math import isqrt
 
 from wallfacer_dt.layout import check_length, shard_sizes
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
@@ -62,7 +62,7 @@ class DivisionPlan:
         cluster: whose ranks are divided.
         sequences: of a step, over all ranks.
         ranked: what fits, fastest first; one for every number of data, tensor, pipeline and context ranks, and
-            replicas, with the microbatches, layers and attention that suit it best. The first is chosen.
+            replicas, with the microbatches, expert ranks, layers and attention that suit it best. The first is chosen.
         by_context: the fastest for every number of context ranks of which something fits, ascending.
         contexts: all numbers of context ranks that there were to choose from, ascending.
         considered: how many divisions, of which attentions are not counted.
@@ -162,9 +162,9 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
     """Every division, with layers of every kind; its context ranks are a ring, which stands for all their attentions.
 
     Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens; a model with
-    experts has none. Replicas are whole nodes, or several. Layers and sequences divide, and there are as many
-    microbatches as stages or more, as torch's 1F1B asks for. No group lies across the edge of a node in one place and
-    not in another.
+    experts has none, and its experts are dealt to ranks that share weights, and divide them. Replicas are whole nodes,
+    or several. Layers and sequences divide, and there are as many microbatches as stages or more, as torch's 1F1B asks
+    for. No group lies across the edge of a node in one place and not in another.
 
     Args:
         model: sizes.
@@ -187,10 +187,9 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
                 for replicas in _divisors(data):
                     if replicas > 1 and cluster.ranks // pipeline // replicas % per_node:
                         continue
-                    yield from _with_microbatches(
-                        Division(Candidate(context), tensor, data // replicas, replicas, pipeline),
-                        model, cluster, sequences // data,
-                    )  # fmt: skip
+                    one = Division(Candidate(context), tensor, data // replicas, replicas, pipeline)
+                    for expert in _divisors(math.gcd(one.weight_ranks, model.experts) if model.experts else 1):
+                        yield from _with_microbatches(replace(one, expert=expert), model, cluster, sequences // data)
 
 
 def _with_microbatches(division: Division, model: ModelShape, cluster: Cluster, each: int) -> Iterator[Division]:
@@ -215,7 +214,7 @@ def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
 @lru_cache(maxsize=1024)
 def _divisors(number: int) -> tuple[int, ...]:
     """Ascending."""
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 

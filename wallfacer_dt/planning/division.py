@@ -1,7 +1,8 @@
-"""How ranks are divided among data, pipeline, tensor and context parallelism, as data.
+"""How ranks are divided among data, pipeline, tensor, context and expert parallelism, as data.
 
 Ranks lie as in torchtitan's mesh, ``["pp", "dp_replicate", "dp_shard", "cp", "tp"]`` (``ParallelDims.build_mesh``):
-those of a tensor group are neighbours, those of a pipeline far apart.
+those of a tensor group are neighbours, those of a pipeline far apart. Experts are dealt to ranks that share weights,
+neighbours, ``["pp", "dp_replicate", "efsdp", "ep"]``.
 """
 
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ class Division:
         pipeline: stages, of equally many layers, by 1F1B (Narayanan et al. 2021, section 2.2.1).
         microbatch: sequences that a context group takes at a time.
         microbatches: how many of these it takes in a step.
+        expert: ranks among which experts are dealt out, each of whom takes their tokens of all (GShard; Lepikhin et al.
+            2020, section 3); FSDP shards its experts over those of the weights' ranks that have the same.
     """
 
     context: Candidate
@@ -37,11 +40,20 @@ class Division:
     pipeline: int = 1
     microbatch: int = 1
     microbatches: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse (TypeError, ValueError) what is none, or has not been put together with METP."""
-        for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches"):
+        """Refuse (TypeError, ValueError) what is none, or has not been put together with METP or with experts."""
+        for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert"):
             check_length(getattr(self, name), name)
+        if self.weight_ranks % self.expert:
+            given = f"{self.expert} and {self.weight_ranks}"
+            raise ValueError(f"expert must divide the ranks that share weights, shards x context, got {given}")
+        if self.expert > 1 and (self.tensor > 1 or self.context.feed_forward == "metp"):
+            raise ValueError(
+                f"expert must be 1 beside tensor parallelism or METP's feed-forward, got {self.expert}: experts are "
+                "planned whole"
+            )
         for name in ("feed_forward", "projections"):
             if getattr(self.context, name) == "metp" and self.tensor * self.data * self.pipeline > 1:
                 raise ValueError(
@@ -74,14 +86,23 @@ class Division:
         """Over which FSDP shards."""
         return self.shards * self.context.size
 
+    @property
+    def expert_ranks(self) -> int:
+        """Over which it shards an expert."""
+        return self.weight_ranks // self.expert
+
     def groups(self, cluster: Cluster) -> dict[str, Group]:
-        """By axis: ``tensor``, ``context``, ``weights`` (FSDP), ``replicas`` and ``pipeline``."""
+        """By axis: ``tensor``, ``context``, ``expert``, ``weights`` and ``expert_weights`` (FSDP), ``replicas`` and
+        ``pipeline``.
+        """
         per_node = min(cluster.ranks, cluster.ranks_per_node)
         sharing = self.tensor * self.weight_ranks
         return {
             "tensor": Group(self.tensor, 1, per_node),
             "context": Group(self.context.size, self.tensor, per_node),
             "weights": Group(self.weight_ranks, self.tensor, per_node),
+            "expert": Group(self.expert, self.tensor, per_node),
+            "expert_weights": Group(self.expert_ranks, self.tensor * self.expert, per_node),
             "replicas": Group(self.replicas, sharing, per_node),
             "pipeline": Group(self.pipeline, sharing * self.replicas, per_node),
         }
@@ -104,5 +125,6 @@ class Division:
             "context": self.context.size, "tensor": self.tensor,
         }  # fmt: skip
         named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+        experts = f", experts dealt to {self.expert}" if self.expert > 1 else ""
         many = f", {self.microbatches} microbatches of {self.microbatch}" if self.microbatches > 1 else ""
-        return f"{named}{many}: {self.context}"
+        return f"{named}{experts}{many}: {self.context}"

@@ -10,7 +10,8 @@ gave, again. Four layers on an H200 took 3.5 ms for what are 4.0 here, and 12 wh
 
 A mixture of experts reads and writes a row for each expert of a token, which takes it, reads what each gives, and
 writes their weighted sum. Its backward does the same the other way round, and reads what they gave once more, for the
-gradients of the weights. The router's scores are not counted.
+gradients of the weights. The router's scores are not counted. Of experts that are dealt to ranks rows come by rank, and
+are put into their experts' order and back, each read and written.
 
 METP's operators are opaque to torch.compile: each of their operations reads and writes by itself. They add every
 product to a sum in the accumulation dtype, of tokens once for each block of the ring (METP, algorithms 1 and 2), or
@@ -37,9 +38,10 @@ def norm_bytes(model: ModelShape, sequence: SequenceShape, tokens: int) -> int:
 
 
 def feed_forward_bytes(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, tokens: int, *, backward: bool
-) -> int:
-    """Of a feed-forward's activation; of METP's sums, too.
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, tokens: int, *, backward: bool,
+    is_dealt: bool = False,
+) -> int:  # fmt: skip
+    """Of a feed-forward's activation; of METP's sums, too; of experts' tokens, which may be dealt to ranks.
 
     These are of tokens and, backward, of weights' gradients, which begin as zeros, are added to those that come and
     copied to be sent. Forward a rank copies its own weights, to send them.
@@ -48,7 +50,8 @@ def feed_forward_bytes(
     units = model.ffn * model.feed_forwards_per_token
     activation = _ACTIVATIONS[is_metp, model.gated][backward] * units * tokens * sizes.narrow
     if not is_metp:
-        dispatched = (4 if backward else 3) * model.experts_per_token + 1 if model.experts else 0
+        each = (4 if backward else 3) + 4 * is_dealt
+        dispatched = each * model.experts_per_token + 1 if model.experts else 0
         return activation + dispatched * model.hidden * tokens * sizes.narrow
     sums = (2 if backward and model.gated else 1) * candidate.size + 1
     each = sizes.added + 4 * sizes.wide + sizes.narrow if backward else 2 * sizes.narrow / candidate.size

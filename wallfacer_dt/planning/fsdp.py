@@ -14,20 +14,26 @@ in the accumulation dtype. Both wait for what computes, and it for them; what a 
 Under a pipeline weights come once in a step, whole gradients are added up in the accumulation dtype, and reduced after
 the last microbatch (``torch.distributed.pipelining``). Without others to share weights with there is taken to be no
 FSDP: autograd adds gradients to those of the microbatch before. With them shards are added beside all else.
+
+Where experts are dealt to ranks, theirs are a group beside that of their layer's other weights, which those ranks share
+that have the same experts; it comes and goes with the other (``ShardPlacementResult``).
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from wallfacer_dt.kernels.merge import accumulation_dtype
 
+Weights = Literal["", "layer", "vocabulary"]
+"""A group of weights: none, a layer's, or the embedding's and likewise the output projection's."""
+
 
 class Sent(NamedTuple):
-    """What FSDP sends while a layer computes: whole weights' elements, of a tensor rank.
+    """What FSDP sends while a layer computes.
 
     Attributes:
         gathered: weights that come.
@@ -35,42 +41,42 @@ class Sent(NamedTuple):
         replicated: likewise, whose shards replicas sum.
     """
 
-    gathered: int = 0
-    reduced: int = 0
-    replicated: int = 0
+    gathered: Weights = ""
+    reduced: Weights = ""
+    replicated: Weights = ""
 
 
 @lru_cache(maxsize=64)
-def sent_beside(
-    layers: int, layer: int, vocabulary: int, *, has_replicas: bool = True
-) -> tuple[Counter[Sent], Counter[Sent]]:
+def sent_beside(layers: int, *, has_vocabulary: bool, has_replicas: bool) -> tuple[Counter[Sent], Counter[Sent]]:
     """What is sent beside each of so many layers, forward and backward, and beside how many of them it is that.
 
     Args:
         layers: how many.
-        layer: elements of a layer's weights.
-        vocabulary: of the embedding, and likewise of the output projection; 0: there are neither.
+        has_vocabulary: there are an embedding and an output projection.
         has_replicas: others have the same weights.
 
     Returns:
         Not to be changed.
     """
     few = min(layers, 3)  # the first two and the last, in the order in which they compute; those between are alike
-    gathered = [layer] * (few - 1) + [vocabulary or layer]
-    reduced = [vocabulary or layer] + [layer] * (few - 1)
-    replicated = [0 if vocabulary else layer, *reduced][:few] if has_replicas else [0] * few
+    end: Weights = "vocabulary" if has_vocabulary else "layer"
+    between: list[Weights] = ["layer"] * (few - 1)
+    gathered, reduced = [*between, end], [end, *between]
+    first: Weights = "" if has_vocabulary else "layer"
+    replicated = [first, *reduced][:few] if has_replicas else [Sent().replicated] * few
     forward, backward = Counter(map(Sent, gathered)), Counter(map(Sent, gathered, reduced, replicated))
     if layers > few:
-        forward[Sent(layer)] += layers - few
-        backward[Sent(layer, layer, layer * has_replicas)] += layers - few
+        forward[Sent("layer")] += layers - few
+        backward[Sent("layer", "layer", "layer" if has_replicas else "")] += layers - few
     return forward, backward
 
 
-def sent_around(layers: int, layer: int, vocabulary: int) -> tuple[Sequence[Sent], Sequence[Sent]]:
-    """What is waited for before all layers, and after them, one after the other; sizes as in :func:`sent_beside`."""
-    before_last = layer if layers > 1 else vocabulary or layer
-    after = Sent(0, layer, before_last), Sent(0, vocabulary, layer), Sent(0, 0, vocabulary)
-    return (Sent(vocabulary), Sent(layer)), after
+def sent_around(layers: int, *, has_vocabulary: bool) -> tuple[Sequence[Sent], Sequence[Sent]]:
+    """What is waited for before all layers, and after them, one after the other; see :func:`sent_beside`."""
+    end: Weights = "vocabulary" if has_vocabulary else ""
+    before_last: Weights = "layer" if layers > 1 else end or "layer"
+    after = Sent("", "layer", before_last), Sent("", end, "layer"), Sent("", "", end)
+    return (Sent(end), Sent("layer")), after
 
 
 def copied_out(dtype: torch.dtype) -> int:

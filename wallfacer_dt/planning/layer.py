@@ -10,6 +10,11 @@ Tensor ranks gather tokens before attention's and the feed-forward's projections
 give; the backward does the same the other way round (Megatron-LM with sequence parallelism, Korthikanti et al. 2022,
 figure 5). As DTensor does it: what was gathered is kept, and all of it is waited for.
 
+Ranks that experts are dealt to send each token to those that have its experts, after how many these are, and get back
+what experts gave (GShard; Lepikhin et al. 2020, section 3.2); the backward does the same the other way round. All
+experts are taken to be sent equally many tokens, by all ranks. It is waited for, too (torchtitan's
+``AllToAllTokenDispatcher``).
+
 These transfers, attention's, METP's and FSDP's share the links.
 """
 
@@ -20,7 +25,7 @@ from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norm_bytes
-from wallfacer_dt.planning.fsdp import Sent, copied_in, copied_out
+from wallfacer_dt.planning.fsdp import Sent, Weights, copied_in, copied_out
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
 from wallfacer_dt.planning.traffic import Wire
@@ -122,8 +127,18 @@ class Layer:
             yield from feed_forward_events(
                 self.division.context.axes, self.rows, self.model, self.sequence, self.cluster, backward=backward
             )
-        else:
-            yield self._compute("feed-forward", (2 if backward else 1) * self.model.ffn_products)
+            return
+        if not backward:
+            yield from self._dealt("numbers of tokens", 8 * self.model.experts // self.division.expert)
+        yield from self._dealt("tokens to experts", self.dealt)
+        yield self._compute("feed-forward", (2 if backward else 1) * self.model.ffn_products)
+        yield from self._dealt("tokens from experts", self.dealt)
+
+    def _dealt(self, what: str, part: int) -> Iterator[Event]:
+        """Ranks that have other experts send each other so many bytes."""
+        if self.division.expert > 1:
+            yield Begin(what, self.division.groups(self.cluster)["expert"].exchange(part))
+            yield End(what)
 
     def _exchanged(self) -> Iterator[Event]:
         """Tensor ranks gather tokens, or reduce what they have of them; as many bytes."""
@@ -138,15 +153,16 @@ class Layer:
     def _elementwise(self, *, backward: bool, is_saved: bool = False) -> Compute:
         """See ``elementwise``; METP's attention is not run again where its result was saved."""
         context, sizes = self.division.context, (self.model, self.sequence, self.rows)
-        nbytes = 2 * norm_bytes(*sizes) + feed_forward_bytes(context, *sizes, backward=backward)
+        is_dealt = self.division.expert > 1
+        nbytes = 2 * norm_bytes(*sizes) + feed_forward_bytes(context, *sizes, backward=backward, is_dealt=is_dealt)
         if not is_saved or context.projections == "plain":
             nbytes += attention_bytes(context, *sizes, backward=backward)
         return Compute(self.touching(nbytes), ELEMENTWISE)
 
     def _copied(self, each: int) -> Iterator[Event]:
         """FSDP copies the layer's weights or gradients, so many bytes of an element; in a pipeline once in a step."""
-        if self.division.weight_ranks > 1 and self.division.pipeline == 1 and self.shared_weights:
-            yield Compute(each * self.shared_weights / self.cluster.kernels.merge, COPIES)
+        if self.division.pipeline == 1 and self.copied_weights:
+            yield Compute(each * self.copied_weights / self.cluster.kernels.merge, COPIES)
 
     def touching(self, nbytes: int) -> float:
         """Seconds in which a tensor rank reads or writes its part of so many bytes."""
@@ -167,19 +183,34 @@ class Layer:
         return self.model.hidden * self.model.heads * self.model.dim
 
     @property
-    def shared_weights(self) -> int:
-        """Elements that FSDP gathers of a layer on a tensor rank; none where nobody shares."""
-        if not self.model.ffn:
-            return 0
-        context = self.division.context
-        attention = 0 if context.projections == "metp" else self.model.attention_weights
-        ffn = 0 if context.feed_forward == "metp" else self.model.ffn_weights
-        return (attention + ffn) // self.division.tensor
+    def dealt(self) -> int:
+        """Bytes of tokens that a rank sends to every other that has experts."""
+        tokens = -(-self.rows * self.model.experts_per_token // self.division.expert)
+        return tokens * self.model.hidden * self.sequence.dtype.itemsize
 
     @property
-    def shared_vocabulary(self) -> int:
-        """The same of the embedding, or of the output projection."""
+    def weights(self) -> tuple[int, int]:
+        """Elements of a layer's weights on a tensor rank but for METP's; of those that are dealt out, the rank's own.
+
+        None where nobody trains them.
+        """
+        if not self.model.ffn:
+            return 0, 0
+        context, dealt = self.division.context, self.model.expert_weights * (self.division.expert > 1)
+        attention = 0 if context.projections == "metp" else self.model.attention_weights
+        ffn = 0 if context.feed_forward == "metp" else self.model.ffn_weights - dealt
+        return (attention + ffn) // self.division.tensor, dealt // self.division.expert
+
+    @property
+    def vocabulary(self) -> int:
+        """Elements of the embedding, or of the output projection, likewise."""
         return self.model.vocab * self.model.hidden // self.division.tensor if self.model.ffn else 0
+
+    @property
+    def copied_weights(self) -> int:
+        """Of a layer's those that a rank shares with others, which FSDP gathers and copies."""
+        division, (own, dealt) = self.division, self.weights
+        return own * (division.weight_ranks > 1) + dealt * (division.expert_ranks > 1)
 
     def transfers(self, sent: Sent) -> list[tuple[str, Wire]]:
         """What FSDP sends, by name: first what it began to send first.
@@ -189,13 +220,19 @@ class Layer:
         """
         groups, striped = self.division.groups(self.cluster), self.cluster.striped_gathers
         narrow, wide = (dtype.itemsize for dtype in (self.sequence.dtype, accumulation_dtype(self.sequence.dtype)))
-        weights, replicas = groups["weights"], groups["replicas"]
-        gathered, reduced, replicated = (-(-elements // weights.size) for elements in sent)
-        return [
-            ("replicas", replicas.all_reduce(replicated * wide, is_striped=striped)),
-            ("gradients", weights.gather(reduced * wide, is_striped=striped)),
-            ("weights", weights.gather(gathered * narrow, is_striped=striped)),
-        ]
+        sharing = {"": groups["weights"], "experts' ": groups["expert_weights"]}
+
+        def parts(weights: Weights) -> list[int]:
+            elements = {"": (0, 0), "layer": self.weights, "vocabulary": (self.vocabulary, 0)}[weights]
+            return [-(-some // group.size) for some, group in zip(elements, sharing.values(), strict=True)]
+
+        def gathered(what: str, weights: Weights, itemsize: int) -> list[tuple[str, Wire]]:
+            named = zip(sharing.items(), parts(weights), strict=True)
+            return [(whose + what, group.gather(n * itemsize, is_striped=striped)) for (whose, group), n in named]
+
+        replicated = groups["replicas"].all_reduce(sum(parts(sent.replicated)) * wide, is_striped=striped)
+        reduced = gathered("gradients", sent.reduced, wide)
+        return [("replicas", replicated), *reduced, *gathered("weights", sent.gathered, narrow)]
 
     @property
     def tokens(self) -> Wire:

@@ -93,12 +93,17 @@ class ModelShape:
     @property
     def ffn_weights(self) -> int:
         """Elements of a layer's feed-forward, of all experts and their router."""
-        return (self.experts or 1) * self._expert_weights + self.hidden * self.experts
+        return (self.experts or 1) * self._feed_forward_weights + self.hidden * self.experts
+
+    @property
+    def expert_weights(self) -> int:
+        """Of these, those of all experts, without their router; 0 where there are none."""
+        return self.experts * self._feed_forward_weights
 
     @property
     def ffn_products(self) -> int:
         """Those of them that a token is multiplied with."""
-        return self.feed_forwards_per_token * self._expert_weights + self.hidden * self.experts
+        return self.feed_forwards_per_token * self._feed_forward_weights + self.hidden * self.experts
 
     @property
     def feed_forwards_per_token(self) -> int:
@@ -106,7 +111,7 @@ class ModelShape:
         return self.experts_per_token or 1
 
     @property
-    def _expert_weights(self) -> int:
+    def _feed_forward_weights(self) -> int:
         """Elements of one feed-forward."""
         return self.hidden * self.ffn * (3 if self.gated else 2)
 

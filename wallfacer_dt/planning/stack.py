@@ -198,10 +198,10 @@ class _Whole(NamedTuple):
         if division.weight_ranks == 1:
             return cls(0, 0, 0, 0)
         wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
-        own, head = (
-            -(-_shared(division.context, model) // tensor) + _norms(model),
-            -(-model.vocab * model.hidden // tensor),
-        )
+        dealt = model.expert_weights * (division.expert > 1)
+        own = -(-(_shared(division.context, model) - dealt) // tensor) + _norms(model)
+        own += dealt // division.expert * (division.expert_ranks > 1)
+        head = -(-model.vocab * model.hidden // tensor)
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
             every = model.layers // division.pipeline * own + _ends(division, stage) * head

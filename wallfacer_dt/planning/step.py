@@ -215,7 +215,7 @@ def _sent_beside(layer: Layer) -> tuple[Counter[Sent], Counter[Sent]]:
     layers, has_replicas = layer.model.layers // layer.division.pipeline, layer.division.replicas > 1
     if layer.division.weight_ranks == 1 and not has_replicas:
         return (Counter({Sent(): layers}),) * 2
-    return sent_beside(layers, layer.shared_weights, layer.shared_vocabulary, has_replicas=has_replicas)
+    return sent_beside(layers, has_vocabulary=layer.vocabulary > 0, has_replicas=has_replicas)
 
 
 def _computing(seconds: float) -> Spent:
@@ -236,7 +236,7 @@ def _vocabulary(layer: Layer) -> tuple[float, float, float]:
         beside += (5 * layer.rows + model.vocab) * model.hidden * dtype.itemsize
     # The output projection is gathered once, the embedding once more.
     is_copied = division.weight_ranks > 1 and division.pipeline == 1
-    copied = is_copied * (3 * copied_out(dtype) + 2 * copied_in(dtype)) * layer.shared_vocabulary
+    copied = is_copied * (3 * copied_out(dtype) + 2 * copied_in(dtype)) * layer.vocabulary
     kernels = layer.cluster.kernels
     return flops / kernels.linear, layer.touching(beside), copied / kernels.merge
 
@@ -249,13 +249,12 @@ def _once(layer: Layer) -> tuple[float, float]:
     division, dtype, rounds = layer.division, layer.sequence.dtype, layer.division.microbatches
     if not layer.model.ffn:
         return 0.0, 0.0
+    layers = layer.model.layers // division.pipeline
     mine = rank_weights(division, layer.model, division.pipeline - 1)
-    copied = 0
-    if division.weight_ranks == 1:
-        copied = 3 * (rounds - 1) * dtype.itemsize * mine
-    elif division.pipeline > 1:
-        whole = layer.model.layers // division.pipeline * layer.shared_weights + layer.shared_vocabulary
-        copied = (copied_out(dtype) + added_up(dtype, rounds)) * whole
+    unshared = mine if division.weight_ranks == 1 else layers * (sum(layer.weights) - layer.copied_weights)
+    copied = 3 * (rounds - 1) * dtype.itemsize * unshared
+    if division.pipeline > 1 and division.weight_ranks > 1:
+        copied += (copied_out(dtype) + added_up(dtype, rounds)) * (layers * layer.copied_weights + layer.vocabulary)
     merge = layer.cluster.kernels.merge
     return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
 
@@ -284,17 +283,16 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
 
 
 def _ends(layer: Layer) -> _Ends:
-    own, vocabulary = layer.shared_weights, layer.shared_vocabulary
     layers = layer.model.layers // layer.division.pipeline
-    before, after = sent_around(layers, own, vocabulary)
+    before, after = sent_around(layers, has_vocabulary=layer.vocabulary > 0)
     if layer.division.pipeline > 1:
         # Gradients of every group of weights, one after the other.
-        after = Sent(0, vocabulary), Sent(0, 0, vocabulary)
+        after = Sent("", "vocabulary"), Sent("", "", "vocabulary")
     weights, gradients = (sum((_transfers(layer, one) for one in some), Spent()) for some in (before, after))
     if layer.division.pipeline > 1:
-        gradients += layers * (_transfers(layer, Sent(0, own)) + _transfers(layer, Sent(0, 0, own)))
+        gradients += layers * (_transfers(layer, Sent("", "layer")) + _transfers(layer, Sent("", "", "layer")))
     activations = alone([("activations", layer.activations)])
-    again = _transfers(layer, Sent(own)).seconds if vocabulary else 0.0
+    again = _transfers(layer, Sent("layer")).seconds if layer.vocabulary else 0.0
     return _Ends(weights, gradients, Spent.of(run(activations, layer.cluster)), again)
 
 

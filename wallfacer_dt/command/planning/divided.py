@@ -126,13 +126,16 @@ def _ranks(number: int) -> str:
 
 def _costs(best: Sequence[RankedDivision], figures: Figures) -> Table:
     table = plain_table()
-    headings = ["repli-\ncas", "shards", "con-\ntext", "ten-\nsor", "pipe-\nline", "micro-\nbatches", "step"]
+    deals_experts = any(one.division.expert > 1 for one in best)
+    headings = ["repli-\ncas", "shards", "con-\ntext", "ten-\nsor", "pipe-\nline", *["ex-\npert"] * deals_experts]
+    headings += ["micro-\nbatches", "step"]
     headings += ["tokens\nper s", *["MFU"] * (figures.peak is not None), "waiting", "bubble", "memory"]
     for heading in headings:
         table.add_column(heading, justify="right")
     for number, one in enumerate(best, 1):
         it, p, mfu = one.division, one.prediction, figures.mfu(one)
-        sizes = map(str, (it.replicas, it.shards, it.context.size, it.tensor, it.pipeline))
+        experts = [it.expert] * deals_experts
+        sizes = map(str, (it.replicas, it.shards, it.context.size, it.tensor, it.pipeline, *experts))
         shares = [] if mfu is None else [f"{mfu:.1%}"]
         bubble = f"{it.bubble:.0%}" if it.pipeline > 1 else "-"
         times = [format_time(p.seconds), f"{figures.rate(one):.0f}", *shares, f"{p.exposed / p.seconds:.0%}"]

@@ -63,7 +63,7 @@ def divided_as_json(plan: DivisionPlan, figures: Figures) -> str:
         considered  how many divisions there were to choose from
         ranked[]    why; what fits, fastest first
           division    tensor, shards, replicas, pipeline, microbatch (sequences that a context group takes at a time),
-                      microbatches (how many of these in a step), context (a candidate)
+                      microbatches (how many of these in a step), expert, context (a candidate)
           prediction  as in a plan
         by_context[]  likewise: the fastest for every number of context ranks of which something fits
         contexts[]    all numbers of context ranks

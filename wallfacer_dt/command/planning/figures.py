@@ -97,9 +97,11 @@ class Figures:
         }
 
 
-_ALL_SHARE = "data, tensor and pipeline parallelism: all ranks are taken to share each sequence; see --sequences"
+_ALL_SHARE = (
+    "data, tensor, pipeline and expert parallelism: all ranks are taken to share each sequence; see --sequences"
+)
 _NOT_DIVIDED = (
-    "of divisions: expert parallelism, tensor parallelism of models with experts, other pipeline schedules than 1F1B, "
+    "of divisions: tensor parallelism of models with experts, other pipeline schedules than 1F1B, "
     "stages of unlike layers, asynchronous tensor parallelism, METP beside data, tensor or pipeline parallelism"
 )
 
@@ -110,8 +112,8 @@ def _left_out(model: ModelShape) -> Iterator[str]:
         yield "in the time: layers but for their attention, and the optimizer (no --ffn)"
     if model.experts:
         yield (
-            "in the time: experts that are dealt more tokens than others, and what their products, of fewer tokens "
-            "each, take longer than other products"
+            "in the time and in memory: experts that are dealt more tokens than others; what their products, of fewer "
+            "tokens each, take longer than other products; that a host waits for their numbers"
         )
     if not model.vocab:
         yield "in the time and in memory: embedding, output projection and loss (no --vocab)"

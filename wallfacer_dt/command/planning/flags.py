@@ -39,6 +39,8 @@ def flags_of(plan: DivisionPlan) -> str:
     }
     if plan.cluster.kernels.attention != "auto":
         parallelism["context_parallel_kernel"] = shlex.quote(plan.cluster.kernels.attention)
+    if it.expert > 1:
+        parallelism |= {"expert_parallel_degree": it.expert}
     if it.pipeline > 1:
         parallelism |= {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": it.microbatch}
         # Stages have equally many layers, as if embedding and output projection were none.

@@ -77,8 +77,8 @@ def plan(
     sequences: Annotated[
         int | None,
         typer.Option(
-            help="Sequences in a step of all ranks, which are then divided among data, tensor, pipeline and context "
-            "parallelism. [default: they all share --batch sequences]"
+            help="Sequences in a step of all ranks, which are then divided among data, tensor, pipeline, context and "
+            "expert parallelism. [default: they all share --batch sequences]"
         ),
     ] = None,
     causal: Causal = False,
