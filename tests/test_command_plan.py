@@ -442,6 +442,10 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
         ("--cluster h100x2 --model llama3-8b --seq 8k", "the mask is missing: say --causal"),
         (f"{SHAPE} {WHERE} --causal", "--causal and --full: a mask is one of them"),
         (f"{SHAPE} {WHERE} --kv-heads 3", "--kv-heads must divide --heads, got 3 and 4"),
+        (
+            "--model gpt3-175b --heads 48 --seq 2048 --full --cluster h100x8",
+            "--heads must be a multiple of the model's 96 key heads unless --kv-heads is given, got 48",
+        ),
         (f"{SHAPE} {WHERE} --hidden 255", "--heads must divide --hidden unless --head-dim is given, got 4 and 255"),
         (f"{SHAPE} {WHERE} --seq 0", "--seq must be a number of tokens like 131072, 128k or 1M (k = 1024, M = 1"),
         (f"{SHAPE} {WHERE} --seq 128KB", "--seq must be a number of tokens"),

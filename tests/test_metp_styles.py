@@ -2,12 +2,15 @@
 
 import copy
 import weakref
+from types import CodeType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd, convert_frame
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -590,3 +593,21 @@ def test_what_modules_return_is_a_tensor_or_a_tuple_in_both_modes() -> None:
             applied(Named(), attention())
         with pytest.raises(EquivalenceError, match="it returns a tuple in one mode, and in the other something else"):
             applied(OneOfTwo(), attention())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of what it cannot look into
+def test_compiled_autograd_looks_into_no_hook() -> None:
+    """Which compare calls by their numbers: of each it would make another graph."""
+    compiled: list[str] = []
+    compile_frame = convert_frame._compile
+
+    def compile_and_tell(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        compiled.append(code.co_filename)
+        return compile_frame(code, *args, **kwargs)
+
+    with fake_world(1, 0), mock.patch.object(convert_frame, "_compile", compile_and_tell):
+        y = applied(FeedForward(), metp())(torch.randn(1, 4, 6))
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            y.sum().backward()
+    assert compiled
+    assert not [file for file in compiled if "wallfacer_dt" in file]

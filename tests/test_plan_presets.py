@@ -409,6 +409,15 @@ def test_configs(tmp_path: Path) -> None:
     assert make_model(written(tmp_path, LLAMA | {"hidden_act": "gelu"})).activation == "gelu"
     biased = make_model(written(tmp_path, LLAMA | {"mlp_bias": True}))
     assert biased.left_out == ("biases of the feed-forward",)
+    dropped = "its dropout of 0.1 in attention, which styles refuse"
+    assert make_model(written(tmp_path, LLAMA | {"attention_dropout": 0.1})).left_out == (dropped,)
+    assert make_model(written(tmp_path, LLAMA | {"attention_dropout": 0.0})).left_out == ()
+    scaled = {"attn_pdrop": 0.1, "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
+    assert set(make_model(written(tmp_path, GPT2 | scaled)).left_out) - set(gpt.left_out) == {
+        dropped,
+        "its scale of attention by layers, which styles must be told",
+        "its scale of attention, 1, which the style must be told",
+    }
     # Where nothing is said, a Llama has as many key heads as query heads, and others a number of their own.
     old = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     assert make_model(written(tmp_path, old)).shape.keys == 32

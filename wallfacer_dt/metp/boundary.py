@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from wallfacer_dt import lowering
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.autocast import as_computed, computed_dtype
-from wallfacer_dt.compiler import is_exporting, sizes
+from wallfacer_dt.compiler import is_exporting, opaque, sizes
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.metp.holding import TENSOR_AXIS, Shards, WeightMesh
 from wallfacer_dt.transforms import is_transforming
@@ -286,6 +286,7 @@ def _met(x: Tensor, number: Tensor, what: str, name: str) -> Tensor:
         return torch.ops.wallfacer_dt.metp_met(x, number, what, name)
     if x.requires_grad:
 
+        @opaque
         def compare(grad: Tensor) -> None:
             agree(what, (), name, x=grad, forward=number)
 

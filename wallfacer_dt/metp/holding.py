@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
-from wallfacer_dt.compiler import sizes
+from wallfacer_dt.compiler import opaque, sizes
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import CONTEXT_AXES, check_ascending, is_flattened, mesh_ranks, name_of, whole_context_group
@@ -289,6 +289,7 @@ def watched(y: Tensor, x: Tensor, taken: Tensor, parts: Mapping[str, Tensor], ad
     # Not held: a hook lives as long as the graph, and what a checkpoint computes again is gone before.
     versions = [(name, weakref.ref(part), part._version) for name, part in saved.items()]
 
+    @opaque
     def check(_: Tensor) -> None:
         with refusing_together(mesh):
             for name, held, version in versions:

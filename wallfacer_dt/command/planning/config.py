@@ -40,6 +40,9 @@ _LEFT_OUT = {
     "final_logit_softcapping": "its soft cap of {} of the logits",
     "attn_logit_softcapping": "its soft cap of {}, which the style must be told",
     "query_pre_attn_scalar": "its scale of attention, {}^-0.5, which the style must be told",
+    "attention_dropout": "its dropout of {} in attention, which styles refuse",
+    "attn_pdrop": "its dropout of {} in attention, which styles refuse",
+    "scale_attn_by_inverse_layer_idx": "its scale of attention by layers, which styles must be told",
     "tie_word_embeddings": "shared embeddings, taken as two",
     "attention_bias": "biases of attention",
     "mlp_bias": "biases of the feed-forward",
@@ -124,4 +127,6 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
         found.append("biases")
     if kind == "gpt2":
         found.append(LEARNED)
+        if not said.get("scale_attn_weights", True):
+            found.append("its scale of attention, 1, which the style must be told")
     return found

@@ -35,6 +35,12 @@ def make_model(name: str | None, **sizes: Any) -> KnownModel:
         with as_options():
             return KnownModel(ModelShape(**given))
     known = _known(name)
+    own = known.shape.keys
+    if "heads" in given and "kv_heads" not in given and given["heads"] % own:
+        raise OptionError(
+            f"--heads must be a multiple of the model's {own} key heads unless --kv-heads is given, got "
+            f"{given['heads']}"
+        )
     with as_options():
         return replace(known, shape=replace(known.shape, **given))
 

@@ -25,8 +25,8 @@ Model = Annotated[
 ]
 Hidden = Annotated[int | None, typer.Option(help="Model dim.")]
 Heads = Annotated[int | None, typer.Option(help="Query heads.")]
-KVHeads = Annotated[int | None, typer.Option(help="Key and value heads. [default: as many]")]
-HeadDim = Annotated[int | None, typer.Option(help="Elements of a head. [default: hidden / heads]")]
+KVHeads = Annotated[int | None, typer.Option(help="Key and value heads. [default: as many, or the model's]")]
+HeadDim = Annotated[int | None, typer.Option(help="Elements of a head. [default: hidden / heads, or the model's]")]
 Batch = Annotated[int, typer.Option(help="Sequences in a step, which all ranks share.")]
 Causal = Annotated[
     bool, typer.Option("--causal", help="A query sees the keys up to its own position. This or --full must be said.")
