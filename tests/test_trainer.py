@@ -23,6 +23,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from accelerate.parallelism_config import ParallelismConfig
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.models import MODELS
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
@@ -266,6 +267,16 @@ def refused() -> dict[str, str]:
         told = arguments(remove_unused_columns=False)
         return refusal(lambda: kind(model, told, train_dataset=rows or Rows(), **options).train())
 
+    def later(name: str, value: Any, on: range = range(4)) -> str:
+        trainer = ContextParallelTrainer(model, arguments(), train_dataset=Rows(), eval_dataset=Rows())
+        if dist.get_rank() in on:
+            *path, name = name.split(".")
+            setattr(trainer.args if path else trainer, name, value)
+        trained, evaluated = refusal(trainer.train), refusal(trainer.evaluate)
+        assert trained.split("call ")[0] == evaluated.split("call ")[0]
+        assert not model.get_input_embeddings()._forward_hooks, "no noise"
+        return trained
+
     def predict() -> str:
         trainer = ContextParallelTrainer(model, arguments(prediction_loss_only=False))
         return refusal(lambda: trainer.predict(Rows()))
@@ -294,8 +305,11 @@ def refused() -> dict[str, str]:
         said["accelerate's context parallelism in Trainer"] = refusal(lambda: ContextParallelTrainer(model, divided))
         launched = ContextParallelTrainer(model, arguments())
         launched.accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
-        said["accelerate's tensor parallelism, by its launcher"] = refusal(launched._check_arguments)
+        said["accelerate's tensor parallelism, by its launcher"] = refusal(launched._check_settings)
         launched.accelerator.state.parallelism_config = None
+        for name, value in LATER.items():
+            said |= {f"{name}, set later": later(name, value), f"{name}, on a rank": later(name, value, range(1, 2))}
+        said["what was refused has left nothing behind"] = train()
     # What accelerate does to a model under ParallelismConfig(cp_size=4): masks are dropped. Not to be had on the CPU.
     _attach_context_parallel_hooks(model)
     tokens = Rows().tokens[:2]
@@ -304,7 +318,22 @@ def refused() -> dict[str, str]:
     return said
 
 
+LATER = {
+    "compute_loss": lambda *_, **__: None, "compute_loss_func": lambda *_, **__: None, "compute_metrics": lambda _: {},
+    "label_smoother": LabelSmoother(0.1), "neftune_noise_alpha": 5.0, "args.average_tokens_across_devices": False,
+    "model_accepts_loss_kwargs": False,
+}  # fmt: skip
 REFUSED = {
+    **{
+        f"{name}, {when}": {
+            "label_smoother": "does not go with label_smoothing_factor",
+            "compute_loss": "has a compute_loss that is not Trainer's",
+            "model_accepts_loss_kwargs": "computes its loss by itself",
+        }.get(name, f"does not go with {name.removeprefix('args.')}")
+        for name in LATER
+        for when in ("set later", "on a rank")
+    },
+    "what was refused has left nothing behind": "went through",
     "a model that is not set up": "was not given to context_parallel",
     "one that is not on a rank": "was not given to context_parallel",
     "transformers' own Trainer": "instead of transformers' Trainer, whose ranks read other sequences, use Context",

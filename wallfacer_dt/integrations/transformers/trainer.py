@@ -63,18 +63,35 @@ class ContextParallelTrainer(Trainer):
         self._everyone = everyone = name_mesh("world", range(dist.get_world_size()), ())
         with refusing_together(everyone):
             self.context = handle_of(model)
-            self._check_own_loss()
+            self._check_own_loss()  # before another base looks at it
             told = args[0] if args else kwargs.get("args")
             _check_parallelism(getattr(told, "parallelism_config", None))  # of which accelerate has errors of its own
         super().__init__(model, *args, **kwargs)
         with refusing_together(everyone):
-            self._check_arguments()
+            self._check_settings()
             groups = sorted(set(hear_all("Trainer's meshes", mesh_ranks(self.context.mesh), everyone).values()))
             if sum(map(len, groups)) != dist.get_world_size():
                 raise ValueError(f"every rank must be in one mesh of context_parallel, got meshes of ranks {groups}")
         self._groups, self._group = len(groups), groups.index(mesh_ranks(self.context.mesh))
         # By which all of its loaders are prepared: not for each rank, but for each mesh.
         self.accelerator.prepare_data_loader = self._prepare_loader
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, unless what was set since it was made is refused.
+
+        Args:
+            *args: as Trainer has them.
+            **kwargs: likewise.
+
+        Returns:
+            As Trainer's.
+
+        Raises:
+            ValueError: on every rank: a setting that goes with shards as little as it does at construction.
+        """
+        with refusing_together(self._everyone):
+            self._check_settings()
+        return super().train(*args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -112,8 +129,11 @@ class ContextParallelTrainer(Trainer):
             As Trainer's.
 
         Raises:
-            ValueError: on several meshes, where it is not known which rows accelerate repeats.
+            ValueError: on every rank: a setting that is refused at construction; on several meshes, where it is not
+                known which rows accelerate repeats.
         """
+        with refusing_together(self._everyone):
+            self._check_settings()
         if self._groups > 1:
             with refusing_together(self._everyone):
                 # An iterable one, too, that has a length.
@@ -226,7 +246,7 @@ class ContextParallelTrainer(Trainer):
         return shard, shard.pop("num_items_in_batch", None)  # that of a step Trainer counts
 
     def _check_own_loss(self) -> None:
-        if type(self).compute_loss is not Trainer.compute_loss and not self.own_loss_adds_up:
+        if getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss and not self.own_loss_adds_up:
             raise ValueError(
                 f"{type(self).__name__} has a compute_loss that is not Trainer's: labels are shifted already, and "
                 "ranks' means, averaged, are not the mean over all tokens; give this rank's sum over shift_labels, "
@@ -234,7 +254,9 @@ class ContextParallelTrainer(Trainer):
                 "class, or take Trainer's there: compute_loss = Trainer.compute_loss"
             )
 
-    def _check_arguments(self) -> None:
+    def _check_settings(self) -> None:
+        """Refuse (ValueError) what would train another loss; attributes are asked, which may be set at any time."""
+        self._check_own_loss()
         args = self.args
         _check_parallelism(
             getattr(self.accelerator, "parallelism_config", None)
@@ -248,7 +270,7 @@ class ContextParallelTrainer(Trainer):
                 not self.own_loss_adds_up and getattr(args, "loss_type", "nll") != "nll"
             ),
             "label_smoothing_factor (it takes the mean over this rank's tokens)": self.label_smoother is not None,
-            "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": args.neftune_noise_alpha is not None,
+            "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": self.neftune_noise_alpha is not None,
             'include_num_input_tokens_seen="non_padding" (a shard has no mask of padding; "all" counts all tokens)': (
                 args.include_num_input_tokens_seen == "non_padding"
             ),
