@@ -408,6 +408,39 @@ def test_a_loss_of_one_s_own_that_adds_up(ranks: Ranks) -> None:
     assert worst_error([(torch.tensor(found), torch.tensor(expected))]) < 1e-6
 
 
+class InDocuments(Rows):
+    """Of two documents each, or of one, which a column of that name says."""
+
+    def __init__(self, column: str) -> None:
+        super().__init__()
+        whole = torch.arange(LENGTH).expand(16, -1)
+        ids = (whole >= 30).long()
+        said = {"document_ids": ids, "position_ids": whole - 30 * ids, "attention_mask": torch.ones_like(ids)}
+        self.said = {column: said[column]}
+        self.labels = self.tokens.clone()
+        self.labels[:, 30] = -100  # which the other document would predict
+
+
+def first_losses(column: str) -> list[float]:
+    """Of three steps and an evaluation of rows in documents, where a column says so."""
+    mesh, model = context_mesh("cpu", ring=2), MODELS["Llama"].made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    rows = InDocuments(column)
+    with of_torchrun():
+        trainer = ContextParallelTrainer(model, arguments(), train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        return [*logged, trainer.evaluate()["eval_loss"]]
+
+
+def test_columns_that_say_documents_are_kept(ranks: Ranks) -> None:
+    (expected,) = set(map(tuple, ranks(2).run(first_losses, "position_ids")))
+    (found,) = set(map(tuple, ranks(2).run(first_losses, "document_ids")))
+    (of_one,) = set(map(tuple, ranks(2).run(first_losses, "attention_mask")))
+    assert found == expected
+    assert all(abs(loss - other) > 1e-5 for loss, other in zip(found, of_one, strict=True))
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         rows = Rows()

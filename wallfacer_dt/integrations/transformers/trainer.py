@@ -40,7 +40,7 @@ class ContextParallelTrainer(Trainer):
     Called and configured as ``Trainer``, with a model that :func:`context_parallel` was given; under torchrun, with
     DDP. ``per_device_train_batch_size`` is that of a mesh. Datasets and collators give whole rows: ``input_ids`` and
     ``labels``, perhaps ``attention_mask``, or where documents are packed ``position_ids`` that restart,
-    ``document_ids`` or ``cu_seqlens`` (with ``remove_unused_columns=False``). See docs/transformers.md.
+    ``document_ids`` or ``cu_seqlens``. See docs/transformers.md.
 
     Attributes:
         own_loss_adds_up: to be set in a subclass whose ``compute_loss`` is not Trainer's: the average over all ranks of
@@ -244,6 +244,11 @@ class ContextParallelTrainer(Trainer):
         told |= {"order": order, "shift": self.context.shifts_labels, "must_count": False}
         shard = shard_inputs(self.context.mesh, **told)
         return shard, shard.pop("num_items_in_batch", None)  # that of a step Trainer counts
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep columns that are dealt out, which the model's forward need not name."""
+        super()._set_signature_columns_if_needed()
+        self._signature_columns += sorted({*_TAKEN, "position_ids"}.difference(self._signature_columns))
 
     def _check_own_loss(self) -> None:
         if getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss and not self.own_loss_adds_up:
