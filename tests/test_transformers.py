@@ -253,6 +253,11 @@ def refused_calls() -> dict[str, str]:
     said["dropout"] = refusal(lambda: model(**batch))
     model.model.layers[1].self_attn.attention_dropout = 0.0
     said["afterwards"] = refusal(lambda: model(**batch))
+    model.config.output_router_logits = rank == 1
+    said["the router's loss on a rank, set later"] = refusal(lambda: model(**batch))
+    model.config.output_router_logits = True
+    said["the router's loss, set later"] = refusal(lambda: model(**batch))
+    model.config.output_router_logits = False
     skipping = OPTForCausalLM(OPTConfig(**OPT, layerdrop=0.1))
     said["layers that are left out"] = refusal(lambda: context_parallel(skipping, mesh, order=order))
     skipping.config.layerdrop = 0  # of which its decoder has a copy
@@ -307,6 +312,8 @@ SAYS = {
     "another model of its config": "outside a forward",
     "dropout": "dropout=0.1",
     "afterwards": "went through",
+    "the router's loss on a rank, set later": "set output_router_logits=False in its config",
+    "the router's loss, set later": "SFTConfig has router_aux_loss_coef=0.0",
     "layers that are left out": "set it to 0 in the config before the model is made",
     "layers that are still left out": "layerdrop leaves layers out at random",
     "layers that a config leaves out": "layerdrop leaves layers out at random",

@@ -26,7 +26,7 @@ from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMe
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_labels
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
-from wallfacer_dt.integrations.transformers.refusals import check_adapters, check_model_is_known
+from wallfacer_dt.integrations.transformers.refusals import ROUTER, check_adapters, check_model_is_known
 from wallfacer_dt.integrations.transformers.rope import tell_largest_position
 from wallfacer_dt.integrations.transformers.sequence import PAST_HOOKS, PROMPTS, ForwardPass, ShardedSequence
 from wallfacer_dt.kernels.registry import check_kernel
@@ -197,6 +197,8 @@ class ContextParallel(Handle[PreTrainedModel]):
                     f"{upstream.implementation(config)!r} now: call remove() before you set another, and give models "
                     "configs of their own"
                 )
+            if getattr(config, "output_router_logits", False):
+                raise ValueError(f"{type(model).__name__} cannot run context parallel: {ROUTER}")
 
     def _check_passes_on(self, kwargs: dict[str, Any]) -> None:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())

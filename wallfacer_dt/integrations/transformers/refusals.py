@@ -18,6 +18,11 @@ _ADAPTERS = {
     "lily": "Lily's router takes the mean over all tokens, of which a rank would take that of its own: leave it out",
     "shadow": "SHADOW's second model would see a rank's own tokens only: leave it out",
 }
+ROUTER = (
+    "the router's loss is no sum over tokens: set output_router_logits=False in its config, which TRL sets to True "
+    "unless SFTConfig has router_aux_loss_coef=0.0"
+)
+"""Why a config is refused that has output_router_logits, which may be set at any time."""
 _MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
 
 
@@ -83,7 +88,7 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
         if getattr(config, "trigram_input", False):
             yield "trigram_input joins the embeddings of neighbouring tokens, of which other ranks hold some"
         if getattr(config, "output_router_logits", False):
-            yield "the router's loss is no sum over tokens: set output_router_logits=False"
+            yield ROUTER
         if getattr(config, "output_attentions", False):
             yield "probabilities are never put together: set output_attentions=False"
     if leaves_layers_out(model):
