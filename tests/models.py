@@ -110,6 +110,15 @@ MODELS: dict[str, Model] = {
     "Gemma 3": Model(
         "Gemma3ForCausalLM", {**TWO_KINDS, "head_dim": 16, "query_pre_attn_scalar": 24}, has="window, scale"
     ),
+    "Gemma 4": Model(
+        "Gemma4ForCausalLM",
+        {
+            "num_hidden_layers": 4, "layer_types": TWO_KINDS["layer_types"] * 2, "sliding_window": 13,
+            "num_kv_shared_layers": 2, "head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+        has="window, scale, shared keys",
+    ),
     "GPT-OSS": Model(
         "GptOssForCausalLM",
         {**TWO_KINDS, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, eager=True,
@@ -382,10 +391,10 @@ when it is out of date.
 
 **equal**: on four ranks of gloo, loss and every parameter's gradient were those of one process, relative to its largest
 element within 1e-5, in a float64 model (most are within 1e-14; some norms, routers and eager attention of transformers
-compute in float32). Models are tiny and random, of two layers, with 64 tokens in each of two rows; projections of
-queries are made large, so that attention is sharp. **packed**: 61 tokens a row, which four ranks do not divide, of two
-and three documents; one process runs each document by itself. **refused** was run too: every rank raised what is quoted
-below. The last column but one is the loss that the model computes itself, summed over ranks.
+compute in float32). Models are tiny and random, of two layers (Gemma 4 of four), with 64 tokens in each of two rows;
+projections of queries are made large, so that attention is sharp. **packed**: 61 tokens a row, which four ranks do not
+divide, of two and three documents; one process runs each document by itself. **refused** was run too: every rank raised
+what is quoted below. The last column but one is the loss that the model computes itself, summed over ranks.
 
 The last is what transformers says of its own context parallelism (`model.supports_context_parallel`). As accelerate's
 code has it, masks are dropped in layers' `self_attn`, which are told to be causal. So packed rows are not for it, and

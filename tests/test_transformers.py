@@ -768,8 +768,12 @@ def test_known_masks() -> None:
     assert (both.is_causal, both.left, both.right, both.chunk) == (True, 2, None, 0)
     sides = read_mask(masking_utils.sliding_window_bidirectional_mask_function(5), ForwardPass(None))
     assert (sides.is_causal, sides.left, sides.right) == (False, 5, 5)
-    with pytest.raises(AttributeError, match="no tensor"):
+    with pytest.raises(AttributeError, match=r"reads 'shape' .* is no tensor"):
         _ = both.shape
+    assert both[:, :, slice(-0, None), :] is both[:] is both
+    for part in (slice(-1, None), (slice(None), 0), slice(None, 4), slice(0, None, 2), None, ..., torch.tensor(0)):
+        with pytest.raises(ValueError, match=r"reads a part .* is no tensor"):
+            _ = both[part]
 
 
 def run_page(program: str) -> float:

@@ -11,6 +11,11 @@ from wallfacer_dt.integrations.transformers.sequence import ForwardPass
 from wallfacer_dt.integrations.transformers.upstream import leaf, packed_rows
 from wallfacer_dt.layout import BY_DOCUMENT
 
+_IS_NO_TENSOR = (
+    "the model reads {} of its attention mask, which under context_parallel is no tensor: masks that a model changes "
+    "itself are not implemented"
+)
+
 
 @dataclass(frozen=True)
 class ShardedMask:
@@ -34,10 +39,14 @@ class ShardedMask:
 
     def __getattr__(self, name: str) -> Any:
         """Say what a model misses that works on masks as tensors."""
-        raise AttributeError(
-            f"the model reads {name!r} of its attention mask, which under context_parallel is no tensor: masks that a "
-            "model changes itself are not implemented"
-        )
+        raise AttributeError(_IS_NO_TENSOR.format(f"{name!r}"))
+
+    def __getitem__(self, part: Any) -> "ShardedMask":
+        """Itself where all is asked for, as Gemma 4 does for its last layers."""
+        parts = part if isinstance(part, tuple) else (part,)
+        if all(isinstance(x, slice) and x in (slice(None), slice(0, None)) for x in parts):
+            return self
+        raise ValueError(_IS_NO_TENSOR.format("a part"))
 
     def both(self, other: "ShardedMask") -> "ShardedMask":
         """What both let through."""
