@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from wallfacer_dt import TokenOrder, context_mesh
@@ -310,6 +311,11 @@ def refused() -> dict[str, str]:
         for name, value in LATER.items():
             said |= {f"{name}, set later": later(name, value), f"{name}, on a rank": later(name, value, range(1, 2))}
         said["what was refused has left nothing behind"] = train()
+        sharded = MODELS["Llama"].made()
+        context_parallel(sharded, mesh, order=order)
+        fully_shard(sharded)
+        trainer = ContextParallelTrainer(sharded, arguments(), train_dataset=Rows(), eval_dataset=Rows())
+        said["DTensors"], said["DTensors, evaluated"] = refusal(trainer.train), refusal(trainer.evaluate)
     # What accelerate does to a model under ParallelismConfig(cp_size=4): masks are dropped. Not to be had on the CPU.
     _attach_context_parallel_hooks(model)
     tokens = Rows().tokens[:2]
@@ -334,6 +340,8 @@ REFUSED = {
         for when in ("set later", "on a rank")
     },
     "what was refused has left nothing behind": "went through",
+    "DTensors": "is a DTensor already, and Trainer would put the model into DDP: leave fully_shard out",
+    "DTensors, evaluated": "went through",
     "a model that is not set up": "was not given to context_parallel",
     "one that is not on a rank": "was not given to context_parallel",
     "transformers' own Trainer": "instead of transformers' Trainer, whose ranks read other sequences, use Context",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -87,10 +88,18 @@ class ContextParallelTrainer(Trainer):
             As Trainer's.
 
         Raises:
-            ValueError: on every rank: a setting that goes with shards as little as it does at construction.
+            ValueError: on every rank: a setting that goes with shards as little as it does at construction, or
+                parameters that are DTensors, which DDP does not take.
         """
         with refusing_together(self._everyone):
             self._check_settings()
+            shards = self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
+            found = next((name for name, p in self.model.named_parameters() if isinstance(p, DTensor)), "")
+            if found and not shards:
+                raise ValueError(
+                    f"{found} is a DTensor already, and Trainer would put the model into DDP: leave fully_shard out, "
+                    "or write a loop of your own, as docs/transformers.md has it"
+                )
         return super().train(*args, **kwargs)
 
     def get_batch_samples(
