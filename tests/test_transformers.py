@@ -484,6 +484,25 @@ def test_padding_before_tokens_whose_positions_a_mask_counts(ranks: Ranks) -> No
     assert ranks(RANKS).run(padded_where_the_mask_counts, 0) == ["went through"] * RANKS
 
 
+def in_another_state(implementation: str) -> list[str]:
+    """What is said of backwards of checkpointed layers within whole() whose forward was outside, and the reverse."""
+    mesh, order, model = set_up()
+    tokens, labels = tokens_of(64)
+    handle = context_parallel(model, mesh, order=order)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(**shard_inputs(mesh, tokens, order=order, labels=labels)).loss
+    with handle.whole(implementation):
+        said = [refusal(loss.backward)]
+        loss = model(input_ids=tokens, labels=labels).loss
+    return [*said, refusal(loss.backward)]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_layers_are_computed_again_in_the_state_of_their_forward(ranks: Ranks, implementation: str) -> None:
+    for told in ranks(RANKS).run(in_another_state, implementation):
+        assert all("run the backward in the state of its forward" in text for text in told), told
+
+
 def written_to_meanwhile() -> float:
     """Gradients of checkpointed layers, whose documents a loader overwrites by those of its next batch."""
     mesh, order, model = set_up()

@@ -11,7 +11,7 @@ from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers.masks import ShardedMask
-from wallfacer_dt.integrations.transformers.sequence import PROMPTS
+from wallfacer_dt.integrations.transformers.sequence import PROMPTS, SAME_STATE
 from wallfacer_dt.integrations.transformers.upstream import is_hooked_by_accelerate
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import AttentionKeywords
@@ -99,7 +99,7 @@ class AttentionOnMesh:
             what = "no mask" if mask is None else f"a {type(mask).__name__}"
             raise ValueError(
                 f"{name} was called with {what}, not with one that the model asked context_parallel for: who sees whom "
-                "cannot be known (a vision tower, cross attention, or a mask of the model's own)"
+                f"cannot be known (a vision tower, cross attention, or a mask of the model's own); {SAME_STATE}"
             )
         if query.shape[2] != key.shape[2]:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wallfacer_dt.integrations.transformers.sequence import ForwardPass
+from wallfacer_dt.integrations.transformers.sequence import SAME_STATE, ForwardPass
 from wallfacer_dt.integrations.transformers.upstream import leaf, packed_rows
 from wallfacer_dt.layout import BY_DOCUMENT
 
@@ -47,6 +47,11 @@ class ShardedMask:
         if all(isinstance(x, slice) and x in (slice(None), slice(0, None)) for x in parts):
             return self
         raise ValueError(_IS_NO_TENSOR.format("a part"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """Say why torch is given it: attention of a model that is within ``whole()``, of a forward that was not."""
+        raise ValueError(f"torch was given an attention mask of context_parallel, which is no tensor: {SAME_STATE}")
 
     def both(self, other: "ShardedMask") -> "ShardedMask":
         """What both let through."""

@@ -15,6 +15,11 @@ PAST_HOOKS = (
 )
 PROMPTS = "peft's prompt, prefix and p-tuning put tokens before the sequence, which is not implemented"
 
+SAME_STATE = (
+    "with gradient checkpointing, which computes layers again, run the backward in the state of its forward, both "
+    "within `handle.whole()` or both outside of it"
+)
+
 
 @dataclass(frozen=True)
 class ShardedSequence:
