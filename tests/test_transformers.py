@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -37,6 +38,9 @@ pytest.importorskip("transformers", reason="the extra `transformers` is not inst
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     MobileBertConfig,
     MobileBertForMaskedLM,
     OPTConfig,
@@ -332,6 +336,58 @@ def test_calls_that_are_refused(ranks: Ranks) -> None:
         for name, what in SAYS.items():
             assert what in told[name], (name, told[name])
             assert (what == "went through") == (told[name] == "went through"), (name, told[name])
+
+
+def heads_around() -> tuple[dict[str, str], float]:
+    """What is said of heads around the model that was given, and how far the guide's is from that of one process."""
+    mesh, order, _ = set_up()
+    config, rank = llama().config, dist.get_rank()
+    config.num_labels, config.pad_token_id = 3, 0
+    tokens, labels = torch.randint(3, 97, (2, 64), generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
+    tokens[1, 50:] = 0  # padding, before which its token is
+    last, seen = torch.tensor([63, 49]), (tokens != 0).long()
+    of_tokens = tokens % 3
+    said = {}
+    for name, kind in (("tokens", LlamaForTokenClassification), ("the next token", LlamaForCausalLM)):
+        model = kind(copy.deepcopy(config))
+        context_parallel(model.model, mesh, order=order)
+        batch = shard_inputs(mesh, tokens, order=order, labels=of_tokens, shift=name != "tokens")
+        said[name] = refusal(lambda model=model, batch=batch: model(**batch))
+    classifier = LlamaForSequenceClassification(config).double()
+    classifier(input_ids=tokens, attention_mask=seen, labels=labels).loss.backward()
+    expected = {name: p.grad.clone() for name, p in classifier.named_parameters()}
+    classifier.zero_grad()
+    said["it"] = refusal(lambda: context_parallel(classifier, mesh, order=order))
+    handle = context_parallel(classifier.model, mesh, order=order)
+    batch = shard_inputs(mesh, tokens, order=order, attention_mask=seen)
+    said["a token"] = refusal(lambda: classifier(**batch, labels=labels))
+    said["a token, on a rank"] = refusal(lambda: (classifier if rank == 1 else classifier.model)(**batch))
+    with handle.whole():
+        said["whole"] = refusal(lambda: classifier(input_ids=tokens))
+    hidden = classifier.model(**batch).last_hidden_state
+    rows, here = (batch["position_ids"] == last[:, None]).nonzero(as_tuple=True)
+    loss = F.cross_entropy(classifier.score(hidden[rows, here]), labels[rows], reduction="sum") / len(labels)
+    loss.backward()
+    for p in classifier.parameters():
+        dist.all_reduce(p.grad)
+    pairs = {name: (p.grad, expected[name]) for name, p in classifier.named_parameters()}
+    return said, worst_error(pairs, relative_to="largest")
+
+
+def test_heads_around_a_model(ranks: Ranks) -> None:
+    says = {
+        "tokens": "LlamaModel was called by LlamaForTokenClassification, whose head sees this rank's tokens only",
+        "the next token": "give LlamaForCausalLM to context_parallel",
+        "it": "call that by itself, and compute the head from what it gives, on the rank that has the token",
+        "a token": "LlamaModel was called by LlamaForSequenceClassification",
+        "a token, on a rank": "LlamaModel was called by LlamaForSequenceClassification",
+        "whole": "went through",
+    }
+    for told, error in ranks(RANKS).run(heads_around):
+        assert told.keys() == says.keys()
+        for name, what in says.items():
+            assert what in told[name], (name, told[name])
+        assert error < 1e-6
 
 
 def refused_inputs() -> dict[str, str]:
@@ -639,7 +695,7 @@ def metp() -> float:
     model.set_attn_implementation("without a mask")
     model.zero_grad()
     positions = sequence_positions(64, order)[None]
-    labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
     out = model(input_ids=shard_sequence(tokens, order, dim=1), position_ids=positions, use_cache=False)
     mine = shard_sequence(labels, order, dim=1)
     (summed(out.logits, mine) / (labels != -100).sum()).backward()

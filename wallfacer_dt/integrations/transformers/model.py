@@ -143,6 +143,13 @@ class ContextParallel(Handle[PreTrainedModel]):
         self._forward = None
         with refusing_together(name_of(self.mesh)):
             self._check_still_set_up(model)
+            if outer := upstream.called_by(model):
+                raise ValueError(
+                    f"{type(model).__name__} was called by {outer}, whose head sees this rank's tokens only, and whose "
+                    f"loss may be their mean: give {outer} to context_parallel, or, where that is refused, call "
+                    f"{type(model).__name__} by itself, and compute the head from what it gives, on the rank that has "
+                    "the token"
+                )
             sequence = self._named(args, kwargs).get(SEQUENCE)
             if isinstance(sequence, ShardedSequence):
                 args = tuple(None if x is sequence else x for x in args)

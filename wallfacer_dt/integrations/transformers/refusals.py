@@ -109,7 +109,8 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
     if model.base_model is not model and not name.endswith(_HEADS):
         yield (
             f"a head of that kind is not known to look at tokens one by one (known are {', '.join(_HEADS)}): give "
-            "context_parallel the model inside it"
+            "context_parallel the model inside it, call that by itself, and compute the head from what it gives, on "
+            "the rank that has the token"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         yield "it is not told positions (position_ids), so it would count from 0 on every rank"

@@ -75,6 +75,17 @@ def is_hooked_by_accelerate(module: nn.Module) -> bool:
     return any(str(getattr(hook, "__module__", "")).startswith("accelerate.") for hook in hooks)
 
 
+def called_by(model: PreTrainedModel) -> str:
+    """The model of transformers in whose forward another is being called, or nothing. Of others a forward is theirs."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__", "").startswith("transformers."):
+            outer = frame.f_locals.get("self")
+            if isinstance(outer, PreTrainedModel) and outer is not model:
+                return type(outer).__name__
+    return ""
+
+
 def own_loss(model: PreTrainedModel) -> Callable[..., Any]:
     """The loss function that a model has by its kind; to ask its property would warn where it has no labels either."""
     return LOSS_MAPPING[model.loss_type if model.loss_type in LOSS_MAPPING else "ForCausalLM"]
