@@ -14,6 +14,7 @@ from recipes.train_dit.model import DiT, ModelConfig
 from recipes.train_dit.settings import Settings
 from recipes.train_dit.sheets import Sheets, to_images, to_patches
 from recipes.training import ranks as joining
+from recipes.training.record import read_run
 from tests.recipes import losses, recipe_here, recipe_on_rank
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -39,6 +40,10 @@ def test_ranks_train_and_draw_as_one_process(ranks: Ranks, tmp_path: Path) -> No
     alone = losses(tmp_path / "alone")
     for name in ("first", "then"):
         assert worst_error([(losses(tmp_path / name), alone)]) <= 1e-6
+        run = read_run(tmp_path / name / "run.json")
+        for traffic in (run.forward, run.backward):
+            assert traffic is not None
+            assert traffic.as_formula, (name, traffic)
         # Of 255 levels of grey a rounding may move one.
         assert worst_error([(picture(tmp_path / name), picture(tmp_path / "alone"))]) <= 0.01
 

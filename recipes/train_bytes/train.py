@@ -101,4 +101,5 @@ def _sizes(settings: Settings) -> LayerSizes:
         kv_heads=settings.kv_heads,
         hidden_dim=config.hidden_dim,
         gated=True,
+        biases=0,
     )

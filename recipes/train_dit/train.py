@@ -100,4 +100,5 @@ def _sizes(settings: Settings) -> LayerSizes:
         kv_heads=settings.heads,
         hidden_dim=_config(settings).hidden_dim,
         gated=False,
+        biases=1,
     )

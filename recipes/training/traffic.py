@@ -23,7 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of a model whose layers are alike: `length` of its sequences in tokens, `hidden_dim` of feed-forwards."""
+    """Sizes of a model whose layers are alike.
+
+    `length` is of its sequences, in tokens; `hidden_dim` of feed-forwards, of whose projections to the hidden `biases`
+    have a bias.
+    """
 
     layers: int
     length: int
@@ -32,6 +36,7 @@ class LayerSizes:
     kv_heads: int
     hidden_dim: int
     gated: bool
+    biases: int
 
     @property
     def head_dim(self) -> int:
@@ -78,7 +83,12 @@ def _layer_bytes(settings: RunSettings, sizes: LayerSizes, ranks: Ranks, context
     forward, backward = attention.forward.bytes, attention.backward.bytes
     if "ffn" in settings.metp:
         weights = feed_forward_volume(
-            tuple(context.shape), model_dim=sizes.dim, hidden=sizes.hidden_dim, dtype=ranks.dtype, gated=sizes.gated
+            tuple(context.shape),
+            model_dim=sizes.dim,
+            hidden=sizes.hidden_dim,
+            dtype=ranks.dtype,
+            gated=sizes.gated,
+            biases=sizes.biases,
         )
         forward, backward = forward + weights[0].bytes, backward + weights[1].bytes
     return forward, backward
