@@ -77,6 +77,7 @@ def picture(folder: Path) -> torch.Tensor:
     [
         (["--patch", "3"], "--patch 3 must divide the 10 pixels of a digit"),
         (["--sheet", "0"], "--sheet must be at least 1, got 0"),
+        (["--batch", "65537"], "--batch x --data-parallel must be at most 65536, the sheets of an epoch, got 65537"),
         (["--dim", "20"], "--dim 20 must be a multiple of twice --heads 4"),
         (["--ulysses", "8"], "--ulysses 8 gives every rank of its axis some of the heads"),
         (["--ffn", "metp"], "--ffn metp shares weights among the ranks of a sequence, of which there is one"),

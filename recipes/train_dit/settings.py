@@ -10,6 +10,7 @@ from typer import Option
 from recipes.training.settings import RecipeError, RunSettings, Weights, check_heads, check_run
 
 CELL = 10  # pixels of a digit and of the border round it
+SHEETS = 2**16  # of an epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,10 @@ def check_settings(settings: Settings, world: int) -> None:
     """
     names = ("sheet", "patch", "dim", "layers", "heads", "sample_steps")
     check_run(settings, world, {name: getattr(settings, name) for name in names})
+    if settings.samples > SHEETS:
+        raise RecipeError(
+            f"--batch x --data-parallel must be at most {SHEETS}, the sheets of an epoch, got {settings.samples}"
+        )
     if CELL % settings.patch:
         raise RecipeError(f"--patch {settings.patch} must divide the {CELL} pixels of a digit with its border")
     if settings.dim % (2 * settings.heads):

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.train_dit.settings import CELL, Settings
+from recipes.train_dit.settings import CELL, SHEETS, Settings
 from recipes.training.settings import RecipeError
 
 CLASSES = 10
-SHEETS = 2**16
 
 
 class Sheet(NamedTuple):
