@@ -767,6 +767,16 @@ def test_parts_that_are_refused(titans) -> None:
             "--dataloader.dataset_path: nowhere.txt is missing",
         ),
         (context(4, 2, "--training.local_batch_size 100000"), "", "--dataloader.dataset_path: the standard library"),
+        (
+            context(2, 1, "--training.local_batch_size 1 --training.global_batch_size 100000"),
+            "",
+            "one step of 100000 sequences needs 6400001",
+        ),
+        (
+            context(2, 1, "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 100000"),
+            "",
+            "one step of 100000 sequences needs 6400001",
+        ),
     ],
 )
 def test_every_rank_refuses_before_training(titans, options: str, kind: str, message: str) -> None:

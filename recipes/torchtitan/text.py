@@ -85,14 +85,9 @@ class TextLoader(ParallelAwareDataloader):
             "seq_len": seq_len,
             "documents": config.documents,
         }
-        needed = seq_len * dp_world_size * local_batch_size + 1
-        if len(tokens_T) < needed:
-            raise ValueError(
-                f"--dataloader.dataset_path: {source} has {len(tokens_T)} tokens, but one step on "
-                f"{dp_world_size} data-parallel ranks needs {needed}; give a longer text, or a smaller "
-                "--training.seq_len or --training.local_batch_size"
-            )
         self._sequences = _Sequences(tokens_T, starts_T, seq_len, dp_rank, dp_world_size)
+        self._source = source
+        self.check_step(dp_world_size * local_batch_size)
         self._batch, self._batches = local_batch_size, 0
         super().__init__(
             self._sequences,
@@ -105,6 +100,16 @@ class TextLoader(ParallelAwareDataloader):
             prefetch_factor=config.prefetch_factor,
             pin_memory=config.pin_memory,
         )
+
+    def check_step(self, sequences: int) -> None:
+        """Refuse (ValueError) a text of fewer sequences than a step takes over all data-parallel ranks."""
+        tokens, needed = len(self._sequences.tokens_T), self._sequences.length * sequences + 1
+        if tokens < needed:
+            raise ValueError(
+                f"--dataloader.dataset_path: {self._source} has {tokens} tokens, but one step of {sequences} sequences "
+                f"needs {needed}; give a longer text, or a smaller --training.seq_len, --training.local_batch_size or "
+                "--training.global_batch_size"
+            )
 
     def __iter__(self) -> Iterator[Any]:  # pyrefly: ignore[bad-override]
         """This data-parallel rank's batches, from the first that has not been given."""

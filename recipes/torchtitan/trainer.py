@@ -38,6 +38,13 @@ class ContextTrainer(Trainer):
             Trainer.Config.__post_init__(self)
             check_config(self)
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        # What it is told of a step is a part: torchtitan accumulates gradients, and cuts batches for pipelines.
+        if isinstance(self.dataloader, TextLoader):
+            a_rank = config.training.local_batch_size * self.gradient_accumulation_steps
+            self.dataloader.check_step(a_rank * self.dataloader.dp_world_size)
+
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
