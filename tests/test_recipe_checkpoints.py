@@ -1,12 +1,15 @@
 """Checkpoints of recipes: the curve of a run that was never interrupted, on any mesh, and none that is not whole."""
 
+import contextlib
 import errno
+import io
 import json
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -268,6 +271,42 @@ def test_a_full_disk_ends_in_a_message_and_leaves_what_was_there(
     # What it left is no checkpoint, and not in the way.
     assert recipe_here(keeping(copied, "--resume", when, every=4, keep=2)) == 0
     assert names(copied) == ["step_12", "step_8"]
+
+
+def said_with_metrics_on_a_full_disk(out: Path, options: list[str]) -> tuple[int, str]:
+    """A rank's exit status, and what it says."""
+    with mock.patch("recipes.training.command._PATIENCE", 0), contextlib.redirect_stderr(io.StringIO()) as said:
+        status = recipe_on_rank([*RUN, "--out", str(out), *options])
+    return status, said.getvalue()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_metrics_on_a_full_disk_end_in_a_line_after_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    """Of the rank that writes; others hear of nothing, and do not take it for lost."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    (status, said), other = ranks(2).run(said_with_metrics_on_a_full_disk, tmp_path, ["--ring", "2"])
+    trouble = f"--out: {tmp_path / 'metrics.jsonl'} cannot be written: No space left on device"
+    assert status == 2
+    assert said.startswith(f"{trouble}; training goes on, without metrics\n")
+    assert said.endswith(f"train_bytes: {trouble}\n")
+    assert "Traceback" not in said
+    assert other == (0, "")
+    assert len(losses(tmp_path)) == STEPS
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+def test_metrics_that_cannot_be_made_end_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").touch()
+    if name == "metrics.jsonl":
+        (tmp_path / name).mkdir()
+    assert recipe_here([*RUN, "--tensorboard", "--out", str(tmp_path)]) == 2
+    said = capfd.readouterr().err
+    assert f"train_bytes: --out: {tmp_path / name} cannot be written: " in said
+    assert "Traceback" not in said
+    assert len(losses(tmp_path)) == STEPS
 
 
 def test_one_process_waits_for_nobody(

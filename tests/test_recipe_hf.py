@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
+from safetensors import SafetensorError
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -60,6 +61,23 @@ def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
         assert (tmp_path / name / "curve.png").stat().st_size > 10_000
     assert recipe_here([*SMALL, "--model", f"{first}/model", "--tokenizer", "bytes", "--out", then], "finetune_hf") == 0
     assert losses(tmp_path / "then")[0] < losses(tmp_path / "first")[-1]
+
+
+def full(*_: object, **__: object) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def test_a_model_that_does_not_fit_on_the_disk_ends_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fits is there."""
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    assert recipe_here([*SMALL, "--out", str(tmp_path)], "finetune_hf") == 2
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"finetune_hf: --out: {tmp_path / 'model'} cannot be written: Error while serializing")
+    assert "No space left on device" in said
+    assert len(losses(tmp_path)) == 4
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
 
 
 def masks_of_dropout(arguments: list[str]) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from recipes.training.gradients import ShardedGradients, WholeGradients
 from recipes.training.loop import train_steps
 from recipes.training.picture import draw_curve
 from recipes.training.ranks import Ranks, load_alike, sum_over_groups
-from recipes.training.record import Run
+from recipes.training.record import Run, writing
 from recipes.training.settings import Launch, Output, RecipeError, Saving
 from recipes.training.styles import attention_kernel
 from recipes.training.trainer import Trainer
@@ -36,6 +35,7 @@ from wallfacer_dt.integrations.transformers.refusals import leaves_layers_out
 from wallfacer_dt.integrations.transformers.rope import largest_matters
 from wallfacer_dt.integrations.transformers.sequence import positions_within
 
+FOLDER = "model"  # of --out
 IGNORED = -100  # labels that do not count
 
 
@@ -59,9 +59,10 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
         data=documents.source,
         unit="nats per token",
     )
-    _save(model, output.out / "model", ranks.launch)
+    _save(model, output, ranks.launch)
     if ranks.launch.rank == 0:
-        draw_curve(output.out / "curve.png", run)
+        with writing(output, "curve.png"):
+            draw_curve(output.out / "curve.png", run)
     return run
 
 
@@ -220,9 +221,10 @@ def next_tokens(tokens_BN: Tensor, documents_BN: Tensor) -> Tensor:
     return labels_BN
 
 
-def _save(model: PreTrainedModel, folder: Path, launch: Launch) -> None:
+def _save(model: PreTrainedModel, output: Output, launch: Launch) -> None:
     """The trained model, as transformers saves models; all ranks call it."""
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if launch.rank == 0:
         logging.disable_progress_bar()
-        model.save_pretrained(folder, state_dict=whole)
+        with writing(output, FOLDER, Exception):  # safetensors and tokenizers raise others than OSError
+            model.save_pretrained(output.out / FOLDER, state_dict=whole)

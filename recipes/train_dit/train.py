@@ -17,7 +17,7 @@ from recipes.training.batches import Batches
 from recipes.training.gradients import WholeGradients
 from recipes.training.loop import train_steps
 from recipes.training.ranks import Ranks, positions
-from recipes.training.record import Run
+from recipes.training.record import Run, writing
 from recipes.training.settings import Output, Saving
 from recipes.training.styles import attention_style, begin
 from recipes.training.traffic import LayerSizes
@@ -44,7 +44,8 @@ def train(settings: Settings, ranks: Ranks, sheets: Sheets, saving: Saving, outp
     )
     made = sample(model, settings, ranks)
     if ranks.launch.rank == 0:
-        draw_samples(output.out / "samples.png", made, sheets, settings)
+        with writing(output, "samples.png"):
+            draw_samples(output.out / "samples.png", made, sheets, settings)
     return run
 
 

@@ -159,7 +159,7 @@ class Recipe:
     def _app(self) -> typer.Typer:
         app = typer.Typer(add_completion=False, rich_markup_mode=None, help=self.what)
         train, demo = (
-            as_command(self._train, self.settings, Saving, Output, out=self.out[0]),
+            as_command(self._train, self.settings, Saving, Output, without=["failures"], out=self.out[0]),
             as_command(self._demo, self.settings, Demo, without=DEMO_WITHOUT, out=self.out[1]),
         )
         example = f"torchrun --nproc-per-node 8 -m recipes.{self.name} train {self.example}"
@@ -177,7 +177,7 @@ class Recipe:
         check_tensorboard(output)
         make_folders(output.out, saving.checkpoint, launch)
         from recipes.training.ranks import check_same, join_ranks, leave_ranks
-        from recipes.training.report import leave_behind
+        from recipes.training.report import print_run
         from wallfacer_dt import WaitError
 
         try:
@@ -190,7 +190,10 @@ class Recipe:
             raise LostError(f"{where}{error}") from error
         # Not in a `finally`: after an error on one rank, waiting for the others' groups could hang.
         leave_ranks()
-        leave_behind(run, output.out, launch)
+        if launch.rank == 0:
+            print_run(run)
+        if output.failures:
+            raise RecipeError("; ".join(dict.fromkeys(output.failures)))
 
     def _demo(self, settings: Any, options: Demo) -> int:
         # Runs are compared to 1e-4, on GPUs too.

@@ -12,7 +12,7 @@ from recipes.training.checkpoint import Checkpoints, History
 from recipes.training.metrics import Metrics
 from recipes.training.progress import Bar
 from recipes.training.ranks import device_name
-from recipes.training.record import Run, Traffic, remove_earlier, run_name
+from recipes.training.record import Run, Traffic, remove_earlier, run_name, write_run, writing
 from recipes.training.settings import Output, Saving
 from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
@@ -32,7 +32,7 @@ def train_steps(
     unit: str,
     sizes: LayerSizes | None = None,
 ) -> Run:
-    """Make the steps that are left of a run, on every rank, and return the record that every rank has.
+    """Make the steps that are left of a run, on every rank, and return the record that every rank has, once written.
 
     Args:
         trainer: at its start, or of what it is brought to by a checkpoint.
@@ -90,7 +90,12 @@ def train_steps(
             checkpoints.keep(history)
     checkpoints.finish()
     note_progress("the end")
-    return _record(trainer, name, history, traffic, tokens=tokens, text=data, unit=unit)
+    run = _record(trainer, name, history, traffic, tokens=tokens, text=data, unit=unit)
+    if shown:
+        # Before what a recipe leaves beside it, which may not fit on a disk.
+        with writing(output, "run.json"):
+            write_run(output.out / "run.json", run)
+    return run
 
 
 def _one(trainer: Trainer, step: int, batch: Any) -> Callable[[], tuple[float, float]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
+from recipes.training.record import writing
 from recipes.training.settings import Output, RecipeError
 
-FILE = "metrics.jsonl"
+FILE, BOARD = "metrics.jsonl", "tensorboard"
 
 
 def check_tensorboard(output: Output) -> None:
@@ -20,7 +24,7 @@ def check_tensorboard(output: Output) -> None:
 
 
 class Metrics:
-    """Numbers of each step, written on one rank as they come.
+    """Numbers of each step, written on one rank as they come; where they cannot be, training goes on without them.
 
     Args:
         output: the folder, and whether tensorboard is to show them.
@@ -29,31 +33,47 @@ class Metrics:
     """
 
     def __init__(self, output: Output, made: list[dict[str, float]], *, shown: bool) -> None:
-        self._file, self._board = None, None
+        self._output, self._file, self._board = output, None, None
         if not shown:
             return
-        self._file = (output.out / FILE).open("w")
+        with self._writing(FILE):
+            self._file = (output.out / FILE).open("w")
         for step, numbers in enumerate(made, 1):
             self.write(step, **numbers)
         if output.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             # What a run before this one wrote of later steps is not shown.
-            self._board = SummaryWriter(str(output.out / "tensorboard"), purge_step=len(made) + 1)
+            with self._writing(BOARD):
+                self._board = SummaryWriter(str(output.out / BOARD), purge_step=len(made) + 1)
 
     def write(self, step: int, **numbers: float) -> None:
         """The numbers of a step, the first being 1."""
+        if self._output.failures:
+            return
         if self._file is not None:
-            print(json.dumps({"step": step, **numbers}), file=self._file, flush=True)
+            with self._writing(FILE):
+                print(json.dumps({"step": step, **numbers}), file=self._file, flush=True)
         if self._board is not None:
-            for name, number in numbers.items():
-                self._board.add_scalar(name, number, step)
+            with self._writing(BOARD):
+                for name, number in numbers.items():
+                    self._board.add_scalar(name, number, step)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        failures = self._output.failures
+        is_first = not failures
+        with writing(self._output, name):
+            yield
+        if is_first and failures:
+            print(f"{failures[0]}; training goes on, without metrics", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        # Which tries once more what could not be written.
+        for name, each in ((FILE, self._file), (BOARD, self._board)):
+            if each is not None:
+                with self._writing(name):
+                    each.close()

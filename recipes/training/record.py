@@ -6,12 +6,14 @@ import json
 import os
 import platform
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from recipes.training.settings import Launch, RecipeError
+from recipes.training.settings import Launch, Output, RecipeError
 from wallfacer_dt.command.planning.launch import cores
 
 
@@ -168,6 +170,19 @@ def remove_earlier(out: Path) -> None:
     """
     for name in ("run.json", "curve.png", "samples.png"):
         (out / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(output: Output, name: str, errors: type[Exception] = OSError) -> Iterator[None]:
+    """Write a file or folder of `--out`, on rank 0; what cannot be is refused when the run ends, and the rest is left.
+
+    Other ranks know nothing of it: a refusal before they end would have them wait for this one.
+    """
+    try:
+        yield
+    except errors as error:
+        why = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        output.failures.append(f"--out: {output.out / name} cannot be written: {why}")
 
 
 def write_run(path: Path, run: Run) -> None:

@@ -10,17 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.training.compare import Comparison
-from recipes.training.record import Run, Traffic, write_json, write_run
-from recipes.training.settings import Launch
+from recipes.training.record import Run, Traffic, write_json
 
 _ROWS = 20
-
-
-def leave_behind(run: Run, out: Path, launch: Launch) -> None:
-    """Write a run's record into `out` and print what it showed, on rank 0."""
-    if launch.rank == 0:
-        write_run(out / "run.json", run)
-        print_run(run)
 
 
 def print_run(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -106,10 +106,11 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a run leaves behind."""
+    """What a run leaves behind, and what of it could not be written, which is no option."""
 
     out: Annotated[Path, Option(metavar="DIR", help="Where run.json, metrics.jsonl and pictures go.")]
     tensorboard: Annotated[bool, Option("--tensorboard", help="Write the metrics for tensorboard, too.")] = False
+    failures: list[str] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
