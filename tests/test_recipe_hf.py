@@ -80,6 +80,24 @@ def test_a_model_that_does_not_fit_on_the_disk_ends_in_a_line(
     assert (tmp_path / "curve.png").stat().st_size > 10_000
 
 
+def test_a_file_in_place_of_the_model_is_refused_before_the_first_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would log it, after the last."""
+    (tmp_path / "model").touch()
+    assert recipe_here([*SMALL, "--out", str(tmp_path)], "finetune_hf") == 2
+    assert capfd.readouterr().err == f"finetune_hf: --out: {tmp_path / 'model'} cannot be made: File exists\n"
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_model_that_was_not_saved_is_not_taken_for_one_that_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda *_, **__: None)
+    assert recipe_here([*SMALL, "--out", str(tmp_path)], "finetune_hf") == 2
+    assert "no weights are there after it was saved" in capfd.readouterr().err
+
+
 def masks_of_dropout(arguments: list[str]) -> list[torch.Tensor]:
     """What this rank's modules of dropout kept in training, in the order of their calls."""
     kept = []
@@ -151,6 +169,11 @@ def test_ranks_with_other_models_are_refused(ranks: Ranks, tmp_path: Path, optio
     for other in (weights, config):
         for said in ranks(2).run(said_of_models, (one, other), options):
             assert "rank 1 found other data than rank 0: all ranks need the same files" in said
+    (one / "out" / "model").rename(tmp_path / "empty")
+    (one / "out" / "model").touch()
+    for said, whose in zip(ranks(2).run(said_of_models, (one, one), options), ("", "rank 0: "), strict=True):
+        assert f"finetune_hf: {whose}--out: {one / 'out' / 'model'} cannot be made: File exists" in said
+    (one / "out" / "model").unlink()
     for said, whose in zip(ranks(2).run(said_of_models, (one, broken), options), ("rank 1: ", ""), strict=True):
         assert f"finetune_hf: {whose}--model: {broken} has no model that loads" in said
 

@@ -25,7 +25,7 @@ from recipes.training.gradients import ShardedGradients, WholeGradients
 from recipes.training.loop import train_steps
 from recipes.training.picture import draw_curve
 from recipes.training.ranks import Ranks, load_alike, sum_over_groups
-from recipes.training.record import Run, writing
+from recipes.training.record import Run, make_folder, writing
 from recipes.training.settings import Launch, Output, RecipeError, Saving
 from recipes.training.styles import attention_kernel
 from recipes.training.trainer import Trainer
@@ -45,6 +45,7 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
     Raises:
         RecipeError: a model or a checkpoint will not do.
     """
+    load_alike(lambda: _make_folder(output, ranks.launch), ranks.launch, "--out")
     source = "the random model" if settings.model is None else f"--model {settings.model}"
     model = load_alike(lambda: _load(settings, documents, ranks), ranks.launch, source)
     _make_parallel(model, settings, ranks)
@@ -64,6 +65,13 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
         with writing(output, "curve.png"):
             draw_curve(output.out / "curve.png", run)
     return run
+
+
+def _make_folder(output: Output, launch: Launch) -> tuple[None, tuple[()]]:
+    """Refuse (RecipeError), on rank 0, a folder in which the model cannot be saved."""
+    if launch.rank == 0:
+        make_folder(output.out / FOLDER)
+    return None, ()
 
 
 def _load(settings: Settings, documents: PackedDocuments, ranks: Ranks) -> tuple[PreTrainedModel, tuple[int, ...]]:
@@ -228,3 +236,5 @@ def _save(model: PreTrainedModel, output: Output, launch: Launch) -> None:
         logging.disable_progress_bar()
         with writing(output, FOLDER, Exception):  # safetensors and tokenizers raise others than OSError
             model.save_pretrained(output.out / FOLDER, state_dict=whole)
+            if not any((output.out / FOLDER).glob("*.safetensors")):  # transformers may only log why not
+                raise OSError("no weights are there after it was saved")
