@@ -16,7 +16,11 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    AutoTokenizer,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -26,6 +30,7 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from recipes.finetune_hf.documents import Packed, PackedDocuments
@@ -78,6 +83,47 @@ def test_a_model_that_does_not_fit_on_the_disk_ends_in_a_line(
     assert "No space left on device" in said
     assert len(losses(tmp_path)) == 4
     assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """The folder of a tokenizer, of which a word of a text of three is a token."""
+    vocabulary = {"one": 0, "two": 1, "three": 2, "[UNK]": 3}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path / "words")
+    return tmp_path / "words"
+
+
+def test_training_goes_on_from_what_was_saved(tmp_path: Path, words: Path) -> None:
+    """With the tokenizer that a model was trained on."""
+    text, (first, then) = tmp_path / "text", (tmp_path / name for name in ("first", "then"))
+    text.write_text("one two three " * 400)
+    few = [*SMALL[:2], *SMALL[-4:], "--text", str(text)]
+    assert recipe_here([*few, "--tokenizer", str(words), "--out", str(first)], "finetune_hf") == 0
+    assert AutoTokenizer.from_pretrained(first / "model")("three one")["input_ids"] == [2, 0]
+    assert recipe_here([*few, "--model", str(first / "model"), "--out", str(then)], "finetune_hf") == 0
+    assert losses(then)[0] < losses(first)[-1]
+
+
+def test_a_model_of_bytes_has_no_tokenizer_to_go_on_with(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: Path
+) -> None:
+    """Not one of another run in its folder either; some models have one that knows nothing."""
+    out = tmp_path / "out"
+    assert recipe_here([*SMALL, "--out", str(out)], "finetune_hf") == 0
+    GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt")
+    for model in (out / "model", tmp_path / "gpt"):
+        capfd.readouterr()
+        assert recipe_here(["--model", str(model), "--out", str(tmp_path / "then")], "finetune_hf") == 2
+        said = capfd.readouterr().err
+        assert f"--model: {model} has no tokenizer that loads: " in said
+        assert said.endswith("; give --tokenizer, a folder or bytes\n")
+    (tmp_path / "then").mkdir()
+    words.rename(tmp_path / "then" / "model")
+    told = ["--model", str(out / "model"), "--tokenizer", "bytes", "--out", str(tmp_path / "then")]
+    assert recipe_here(told, "finetune_hf") == 2
+    assert "has the tokenizer of another model, this one is of bytes" in capfd.readouterr().err
 
 
 def test_a_file_in_place_of_the_model_is_refused_before_the_first_step(

@@ -6,7 +6,7 @@ Shape suffixes: T = tokens of all documents, N = tokens of a sequence.
 from __future__ import annotations
 
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class PackedDocuments(Dataset[Packed]):
     def __init__(self, settings: Settings) -> None:
         self._length = settings.sequence
         self.source, texts = load_documents(settings.text)
-        documents, self.vocabulary = _tokenized(texts, settings)
+        documents, self.vocabulary, self.tokenizer = _tokenized(texts, settings)
         self._tokens_T = np.concatenate([np.empty(0, dtype=np.uint8), *documents])
         self.sizes = [len(document) for document in documents]
         self._documents_T = np.repeat(np.arange(len(documents)), self.sizes)
@@ -63,17 +63,25 @@ class PackedDocuments(Dataset[Packed]):
         )
 
 
-def _tokenized(texts: list[bytes], settings: Settings) -> tuple[list[np.ndarray], int]:
-    """The tokens of each document that has some, and how many kinds of tokens there are."""
+def _tokenized(texts: list[bytes], settings: Settings) -> tuple[list[np.ndarray], int, Any]:
+    """The tokens of each document that has some, how many kinds there are, and the tokenizer, None for bytes."""
     folder = settings.tokenizer or settings.model or BYTES
     if folder == BYTES:
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts if text], 256
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts if text], 256, None
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        option = "tokenizer" if settings.tokenizer else "model"
-        raise RecipeError(f"--{option}: {folder} has no tokenizer that loads: {str(error).splitlines()[0]}") from error
+        raise _no_tokenizer(settings, str(error).splitlines()[0]) from error
     found = [tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"] for text in texts]
-    return [np.array(tokens, dtype=np.int32) for tokens in found if tokens], len(tokenizer)
+    if not any(found):  # some are made of nothing, and know no token
+        raise _no_tokenizer(settings, f"{type(tokenizer).__name__} finds no token in the text")
+    return [np.array(tokens, dtype=np.int32) for tokens in found if tokens], len(tokenizer), tokenizer
+
+
+def _no_tokenizer(settings: Settings, why: str) -> RecipeError:
+    name = "tokenizer" if settings.tokenizer else "model"
+    return RecipeError(
+        f"--{name}: {getattr(settings, name)} has no tokenizer that loads: {why}; give --tokenizer, a folder or bytes"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
     Raises:
         RecipeError: a model or a checkpoint will not do.
     """
-    load_alike(lambda: _make_folder(output, ranks.launch), ranks.launch, "--out")
+    load_alike(lambda: _make_folder(output, documents, ranks.launch), ranks.launch, "--out")
     source = "the random model" if settings.model is None else f"--model {settings.model}"
     model = load_alike(lambda: _load(settings, documents, ranks), ranks.launch, source)
     _make_parallel(model, settings, ranks)
@@ -60,17 +61,23 @@ def train(settings: Settings, ranks: Ranks, documents: PackedDocuments, saving: 
         data=documents.source,
         unit="nats per token",
     )
-    _save(model, output, ranks.launch)
+    _save(model, documents.tokenizer, output, ranks.launch)
     if ranks.launch.rank == 0:
         with writing(output, "curve.png"):
             draw_curve(output.out / "curve.png", run)
     return run
 
 
-def _make_folder(output: Output, launch: Launch) -> tuple[None, tuple[()]]:
-    """Refuse (RecipeError), on rank 0, a folder in which the model cannot be saved."""
+def _make_folder(output: Output, documents: PackedDocuments, launch: Launch) -> tuple[None, tuple[()]]:
+    """Refuse (RecipeError), on rank 0, a folder in which the model cannot be saved, or would not be what it seems."""
+    folder = output.out / FOLDER
     if launch.rank == 0:
-        make_folder(output.out / FOLDER)
+        make_folder(folder)
+        if documents.tokenizer is None and (folder / "tokenizer_config.json").exists():
+            raise RecipeError(
+                f"--out: {folder} has the tokenizer of another model, this one is of bytes: remove it, or name another"
+                " folder"
+            )
     return None, ()
 
 
@@ -229,8 +236,8 @@ def next_tokens(tokens_BN: Tensor, documents_BN: Tensor) -> Tensor:
     return labels_BN
 
 
-def _save(model: PreTrainedModel, output: Output, launch: Launch) -> None:
-    """The trained model, as transformers saves models; all ranks call it."""
+def _save(model: PreTrainedModel, tokenizer: Any, output: Output, launch: Launch) -> None:
+    """The trained model, as transformers saves models, with its tokenizer if there is one; all ranks call it."""
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if launch.rank == 0:
         logging.disable_progress_bar()
@@ -238,3 +245,5 @@ def _save(model: PreTrainedModel, output: Output, launch: Launch) -> None:
             model.save_pretrained(output.out / FOLDER, state_dict=whole)
             if not any((output.out / FOLDER).glob("*.safetensors")):  # transformers may only log why not
                 raise OSError("no weights are there after it was saved")
+            if tokenizer is not None:
+                tokenizer.save_pretrained(output.out / FOLDER)
