@@ -34,8 +34,9 @@ from transformers import (
 )
 
 from recipes.finetune_hf.documents import Packed, PackedDocuments
-from recipes.finetune_hf.settings import Settings, check_settings
+from recipes.finetune_hf.settings import RANDOM, Settings, check_settings
 from recipes.finetune_hf.train import IGNORED, PackedLoss, _check_model, _make_parallel, next_tokens
+from recipes.training import manifest
 from recipes.training.ranks import Ranks as TrainingRanks
 from recipes.training.settings import Launch, RecipeError
 from tests.recipes import losses, recipe_here, recipe_on_rank
@@ -45,7 +46,8 @@ from wallfacer_dt.testing.fake import fake_world
 
 Ranks = Callable[[int], RankPool]
 
-SMALL = ["--sequence", "130", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--batch", "2", "--steps", "4"]
+FEW = ["--sequence", "130", "--batch", "2", "--steps", "4"]
+SMALL = [*FEW, "--dim", "16", "--heads", "2", "--kv-heads", "1"]
 
 
 def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
     for name in ("first", "then"):
         assert worst_error([(losses(tmp_path / name), losses(tmp_path / "alone"))]) <= 1e-6
         assert (tmp_path / name / "curve.png").stat().st_size > 10_000
-    assert recipe_here([*SMALL, "--model", f"{first}/model", "--tokenizer", "bytes", "--out", then], "finetune_hf") == 0
+    assert recipe_here([*FEW, "--model", f"{first}/model", "--tokenizer", "bytes", "--out", then], "finetune_hf") == 0
     assert losses(tmp_path / "then")[0] < losses(tmp_path / "first")[-1]
 
 
@@ -99,7 +101,7 @@ def test_training_goes_on_from_what_was_saved(tmp_path: Path, words: Path) -> No
     """With the tokenizer that a model was trained on."""
     text, (first, then) = tmp_path / "text", (tmp_path / name for name in ("first", "then"))
     text.write_text("one two three " * 400)
-    few = [*SMALL[:2], *SMALL[-4:], "--text", str(text)]
+    few = [*FEW, "--text", str(text)]
     assert recipe_here([*few, "--tokenizer", str(words), "--out", str(first)], "finetune_hf") == 0
     assert AutoTokenizer.from_pretrained(first / "model")("three one")["input_ids"] == [2, 0]
     assert recipe_here([*few, "--model", str(first / "model"), "--out", str(then)], "finetune_hf") == 0
@@ -124,6 +126,26 @@ def test_a_model_of_bytes_has_no_tokenizer_to_go_on_with(
     told = ["--model", str(out / "model"), "--tokenizer", "bytes", "--out", str(tmp_path / "then")]
     assert recipe_here(told, "finetune_hf") == 2
     assert "has the tokenizer of another model, this one is of bytes" in capfd.readouterr().err
+
+
+def test_sizes_are_compared_where_they_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Beside a model a checkpoint may have some that were not used, as of a version that took them."""
+    llama().save_pretrained(tmp_path / "llama")
+    kept = [*FEW, "--checkpoint", str(tmp_path / "kept"), "--out", str(tmp_path)]
+    told = [*kept, "--model", str(tmp_path / "llama"), "--tokenizer", "bytes"]
+    assert recipe_here(told, "finetune_hf") == 0
+    step = tmp_path / "kept" / "step_4"
+    fields, files = manifest.read(step)
+    fields["settings"] |= RANDOM
+    manifest.write(step, files, fields)
+    assert recipe_here([*told, "--resume"], "finetune_hf") == 0
+    assert "going on from step 4" in capfd.readouterr().err
+    assert recipe_here([*kept, "--dim", "32", "--resume"], "finetune_hf") == 2
+    assert "the checkpoint was made with --dim 64, this run has 32" in capfd.readouterr().err
+    fields["settings"] |= dict.fromkeys(RANDOM)
+    manifest.write(step, files, fields)
+    assert recipe_here([*kept, "--dim", "32", "--resume"], "finetune_hf") == 2
+    assert "step_4 cannot be loaded: Size mismatch" in capfd.readouterr().err
 
 
 def test_a_file_in_place_of_the_model_is_refused_before_the_first_step(
@@ -310,6 +332,9 @@ def test_documents_are_the_files_of_the_standard_library() -> None:
         (["--model", "tests", "--tokenizer", "bytes"], "--model: tests has no model that loads"),
         (["--text", __file__, "--sequence", "100000"], "holds 0 sequences of 100000 tokens"),
         (["--text", "nowhere"], "--text: nowhere is missing"),
+        (["--model", "tests", "--layers", "7"], "--layers 7 is of the random model, but --model has sizes of its own"),
+        (["--model", "tests", "--kv-heads", "2"], "--kv-heads 2 is of the random model"),
+        (["--model", "tests", "--dim", "0"], "--dim must be at least 1, got 0"),
         (["--heads", "3", "--dim", "48"], "--heads 3 must be a multiple of --kv-heads 2"),
         (["--resume"], "--resume goes on from a checkpoint"),
         (["--sequence", "1"], "--sequence must be at least 2"),

@@ -14,11 +14,12 @@ from recipes.training.settings import RecipeError, RunSettings, check_heads, che
 from wallfacer_dt.layout import shard_sizes
 
 BYTES = "bytes"  # in place of a tokenizer's folder
+RANDOM = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2}  # of the model that is made where none is named
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """One training run. Lengths in tokens; sizes, in elements, of the model that is made where none is named."""
+    """One training run. Lengths in tokens; sizes, in elements, of the model that is made, None where one is named."""
 
     sequence: Annotated[int, Option(help="Tokens in a sequence, of several documents.")] = 1024
     model: Annotated[
@@ -31,11 +32,16 @@ class Settings(RunSettings):
     text: Annotated[
         str | None, Option(metavar="FILE", help="Train on this file instead of Python's standard library.")
     ] = None
-    dim: Annotated[int, Option(help="Width of the random model.")] = 64
-    layers: Annotated[int, Option(help="Its transformer blocks.")] = 2
-    heads: Annotated[int, Option(help="Its query heads.")] = 4
-    kv_heads: Annotated[int, Option(help="Its key and value heads.")] = 2
+    dim: Annotated[int | None, Option(help=f"Width of the random model. [default: {RANDOM['dim']}]")] = None
+    layers: Annotated[int | None, Option(help=f"Its transformer blocks. [default: {RANDOM['layers']}]")] = None
+    heads: Annotated[int | None, Option(help=f"Its query heads. [default: {RANDOM['heads']}]")] = None
+    kv_heads: Annotated[int | None, Option(help=f"Its key and value heads. [default: {RANDOM['kv_heads']}]")] = None
     lr: Annotated[float, Option(help="Peak learning rate.")] = 3e-3
+
+    def __post_init__(self) -> None:
+        for name, size in RANDOM.items():
+            if self.model is None and getattr(self, name) is None:
+                object.__setattr__(self, name, size)
 
 
 def check_settings(settings: Settings, world: int) -> None:
@@ -44,8 +50,8 @@ def check_settings(settings: Settings, world: int) -> None:
     Raises:
         RecipeError: one line naming the options at fault and what would do.
     """
-    names = ("sequence", "dim", "layers", "heads", "kv_heads")
-    sizes = check_run(settings, world, {name: getattr(settings, name) for name in names})
+    told = {name: size for name in RANDOM if (size := getattr(settings, name)) is not None}
+    sizes = check_run(settings, world, {"sequence": settings.sequence} | told)
     if settings.sequence < 2:
         raise RecipeError(f"--sequence must be at least 2, a token and the next, got {settings.sequence}")
     if 0 in shard_sizes(settings.sequence, sizes):
@@ -63,9 +69,15 @@ def check_settings(settings: Settings, world: int) -> None:
         if folder not in (None, BYTES) and not Path(folder).is_dir():
             raise RecipeError(f"--{name}: {folder} is not a folder")
     if settings.model is not None:
+        for name, size in told.items():
+            raise RecipeError(
+                f"--{name.replace('_', '-')} {size} is of the random model, but --model has sizes of its own: leave one"
+                " of them out"
+            )
         return
-    if settings.dim % (2 * settings.heads):
-        raise RecipeError(f"--dim {settings.dim} must be a multiple of twice --heads {settings.heads}")
-    if settings.heads % settings.kv_heads:
-        raise RecipeError(f"--heads {settings.heads} must be a multiple of --kv-heads {settings.kv_heads}")
-    check_heads(settings, settings.heads)
+    dim, heads, kv_heads = told["dim"], told["heads"], told["kv_heads"]
+    if dim % (2 * heads):
+        raise RecipeError(f"--dim {dim} must be a multiple of twice --heads {heads}")
+    if heads % kv_heads:
+        raise RecipeError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    check_heads(settings, heads)

@@ -85,6 +85,7 @@ def _load(settings: Settings, documents: PackedDocuments, ranks: Ranks) -> tuple
     """The model in float32 on the CPU, and what must be alike on every rank, of which FSDP takes a part each."""
     torch.manual_seed(settings.seed)
     if settings.model is None:
+        assert settings.dim is not None
         config = LlamaConfig(
             vocab_size=documents.vocabulary,
             hidden_size=settings.dim,

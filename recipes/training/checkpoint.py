@@ -267,6 +267,8 @@ class Checkpoints:
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
         mine = self._settings()
         for name in sorted({*saved, *mine}):
+            if None in (saved.get(name, ""), mine.get(name, "")):
+                continue  # a size of a model that is loaded, which the data's fingerprint has
             if saved.get(name) != mine.get(name):
                 raise RecipeError(
                     f"--resume: the checkpoint was made with --{name.replace('_', '-')} {saved.get(name)},"
