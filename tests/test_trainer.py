@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -534,13 +535,16 @@ def test_evaluation_that_is_refused_on_several_meshes(ranks: Ranks) -> None:
         assert told["merged, a multiple"] == "went through"
 
 
-def asked_first(seed: int) -> list[int]:
-    """The rows of an epoch, as a trainer with this data_seed asks for them."""
+def asked_first(seed: int | None, apart: bool = False) -> list[int]:
+    """The rows of an epoch, as a trainer with this data_seed asks for them; perhaps ranks have seeds of their own."""
     mesh, rows = context_mesh("cpu", ring=2), Rows()
     model = MODELS["Llama"].made()
     context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
     with of_torchrun():
-        list(ContextParallelTrainer(model, arguments(data_seed=seed), train_dataset=rows).get_train_dataloader())
+        trainer = ContextParallelTrainer(model, arguments(data_seed=seed), train_dataset=rows)
+        if apart:
+            torch.manual_seed(1000 + dist.get_rank())
+        list(trainer.get_train_dataloader())
     return rows.asked
 
 
@@ -549,3 +553,32 @@ def test_the_seed_of_the_data_is_told(ranks: Ranks) -> None:
     assert first[0] == first[1] == again[0]
     assert sorted(first[0]) == sorted(other[0])
     assert first[0] != other[0]
+
+
+def test_ranks_with_seeds_of_their_own_read_the_same_rows(ranks: Ranks) -> None:
+    together, apart = (ranks(2).run(asked_first, None, is_apart) for is_apart in (False, True))
+    assert apart == together
+    assert together[0] == together[1] != sorted(together[0])
+
+
+def dropped(apart: bool) -> tuple[list[bool], float]:
+    """What is left out of this rank's first tokens, and the loss of three steps."""
+    mesh = context_mesh("cpu", ring=2)
+    kind = MODELS["GPT-2"]
+    model = replace(kind, options=kind.options | {"embd_pdrop": 0.5}).made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    seen = []
+    model.transformer.drop.register_forward_hook(lambda _, __, out: seen.append(out.detach().flatten()[:64] == 0))
+    with of_torchrun():
+        trainer = ContextParallelTrainer(model, arguments(), train_dataset=Rows())
+        if apart:
+            torch.manual_seed(1000 + dist.get_rank())
+        loss = trainer.train().training_loss
+    return seen[0].tolist(), loss
+
+
+def test_ranks_with_seeds_of_their_own_drop_other_parts(ranks: Ranks) -> None:
+    for apart in (False, True):
+        (one, loss), (other, again) = ranks(2).run(dropped, apart)
+        assert (one != other) == apart
+        assert loss == again

@@ -303,16 +303,17 @@ class ContextParallelTrainer(Trainer):
             raise ValueError(f"ContextParallelTrainer does not go with {found[0]}")
 
     def _prepare_loader(self, loader: DataLoader, device_placement: bool | None = None, **_: Any) -> DataLoader:
-        """As accelerate's, for so many meshes instead of ranks."""
+        """As accelerate's, for so many meshes instead of ranks, whose own seeds rows do not follow."""
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader
         ours = self.accelerator
+        told = ours.dataloader_config.data_seed
         prepared = prepare_data_loader(
             loader, ours.device, num_processes=self._groups, process_index=self._group,
             split_batches=ours.split_batches, put_on_device=ours.device_placement if device_placement is None
             else device_placement, rng_types=ours.rng_types.copy(), dispatch_batches=False,
             even_batches=ours.even_batches, use_seedable_sampler=ours.use_seedable_sampler,
-            non_blocking=ours.non_blocking, data_seed=ours.dataloader_config.data_seed,
+            non_blocking=ours.non_blocking, data_seed=self.args.seed if told is None else told,
             use_stateful_dataloader=ours.use_stateful_dataloader,
         )  # fmt: skip
         prepared._is_accelerate_prepared = True
