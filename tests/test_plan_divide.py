@@ -106,7 +106,7 @@ def test_experts_that_are_dealt_to_ranks() -> None:
     experts = 8 * 3 * MODEL.hidden * MODEL.ffn
     short = replace(SEQUENCE, length=16)  # so that weights are most of what there is
     before = division_memory(one, model, short)
-    for expert, whole in ((2, experts // 2), (4, experts // 4), (8, 0)):
+    for expert, whole in ((2, experts // 2), (4, experts // 4), (8, experts // 8)):
         memory = division_memory(replace(one, expert=expert), model, short)
         assert (memory.states, memory.kept, memory.working) == (before.states, before.kept, before.working)
         # Of three layers, and of one gradient in float32.
@@ -114,15 +114,37 @@ def test_experts_that_are_dealt_to_ranks() -> None:
     assert str(replace(one, expert=4)) == "shards 4 x context 2, experts dealt to 4: ring 2, rotates kv"
 
 
-def test_microbatches_of_experts_that_nobody_shares_are_added_up() -> None:
-    """Gradients of a rank's own experts: read, read and written, of each microbatch but the first."""
+def test_of_experts_that_are_one_ranks_alone_all_is_cast_and_copied() -> None:
+    """In a pipeline once in a step; beyond what is copied of others, in 16 bits: 4 + 2 bytes, and 2 * 4."""
     model = replace(MODEL, experts=8, experts_per_token=2)
-    division = Division(Candidate(2), shards=4, expert=8)
-    copies = [beside_attention(layer_of(replace(division, microbatches=n), model=model))["copies"] for n in (1, 2, 3)]
-    own = MODEL.layers * 3 * MODEL.hidden * MODEL.ffn
-    shared = copies[0]
-    assert copies[1] - 2 * shared == pytest.approx(3 * 2 * own / KERNELS.merge)
-    assert copies[2] - 3 * shared == pytest.approx(2 * 3 * 2 * own / KERNELS.merge)
+    division = Division(Candidate(2), shards=4, pipeline=2)
+
+    def copies(expert: int, rounds: int) -> tuple[float, int]:
+        layer = layer_of(replace(division, expert=expert, microbatches=rounds), model=model)
+        return beside_attention(layer)["copies"] * KERNELS.merge, sum(layer.weights)
+
+    for rounds in (1, 3):
+        (alone, own), (shared, elements) = copies(8, rounds), copies(4, rounds)
+        each = (2 + 2) + (2 + 4) + (rounds - 1) * (2 + 2 * 4) + 2 * 4
+        dealt = MODEL.layers // 2 * 3 * MODEL.hidden * MODEL.ffn
+        assert alone - shared == pytest.approx(MODEL.layers // 2 * each * (own - elements) + (4 + 2 + 2 * 4) * dealt)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "left_out"),
+    [
+        ((192, 64), 16, set()),
+        ((200, 64), 16, {1}),
+        ((192, 72), 16, {1}),
+        ((204, 64), 16, {1, 2}),
+        ((204, 60), 8, set()),
+    ],
+)
+def test_what_fsdp2_cannot_shard_is_left_out(sizes: tuple[int, int], ranks: int, left_out: set[int]) -> None:
+    """Experts that are fewer than ranks go by their second dim, hidden units or the model's, which must divide."""
+    model = replace(MODEL, ffn=sizes[0], hidden=sizes[1], head_dim=16, experts=8, experts_per_token=2)
+    found = {it.expert for it in divisions(model, SEQUENCE, cluster(ranks, 4), 1) if it.weight_ranks == ranks}
+    assert found == {1, 2, 4, 8} - left_out
 
 
 def test_experts_take_the_time_of_those_that_a_token_goes_to_and_the_memory_of_all() -> None:
@@ -172,6 +194,10 @@ def test_what_is_no_division_is_refused(name: str) -> None:
         for changes in ({"tensor": 2}, {"context": Candidate(2, feed_forward="metp")}):
             with pytest.raises(ValueError, match="expert must be 1 beside tensor parallelism or METP's feed-forward"):
                 Division(**({"context": Candidate(2), "expert": 2} | changes))
+        for experts in (0, 6):
+            sizes = replace(MODEL, experts=experts, experts_per_token=min(experts, 1))
+            with pytest.raises(ValueError, match=f"expert must divide experts, got 4 and {experts}"):
+                Division(Candidate(4), expert=4).heads_of(sizes)
     elif not name.startswith("micro"):
         for what in ("feed_forward", "projections"):
             with pytest.raises(ValueError, match=f"{what} must be 'plain' beside data, tensor or pipeline"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,10 +71,10 @@ KINDS = {"_allgather_base_": "gathered", "_reduce_scatter_base_": "reduced", "al
 class Watched(TorchDispatchMode):
     """Elements of what is sent, by kind, in order; and bytes that are copied whole, and in sums of gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, *own: int) -> None:
         super().__init__()
         self.sent: dict[str, list[int]] = {kind: [] for kind in KINDS.values()}
-        self.copied = 0
+        self.copied, self.own = 0, own  # sizes of what no other rank has, of which shards are all there is
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func._schema.name.partition("::")[2]
@@ -81,9 +82,10 @@ class Watched(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if name in KINDS:
             self.sent[KINDS[name]].append(max(x.numel() for x in given))
-        written = [result] if name == "_to_copy" else []
+        written = [result] if name in ("_to_copy", "cat") and "out" not in (kwargs or {}) else []
         is_sum = given and given[0].ndim == 2 and name in ("add_", "_to_copy")  # of whole gradients
-        if name in ("split_with_sizes_copy", "chunk_cat") or is_sum:
+        is_own = name in ("copy_", "_to_copy") and given[0].ndim == 1 and given[0].numel() in self.own
+        if name in ("split_with_sizes_copy", "chunk_cat", "cat") or is_sum or is_own:
             again = given[0].nbytes if name == "add_" else 0  # read and written
             self.copied += sum(x.nbytes for x in (*given, *written)) + again
         return result
@@ -147,7 +149,7 @@ def sent_in_a_step(layers: int, sizes: dict[Weights, int]) -> list[Counter[int]]
 def test_what_fsdp_sends_and_copies_of_experts_that_are_dealt_to_ranks(
     replicas: int, expert: int, dtype: torch.dtype
 ) -> None:
-    """They are sharded over ranks that have the same; where there are none FSDP is not asked for."""
+    """They are sharded over ranks that have the same, perhaps over one alone, which casts and copies all the same."""
     model = replace(MODEL, experts=8, experts_per_token=2, vocab=0)
     layer = replace(
         layer_of(Division(Candidate(2), shards=4 // replicas, replicas=replicas, expert=expert), dtype), model=model
@@ -164,29 +166,51 @@ def test_what_fsdp_sends_and_copies_of_experts_that_are_dealt_to_ranks(
         options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
         options["reshard_after_forward"] = True
         for one in layers:
-            if sharing > 1:
-                fully_shard(one.experts, mesh=mesh["replicas", "shards"] if replicas > 1 else mesh["shards"], **options)
-            left = None if sharing > 1 else set(one.experts.parameters())
-            fully_shard(one, mesh=whole if replicas > 1 else every, ignored_params=left, **options)
-        with Watched() as seen:
+            fully_shard(one.experts, mesh=mesh["replicas", "shards"] if replicas > 1 else mesh["shards"], **options)
+            fully_shard(one, mesh=whole if replicas > 1 else every, **options)
+        with Watched(*(dealt, dealt // 3) * (sharing == 1)) as seen:
             x = torch.zeros(1, 8, 16, dtype=dtype)
             for one in layers:
-                if sharing == 1:
-                    one.experts.to(dtype)
                 x = one(x)
             x.sum().backward()
-    groups = Counter({own: model.layers}) + Counter({dealt: model.layers * (sharing > 1)})
-    assert Counter(seen.sent["gathered"]) == groups + groups
-    assert Counter(seen.sent["reduced"]) == groups
+    sent_over = Counter({own: model.layers}) + Counter({dealt: model.layers * (sharing > 1)})
+    assert Counter(seen.sent["gathered"]) == sent_over + sent_over
+    assert Counter(seen.sent["reduced"]) == sent_over
     assert beside_attention(layer)["copies"] == seen.copied
     sent = Sent("layer", "layer", "layer")
     wires = dict(layer.transfers(sent))
     parts = own * replicas // 8, dealt // sharing
+    assert Counter(seen.sent["replicated"]) == Counter(dict.fromkeys(parts, model.layers * (replicas > 1)))
     assert wires["weights"].nbytes == (8 // replicas - 1) * parts[0] * dtype.itemsize
     assert wires["gradients"].nbytes == (8 // replicas - 1) * parts[0] * 4
     assert wires["experts' weights"].nbytes == (sharing - 1) * parts[1] * dtype.itemsize
     assert wires["experts' gradients"].nbytes == (sharing - 1) * parts[1] * 4
-    assert wires["replicas"].nbytes == 2 * (replicas - 1) * sum(parts) * 4 // replicas
+    for whose, part in zip(("", "experts' "), parts, strict=True):
+        assert wires[f"{whose}replicas"].nbytes == 2 * (replicas - 1) * part * 4 // replicas
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("expert", [1, 2])
+def test_what_fsdp_copies_of_experts_that_are_fewer_than_ranks(expert: int, dtype: torch.dtype) -> None:
+    """As torchtitan has it: sharded by their second dim."""
+    model = replace(MODEL, layers=1, experts=4, experts_per_token=2, vocab=0)
+    layer = replace(layer_of(Division(Candidate(2), shards=4, expert=expert), dtype), model=model)
+    with fake_world(8, 1):
+        mesh = init_device_mesh("cpu", (8 // expert, expert), mesh_dim_names=("shards", "expert"))["shards"]
+        experts = Experts(4 // expert)
+        fully_shard(
+            experts, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32), reshard_after_forward=True,
+            shard_placement_fn=lambda _: Shard(1),
+        )  # fmt: skip
+        with Watched() as seen:
+            experts(torch.zeros(1, 8, 16, dtype=dtype)).sum().backward()
+    own, each = sum(p.numel() for p in Experts(4 // expert).parameters()), 4 * dtype.itemsize + dtype.itemsize + 4
+    told = beside_attention(layer)["copies"] - each * (sum(layer.weights) - own)
+    assert told == seen.copied
+    with pytest.raises(NotImplementedError, match="uneven"), fake_world(12, 1):
+        fully_shard(
+            Experts(4), mesh=init_device_mesh("cpu", (12,)), shard_placement_fn=lambda _: Shard(1),
+        )  # fmt: skip
 
 
 class Experts(nn.Module):

@@ -195,7 +195,8 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
     assert sent[0]["weights"] == sent[1]["weights"] == (n - 1) * shard * itemsize
     # Gradients in float32.
     assert (sent[0]["gradients"], sent[1]["gradients"]) == (0, (n - 1) * shard * 4)
-    assert sent[1]["replicas"] == 2 * (r - 1) * -(-(shard + of_experts) * 4 // r)
+    assert sent[1]["replicas"] == 2 * (r - 1) * -(-shard * 4 // r)
+    assert sent[1]["experts' replicas"] == 2 * (r - 1) * -(-of_experts * 4 // r)
     for way in sent:
         assert way["experts' weights"] == (n // e - 1) * of_experts * itemsize
     assert (sent[0]["experts' gradients"], sent[1]["experts' gradients"]) == (0, (n // e - 1) * of_experts * 4)
@@ -250,14 +251,17 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
     # Each element that came is read and written, and a gradient is written in four bytes.
     fsdp = model.attention_weights * (division.context.projections == "plain")
     fsdp += model.ffn_weights * (division.context.feed_forward == "plain")
-    if division.expert > 1:
-        # Of experts a rank has its own, whole if no others have them.
-        experts = model.experts * model.hidden * model.ffn * (3 if model.gated else 2)
-        fsdp -= experts
-        fsdp += experts // division.expert * (division.weight_ranks > division.expert)
+    experts = model.experts * model.hidden * model.ffn * (3 if model.gated else 2) // division.expert
+    fsdp -= (division.expert - 1) * experts  # of these a rank has its own
     is_copied = division.weight_ranks > 1 and division.pipeline == 1
     itemsize = layer.sequence.dtype.itemsize
-    out, back = (is_copied * each * (fsdp // division.tensor) / KERNELS.merge for each in (2 * itemsize, itemsize + 4))
+    out, back = (each * (fsdp // division.tensor) for each in (2 * itemsize, itemsize + 4))
+    if division.expert == division.weight_ranks:
+        # If no others have them they are made of float32, and their gradients copied.
+        out, back = out + experts * (itemsize + 4) * (itemsize < 4), back + experts * 2 * 4
+    elif division.weight_ranks > 4:  # than there are experts: these are put together once more
+        out, back = (some + 2 * itemsize * experts for some in (out, back))
+    out, back = (is_copied * some / KERNELS.merge for some in (out, back))
     assert run(layer.forward(()), layer.cluster).compute == pytest.approx(share * weights + beside[0] + out)
     backward = run(layer.backward((), ()), layer.cluster).compute - beside[1] - (passes - 2) * repeated - out - back
     assert backward == pytest.approx(share * (passes * weights + again * model.ffn_weights))

@@ -162,9 +162,10 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
     """Every division, with layers of every kind; its context ranks are a ring, which stands for all their attentions.
 
     Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens; a model with
-    experts has none, and its experts are dealt to ranks that share weights, and divide them. Replicas are whole nodes,
-    or several. Layers and sequences divide, and there are as many microbatches as stages or more, as torch's 1F1B asks
-    for. No group lies across the edge of a node in one place and not in another.
+    experts has none, and its experts are dealt to ranks that share weights, and divide them; where these are more than
+    experts, others that share an expert divide its dims, as FSDP2 asks for. Replicas are whole nodes, or several.
+    Layers and sequences divide, and there are as many microbatches as stages or more, as torch's 1F1B asks for. No
+    group lies across the edge of a node in one place and not in another.
 
     Args:
         model: sizes.
@@ -189,7 +190,9 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
                         continue
                     one = Division(Candidate(context), tensor, data // replicas, replicas, pipeline)
                     for expert in _divisors(math.gcd(one.weight_ranks, model.experts) if model.experts else 1):
-                        yield from _with_microbatches(replace(one, expert=expert), model, cluster, sequences // data)
+                        dealt = replace(one, expert=expert)
+                        if _shards_experts(dealt, model):
+                            yield from _with_microbatches(dealt, model, cluster, sequences // data)
 
 
 def _with_microbatches(division: Division, model: ModelShape, cluster: Cluster, each: int) -> Iterator[Division]:
@@ -209,6 +212,12 @@ def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
     if tensor > 1 and model.experts:
         return False
     return per_node % tensor == 0 and not any(n % tensor for n in (model.heads, model.keys, model.ffn))
+
+
+def _shards_experts(division: Division, model: ModelShape) -> bool:
+    """Whether FSDP2 can: of more ranks than experts by their second dim, which must divide."""
+    by_second_dim = model.experts and division.weight_ranks > model.experts
+    return not (by_second_dim and (model.ffn % division.expert_ranks or model.hidden % division.expert_ranks))
 
 
 @lru_cache(maxsize=1024)

@@ -113,7 +113,11 @@ class Division:
         return replace(cluster, ranks=group.size, ranks_per_node=group.members)
 
     def heads_of(self, model: ModelShape) -> ModelShape:
-        """The model with the query and key heads of a tensor rank; raises ValueError where they do not divide."""
+        """The model with the query and key heads of a tensor rank; raises ValueError where they, or experts, do not
+        divide.
+        """
+        if self.expert > 1 and (not model.experts or model.experts % self.expert):
+            raise ValueError(f"expert must divide experts, got {self.expert} and {model.experts}")
         for name in ("heads", "kv_heads"):
             if getattr(model, name) % self.tensor:
                 raise ValueError(f"tensor must divide {name}, got {self.tensor} and {getattr(model, name)}")

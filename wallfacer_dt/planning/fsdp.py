@@ -16,7 +16,9 @@ the last microbatch (``torch.distributed.pipelining``). Without others to share 
 FSDP: autograd adds gradients to those of the microbatch before. With them shards are added beside all else.
 
 Where experts are dealt to ranks, theirs are a group beside that of their layer's other weights, which those ranks share
-that have the same experts; it comes and goes with the other (``ShardPlacementResult``).
+that have the same experts; it comes and goes with the other (``ShardPlacementResult``). A rank that shares its experts
+with none has FSDP for them, too: of such it casts and copies all that it has. Where there are more ranks than experts,
+experts are sharded by their second dim, and put together once more wherever whole ones are copied.
 """
 
 from collections import Counter
@@ -79,18 +81,24 @@ def sent_around(layers: int, *, has_vocabulary: bool) -> tuple[Sequence[Sent], S
     return (Sent(end), Sent("layer")), after
 
 
-def copied_out(dtype: torch.dtype) -> int:
-    """Bytes that are read and written of an element that was gathered."""
-    return 2 * dtype.itemsize
+def copied_out(dtype: torch.dtype, *, alone: bool = False) -> int:
+    """Bytes that are read and written of an element that was gathered, or, ``alone``, of one that no other rank has."""
+    return 2 * dtype.itemsize + alone * _cast(dtype)
 
 
-def copied_in(dtype: torch.dtype) -> int:
+def copied_in(dtype: torch.dtype, *, alone: bool = False) -> int:
     """The same of an element of which the gradient is reduced."""
-    return dtype.itemsize + accumulation_dtype(dtype).itemsize
+    wide = accumulation_dtype(dtype).itemsize
+    return dtype.itemsize + wide + alone * 2 * wide
+
+
+def _cast(dtype: torch.dtype) -> int:
+    """Of one that is made of the accumulation dtype."""
+    wide = accumulation_dtype(dtype)
+    return 0 if wide == dtype else dtype.itemsize + wide.itemsize
 
 
 def added_up(dtype: torch.dtype, microbatches: int) -> int:
     """The same where gradients of so many microbatches are whole, added up, and reduced then."""
-    wide = accumulation_dtype(dtype)
-    cast = 0 if wide == dtype else dtype.itemsize + wide.itemsize
-    return cast + (microbatches - 1) * (dtype.itemsize + 2 * wide.itemsize) + 2 * wide.itemsize
+    wide = accumulation_dtype(dtype).itemsize
+    return _cast(dtype) + (microbatches - 1) * (dtype.itemsize + 2 * wide) + 2 * wide

@@ -18,7 +18,7 @@ experts are taken to be sent equally many tokens, by all ranks. It is waited for
 These transfers, attention's, METP's and FSDP's share the links.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from wallfacer_dt.kernels.merge import accumulation_dtype
@@ -63,7 +63,7 @@ class Layer:
         """
         shared = self.transfers(sent)
         yield from _beginning(shared)
-        yield from self._copied(copied_out(self.sequence.dtype))
+        yield from self._copied(copied_out)
         yield from self._forward(attention)
         yield from _ending(shared)
 
@@ -80,12 +80,12 @@ class Layer:
         """
         shared = self.transfers(sent)
         yield from _beginning(shared)
-        yield from self._copied(copied_out(self.sequence.dtype))
+        yield from self._copied(copied_out)
         checkpoint = self.division.context.checkpoint
         if checkpoint != "none":
             yield from self._forward(again if checkpoint == "full" else (), is_saved=checkpoint == "attention")
         yield from self._backward(attention)
-        yield from self._copied(copied_in(self.sequence.dtype))
+        yield from self._copied(copied_in)
         yield from _ending(shared)
 
     def _forward(self, attention: Sequence[Event], *, is_saved: bool = False) -> Iterator[Event]:
@@ -159,10 +159,11 @@ class Layer:
             nbytes += attention_bytes(context, *sizes, backward=backward)
         return Compute(self.touching(nbytes), ELEMENTWISE)
 
-    def _copied(self, each: int) -> Iterator[Event]:
+    def _copied(self, each: Callable[..., int]) -> Iterator[Event]:
         """FSDP copies the layer's weights or gradients, so many bytes of an element; in a pipeline once in a step."""
-        if self.division.pipeline == 1 and self.copied_weights:
-            yield Compute(each * self.copied_weights / self.cluster.kernels.merge, COPIES)
+        nbytes = self.copied(each)
+        if self.division.pipeline == 1 and nbytes:
+            yield Compute(nbytes / self.cluster.kernels.merge, COPIES)
 
     def touching(self, nbytes: int) -> float:
         """Seconds in which a tensor rank reads or writes its part of so many bytes."""
@@ -206,11 +207,15 @@ class Layer:
         """Elements of the embedding, or of the output projection, likewise."""
         return self.model.vocab * self.model.hidden // self.division.tensor if self.model.ffn else 0
 
-    @property
-    def copied_weights(self) -> int:
-        """Of a layer's those that a rank shares with others, which FSDP gathers and copies."""
-        division, (own, dealt) = self.division, self.weights
-        return own * (division.weight_ranks > 1) + dealt * (division.expert_ranks > 1)
+    def copied(self, each: Callable[..., int]) -> int:
+        """Bytes of a layer's weights that FSDP reads and writes where of one it does so many, as of ``copied_out``."""
+        division, dtype, (own, dealt) = self.division, self.sequence.dtype, self.weights
+        if division.weight_ranks == 1:
+            return 0
+        experts = dealt or self.model.expert_weights
+        by_second_dim = division.expert_ranks > 1 and division.weight_ranks > self.model.experts
+        again = 2 * dtype.itemsize * experts * by_second_dim
+        return each(dtype) * own + each(dtype, alone=division.expert_ranks == 1) * dealt + again
 
     def transfers(self, sent: Sent) -> list[tuple[str, Wire]]:
         """What FSDP sends, by name: first what it began to send first.
@@ -230,9 +235,11 @@ class Layer:
             named = zip(sharing.items(), parts(weights), strict=True)
             return [(whose + what, group.gather(n * itemsize, is_striped=striped)) for (whose, group), n in named]
 
-        replicated = groups["replicas"].all_reduce(sum(parts(sent.replicated)) * wide, is_striped=striped)
-        reduced = gathered("gradients", sent.reduced, wide)
-        return [("replicas", replicated), *reduced, *gathered("weights", sent.gathered, narrow)]
+        replicated = [
+            (whose + "replicas", groups["replicas"].all_reduce(n * wide, is_striped=striped))
+            for whose, n in zip(sharing, parts(sent.replicated), strict=True)
+        ]
+        return [*replicated, *gathered("gradients", sent.reduced, wide), *gathered("weights", sent.gathered, narrow)]
 
     @property
     def tokens(self) -> Wire:

@@ -51,8 +51,7 @@ def _causes(kind: str, mine: Division, other: Division) -> Iterator[str]:
             yield "METP's sums"
         yield "the loss on one stage" if mine.pipeline > other.pipeline else "norms and activations"
     if kind == "copies":
-        adds_up = mine.pipeline > 1 or mine.expert_ranks == 1
-        are_whole = mine.weight_ranks == 1 or (adds_up and mine.microbatches > other.microbatches)
+        are_whole = mine.weight_ranks == 1 or (mine.pipeline > 1 and mine.microbatches > other.microbatches)
         yield "sums of microbatches' gradients" if are_whole else "FSDP's copies"
     if kind == "optimizer":
         yield "more weights to update"

@@ -200,7 +200,7 @@ class _Whole(NamedTuple):
         wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
         dealt = model.expert_weights * (division.expert > 1)
         own = -(-(_shared(division.context, model) - dealt) // tensor) + _norms(model)
-        own += dealt // division.expert * (division.expert_ranks > 1)
+        own += dealt // division.expert
         head = -(-model.vocab * model.hidden // tensor)
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.

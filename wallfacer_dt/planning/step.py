@@ -249,12 +249,15 @@ def _once(layer: Layer) -> tuple[float, float]:
     division, dtype, rounds = layer.division, layer.sequence.dtype, layer.division.microbatches
     if not layer.model.ffn:
         return 0.0, 0.0
-    layers = layer.model.layers // division.pipeline
     mine = rank_weights(division, layer.model, division.pipeline - 1)
-    unshared = mine if division.weight_ranks == 1 else layers * (sum(layer.weights) - layer.copied_weights)
-    copied = 3 * (rounds - 1) * dtype.itemsize * unshared
-    if division.pipeline > 1 and division.weight_ranks > 1:
-        copied += (copied_out(dtype) + added_up(dtype, rounds)) * (layers * layer.copied_weights + layer.vocabulary)
+    copied = 0
+    if division.weight_ranks == 1:
+        copied = 3 * (rounds - 1) * dtype.itemsize * mine
+    elif division.pipeline > 1:
+        layers, each = layer.model.layers // division.pipeline, copied_out(dtype) + added_up(dtype, rounds)
+        # What is more than that of an element is as without a pipeline, but that weights come once.
+        more = sum(layer.copied(way) - way(dtype) * sum(layer.weights) for way in (copied_out, copied_in))
+        copied = layers * (each * sum(layer.weights) + more) + each * layer.vocabulary
     merge = layer.cluster.kernels.merge
     return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
 

@@ -111,7 +111,8 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
     """What the config says and the planner does not count."""
     # What is taken unless it is said: Gemma and GPT-2 share embeddings, and Qwen has no window.
     has_window = not kind.startswith("qwen")
-    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2")), "use_sliding_window": has_window} | dict(config)
+    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2")), "use_sliding_window": has_window}
+    said |= {"attn_pdrop": 0.1 * (kind == "gpt2")} | dict(config)
     if not said["use_sliding_window"]:
         said.pop("sliding_window", None)
     if said.get("query_pre_attn_scalar") == shape.dim:
