@@ -202,12 +202,14 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
     assert (sent[0]["experts' gradients"], sent[1]["experts' gradients"]) == (0, (n // e - 1) * of_experts * 4)
     repeats = 1 if division.context.checkpoint == "none" else 2
     tokens = 256 // division.context.size * division.microbatch
-    dealt = 2 * (e - 1) * -(-tokens * model.experts_per_token // e) * model.hidden * itemsize
-    assert sent[0]["tokens"] == 4 * (t - 1) * (tokens // t) * model.hidden * itemsize + dealt
-    assert sent[1]["tokens"] == repeats * sent[0]["tokens"]
+    assert sent[0]["tokens"] == 4 * (t - 1) * (tokens // t) * model.hidden * itemsize
+    for name in ("tokens", "dispatch", "combine"):
+        assert sent[1][name] == repeats * sent[0][name]
+    dealt = (e - 1) * -(-tokens * model.experts_per_token // e) * model.hidden * itemsize
+    assert sent[0]["dispatch"] == sent[0]["combine"] == dealt
     # Of every expert a number in eight bytes.
-    assert sent[0]["numbers"] == (e - 1) * 4 // e * 8
-    assert sent[1]["numbers"] == (repeats - 1) * sent[0]["numbers"]
+    assert sent[0]["counts"] == (e - 1) * 4 // e * 8
+    assert sent[1]["counts"] == (repeats - 1) * sent[0]["counts"]
     if is_metp:
         volumes = feed_forward_volume(
             division.context.axes, model_dim=model.hidden, hidden=model.ffn, dtype=layer.sequence.dtype,

@@ -10,9 +10,9 @@ Tensor ranks gather tokens before attention's and the feed-forward's projections
 give; the backward does the same the other way round (Megatron-LM with sequence parallelism, Korthikanti et al. 2022,
 figure 5). As DTensor does it: what was gathered is kept, and all of it is waited for.
 
-Ranks that experts are dealt to send each token to those that have its experts, after how many these are, and get back
-what experts gave (GShard; Lepikhin et al. 2020, section 3.2); the backward does the same the other way round. All
-experts are taken to be sent equally many tokens, by all ranks. It is waited for, too (torchtitan's
+Under expert parallelism ranks send each token to those that have its experts, after the counts of tokens (dispatch),
+and get back what experts gave (combine; GShard, Lepikhin et al. 2020, section 3.2); the backward does the same the
+other way round. All experts are taken to be sent equally many tokens, by all ranks. It is waited for, too (torchtitan's
 ``AllToAllTokenDispatcher``).
 
 These transfers, attention's, METP's and FSDP's share the links.
@@ -129,10 +129,10 @@ class Layer:
             )
             return
         if not backward:
-            yield from self._dealt("numbers of tokens", 8 * self.model.experts // self.division.expert)
-        yield from self._dealt("tokens to experts", self.dealt)
+            yield from self._dealt("counts", 8 * self.model.experts // self.division.expert)
+        yield from self._dealt("dispatch", self.dealt)
         yield self._compute("feed-forward", (2 if backward else 1) * self.model.ffn_products)
-        yield from self._dealt("tokens from experts", self.dealt)
+        yield from self._dealt("combine", self.dealt)
 
     def _dealt(self, what: str, part: int) -> Iterator[Event]:
         """Ranks that have other experts send each other so many bytes."""
