@@ -209,10 +209,10 @@ def test_what_is_no_division_is_refused(name: str) -> None:
 
 
 @examples(25)
-@given(divided(tensor=1, shards=1, replicas=1, pipeline=1), st.integers(1, 3))
+@given(divided(tensor=1, shards=1, replicas=1, pipeline=1, expert=1), st.integers(1, 3))
 def test_where_all_share_a_sequence_it_is_the_plan_there_was(layer: Layer, rounds: int) -> None:
     """Memory as the stack's, whatever the number of microbatches; and of one microbatch time as ``plan`` has it."""
-    division = replace(layer.division, tensor=1, shards=1, replicas=1, pipeline=1, microbatches=rounds)
+    division = replace(layer.division, tensor=1, shards=1, replicas=1, pipeline=1, expert=1, microbatches=rounds)
     where = cluster(division.size, min(4, division.size))
     memory = stack_memory(division.context, layer.model, layer.sequence)
     assert division_memory(division, layer.model, layer.sequence) == memory
