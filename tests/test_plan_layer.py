@@ -243,9 +243,9 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
     if "metp" in (division.context.feed_forward, division.context.projections):
         # What METP touches is compared with what it does (test_plan_elementwise.py).
         told, norms = (division.context, model, layer.sequence, tokens), 2 * norm_bytes(model, layer.sequence, tokens)
-        attention, units = (
-            [part(*told, backward=way) for way in (False, True)] for part in (attention_bytes, feed_forward_bytes)
-        )
+        attention = [attention_bytes(*told, backward=way) for way in (False, True)]
+        is_dealt = division.expert > 1
+        units = [feed_forward_bytes(*told, backward=way, is_dealt=is_dealt) for way in (False, True)]
         beside = tuple((norms + some) / KERNELS.merge for some in map(sum, zip(attention, units, strict=True)))
         repeated = beside[0]
         if (division.context.projections, division.context.checkpoint) == ("metp", "attention"):
