@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,7 +33,7 @@ from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import Peaks, attention_peaks
 from wallfacer_dt.planning.memory import attention_memory
 from wallfacer_dt.planning.meta import call
-from wallfacer_dt.planning.stack import _Whole, division_memory, stack_memory
+from wallfacer_dt.planning.stack import StackMemory, _Whole, division_memory, stack_memory
 from wallfacer_dt.testing.fake import fake_world
 
 Call = tuple[Candidate, ModelShape, SequenceShape, int]
@@ -252,6 +252,22 @@ EXPERTS = (
 MANY_HEADS = ModelShape(512, 32, 1, ffn=0, layers=1)
 
 
+def check_stack(stack: nn.Module, tokens: Tensor, targets: Tensor, said: StackMemory) -> None:
+    """What is kept, and the most in a step, beyond weights and gradients."""
+    weights = list(stack.parameters())
+    seen = Tracked(stack, weights, [x.grad for x in weights])
+    states = seen.now
+    seen.tracker.track_external(tokens, targets)
+    with seen.phase():
+        loss = stack(tokens, targets)
+    forward = seen.peak
+    assert said.kept == pytest.approx(seen.now - states, rel=TOLERANCE)
+    with seen.phase():
+        loss.backward()
+    most = max(forward, seen.peak)
+    assert said.kept + said.working == pytest.approx(most - states, rel=2 * TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("layers", "case"),
     [
@@ -273,24 +289,13 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candid
         with FakeTensorMode():
             stack = stack_of(candidate, model, sequence, mesh)
             tokens, targets = (torch.zeros(sequence.batch, sequence.length // candidate.size).long() for _ in range(2))
-            weights = list(stack.parameters())
-            numel = sum(x.numel() for x in weights)
+            numel = sum(x.numel() for x in stack.parameters())
             itemsize = sequence.dtype.itemsize
             # Adam's two moments and, beside weights in 16 bits, what it updates, in float32.
             parts = (itemsize, itemsize, 8 if itemsize == 4 else 12)
             assert (said.weights, said.gradients, said.optimizer) == tuple(numel * n // candidate.size for n in parts)
             assert said.states == sum(parts) * numel // candidate.size
-            seen = Tracked(stack, weights, [x.grad for x in weights])
-            states = seen.now
-            seen.tracker.track_external(tokens, targets)
-            with seen.phase():
-                loss = stack(tokens, targets)
-            forward = seen.peak
-            assert said.kept == pytest.approx(seen.now - states, rel=TOLERANCE)
-            with seen.phase():
-                loss.backward()
-            most = max(forward, seen.peak)
-            assert said.kept + said.working == pytest.approx(most - states, rel=2 * TOLERANCE)
+            check_stack(stack, tokens, targets, said)
 
 
 @pytest.mark.parametrize("layers", ["none", "full"])
@@ -307,18 +312,7 @@ def test_stack_of_experts_that_are_dealt_to_ranks(
         with FakeTensorMode():
             stack = stack_of(candidate, model, sequence, mesh, expert=2)
             tokens, targets = (torch.zeros(sequence.batch, sequence.length // candidate.size).long() for _ in range(2))
-            weights = list(stack.parameters())
-            seen = Tracked(stack, weights, [x.grad for x in weights])
-            states = seen.now
-            seen.tracker.track_external(tokens, targets)
-            with seen.phase():
-                loss = stack(tokens, targets)
-            forward = seen.peak
-            assert said.kept == pytest.approx(seen.now - states, rel=TOLERANCE)
-            with seen.phase():
-                loss.backward()
-            most = max(forward, seen.peak)
-            assert said.kept + said.working == pytest.approx(most - states, rel=2 * TOLERANCE)
+            check_stack(stack, tokens, targets, said)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])

@@ -215,9 +215,9 @@ def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
 
 
 def _shards_experts(division: Division, model: ModelShape) -> bool:
-    """Whether FSDP2 can: of more ranks than experts by their second dim, which must divide."""
-    by_second_dim = model.experts and division.weight_ranks > model.experts
-    return not (by_second_dim and (model.ffn % division.expert_ranks or model.hidden % division.expert_ranks))
+    """Whether FSDP2 can: a second dim must divide, which is hidden units or the model dim."""
+    divide = not (model.ffn % division.expert_ranks or model.hidden % division.expert_ranks)
+    return divide or not division.shards_by_second_dim(model)
 
 
 @lru_cache(maxsize=1024)

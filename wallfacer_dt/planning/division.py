@@ -91,6 +91,14 @@ class Division:
         """Over which it shards an expert."""
         return self.weight_ranks // self.expert
 
+    def dealt_weights(self, model: ModelShape) -> int:
+        """Elements of a layer's experts that a rank has where they are dealt out, otherwise 0."""
+        return model.expert_weights // self.expert * (self.expert > 1)
+
+    def shards_by_second_dim(self, model: ModelShape) -> bool:
+        """Whether an expert is sharded, and not by the number of experts: where ranks are more (torchtitan)."""
+        return 0 < model.experts < self.weight_ranks and self.expert_ranks > 1
+
     def groups(self, cluster: Cluster) -> dict[str, Group]:
         """By axis: ``tensor``, ``context``, ``expert``, ``weights`` and ``expert_weights`` (FSDP), ``replicas`` and
         ``pipeline``.

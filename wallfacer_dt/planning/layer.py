@@ -197,10 +197,10 @@ class Layer:
         """
         if not self.model.ffn:
             return 0, 0
-        context, dealt = self.division.context, self.model.expert_weights * (self.division.expert > 1)
+        context, dealt = self.division.context, self.division.dealt_weights(self.model)
         attention = 0 if context.projections == "metp" else self.model.attention_weights
-        ffn = 0 if context.feed_forward == "metp" else self.model.ffn_weights - dealt
-        return (attention + ffn) // self.division.tensor, dealt // self.division.expert
+        ffn = 0 if context.feed_forward == "metp" else self.model.ffn_weights - dealt * self.division.expert
+        return (attention + ffn) // self.division.tensor, dealt
 
     @property
     def vocabulary(self) -> int:
@@ -213,8 +213,7 @@ class Layer:
         if division.weight_ranks == 1:
             return 0
         experts = dealt or self.model.expert_weights
-        by_second_dim = division.expert_ranks > 1 and division.weight_ranks > self.model.experts
-        again = 2 * dtype.itemsize * experts * by_second_dim
+        again = 2 * dtype.itemsize * experts * division.shards_by_second_dim(self.model)
         return each(dtype) * own + each(dtype, alone=division.expert_ranks == 1) * dealt + again
 
     def transfers(self, sent: Sent) -> list[tuple[str, Wire]]:

@@ -198,9 +198,8 @@ class _Whole(NamedTuple):
         if division.weight_ranks == 1:
             return cls(0, 0, 0, 0)
         wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
-        dealt = model.expert_weights * (division.expert > 1)
-        own = -(-(_shared(division.context, model) - dealt) // tensor) + _norms(model)
-        own += dealt // division.expert
+        dealt = division.dealt_weights(model)
+        own = -(-(_shared(division.context, model) - dealt * division.expert) // tensor) + _norms(model) + dealt
         head = -(-model.vocab * model.hidden // tensor)
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.

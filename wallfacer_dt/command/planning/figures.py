@@ -113,7 +113,7 @@ def _left_out(model: ModelShape) -> Iterator[str]:
     if model.experts:
         yield (
             "in the time and in memory: experts that are dealt more tokens than others; what their products, of fewer "
-            "tokens each, take longer than other products; that a host waits for their numbers"
+            "tokens each, take longer than other products; that a host waits for counts of tokens"
         )
     if not model.vocab:
         yield "in the time and in memory: embedding, output projection and loss (no --vocab)"

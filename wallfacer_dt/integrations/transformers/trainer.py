@@ -143,8 +143,7 @@ class ContextParallelTrainer(Trainer):
         """
         with refusing_together(self._everyone):
             self._check_settings()
-        if self._groups > 1:
-            with refusing_together(self._everyone):
+            if self._groups > 1:
                 # An iterable one, too, that has a length.
                 if isinstance(dataloader.dataset, IterableDataset) or not has_length(dataloader.dataset):
                     raise ValueError(
