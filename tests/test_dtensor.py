@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.cases import Case, Inner, draw, draw_extras, held, oracle, per_row, told
 from tests.refusals import Communication
-from wallfacer_dt import WallFacerParallel, context_parallel_attention, sharding
+from wallfacer_dt import TokenOrder, WallFacerParallel, context_parallel_attention, sharding
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.testing import RankPool, worst_error
@@ -221,6 +222,34 @@ def test_compiled_they_are_as_in_eager_mode(ranks: Callable[[int], RankPool], na
     for outcome in ranks(torch.Size(layout.sizes).numel()).run(attend, layout, "compiled"):
         assert outcome.error < 1e-10
         assert outcome.placements[:2] == [tuple(layout.placements(layout.q))] * 2
+
+
+def on_equal_meshes() -> list[tuple[bool, float]]:
+    """Of two, one after the other, whether torch has computed q on this one, and the error."""
+    found = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
+        context: DeviceMesh = mesh["cp_ring", "cp_team"]
+        x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        given = distribute_tensor(x, mesh, [Replicate(), Shard(2), Shard(2)]).requires_grad_()
+        q = given * 1
+        out = context_parallel_attention(q, q, q, context, is_causal=True, order=TokenOrder("contiguous", context))
+        (grad,) = torch.autograd.grad(out.square().sum(), given)
+        whole = x.requires_grad_()
+        expected = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+        (want,) = torch.autograd.grad(expected.square().sum(), whole)
+        error = worst_error([(out.full_tensor().detach(), expected.detach()), (grad.full_tensor(), want)])
+        found.append((q.device_mesh is mesh, error))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_mesh_that_is_equal_to_an_older_one(ranks: Callable[[int], RankPool]) -> None:
+    """Torch gives what it computes the first of all that are equal, whose groups are others, of the same ranks."""
+    for (_, before), (is_own, error) in ranks(2).run(on_equal_meshes):
+        assert not is_own
+        assert before <= 1e-12
+        assert error <= 1e-12
 
 
 @pytest.mark.ranks

@@ -1,8 +1,9 @@
 """How DTensors enter and leave attention: which placements it takes, and the operators' sharding rule.
 
-Axes of a DTensor's mesh are told apart by their process groups: on those of the context mesh the sequence must be
-sharded, on any other axis the batch or the heads may be, or nothing. torch's public ``register_sharding`` cannot tell
-axes apart and would take a sequence that is replicated on one of them: silently wrong.
+Axes of a DTensor's mesh are told apart by the ranks of their process groups: on those of the context mesh the sequence
+must be sharded, on any other axis the batch or the heads may be, or nothing. torch's public ``register_sharding``
+cannot tell axes apart and would take a sequence that is replicated on one of them: silently wrong. Not by the groups:
+torch gives what it computes the first of all meshes that are equal, whose groups are others (torch 2.13.0).
 
 Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
 
+from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.mesh import CONTEXT_AXES
@@ -53,13 +56,13 @@ def placements_for(inputs: Mapping[str, DTensorSpec], axes: Axes) -> tuple[Place
     context = _context_axes(mesh, axes)
     for name in ("q", "k", "v", "k_shared"):
         for axis, placement in enumerate(inputs[name].placements if name in inputs else ()):
-            _check_placement(name, placement, _name(mesh, axis), on_context=axis in context)
+            _check_placement(name, placement, _name(mesh, axis), on_context=axis in context.values())
     heads = math.gcd(q.shape[HEADS], k.shape[HEADS])
-    wanted = [_instead(p, heads, mesh.size(axis), axis in context) for axis, p in enumerate(q.placements)]
+    wanted = [_instead(p, heads, mesh.size(axis), axis in context.values()) for axis, p in enumerate(q.placements)]
     for dim, what, length in ((BATCH, "batch", q.shape[BATCH]), (HEADS, "heads of q, k and v", heads)):
         sharding = [axis for axis, placement in enumerate(wanted) if _is_shard(placement, dim)]
         parts = math.prod(mesh.size(axis) for axis in sharding)
-        ulysses = next((mesh.size(axis) for axis in context if _group(mesh, axis) == axes[0]), 1)
+        ulysses = mesh.size(context[CONTEXT_AXES[0]]) if CONTEXT_AXES[0] in context else 1
         if dim == HEADS and q.shape[HEADS] // parts < ulysses:
             raise ValueError(
                 f"cp_ulysses of {ulysses} splits the query heads that are left to a rank, of which there are only "
@@ -161,27 +164,36 @@ def _show_as_one() -> None:
     torch.compiler.allow_in_graph(_replicated)
 
 
-def _context_axes(mesh: DeviceMesh, names: Axes) -> set[int]:
-    groups = [_group(mesh, axis) for axis in range(mesh.ndim)]
-    wanted = {name: axis for name, axis in zip(names, CONTEXT_AXES, strict=True) if name}
-    missing = [axis for name, axis in wanted.items() if name not in groups]
+def _context_axes(mesh: DeviceMesh, names: Axes) -> dict[str, int]:
+    """Of a mesh the number of every axis of the context mesh, by the name that it has there."""
+    wanted = {axis: name for axis, name in zip(CONTEXT_AXES, names, strict=True) if name}
+    found = {axis: _axis_of(mesh, axis, name) for axis, name in wanted.items()}
+    missing = [axis for axis, number in found.items() if number is None]
     if missing:
         raise ValueError(
             f"q, k and v are DTensors on a mesh {mesh.mesh_dim_names} that does not hold {missing[0]} of the context "
-            f"mesh; slice it from theirs, mesh[{', '.join(map(repr, wanted.values()))}], or pass local shards: "
-            "q.to_local()"
+            f"mesh; slice it from theirs, mesh[{', '.join(map(repr, wanted))}], or pass local shards: q.to_local()"
         )
-    axes = [groups.index(name) for name in wanted]
-    if axes != sorted(axes):
+    axes = {axis: number for axis, number in found.items() if number is not None}
+    if [*axes.values()] != sorted(axes.values()):
         raise ValueError(
-            f"axis {' must come before '.join(map(repr, wanted.values()))} in the mesh of DTensors, which is the order "
-            f"of their shards; got {mesh.mesh_dim_names}"
+            f"axis {' must come before '.join(map(repr, wanted))} in the mesh of DTensors, which is the order of their "
+            f"shards; got {mesh.mesh_dim_names}"
         )
-    return set(axes)
+    return axes
 
 
-def _group(mesh: DeviceMesh, axis: int) -> str:
-    return str(mesh.get_group(axis).group_name)
+def _axis_of(mesh: DeviceMesh, name: str, group: str) -> int | None:
+    """The axis of a group or else of its ranks; of axes of one rank, which all have the same, that of its name."""
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    for axis, own in enumerate(groups):
+        if str(own.group_name) == group:
+            return axis
+    names, ranks = mesh.mesh_dim_names or (), group_ranks(group)
+    for axis, other in enumerate(groups):
+        if dist.get_process_group_ranks(other) == ranks and (len(ranks) > 1 or names[axis : axis + 1] == (name,)):
+            return axis
+    return None
 
 
 def _is_shard(placement: Placement, *dims: int) -> bool:

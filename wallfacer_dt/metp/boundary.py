@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wallfacer_dt import lowering
@@ -168,7 +170,8 @@ class Boundary:
     def _check_placements(self, x: DTensor, sequence: bool) -> None:
         mesh, names = self.weights.mesh, x.device_mesh.mesh_dim_names or ()
         wanted = mesh.mesh_dim_names or ()
-        if any(axis not in names or x.device_mesh.get_group(axis) != mesh.get_group(axis) for axis in wanted):
+        # By ranks: see ``sharding``.
+        if any(axis not in names or _ranks(x.device_mesh, axis) != _ranks(mesh, axis) for axis in wanted):
             raise ValueError(f"x is a DTensor on {x.device_mesh}, which does not hold the axes of METP's mesh {mesh}")
         for axis, placement in zip(names, x.placements, strict=True):
             if not isinstance(placement, Replicate) and type(placement) is not Shard:
@@ -221,6 +224,10 @@ class Boundary:
                 index = index * mesh.size(axis) + mesh.get_local_rank(axis)
             shape[on_tp.dim] = shard_sizes(x.shape[on_tp.dim], tuple(mesh.size(axis) for axis in others))[index]
         return tuple(shape)
+
+
+def _ranks(mesh: DeviceMesh, axis: str) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(axis))
 
 
 def check_layouts(into: Placement | None, out: Placement | None) -> tuple[Placement, Placement]:
