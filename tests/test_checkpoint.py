@@ -202,3 +202,31 @@ def test_so_does_metps_attention(ranks: Ranks, compiled: bool) -> None:
     for error, forward, backward in ranks(4).run(with_metp, compiled):
         assert error < 1e-6
         assert (forward, backward) == (1, 1)
+
+
+def documents_of_another_call(context_fn: Any) -> str:
+    """What a backward says whose checkpoint computes anew with documents that a module has been given meanwhile."""
+    mesh = mesh_of(2, 1)
+    attend = parallelize_module(
+        Inner(), mesh, WallFacerParallel(layout="BNLH", check=False, **told(mesh, is_causal=True))
+    )
+    state = {"document_ids": torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])}
+
+    def layer(x: Tensor) -> Tensor:
+        return attend(x, x, x, **state)
+
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    told_how = {} if context_fn is None else {"context_fn": context_fn}
+    out = checkpoint(layer, x, use_reentrant=False, **told_how)
+    state["document_ids"] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1])
+    try:
+        out.sum().backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("context_fn", [None, save_attention()], ids=["plain", "save_attention"])
+def test_documents_that_a_checkpoint_does_not_find_again_are_refused(ranks: Ranks, context_fn: Any) -> None:
+    for said in ranks(2).run(documents_of_another_call, context_fn):
+        assert "documents in the backward are not those of the forward" in said

@@ -2,6 +2,8 @@
 
 import copy
 import weakref
+from collections.abc import Callable
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -244,6 +246,56 @@ def test_weights_changed_before_the_backward_are_refused() -> None:
                 next(module.parameters()).mul_(2)
             with pytest.raises(RuntimeError, match="changed between forward and backward"):
                 y.sum().backward()
+
+
+STEPS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "one by one": partial(torch.optim.AdamW, foreach=False),
+    "foreach": partial(torch.optim.SGD, lr=0.1, foreach=True),
+    "fused": partial(torch.optim.AdamW, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_so_are_weights_that_an_optimizer_has_changed(name: str) -> None:
+    """Also where torch counts no change, as of several DTensors together; what it has left alone may be used."""
+    with fake_world(1, 0):
+        module, other = (applied(FeedForward(buffer=False), metp(check=False)) for _ in range(2))
+        optimizer = STEPS[name]([*module.parameters(), *other.parameters()])
+        x = torch.randn(1, 3, 6)
+        module(x).sum().backward()
+        y, of_other = module(x), other(x)
+        optimizer.step()
+        of_other.sum().backward()
+        with pytest.raises(RuntimeError, match="changed between forward and backward"):
+            y.sum().backward()
+        module(x).sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    for module, style in ((FeedForward(), metp()), (Attention(), attention())):
+        with fake_world(1, 0):
+            x = torch.randn(1, 3, 6, requires_grad=True)
+            (grad,) = torch.autograd.grad(applied(module, style)(x).square().sum(), x, create_graph=True)
+            with pytest.raises(NotImplementedError, match=r"METP's [a-z-]+ has no second derivative"):
+                grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("style", [metp(), attention()])
+def test_a_style_stays_as_it_was_made(style: ParallelStyle) -> None:
+    with pytest.raises(AttributeError, match="make another style"):
+        style.check = False
+    assert copy.deepcopy(style).check
+
+
+def test_x_may_be_on_a_mesh_that_is_equal() -> None:
+    """Torch gives what it computes the first of all meshes that are equal, as of a model made before."""
+    with fake_world(2, 0):
+        for _ in range(2):
+            mesh = context_mesh("cpu", 2)
+            module = parallelize_module(FeedForward(), mesh, metp(check=False), src_data_rank=None)
+            given = DTensor.from_local(torch.randn(2, 3, 6), mesh, [Shard(1)] * 2, run_check=False)
+            assert module(given * 1).shape == given.shape
+        assert (given * 1).device_mesh is not mesh
 
 
 def sharded(x: Tensor) -> DTensor:

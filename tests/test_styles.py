@@ -419,6 +419,16 @@ def test_a_second_derivative_is_refused(ranks: Ranks) -> None:
     ranks(2).run(second_derivative)
 
 
+@pytest.mark.parametrize("kind", [RingParallel, WallFacerParallel, UlyssesParallel])
+@pytest.mark.parametrize("name", ["options", "layout", "check"])
+def test_a_style_stays_as_it_was_made(kind: type[WallFacerParallel], name: str) -> None:
+    """Modules that have it would be called with half of what is new."""
+    style = kind(layout="BNLH")
+    with pytest.raises(AttributeError, match=f"{name} of a {kind.__name__} cannot be changed"):
+        setattr(style, name, getattr(kind(), name))
+    assert style.layout == copy.deepcopy(style).layout == "BNLH"
+
+
 class Whatever(nn.Module):
     """Takes any options; for styles that are not checked."""
 

@@ -46,10 +46,10 @@ def agreed_call(
 ) -> tuple[Call, int]:
     """Make a call, or the backward of one, and compare it with the other ranks' calls, all of which must do so.
 
-    The backward says what its ``forward`` gave: the call's number, and that of what its mask captured. Calls are
-    compared on the attention's own mesh, or on one of a name that is told, and ``further`` are things, by name, that
-    must be the same, too. Gives the call, and its number on the mesh; raises a ValueError on every rank where calls
-    differ, or one cannot be made.
+    The backward says what its ``forward`` gave: the call's number, and its contents (METP's the number alone). Calls
+    are compared on the attention's own mesh, or on one of a name that is told, and ``further`` are things, by name,
+    that must be the same, too. Gives the call, and its number on the mesh; raises a ValueError on every rank where
+    calls differ, or one cannot be made.
     """
     setting, q = options.setting, inputs.q
     mesh = mesh or setting.mesh
@@ -63,6 +63,11 @@ def agreed_call(
                 "write into it after the backward, or capture another tensor"
             )
         call = make_call(options, inputs)
+        if forward is not None and call.plan.documents and forward.ndim and call.contents != int(forward[1]):
+            raise ValueError(
+                "documents in the backward are not those of the forward, which a checkpoint has computed again: pass "
+                "them with the call, so that it keeps them, and write into them after the backward"
+            )
         needed = {} if call.answers is None else call.needed()
     except Exception as error:  # a mask_mod may raise anything
         tell(error, mesh)
@@ -71,8 +76,7 @@ def agreed_call(
     def signature() -> Iterator[tuple[str, Hashable]]:
         yield from (further or {}).items()
         yield from _signature(options, inputs).items()
-        bounds = call.plan.sequences.mask.documents
-        yield "the documents", digest(np.concatenate(bounds) if bounds else None)
+        yield "the documents", call.plan.documents
         yield "what mask_mod captures", options.captured.contents
         yield "the kernel that runs", f"{call.kernel.name}, {call.kernel.version}"
 
@@ -117,6 +121,12 @@ class _Plan:
     def heads(self) -> tuple[Heads, ...]:
         """This rank's groups of heads."""
         return self.all_heads[self.groups.coordinate.ulysses_rank]
+
+    @cached_property
+    def documents(self) -> str:
+        """What ranks compare of them."""
+        bounds = self.sequences.mask.documents
+        return digest(np.concatenate(bounds)) if bounds else ""
 
     @cached_property
     def exchange(self) -> HeadExchange:
@@ -212,6 +222,14 @@ class Call(NamedTuple):
     answers: Answers | None = None  # of a mask that is asked
     # Under one, by side that stays, the distances round the ring at which some rank needs blocks.
     offsets: Mapping[Side, tuple[int, ...]] | None = None
+
+    @property
+    def contents(self) -> int:
+        """A number of what its mask captures, or of where its documents are, by which its backward knows them; or 0."""
+        captured, documents = self.plan.options.captured, self.plan.documents
+        if captured:
+            return captured.contents
+        return int(documents, 16) - 2**63 if documents else 0
 
     def needed(self) -> dict[Side, tuple[int, ...]]:
         """Under a mask that is asked: by side that stays, how far round the ring this rank needs blocks.

@@ -5,7 +5,7 @@ way, which saves q, k, v, out and lse of this rank's size and nothing else. Grou
 a rule for each (``sharding``).
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from wallfacer_dt.calls import agreed_call
 from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.options import MASK_SCHEMA, Options
-from wallfacer_dt.transforms import differentiable, operator
+from wallfacer_dt.transforms import differentiable, no_second_derivative, operator
 
 
 @operator_body
@@ -27,15 +27,15 @@ def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What ``wallfacer_dt::attention`` does on one rank, from :class:`AttentionInputs` and what :class:`Options` told.
 
     It gives out (B, N, L, Hv) in q's dtype and memory layout; lse (B, N, L) in the accumulation dtype, contiguous; the
-    call's number on its mesh, and that of the contents of what a mask captures (2,), int64, on the CPU. It raises a
-    ValueError on every rank where ranks disagree in shapes, dtype or options; for when, see Note [Comparing calls].
+    call's number on its mesh, and its contents (2,), int64, on the CPU. It raises a ValueError on every rank where
+    ranks disagree in shapes, dtype or options; for when, see Note [Comparing calls].
     """
     inputs, options = AttentionInputs(*args[:_COUNT]), Options.of(*args[_COUNT:])
     call, number = agreed_call("attention", options, inputs)
     out, lse = call.forward(inputs.q, inputs.keys, inputs.sinks)
     out, lse = _laid_out(out, inputs.q), lse.contiguous()
     lse = lse if _is_alone(lse) else lse.clone()
-    return out, lse, _said(number, options.captured.contents if options.captured else 0)
+    return out, lse, _said(number, call.contents)
 
 
 @operator_body
@@ -147,12 +147,8 @@ def _autograd(ctx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ..
     return (*wanted, *[None] * (_COUNT - len(_GRADIENTS)), *nothing)
 
 
-def _refuse_second(*_: Any) -> NoReturn:
-    raise NotImplementedError("context-parallel attention has no second derivative")
-
-
 differentiable(attention, _autograd, _setup_context)
-differentiable(attention_backward, _refuse_second, lambda *_: None)
+differentiable(attention_backward, no_second_derivative("context-parallel attention"), lambda *_: None)
 
 sharding.register(attention, INPUTS, _OUTPUTS)
 sharding.register(attention_backward, ("grad_out", *INPUTS, *_OUTPUTS), tuple(f"grad_{name}" for name in _GRADIENTS))

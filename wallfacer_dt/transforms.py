@@ -103,6 +103,15 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
     _library.impl(name, opaque(transformed), "FuncTorchDynamicLayerFrontMode")
 
 
+def no_second_derivative(name: str) -> Callable[..., NoReturn]:
+    """The derivative of a backward that has none."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} has no second derivative")
+
+    return refuse
+
+
 def is_transforming() -> bool:
     """Whether this is called within a transform of ``torch.func`` (grad, vjp, vmap and what is made of them)."""
     return _functorch.peek_interpreter_stack() is not None

@@ -25,6 +25,7 @@ from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
 from wallfacer_dt.options import SCHEMA, Options
+from wallfacer_dt.transforms import no_second_derivative
 
 
 class BlockOptions(NamedTuple):
@@ -319,5 +320,6 @@ def _autograd(ctx, grad_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]
 
 
 metp_attention.register_autograd(_autograd, setup_context=_setup_context)
+metp_attention_backward.register_autograd(no_second_derivative("METP's attention"))
 for _op in BODIES:
     lowering.keep_order(_op)

@@ -20,6 +20,7 @@ from wallfacer_dt.algorithms.turns import completed
 from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.mesh import ContextGroups, Coordinate
+from wallfacer_dt.transforms import no_second_derivative
 
 
 class FeedForwardOptions(NamedTuple):
@@ -224,5 +225,6 @@ def _autograd(ctx, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
 
 
 feed_forward.register_autograd(_autograd, setup_context=_setup_context)
+feed_forward_backward.register_autograd(no_second_derivative(_NAME))
 for _op in BODIES:
     lowering.keep_order(_op)

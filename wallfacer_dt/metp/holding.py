@@ -2,15 +2,18 @@
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.compiler import opaque, sizes
@@ -267,7 +270,8 @@ def watched(y: Tensor, x: Tensor, taken: Tensor, parts: Mapping[str, Tensor], ad
     """A result whose backward refuses (RuntimeError) x, weights and biases that have been changed in place meanwhile.
 
     Autograd looks after what an operator saves; of DTensors that is their local tensors, which a change of the DTensor
-    does not mark as changed. In eager mode only: a compiled graph is not watched.
+    does not mark as changed. Nor does torch count changes by ``foreach`` and ``fused`` operations on DTensors; those of
+    optimizers are counted here. In eager mode only: a compiled graph is not watched.
 
     Args:
         y: the result, before a bias is added.
@@ -287,14 +291,15 @@ def watched(y: Tensor, x: Tensor, taken: Tensor, parts: Mapping[str, Tensor], ad
     if isinstance(x, DTensor) and _storage(x.to_local()) == _storage(taken):
         saved["x"] = x
     # Not held: a hook lives as long as the graph, and what a checkpoint computes again is gone before.
-    versions = [(name, weakref.ref(part), part._version) for name, part in saved.items()]
+    _count_steps()
+    versions = [(name, weakref.ref(part), _changes(part)) for name, part in saved.items()]
 
     @opaque
     def check(_: Tensor) -> None:
         with refusing_together(mesh):
-            for name, held, version in versions:
+            for name, held, before in versions:
                 part = held()
-                if part is not None and part._version != version:
+                if part is not None and _changes(part) != before:
                     raise RuntimeError(
                         "one of the variables needed for gradient computation has been modified by an inplace "
                         f"operation: {name} under METP was changed between forward and backward"
@@ -302,6 +307,27 @@ def watched(y: Tensor, x: Tensor, taken: Tensor, parts: Mapping[str, Tensor], ad
 
     y.register_hook(check)
     return y
+
+
+_steps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+
+
+def _changes(x: Tensor) -> tuple[int, int]:
+    """How often it was changed in place, as torch counts, and by how many steps of optimizers."""
+    return x._version, _steps.get(x, 0)
+
+
+@cache
+def _count_steps() -> None:
+    """Count those of all optimizers, from now on."""
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    _steps[parameter] = _steps.get(parameter, 0) + 1
+
+    register_optimizer_step_post_hook(stepped)
 
 
 def _storage(x: Tensor) -> int:
