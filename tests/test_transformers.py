@@ -292,7 +292,7 @@ SAYS = {
     "padding": "tell shard_inputs attention_mask",
     "a mask of the whole": "tell shard_inputs attention_mask",
     "4D mask": "tell shard_inputs attention_mask",
-    "use_cache": "use_cache: a cache would hold this rank's keys only",
+    "use_cache": "rank's keys only: pass use_cache=False; generate() runs on whole tokens",
     "past_key_values": "pass use_cache=False; peft's prompt, prefix and p-tuning put tokens before the sequence",
     "output_attentions": "output_attentions: probabilities",
     "logits_to_keep": "logits_to_keep",

@@ -161,7 +161,9 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
     """Seconds that no step is below, however transfers of attention and layers get along on the links.
 
     A layer takes at least what its parts take one after the other, each alone, and what each link has to carry; and no
-    less than FSDP's transfers do alone, which begin with it and are waited for at its end.
+    less than FSDP's transfers do alone, which begin with it and are waited for at its end. But what FSDP sends may also
+    put off a transfer of a ring, so that it shares the link with others for less of the time from then on: by that a
+    few steps, of small layers under METP, were seen to be up to 0.25% shorter.
 
     Args:
         layer: what all layers are.

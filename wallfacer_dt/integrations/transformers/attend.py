@@ -11,7 +11,7 @@ from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.transformers.masks import ShardedMask
-from wallfacer_dt.integrations.transformers.sequence import PROMPTS, SAME_STATE
+from wallfacer_dt.integrations.transformers.sequence import GENERATE, PROMPTS, SAME_STATE
 from wallfacer_dt.integrations.transformers.upstream import is_hooked_by_accelerate
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import AttentionKeywords
@@ -21,12 +21,13 @@ _ELSEWHERE = frozenset({
     "position_ids", "position_embeddings", "cache_position", "labels", "shift_labels", "num_items_in_batch",
     "output_hidden_states", "return_dict", "deterministic",
 })  # fmt: skip
+_CACHE = "a cache would hold this rank's keys only: pass use_cache=False"
 REFUSED = {
     "cu_seq_lens_q": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
     "cu_seq_lens_k": "tell shard_inputs document_ids or cu_seqlens of the whole sequence instead",
-    "cache": "a cache would hold this rank's keys only: pass use_cache=False",
-    "past_key_values": f"a cache would hold this rank's keys only: pass use_cache=False; {PROMPTS}",
-    "use_cache": "a cache would hold this rank's keys only: pass use_cache=False",
+    "cache": f"{_CACHE}; {GENERATE}",
+    "past_key_values": f"{_CACHE}; {GENERATE}; {PROMPTS}",
+    "use_cache": f"{_CACHE}; {GENERATE}",
     "output_attentions": "probabilities are never put together",
 }
 """Arguments of a model and of its attention that are refused, and why."""

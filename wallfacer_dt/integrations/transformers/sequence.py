@@ -14,6 +14,7 @@ PAST_HOOKS = (
     "its forward was called past its hooks (model.forward(...), as peft before 0.21, AdaLoRA and adaption prompts do)"
 )
 PROMPTS = "peft's prompt, prefix and p-tuning put tokens before the sequence, which is not implemented"
+GENERATE = "generate() runs on whole tokens, on every rank, within `with handle.whole():`"
 
 SAME_STATE = (
     "with gradient checkpointing, which computes layers again, run the backward in the state of its forward, both "
@@ -46,7 +47,7 @@ class ShardedSequence:
         raise AttributeError(
             f"a batch of shard_inputs is this rank's part of a sequence, and has no {name!r}: give the model to "
             "context_parallel, which knows what it says in place of an attention mask; if you have, "
-            f"{PAST_HOOKS}, or {PROMPTS}"
+            f"{PAST_HOOKS}, or {PROMPTS}, or it is to generate: {GENERATE}"
         )
 
     @classmethod
