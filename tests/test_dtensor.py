@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.cases import Case, Inner, draw, draw_extras, held, oracle, per_row, told
 from tests.refusals import Communication
-from wallfacer_dt import TokenOrder, WallFacerParallel, context_parallel_attention, sharding
+from wallfacer_dt import RingParallel, TokenOrder, WallFacerParallel, context_parallel_attention, sharding
 from wallfacer_dt.mesh import Coordinate
 from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.testing import RankPool, worst_error
@@ -224,16 +224,18 @@ def test_compiled_they_are_as_in_eager_mode(ranks: Callable[[int], RankPool], na
         assert outcome.placements[:2] == [tuple(layout.placements(layout.q))] * 2
 
 
-def on_equal_meshes() -> list[tuple[bool, float]]:
+def on_equal_meshes(name: str) -> list[tuple[bool, float]]:
     """Of two, one after the other, whether torch has computed q on this one, and the error."""
     found = []
     for _ in range(2):
-        mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
-        context: DeviceMesh = mesh["cp_ring", "cp_team"]
+        mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", name, "cp_team"))
+        context: DeviceMesh = mesh[name, "cp_team"] if name == "cp_ring" else mesh[name]
         x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         given = distribute_tensor(x, mesh, [Replicate(), Shard(2), Shard(2)]).requires_grad_()
         q = given * 1
-        out = context_parallel_attention(q, q, q, context, is_causal=True, order=TokenOrder("contiguous", context))
+        order = TokenOrder("contiguous", context)
+        style = RingParallel(layout="BNLH", is_causal=True, order=order, check=False)
+        out = parallelize_module(Inner(), context, style)(q, q, q)
         (grad,) = torch.autograd.grad(out.square().sum(), given)
         whole = x.requires_grad_()
         expected = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
@@ -244,9 +246,10 @@ def on_equal_meshes() -> list[tuple[bool, float]]:
 
 
 @pytest.mark.ranks
-def test_a_mesh_that_is_equal_to_an_older_one(ranks: Callable[[int], RankPool]) -> None:
+@pytest.mark.parametrize("name", ["cp_ring", "cp"])
+def test_a_mesh_that_is_equal_to_an_older_one(ranks: Callable[[int], RankPool], name: str) -> None:
     """Torch gives what it computes the first of all that are equal, whose groups are others, of the same ranks."""
-    for (_, before), (is_own, error) in ranks(2).run(on_equal_meshes):
+    for (_, before), (is_own, error) in ranks(2).run(on_equal_meshes, name):
         assert not is_own
         assert before <= 1e-12
         assert error <= 1e-12
@@ -431,7 +434,7 @@ def test_refuses_a_mesh_of_other_axes(axes: tuple[str, str], part: str) -> None:
                 [groups[axis] for axis in axes], "cpu", mesh=torch.arange(4).view(2, 2).T, mesh_dim_names=axes
             )
         else:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+            mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=axes)
         q = DTensor.from_local(torch.zeros(1, 2, 4, 8), mesh, [Shard(2), Shard(2)])
         with pytest.raises(ValueError, match=part):
             context_parallel_attention(q, q, q, context)
