@@ -309,12 +309,13 @@ def watched(y: Tensor, x: Tensor, taken: Tensor, parts: Mapping[str, Tensor], ad
     return y
 
 
+# Of what is watched, or was: how many steps of optimizers have changed it.
 _steps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
 
 def _changes(x: Tensor) -> tuple[int, int]:
-    """How often it was changed in place, as torch counts, and by how many steps of optimizers."""
-    return x._version, _steps.get(x, 0)
+    """How often it was changed in place, as torch counts, and by steps of optimizers."""
+    return x._version, _steps.setdefault(x, 0)
 
 
 @cache
@@ -324,8 +325,8 @@ def _count_steps() -> None:
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if isinstance(parameter, DTensor) and parameter.grad is not None:
-                    _steps[parameter] = _steps.get(parameter, 0) + 1
+                if parameter in _steps and parameter.grad is not None:
+                    _steps[parameter] += 1
 
     register_optimizer_step_post_hook(stepped)
 
