@@ -204,19 +204,25 @@ def test_so_does_metps_attention(ranks: Ranks, compiled: bool) -> None:
         assert (forward, backward) == (1, 1)
 
 
-def documents_of_another_call(context_fn: Any) -> str:
+def documents_of_another_call(context_fn: Any, metp: bool) -> str:
     """What a backward says whose checkpoint computes anew with documents that a module has been given meanwhile."""
     mesh = mesh_of(2, 1)
-    attend = parallelize_module(
-        Inner(), mesh, WallFacerParallel(layout="BNLH", check=False, **told(mesh, is_causal=True))
-    )
-    state = {"document_ids": torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])}
+    style = WallFacerParallel(layout="BNLH", check=False, **told(mesh, is_causal=True))
+    x, state = torch.randn(1, 2, 4, 8, requires_grad=True), {}
+    if metp:
+        style = METPAttentionParallel(
+            query="query", key="key", value="value", output="output", head_dim=4, attention=style, check=False
+        )
+        module = Attention(8, (2, 2), 4, 8, False, None, (), None, {})
+        attend = parallelize_module(module, mesh, style, src_data_rank=None)
+    else:
+        attend = parallelize_module(Inner(), mesh, style)
 
     def layer(x: Tensor) -> Tensor:
-        return attend(x, x, x, **state)
+        return attend(x[:, 0], **state) if metp else attend(x, x, x, **state)
 
-    x = torch.randn(1, 2, 4, 8, requires_grad=True)
     told_how = {} if context_fn is None else {"context_fn": context_fn}
+    state["document_ids"] = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
     out = checkpoint(layer, x, use_reentrant=False, **told_how)
     state["document_ids"] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1])
     try:
@@ -226,7 +232,8 @@ def documents_of_another_call(context_fn: Any) -> str:
     return ""
 
 
+@pytest.mark.parametrize("metp", [False, True], ids=["attention", "METP"])
 @pytest.mark.parametrize("context_fn", [None, save_attention()], ids=["plain", "save_attention"])
-def test_documents_that_a_checkpoint_does_not_find_again_are_refused(ranks: Ranks, context_fn: Any) -> None:
-    for said in ranks(2).run(documents_of_another_call, context_fn):
+def test_documents_that_a_checkpoint_does_not_find_again_are_refused(ranks: Ranks, context_fn: Any, metp: bool) -> None:
+    for said in ranks(2).run(documents_of_another_call, context_fn, metp):
         assert "documents in the backward are not those of the forward" in said

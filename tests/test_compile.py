@@ -95,8 +95,8 @@ def aot_eager(what: str, ring: int, team: int, lengths: list[int]) -> list[Step]
 @pytest.mark.parametrize(
     ("what", "mesh"),
     [
-        ("block", (2, 2)),
         ("model", (2, 1)),
+        pytest.param("block", (2, 2), marks=pytest.mark.whole),
         pytest.param("block", (2, 1), marks=pytest.mark.whole),
         pytest.param("block", (4, 1), marks=pytest.mark.whole),
         pytest.param("model", (2, 2), marks=pytest.mark.whole),

@@ -136,7 +136,11 @@ def test_figures_of_readme_stand_on_the_page_that_they_are_of() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", SHOWN)
+@pytest.mark.parametrize("command", [
+    # Which take longest, and are tested in smaller sizes.
+    pytest.param(one, marks=pytest.mark.whole if re.search("--sequences 8|--seq longest", one) else ())
+    for one in SHOWN
+])  # fmt: skip
 def test_a_command_that_is_shown_runs(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

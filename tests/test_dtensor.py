@@ -224,11 +224,11 @@ def test_compiled_they_are_as_in_eager_mode(ranks: Callable[[int], RankPool], na
         assert outcome.placements[:2] == [tuple(layout.placements(layout.q))] * 2
 
 
-def on_equal_meshes(name: str) -> list[tuple[bool, float]]:
+def on_equal_meshes(name: str, size: int) -> list[tuple[bool, float]]:
     """Of two, one after the other, whether torch has computed q on this one, and the error."""
     found = []
     for _ in range(2):
-        mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", name, "cp_team"))
+        mesh = init_device_mesh("cpu", (2 // size, size, 1), mesh_dim_names=("dp", name, "cp_team"))
         context: DeviceMesh = mesh[name, "cp_team"] if name == "cp_ring" else mesh[name]
         x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         given = distribute_tensor(x, mesh, [Replicate(), Shard(2), Shard(2)]).requires_grad_()
@@ -246,10 +246,10 @@ def on_equal_meshes(name: str) -> list[tuple[bool, float]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["cp_ring", "cp"])
-def test_a_mesh_that_is_equal_to_an_older_one(ranks: Callable[[int], RankPool], name: str) -> None:
+@pytest.mark.parametrize(("name", "size"), [("cp_ring", 2), ("cp", 2), ("cp", 1)])
+def test_a_mesh_that_is_equal_to_an_older_one(ranks: Callable[[int], RankPool], name: str, size: int) -> None:
     """Torch gives what it computes the first of all that are equal, whose groups are others, of the same ranks."""
-    for (_, before), (is_own, error) in ranks(2).run(on_equal_meshes, name):
+    for (_, before), (is_own, error) in ranks(2).run(on_equal_meshes, name, size):
         assert not is_own
         assert before <= 1e-12
         assert error <= 1e-12
@@ -438,6 +438,17 @@ def test_refuses_a_mesh_of_other_axes(axes: tuple[str, str], part: str) -> None:
         q = DTensor.from_local(torch.zeros(1, 2, 4, 8), mesh, [Shard(2), Shard(2)])
         with pytest.raises(ValueError, match=part):
             context_parallel_attention(q, q, q, context)
+
+
+def test_refuses_a_mesh_that_orders_the_ranks_of_an_axis_otherwise() -> None:
+    """Its groups are of the same ranks."""
+    with fake_world(4):
+        context = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp_ring"))["cp_ring"]
+        mesh = DeviceMesh("cpu", torch.tensor([[1, 0], [3, 2]]), mesh_dim_names=("dp", "cp_ring"))
+        q = DTensor.from_local(torch.zeros(1, 2, 4, 8), mesh, [Replicate(), Shard(2)])
+        module = parallelize_module(Inner(), context, RingParallel(layout="BNLH", check=False))
+        with pytest.raises(ValueError, match="does not hold cp_ring of the context mesh"):
+            module(q, q, q)
 
 
 def test_the_rule_itself_refuses_too() -> None:

@@ -119,7 +119,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["cut off", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("how", ["cut off", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.whole)])
 def test_that_what_is_cut_off_ends_with_all_that_it_started(how: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW.format(out=str(tmp_path), seconds=20 if how == "cut off" else 500))
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])

@@ -280,11 +280,22 @@ def test_a_second_derivative_is_refused() -> None:
                 grad.square().sum().backward()
 
 
-@pytest.mark.parametrize("style", [metp(), attention()])
-def test_a_style_stays_as_it_was_made(style: ParallelStyle) -> None:
-    with pytest.raises(AttributeError, match="make another style"):
-        style.check = False
-    assert copy.deepcopy(style).check
+def test_a_module_keeps_its_style_as_it_was() -> None:
+    with fake_world(1, 0):
+        style, x = metp(), torch.randn(1, 3, 6)
+        module = applied(FeedForward(), style)
+        y = module(x)
+        style.up, style.down = style.down, style.up
+        assert torch.equal(module(x), y)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.double(), lambda m: m.to_empty(device="cpu")])
+def test_a_module_may_be_moved_after_a_step(move: Callable[[nn.Module], nn.Module]) -> None:
+    """Torch swaps its DTensors for others, which nobody may have a weak reference to."""
+    with fake_world(1, 0):
+        module, x = applied(FeedForward(), metp(check=False)), torch.randn(1, 3, 6)
+        module(x).sum().backward()
+        assert not isinstance(move(module).up.weight.data.to_local(), DTensor)
 
 
 def test_x_may_be_on_a_mesh_that_is_equal() -> None:

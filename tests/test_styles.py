@@ -419,14 +419,19 @@ def test_a_second_derivative_is_refused(ranks: Ranks) -> None:
     ranks(2).run(second_derivative)
 
 
-@pytest.mark.parametrize("kind", [RingParallel, WallFacerParallel, UlyssesParallel])
-@pytest.mark.parametrize("name", ["options", "layout", "check"])
-def test_a_style_stays_as_it_was_made(kind: type[WallFacerParallel], name: str) -> None:
-    """Modules that have it would be called with half of what is new."""
-    style = kind(layout="BNLH")
-    with pytest.raises(AttributeError, match=f"{name} of a {kind.__name__} cannot be changed"):
-        setattr(style, name, getattr(kind(), name))
-    assert style.layout == copy.deepcopy(style).layout == "BNLH"
+def test_a_module_keeps_its_style_as_it_was() -> None:
+    """Of one that is changed for another module; of what it has become the module takes nothing, and not the half."""
+    with fake_world(1, 0):
+        mesh, style = context_mesh("cpu", ring=1), WallFacerParallel(layout="BNLH", is_causal=True, check=False)
+        module, q = parallelize_module(Whatever(), mesh, style), torch.randn(1, 4, 4, 8)
+        expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        style.layout, style.options = "BLNH", AttentionOptions(scale=0.1)
+        assert worst_error([(module(q, q, q), expected)]) <= 1e-6
+        other = parallelize_module(Whatever(), mesh, style)
+        expected = F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, scale=0.1).transpose(1, 2)
+        assert worst_error([(other(q, q, q), expected)]) <= 1e-6
+        with pytest.raises(ValueError, match="already has a context-parallel style"):
+            parallelize_module(module, mesh, style)
 
 
 class Whatever(nn.Module):

@@ -497,7 +497,9 @@ def assert_trains_alike(
     assert {curve.sent for curve in curves} == {SIZES[size].sends(layers)}
 
 
-@pytest.mark.parametrize("then", ["ring 2, FSDP 2", "2x2", "ulysses 2 x ring 2"])
+@pytest.mark.parametrize(
+    "then", ["ring 2, FSDP 2", *(pytest.param(one, marks=pytest.mark.whole) for one in ("2x2", "ulysses 2 x ring 2"))]
+)
 def test_a_checkpoint_is_resumed(titans, alone: Curve, tmp_path: Path, then: str) -> None:
     assert_resumes(titans, alone, tmp_path, SIZES["ring 2, FSDP 2"], SIZES[then])
 

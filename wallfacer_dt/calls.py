@@ -46,10 +46,9 @@ def agreed_call(
 ) -> tuple[Call, int]:
     """Make a call, or the backward of one, and compare it with the other ranks' calls, all of which must do so.
 
-    The backward says what its ``forward`` gave: the call's number, and its contents (METP's the number alone). Calls
-    are compared on the attention's own mesh, or on one of a name that is told, and ``further`` are things, by name,
-    that must be the same, too. Gives the call, and its number on the mesh; raises a ValueError on every rank where
-    calls differ, or one cannot be made.
+    The backward says what its ``forward`` gave, see :func:`said`. Calls are compared on the attention's own mesh, or on
+    one of a name that is told, and ``further`` are things, by name, that must be the same, too. Gives the call, and its
+    number on the mesh; raises a ValueError on every rank where calls differ, or one cannot be made.
     """
     setting, q = options.setting, inputs.q
     mesh = mesh or setting.mesh
@@ -63,7 +62,7 @@ def agreed_call(
                 "write into it after the backward, or capture another tensor"
             )
         call = make_call(options, inputs)
-        if forward is not None and call.plan.documents and forward.ndim and call.contents != int(forward[1]):
+        if forward is not None and call.plan.sequences.mask.documents and call.contents != int(forward[1]):
             raise ValueError(
                 "documents in the backward are not those of the forward, which a checkpoint has computed again: pass "
                 "them with the call, so that it keeps them, and write into them after the backward"
@@ -76,7 +75,8 @@ def agreed_call(
     def signature() -> Iterator[tuple[str, Hashable]]:
         yield from (further or {}).items()
         yield from _signature(options, inputs).items()
-        yield "the documents", call.plan.documents
+        bounds = call.plan.sequences.mask.documents
+        yield "the documents", digest(np.concatenate(bounds) if bounds else None)
         yield "what mask_mod captures", options.captured.contents
         yield "the kernel that runs", f"{call.kernel.name}, {call.kernel.version}"
 
@@ -85,6 +85,21 @@ def agreed_call(
     else:
         number = agree(f"the backward of {what}", (), mesh, x=q, forward=forward)
     return call.heard(inputs, needed) if needed else call, number
+
+
+def said(number: int, contents: int) -> Tensor:
+    """What a forward says to its backward: the call's number, and its contents (2,), int64, on the CPU.
+
+    Torch makes a tensor of numbers in ten times the time that it makes zeros, of which one rank's are.
+    """
+    if number or contents:
+        return torch.tensor([number, contents], device="cpu")
+    return fake_said()
+
+
+def fake_said() -> Tensor:
+    """What has its shape."""
+    return torch.zeros(2, dtype=torch.int64, device="cpu")
 
 
 def make_call(options: Options, inputs: AttentionInputs) -> Call:
@@ -121,12 +136,6 @@ class _Plan:
     def heads(self) -> tuple[Heads, ...]:
         """This rank's groups of heads."""
         return self.all_heads[self.groups.coordinate.ulysses_rank]
-
-    @cached_property
-    def documents(self) -> str:
-        """What ranks compare of them."""
-        bounds = self.sequences.mask.documents
-        return digest(np.concatenate(bounds)) if bounds else ""
 
     @cached_property
     def exchange(self) -> HeadExchange:
@@ -226,10 +235,10 @@ class Call(NamedTuple):
     @property
     def contents(self) -> int:
         """A number of what its mask captures, or of where its documents are, by which its backward knows them; or 0."""
-        captured, documents = self.plan.options.captured, self.plan.documents
+        captured, documents = self.plan.options.captured, self.plan.sequences.mask.documents
         if captured:
             return captured.contents
-        return int(documents, 16) - 2**63 if documents else 0
+        return hash(documents) if documents else 0
 
     def needed(self) -> dict[Side, tuple[int, ...]]:
         """Under a mask that is asked: by side that stays, how far round the ring this rank needs blocks.

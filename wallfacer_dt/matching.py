@@ -12,20 +12,7 @@ from wallfacer_dt.mesh import mesh_ranks, name_of
 from wallfacer_dt.unmatched import Place, matches, place_in_plan
 
 
-class SettledStyle(ParallelStyle):
-    """A style that stays as it was made: modules that have it look at it when they are called."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse (AttributeError) another value of what it was given; torch sets ``src_data_rank`` at each plan."""
-        if name in vars(self) and name != "src_data_rank" and not name.startswith("_"):
-            raise AttributeError(
-                f"{name} of a {type(self).__name__} cannot be changed, since modules that have the style were made by "
-                "it: make another style"
-            )
-        super().__setattr__(name, value)
-
-
-class AttentionStyle(SettledStyle):
+class AttentionStyle(ParallelStyle):
     """A style without which every rank would attend its own tokens alone."""
 
     _kind: ClassVar[str] = "inner attention"

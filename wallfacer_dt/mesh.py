@@ -111,13 +111,26 @@ def _fact(mesh: DeviceMesh, name: str, find: Callable[[], _T]) -> _T:
 
 def _has_groups_here(mesh: DeviceMesh) -> bool:
     """Whether groups that are called like this rank's on the mesh are of its ranks, and not of another mesh's."""
-    place = mesh.get_coordinate() or ()
     with outside_modes():
-        for axis, group in enumerate(mesh.get_all_groups() if place else ()):
-            line = mesh.mesh[tuple(slice(None) if other == axis else at for other, at in enumerate(place))]
-            if sorted(dist.get_process_group_ranks(group)) != sorted(line.tolist()):
-                return False
-    return True
+        lines = _lines(mesh)
+        groups = mesh.get_all_groups() if lines else ()
+        return all(
+            sorted(dist.get_process_group_ranks(group)) == sorted(line)
+            for group, line in zip(groups, lines, strict=True)
+        )
+
+
+def _lines(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    place = mesh.get_coordinate() or ()
+    lines = (
+        tuple(slice(None) if other == axis else at for other, at in enumerate(place)) for axis in range(len(place))
+    )
+    return tuple(tuple(mesh.mesh[line].tolist()) for line in lines)
+
+
+def axis_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    """By axis of a mesh, the ranks along it through this one's place, as the mesh orders them."""
+    return _fact(mesh, "ranks by axis", lambda: _lines(mesh))
 
 
 def name_of(mesh: DeviceMesh) -> str:

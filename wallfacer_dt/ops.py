@@ -15,7 +15,7 @@ from wallfacer_dt import sharding
 from wallfacer_dt.agreement.agree import tell
 from wallfacer_dt.algorithms.blocks import known_recording
 from wallfacer_dt.autocast import operator_body
-from wallfacer_dt.calls import agreed_call
+from wallfacer_dt.calls import agreed_call, fake_said, said
 from wallfacer_dt.inputs import INPUTS, INPUTS_SCHEMA, AttentionInputs
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.options import MASK_SCHEMA, Options
@@ -35,7 +35,7 @@ def attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = call.forward(inputs.q, inputs.keys, inputs.sinks)
     out, lse = _laid_out(out, inputs.q), lse.contiguous()
     lse = lse if _is_alone(lse) else lse.clone()
-    return out, lse, _said(number, call.contents)
+    return out, lse, said(number, call.contents)
 
 
 @operator_body
@@ -46,8 +46,8 @@ def attention_backward_body(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     k_shared and sinks, each in its input's dtype and memory layout; that of an absent input is empty. It raises a
     ValueError on every rank where ranks are at the backwards of different calls.
     """
-    inputs, (out, lse, said) = AttentionInputs(*args[:_COUNT]), args[_COUNT : _COUNT + 3]
-    call, _ = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, said)
+    inputs, (out, lse, forward) = AttentionInputs(*args[:_COUNT]), args[_COUNT : _COUNT + 3]
+    call, _ = agreed_call("attention", Options.of(*args[_COUNT + 3 :]), inputs, forward)
     grads, dsinks = call.backward(grad_out, out, lse, inputs.q, inputs.keys, inputs.sinks)
     laid_out = [_laid_out(g, x) for g, x in zip(grads, (inputs.q, *inputs.keys), strict=True)]
     if inputs.k_shared is None:
@@ -80,16 +80,9 @@ def _is_alone(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() == x.numel() * x.itemsize
 
 
-def _said(number: int, contents: int) -> Tensor:
-    """Torch makes a tensor of numbers in ten times the time that it makes zeros, of which one rank's are."""
-    if number or contents:
-        return torch.tensor([number, contents], device="cpu")
-    return torch.zeros(2, dtype=torch.int64, device="cpu")
-
-
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    return _like(q, v.shape[-1]), lse, torch.empty(2, dtype=torch.int64, device="cpu")
+    return _like(q, v.shape[-1]), lse, fake_said()
 
 
 def _attention_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:

@@ -1,9 +1,9 @@
 """How DTensors enter and leave attention: which placements it takes, and the operators' sharding rule.
 
-Axes of a DTensor's mesh are told apart by the ranks of their process groups: on those of the context mesh the sequence
-must be sharded, on any other axis the batch or the heads may be, or nothing. torch's public ``register_sharding``
-cannot tell axes apart and would take a sequence that is replicated on one of them: silently wrong. Not by the groups:
-torch gives what it computes the first of all meshes that are equal, whose groups are others (torch 2.13.0).
+Axes of a DTensor's mesh are told apart by their ranks: on those of the context mesh the sequence must be sharded, on
+any other axis the batch or the heads may be, or nothing. torch's public ``register_sharding`` cannot tell axes apart
+and would take a sequence that is replicated on one of them: silently wrong. Not by their process groups: torch gives
+what it computes the first of all meshes that are equal, whose groups are others (torch 2.13.0).
 
 Private APIs of DTensor are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +24,7 @@ from torch.distributed.tensor._ops.utils import generate_redistribute_costs, reg
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
-from wallfacer_dt.mesh import CONTEXT_AXES
+from wallfacer_dt.mesh import CONTEXT_AXES, axis_ranks
 from wallfacer_dt.options import Options
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
@@ -54,11 +53,13 @@ def placements_for(inputs: Mapping[str, DTensorSpec], axes: Axes) -> tuple[Place
         if x.mesh != mesh:
             raise ValueError(f"q and {name} must be DTensors on one mesh, got {mesh} and {x.mesh}")
     context = _context_axes(mesh, axes)
+    # An axis of one rank shards nothing, whatever is said of it.
+    as_they_are = {*context.values(), *(axis for axis in range(mesh.ndim) if mesh.size(axis) == 1)}
     for name in ("q", "k", "v", "k_shared"):
         for axis, placement in enumerate(inputs[name].placements if name in inputs else ()):
             _check_placement(name, placement, _name(mesh, axis), on_context=axis in context.values())
     heads = math.gcd(q.shape[HEADS], k.shape[HEADS])
-    wanted = [_instead(p, heads, mesh.size(axis), axis in context.values()) for axis, p in enumerate(q.placements)]
+    wanted = [_instead(p, heads, mesh.size(axis), axis in as_they_are) for axis, p in enumerate(q.placements)]
     for dim, what, length in ((BATCH, "batch", q.shape[BATCH]), (HEADS, "heads of q, k and v", heads)):
         sharding = [axis for axis, placement in enumerate(wanted) if _is_shard(placement, dim)]
         parts = math.prod(mesh.size(axis) for axis in sharding)
@@ -165,35 +166,23 @@ def _show_as_one() -> None:
 
 
 def _context_axes(mesh: DeviceMesh, names: Axes) -> dict[str, int]:
-    """Of a mesh the number of every axis of the context mesh, by the name that it has there."""
-    wanted = {axis: name for axis, name in zip(CONTEXT_AXES, names, strict=True) if name}
-    found = {axis: _axis_of(mesh, axis, name) for axis, name in wanted.items()}
-    missing = [axis for axis, number in found.items() if number is None]
+    """Of a mesh the number of every axis of the context mesh that has several ranks, by the name that it has there."""
+    lines = axis_ranks(mesh)
+    wanted = {axis: group_ranks(name) for axis, name in zip(CONTEXT_AXES, names, strict=True) if name}
+    wanted = {axis: ranks for axis, ranks in wanted.items() if len(ranks) > 1}
+    missing = [axis for axis, ranks in wanted.items() if ranks not in lines]
     if missing:
         raise ValueError(
             f"q, k and v are DTensors on a mesh {mesh.mesh_dim_names} that does not hold {missing[0]} of the context "
             f"mesh; slice it from theirs, mesh[{', '.join(map(repr, wanted))}], or pass local shards: q.to_local()"
         )
-    axes = {axis: number for axis, number in found.items() if number is not None}
+    axes = {axis: lines.index(ranks) for axis, ranks in wanted.items()}
     if [*axes.values()] != sorted(axes.values()):
         raise ValueError(
             f"axis {' must come before '.join(map(repr, wanted))} in the mesh of DTensors, which is the order of their "
             f"shards; got {mesh.mesh_dim_names}"
         )
     return axes
-
-
-def _axis_of(mesh: DeviceMesh, name: str, group: str) -> int | None:
-    """The axis of a group or else of its ranks; of axes of one rank, which all have the same, that of its name."""
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    for axis, own in enumerate(groups):
-        if str(own.group_name) == group:
-            return axis
-    names, ranks = mesh.mesh_dim_names or (), group_ranks(group)
-    for axis, other in enumerate(groups):
-        if dist.get_process_group_ranks(other) == ranks and (len(ranks) > 1 or names[axis : axis + 1] == (name,)):
-            return axis
-    return None
 
 
 def _is_shard(placement: Placement, *dims: int) -> bool:
@@ -216,8 +205,8 @@ def _check_placement(tensor: str, placement: Placement, axis: str, *, on_context
         )
 
 
-def _instead(placement: Placement, heads: int, size: int, on_context: bool) -> Placement:
-    if on_context or not _is_shard(placement, SEQUENCE):
+def _instead(placement: Placement, heads: int, size: int, stays: bool) -> Placement:
+    if stays or not _is_shard(placement, SEQUENCE):
         return placement
     return Shard(HEADS) if heads % size == 0 else Replicate()
 

@@ -127,7 +127,7 @@ class _ContextParallel(AttentionStyle):
         """
         names, defaults = self._read_module(module)
         kind = _Forward if names[:3] == ["q", "k", "v"] else _ForwardByName
-        return kind(attention, self, module, names, defaults, name, modes).forward
+        return kind(attention, copy.copy(self), self, module, names, defaults, name, modes).forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, who = name_of(device_mesh), type(self).__name__
@@ -153,7 +153,9 @@ class _ContextParallel(AttentionStyle):
     def _is_applied(self, module: nn.Module, mesh: str) -> bool:
         """Whether a module has this very style, on the mesh of this name."""
         forward = getattr(module.forward, "__self__", None)
-        return isinstance(forward, _Forward) and forward.style is self and forward.attention.mesh == mesh
+        if not isinstance(forward, _Forward) or forward.given is not self or forward.attention.mesh != mesh:
+            return False
+        return forward.style.options is self.options and forward.style.layout == self.layout
 
     def _read_module(self, module: nn.Module) -> tuple[list[str], dict[str, Any]]:
         """The names of what a module takes by position, q, k, v first, and its defaults, which a call may leave out.
@@ -288,7 +290,8 @@ class _Forward:
     """What a styled module does when it is called: plain data, so that it is pickled with the module."""
 
     attention: ContextAttention
-    style: _ContextParallel
+    style: _ContextParallel  # as it was then
+    given: _ContextParallel  # itself
     module: nn.Module  # whose attributes may change
     names: list[str]  # of what it takes by position, q, k, v first
     defaults: dict[str, Any]  # of its options

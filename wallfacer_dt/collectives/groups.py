@@ -29,9 +29,9 @@ def is_sent_by(name: str, device: torch.device, backend: str) -> bool:
     return f"{device.type}:{backend}" in dist.get_backend_config(_group(name)).split(",")
 
 
-def group_ranks(name: str) -> list[int]:
+def group_ranks(name: str) -> tuple[int, ...]:
     """The ranks of the world that are in the named process group, by their numbers in it."""
-    return dist.get_process_group_ranks(_group(name))
+    return tuple(dist.get_process_group_ranks(_group(name)))
 
 
 def _group(name: str) -> dist.ProcessGroup:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt import lowering
-from wallfacer_dt.agreement.agree import fake_number, tell
+from wallfacer_dt.agreement.agree import tell
 from wallfacer_dt.algorithms.feed_forward import add_product_, linear
 from wallfacer_dt.algorithms.head_groups import HeadGroup, head_groups
 from wallfacer_dt.algorithms.heads import Heads
 from wallfacer_dt.algorithms.rotary import turned
 from wallfacer_dt.autocast import operator_body
-from wallfacer_dt.calls import Call, agreed_call, make_call
+from wallfacer_dt.calls import Call, agreed_call, fake_said, make_call, said
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels.merge import accumulation_dtype
@@ -108,7 +108,7 @@ class _Block(NamedTuple):
         further = None if number is not None else _signature(x, projections.own, block, attention.setting.lengths)
         first, called = agreed_call(_NAME, attention, given[0], number, mesh=block.whole, further=further)
         if number is None:
-            number = torch.tensor(called, device="cpu")
+            number = said(called, first.contents)
         calls = zip(groups, [first, *(make_call(attention, inputs) for inputs in given[1:])], strict=True)
         return cls(x, projections, None if cos is None or sin is None else (cos, sin), block, list(calls), number)
 
@@ -190,7 +190,7 @@ def metp_attention_body(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Returns:
         y (B, L, Do) without the output projection's bias, attention's output (B, N, L, H) and lse (B, N, L), and the
-        call's number on its mesh (), int64, on the CPU.
+        call's number on its mesh, and its contents (2,), int64, on the CPU.
 
     Raises:
         ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
@@ -289,7 +289,7 @@ def _metp_attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     block = BlockOptions.of(args[_COUNT])
     attended = x.new_empty((x.shape[0], block.heads, x.shape[1], block.head_dim))
     lse = x.new_empty(attended.shape[:-1], dtype=accumulation_dtype(x.dtype))
-    return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse, fake_number()
+    return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse, fake_said()
 
 
 @metp_attention_backward.register_fake

@@ -1,5 +1,6 @@
 """The ParallelStyle of METP for attention with its projections."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -155,7 +156,8 @@ class METPAttentionParallel(AttentionStyle):
         boundary = Boundary(weights, *self.layouts, shards)
         # Bound, so that a copy of the module uses its own weights.
         out_dim = linear(module, self.output).out_features
-        forward = self._forward(boundary, block, attention, rotary, attributes_of(module), returned, out_dim)
+        # As the style is now, whatever becomes of it.
+        forward = copy.copy(self)._forward(boundary, block, attention, rotary, attributes_of(module), returned, out_dim)
         self._notice_applied(module, weights.context_mesh)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wallfacer_dt import lowering
@@ -20,6 +18,7 @@ from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.autocast import as_computed, computed_dtype
 from wallfacer_dt.compiler import is_exporting, opaque, sizes
 from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.mesh import axis_ranks
 from wallfacer_dt.metp.holding import TENSOR_AXIS, Shards, WeightMesh
 from wallfacer_dt.transforms import is_transforming
 from wallfacer_dt.validation import refuse_in_graph
@@ -171,7 +170,10 @@ class Boundary:
         mesh, names = self.weights.mesh, x.device_mesh.mesh_dim_names or ()
         wanted = mesh.mesh_dim_names or ()
         # By ranks: see ``sharding``.
-        if any(axis not in names or _ranks(x.device_mesh, axis) != _ranks(mesh, axis) for axis in wanted):
+        there, here = (
+            dict(zip(one.mesh_dim_names or (), axis_ranks(one), strict=True)) for one in (x.device_mesh, mesh)
+        )
+        if any(there.get(axis) != here[axis] for axis in wanted):
             raise ValueError(f"x is a DTensor on {x.device_mesh}, which does not hold the axes of METP's mesh {mesh}")
         for axis, placement in zip(names, x.placements, strict=True):
             if not isinstance(placement, Replicate) and type(placement) is not Shard:
@@ -224,10 +226,6 @@ class Boundary:
                 index = index * mesh.size(axis) + mesh.get_local_rank(axis)
             shape[on_tp.dim] = shard_sizes(x.shape[on_tp.dim], tuple(mesh.size(axis) for axis in others))[index]
         return tuple(shape)
-
-
-def _ranks(mesh: DeviceMesh, axis: str) -> list[int]:
-    return dist.get_process_group_ranks(mesh.get_group(axis))
 
 
 def check_layouts(into: Placement | None, out: Placement | None) -> tuple[Placement, Placement]:

@@ -1,5 +1,6 @@
 """The ParallelStyle of METP for a feed-forward."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS
 from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.equivalence.inputs import shortened
-from wallfacer_dt.matching import SettledStyle
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions
 from wallfacer_dt.metp.holding import WeightMesh, local, watched
@@ -44,7 +45,7 @@ from wallfacer_dt.options import AttentionOptions
 from wallfacer_dt.unmatched import name_in_plan
 
 
-class METPParallel(SettledStyle):
+class METPParallel(ParallelStyle):
     """METP for a feed-forward (Algorithms 1 and 2): ranks that share a sequence share its weights.
 
     The module computes ``down(f(up(x)))`` or, with a gate, ``down(f(gate(x)) * up(x))``, of ``nn.Linear`` projections
@@ -113,7 +114,8 @@ class METPParallel(SettledStyle):
         # Bound, so that a copy of the module uses its own weights.
         boundary = Boundary(weights, *self.layouts, shards)
         out_dim = linear(module, self.down).out_features
-        forward = self._forward(Parameters.of(module), attributes_of(module), boundary, options, out_dim)
+        # As the style is now, whatever becomes of it.
+        forward = copy.copy(self)._forward(Parameters.of(module), attributes_of(module), boundary, options, out_dim)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
 

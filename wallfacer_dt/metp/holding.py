@@ -2,9 +2,10 @@
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.compiler import opaque, sizes
@@ -270,8 +270,8 @@ def watched(y: Tensor, x: Tensor, taken: Tensor, parts: Mapping[str, Tensor], ad
     """A result whose backward refuses (RuntimeError) x, weights and biases that have been changed in place meanwhile.
 
     Autograd looks after what an operator saves; of DTensors that is their local tensors, which a change of the DTensor
-    does not mark as changed. Nor does torch count changes by ``foreach`` and ``fused`` operations on DTensors; those of
-    optimizers are counted here. In eager mode only: a compiled graph is not watched.
+    does not mark as changed. Nor does torch count changes by ``foreach`` and ``fused`` operations on DTensors, so
+    optimizers are listened to. In eager mode only: a compiled graph is not watched.
 
     Args:
         y: the result, before a bias is added.
@@ -290,43 +290,56 @@ def watched(y: Tensor, x: Tensor, taken: Tensor, parts: Mapping[str, Tensor], ad
     saved = {name: part for name, part in parts.items() if name != added}
     if isinstance(x, DTensor) and _storage(x.to_local()) == _storage(taken):
         saved["x"] = x
+    _listen()
     # Not held: a hook lives as long as the graph, and what a checkpoint computes again is gone before.
-    _count_steps()
-    versions = [(name, weakref.ref(part), _changes(part)) for name, part in saved.items()]
+    watches = [_Watch(name, weakref.ref(part), part._version) for name, part in saved.items()]
+    _watches.update(watches)
 
     @opaque
     def check(_: Tensor) -> None:
         with refusing_together(mesh):
-            for name, held, before in versions:
-                part = held()
-                if part is not None and _changes(part) != before:
+            for watch in watches:
+                part = watch.part()
+                if part is not None and (watch.is_stepped or part._version != watch.version):
                     raise RuntimeError(
                         "one of the variables needed for gradient computation has been modified by an inplace "
-                        f"operation: {name} under METP was changed between forward and backward"
+                        f"operation: {watch.name} under METP was changed between forward and backward"
                     )
 
     y.register_hook(check)
     return y
 
 
-# Of what is watched, or was: how many steps of optimizers have changed it.
-_steps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+@dataclass(eq=False)
+class _Watch:
+    """A tensor as it was in a forward, for as long as its graph.
+
+    Attributes:
+        name: for messages.
+        part: the tensor.
+        version: by torch's count.
+        is_stepped: whether an optimizer has stepped on it since.
+    """
+
+    name: str
+    part: weakref.ref[Tensor]
+    version: int
+    is_stepped: bool = False
 
 
-def _changes(x: Tensor) -> tuple[int, int]:
-    """How often it was changed in place, as torch counts, and by steps of optimizers."""
-    return x._version, _steps.setdefault(x, 0)
+_watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
 
 
 @cache
-def _count_steps() -> None:
-    """Count those of all optimizers, from now on."""
+def _listen() -> None:
+    """Have optimizers say, from now on, what they have stepped on."""
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in _steps and parameter.grad is not None:
-                    _steps[parameter] += 1
+        if _watches:
+            every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            changed = {id(parameter) for parameter in every if parameter.grad is not None}
+            for watch in list(_watches):
+                watch.is_stepped |= id(watch.part()) in changed
 
     register_optimizer_step_post_hook(stepped)
 
