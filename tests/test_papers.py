@@ -20,7 +20,7 @@ from wallfacer_dt import ModelShape
 
 PAGE = (Path(__file__).parents[1] / "docs" / "benchmarks" / "papers.md").read_text()
 SMALL = Call(ModelShape(32, 4), 1536, 1)
-NUMBER = 16  # bytes of a call's number and that of what its mask captures, which its backward is told
+NUMBER = 16  # bytes of a call's number and that of its contents, which its backward is told
 MESHES = [(4, 2), (8, 2), (12, 2), (16, 4), (32, 4), (48, 4), (64, 8)]
 
 
