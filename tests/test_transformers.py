@@ -293,7 +293,7 @@ SAYS = {
     "a mask of the whole": "tell shard_inputs attention_mask",
     "4D mask": "tell shard_inputs attention_mask",
     "use_cache": "rank's keys only: pass use_cache=False; generate() runs on whole tokens",
-    "past_key_values": "pass use_cache=False; peft's prompt, prefix and p-tuning put tokens before the sequence",
+    "past_key_values": "with handle.whole():`; peft's prompt, prefix and p-tuning put tokens before the sequence",
     "output_attentions": "output_attentions: probabilities",
     "logits_to_keep": "logits_to_keep",
     "cu_seq_lens_q": "tell shard_inputs document_ids or cu_seqlens",
