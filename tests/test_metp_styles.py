@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd, convert_frame
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -307,6 +308,9 @@ def test_x_may_be_on_a_mesh_that_is_equal() -> None:
             given = DTensor.from_local(torch.randn(2, 3, 6), mesh, [Shard(1)] * 2, run_check=False)
             assert module(given * 1).shape == given.shape
         assert (given * 1).device_mesh is not mesh
+        unnamed = DTensor.from_local(torch.randn(2, 3, 6), DeviceMesh("cpu", [[0], [1]]), [Shard(1)] * 2)
+        with pytest.raises(ValueError, match="does not hold the axes of METP's mesh"):
+            module(unnamed)
 
 
 def sharded(x: Tensor) -> DTensor:

@@ -171,7 +171,7 @@ class Boundary:
         wanted = mesh.mesh_dim_names or ()
         # By ranks: see ``sharding``.
         there, here = (
-            dict(zip(one.mesh_dim_names or (), axis_ranks(one), strict=True)) for one in (x.device_mesh, mesh)
+            dict(zip(one.mesh_dim_names or (), axis_ranks(one), strict=False)) for one in (x.device_mesh, mesh)
         )
         if any(there.get(axis) != here[axis] for axis in wanted):
             raise ValueError(f"x is a DTensor on {x.device_mesh}, which does not hold the axes of METP's mesh {mesh}")
