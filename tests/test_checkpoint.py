@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.cases import Inner, mesh_of, told
 from tests.metp_cases import Attention
+from tests.pairwise import few
 from wallfacer_dt import METPAttentionParallel, WallFacerParallel
 from wallfacer_dt.checkpoint import ATTENTION_SAVE_OPS, save_attention
 from wallfacer_dt.testing import RankPool, count_collectives, worst_error
@@ -112,8 +113,13 @@ def compare(how: str, compiled: bool, packed: bool = False) -> tuple[float, int,
     return error, counts["attention"], counts["attention_backward"], counts["addmm"]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("how", "projections"), [("full", 6), ("policy", 6), ("selective", 4), ("save list", 4)])
+@pytest.mark.parametrize(
+    ("how", "projections", "compiled"),
+    few(
+        [(*how, c) for how in (("full", 6), ("policy", 6), ("selective", 4), ("save list", 4)) for c in (False, True)],
+        {("full", 6, False), ("save list", 4, False), ("policy", 6, True), ("selective", 4, True)},
+    ),
+)
 def test_the_ring_runs_once(ranks: Ranks, how: str, projections: int, compiled: bool) -> None:
     """Once a layer, with the same gradients; projections run again where the policy does not save them."""
     for error, forward, backward, addmm in ranks(4).run(compare, how, compiled):

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from recipes.train_bytes.model import Attention, Block, ByteGPT, ModelConfig, rotations
 from tests.cases import Case, Inner, draw_extras, mesh_of, per_head, prepare, told
+from tests.pairwise import few, tiers
 from wallfacer_dt import RingParallel, TokenOrder, WallFacerParallel, sequence_positions, shard_sequence
 from wallfacer_dt.testing import RankPool, count_collectives, worst_error
 
@@ -94,14 +96,7 @@ def aot_eager(what: str, ring: int, team: int, lengths: list[int]) -> list[Step]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("what", "mesh"),
-    [
-        ("model", (2, 1)),
-        pytest.param("block", (2, 2), marks=pytest.mark.whole),
-        pytest.param("block", (2, 1), marks=pytest.mark.whole),
-        pytest.param("block", (4, 1), marks=pytest.mark.whole),
-        pytest.param("model", (2, 2), marks=pytest.mark.whole),
-        pytest.param("model", (4, 1), marks=pytest.mark.whole),
-    ],
+    few(product(["block", "model"], [(2, 1), (2, 2), (4, 1)]), {("block", (2, 1))}),
 )
 def test_one_graph_equal_to_eager(ranks: Ranks, what: str, mesh: tuple[int, int]) -> None:
     """No graph break (fullgraph), no recompilation, one more graph for a second length and none for a third."""
@@ -276,7 +271,7 @@ def feature(case: Case) -> Compiled:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", few(FEATURES, {*FEATURES} - {"prefix", "mask", "soft cap"}))
 def test_every_feature_is_one_graph_equal_to_eager(ranks: Ranks, name: str) -> None:
     case = FEATURES[name]
     for found in ranks(case.size).run(feature, case):
@@ -593,7 +588,7 @@ def uneven_dtensors(size: int, lengths: list[int], dynamic: bool | None) -> tupl
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", few([None, True], {None}))
 def test_dtensors_that_ranks_do_not_divide_are_one_graph(ranks: Ranks, dynamic: bool | None) -> None:
     for graphs, error in ranks(2).run(uneven_dtensors, 2, [13, 15, 19, 17, 23], dynamic):
         assert graphs <= (1 if dynamic else 2)
@@ -628,14 +623,20 @@ def told_at_the_call(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
-    ("order", "options"),
-    [
-        ("head_tail", {"is_causal": True, "window_size": (20, 0)}),
-        ("contiguous", {}),
-        ("document_head_tail", {"is_causal": True}),
-    ],
+    ("order", "options", "dynamic"),
+    tiers(
+        [
+            (*order, dynamic)
+            for order in (
+                ("head_tail", {"is_causal": True, "window_size": (20, 0)}),
+                ("contiguous", {}),
+                ("document_head_tail", {"is_causal": True}),
+            )
+            for dynamic in (None, True)
+        ],
+        strength=1,
+    ),
 )
 def test_lengths_that_calls_bring_are_one_graph(
     ranks: Ranks, order: str, options: dict[str, Any], dynamic: bool | None
@@ -646,6 +647,7 @@ def test_lengths_that_calls_bring_are_one_graph(
         assert error == 0
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_takes_lengths_that_calls_bring(ranks: Ranks) -> None:
     for graphs, error in ranks(4).run(told_at_the_call, "head_tail", {"is_causal": True}, "inductor", True):

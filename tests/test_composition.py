@@ -26,7 +26,7 @@ from recipes.train_bytes.model import ByteGPT, ModelConfig
 from tests import composition
 from tests.cases import rms
 from tests.composition import IGNORED, MAX_NORM, deal, order_of, pipeline, pipeline_step, train_step
-from tests.pairwise import tiers
+from tests.pairwise import few, tiers
 from wallfacer_dt import RingParallel, WallFacerParallel, sequence_positions
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -244,10 +244,7 @@ def test_steps_equal_those_of_one_process(ranks: Ranks, name: str, mesh: tuple[i
 
 @pytest.mark.parametrize(
     ("schedule", "axes"),
-    [
-        pytest.param(*case, marks=() if case == ("ZBVZeroBubble", THREE) else pytest.mark.whole)
-        for case in product(SCHEDULES, (PIPELINE, THREE))
-    ],
+    few(product(SCHEDULES, (PIPELINE, THREE)), {("ZBVZeroBubble", PIPELINE)}),
     ids=str,
 )
 def test_steps_in_two_stages_a_rank_equal_those_of_one_process(
@@ -258,7 +255,7 @@ def test_steps_in_two_stages_a_rank_equal_those_of_one_process(
     assert all(error < 1e-10 for error in found.values()), found
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", few(HYBRIDS, {"tensor_parallel"}))
 def test_steps_of_a_hybrid_equal_those_of_one_process(ranks: Ranks, name: str) -> None:
     """Ulysses around a ring; with tensor parallelism a rank has one key head and splits it."""
     exact = alone(torch.float64, "sgd")
@@ -266,9 +263,7 @@ def test_steps_of_a_hybrid_equal_those_of_one_process(ranks: Ranks, name: str) -
     assert all(error < 1e-10 for error in found.values()), found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.whole) for name in COMPOSITIONS]
-)
+@pytest.mark.parametrize("name", few(COMPOSITIONS, {"fsdp"}))
 def test_float32_steps_are_as_close_as_one_process_is(ranks: Ranks, name: str) -> None:
     """Measured from float64."""
     exact = alone(torch.float64, "adamw")
@@ -277,7 +272,7 @@ def test_float32_steps_are_as_close_as_one_process_is(ranks: Ranks, name: str) -
     assert all(found[kind] <= limit[kind] for kind in limit), (found, limit)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("optimizer", few(["sgd", "adamw"], {"sgd"}))
 def test_bfloat16_steps_are_as_close_as_one_process_is(ranks: Ranks, optimizer: str) -> None:
     """Measured from float32; parameters are float32 and computed with in bfloat16."""
     exact = alone(torch.float32, optimizer)

@@ -681,6 +681,7 @@ def test_killed_run_leaves_nothing(group: bool) -> None:
     assert left_over() == []
 
 
+@pytest.mark.whole
 @pytest.mark.ranks
 @needs_network
 def test_rank_that_crashes_says_of_which_signal_and_where() -> None:

@@ -13,6 +13,7 @@ import pytest
 from recipes.benchmarks.gpu.__main__ import STAGES
 from recipes.benchmarks.gpu.stages import Place, attempted, page, record, versions
 from tests.gpu.__main__ import STAGES as CHECKS
+from tests.pairwise import few
 
 EVERY = {**CHECKS, **STAGES}
 QUICK = ["kernels", "segments", "merging", "waiting", "host", "loops"]
@@ -24,7 +25,8 @@ def test_that_all_end_within_20_minutes() -> None:
 
 
 @pytest.mark.parametrize(("stages", "stage"), [
-    *((stages, stage) for stages in (STAGES, CHECKS) for stage in QUICK if stage in stages),
+    *((stages, stage) for stages in (STAGES, CHECKS) for stage in QUICK if stage in stages and stage != "kernels"),
+    pytest.param(CHECKS, "kernels", marks=pytest.mark.whole),
     pytest.param(CHECKS, "ranks", marks=pytest.mark.ranks),
 ])  # fmt: skip
 def test_a_stage(stages: dict, stage: str, tmp_path: Path) -> None:
@@ -89,6 +91,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.whole
 def test_stages_at_once(tmp_path: Path) -> None:
     (tmp_path / "meeting.py").write_text(MEETING.format(out=str(tmp_path)))
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
@@ -119,7 +122,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["cut off", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("how", few(["cut off", "SIGTERM", "SIGHUP"], {"cut off"}))
 def test_that_what_is_cut_off_ends_with_all_that_it_started(how: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW.format(out=str(tmp_path), seconds=20 if how == "cut off" else 500))
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])

@@ -639,7 +639,7 @@ MASK_MODS: list[Callable[..., Tensor]] = [
 
 def test_flex_takes_many_masks(programs: CompileCounter) -> None:
     """In both directions, with and without bands, of two head dims: Dynamo by itself gives up after eight programs."""
-    for mask_mod, head_dim, (rows, columns) in product(MASK_MODS, (8, 16), ((256, 256), (130, 200))):
+    for mask_mod, (head_dim, rows, columns) in product(MASK_MODS, ((8, 256, 256), (16, 130, 200))):
         block = ordinary(rows, columns, head_dim=head_dim).to(torch.float32)
         for band in (FULL, CAUSAL):
             how = How(band, SCALE, asked(mask_mod, rows, columns, 7))

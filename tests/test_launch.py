@@ -36,10 +36,8 @@ def alone(folder: Path, options: list[str]) -> list[float]:
     return losses(folder / "alone")
 
 
-@pytest.mark.parametrize(
-    ("per_machine", "mesh"),
-    [("1", FIXED), pytest.param("2", ["--ring", "4", "--team", "2"], marks=pytest.mark.whole)],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize(("per_machine", "mesh"), [("1", FIXED), ("2", ["--ring", "4", "--team", "2"])])
 def test_four_machines_train_as_one_process(four: Site, tmp_path: Path, per_machine: str, mesh: list[str]) -> None:
     options = [*MODEL, "--steps", "4"]
     for machine in range(4):

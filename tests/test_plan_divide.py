@@ -296,7 +296,7 @@ def test_other_rotations_are_tried_where_the_fastest_do_not_fit() -> None:
     assert eight.seconds == pytest.approx(0.05875, rel=1e-3)
 
 
-@pytest.mark.parametrize("size", [(4, 2), (4, 4), pytest.param((8, 4), marks=pytest.mark.whole)])
+@pytest.mark.parametrize("size", [(4, 2), *(pytest.param(more, marks=pytest.mark.whole) for more in ((4, 4), (8, 4)))])
 @examples(5)
 @given(
     sequences=st.sampled_from([1, 2, 4]),

@@ -325,6 +325,7 @@ def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path, size: int, opt
     check_alike(tmp_path)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_the_long_form_is_the_run_of_one_process(ranks: Ranks, tmp_path: Path) -> None:

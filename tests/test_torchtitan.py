@@ -37,7 +37,7 @@ from recipes.torchtitan.shim import (
     is_cpu,
 )
 from tests.models import KEYS, verdict
-from tests.pairwise import tiers
+from tests.pairwise import few
 from tests.titan_models import MODELS, narrow, positions_of, section, try_all, try_model
 from wallfacer_dt import TokenOrder, context_mesh, dealing, shard_sequence
 from wallfacer_dt.algorithms.heads import split_heads
@@ -454,9 +454,6 @@ CASES = [
     ("ring 2, FSDP 2", "", "full"),
     ("team 2, HSDP 2", "", "selective"),
     ("ring 2, FSDP 2", AOT, "full"),
-]
-# Which take longest, each to compile for itself.
-COMPILED = [
     ("ring 4", AOT, "selective"),
     ("2x2", AOT, "none"),
     ("2x2", AOT, "full"),
@@ -471,7 +468,16 @@ def name_part(part: str) -> str:
 
 @pytest.mark.parametrize(
     ("size", "compilation", "checkpointing"),
-    [*tiers(CASES, strength=1), *(pytest.param(*case, marks=pytest.mark.whole) for case in COMPILED)],
+    few(
+        CASES,
+        {
+            ("ring 4", "", "none"),
+            ("2x2", "", "selective"),
+            ("ulysses 2 x ring 2", "", "full"),
+            ("ulysses 2, TP 2", "", "selective"),
+            ("ring 2, FSDP 2", AOT, "full"),
+        },
+    ),
     ids=name_part,
 )
 def test_training_equals_one_process(
@@ -497,9 +503,7 @@ def assert_trains_alike(
     assert {curve.sent for curve in curves} == {SIZES[size].sends(layers)}
 
 
-@pytest.mark.parametrize(
-    "then", ["ring 2, FSDP 2", *(pytest.param(one, marks=pytest.mark.whole) for one in ("2x2", "ulysses 2 x ring 2"))]
-)
+@pytest.mark.parametrize("then", few(["ring 2, FSDP 2", "2x2", "ulysses 2 x ring 2"], {"ring 2, FSDP 2"}))
 def test_a_checkpoint_is_resumed(titans, alone: Curve, tmp_path: Path, then: str) -> None:
     assert_resumes(titans, alone, tmp_path, SIZES["ring 2, FSDP 2"], SIZES[then])
 
@@ -625,9 +629,9 @@ def test_what_is_sent_tells_when_checkpointing_runs_the_ring_again(titans, alone
 @pytest.mark.parametrize(
     "options",
     [
-        "--parallelism.context_parallel_load_balancer None",
         "--parallelism.context_parallel_schedule published --parallelism.context_parallel_rotate q",
-        "--parallelism.context_parallel_kernel reference",
+        pytest.param("--parallelism.context_parallel_load_balancer None", marks=pytest.mark.whole),
+        pytest.param("--parallelism.context_parallel_kernel reference", marks=pytest.mark.whole),
     ],
 )
 def test_other_ways_to_the_same_training(titans, alone: Curve, options: str) -> None:
@@ -678,7 +682,9 @@ def test_meshes_fit_the_balancer(titans) -> None:
     ("balancer", "patch"),
     [
         ("headtail", {"torchtitan.trainer.prepare_context_parallel_input": deal_contiguously}),
-        ("None", {"torchtitan.trainer.prepare_context_parallel_input": deal_head_tail}),
+        pytest.param(
+            "None", {"torchtitan.trainer.prepare_context_parallel_input": deal_head_tail}, marks=pytest.mark.whole
+        ),
     ],
 )
 def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch: dict) -> None:
@@ -774,10 +780,11 @@ def test_parts_that_are_refused(titans) -> None:
             "",
             "one step of 100000 sequences needs 6400001",
         ),
-        (
+        pytest.param(
             context(2, 1, "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 100000"),
             "",
             "one step of 100000 sequences needs 6400001",
+            marks=pytest.mark.whole,
         ),
     ],
 )
@@ -808,7 +815,8 @@ def test_a_bias_that_tensor_ranks_share_gets_its_whole_gradient(titans) -> None:
     assert titans(1).run(bias_shared_by, 4) == [(True, [3.0, 3.0])]
 
 
-@pytest.mark.parametrize(("size", "experts"), [("ring 2, FSDP 2", 2), pytest.param("2x2", 4, marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize(("size", "experts"), [("ring 2, FSDP 2", 2), ("2x2", 4)])
 def test_expert_parallelism_beside_context_parallelism(titans, size: str, experts: int) -> None:
     """DeepSeek-V3; its experts round to bfloat16, of other sums on other ranks."""
     (alone,) = titans(1).run(train, f"--training.local_batch_size {SEQUENCES} {EXPERTS}", {}, take_less)
@@ -822,7 +830,8 @@ def test_expert_parallelism_beside_context_parallelism(titans, size: str, expert
     assert norms < 1e-5
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=pytest.mark.whole), "Interleaved1F1B"])
+@pytest.mark.whole
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_pipelines_beside_context_parallelism(titans, schedule: str) -> None:
     """Two stages of two ranks, with torchtitan's own schedules; the last stage knows the loss."""
     options = f"--training.local_batch_size {SEQUENCES} activation-checkpoint:none"

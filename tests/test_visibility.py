@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import Case, draw, held, index_of, mesh_of, whole
+from tests.pairwise import few
 from tests.strategies import any_case, cases, examples
 from wallfacer_dt import context_parallel_attention
 from wallfacer_dt.testing import RankPool
@@ -34,7 +35,7 @@ def outputs_before_and_after(case: Case, changed: int) -> list[tuple[int, list[n
     return answers
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("size", few([2, 3, 4, 6, 8], {2, 4, 6}))
 @examples(20)
 @given(data=st.data())
 def test_exactly_the_outputs_that_may_see_a_token_change(
@@ -49,7 +50,7 @@ def test_exactly_the_outputs_that_may_see_a_token_change(
     assert different.equal(positions >= changed if case.is_causal else torch.ones_like(different))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("size", few([1, 2, 4, 6, 8], {1, 2, 4, 6}))
 @examples(25)
 @given(data=st.data())
 def test_of_any_mask_too(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cases import Case, held, run, shard_sizes
 from tests.closed_volumes import Closed
-from tests.pairwise import tiers
+from tests.pairwise import few, tiers
 from tests.strategies import any_case, cases, examples, meshes, ulysses_meshes
 from tests.test_segments import planned
 from tests.test_segments import seen as pairs_seen
@@ -89,7 +89,7 @@ def test_counted_on_threads(threads: Callable[[int], RankPool], size: int, data:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("size", few(range(2, 9), {2, 3, 4, 6, 8}))
 @examples(20)
 @given(data=st.data())
 def test_any_case_counted_on_threads(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
@@ -293,12 +293,7 @@ def test_the_papers_example_by_kind() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ring", "team", "schedule"),
-    [
-        pytest.param(1024, 1, "2d", marks=pytest.mark.whole),
-        (128, 8, "2d"),
-        (128, 8, "published"),
-        pytest.param(32, 32, "2d", marks=pytest.mark.whole),
-    ],
+    few([(1024, 1, "2d"), (128, 8, "2d"), (128, 8, "published"), (32, 32, "2d")], {(128, 8, "published")}),
 )
 def test_1024_ranks(ring: int, team: int, schedule: str) -> None:
     case = Case(ring, team, shard=64, heads=8, kv_heads=1, head_dim=128, dtype="bfloat16", schedule=schedule)

@@ -18,8 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import ProcessContext
 
 from recipes.benchmarks.cluster.cases import Machines
 from recipes.benchmarks.cluster.watcher import environment
@@ -48,8 +51,8 @@ RECIPES = {
     ),
 }
 """Options of recipes that are small."""
-# Seconds after which an agent looks at its ranks; after a tenth, which is its own, it ends those that wait for one that
-# is gone before they have said so, if the machine is busy.
+# Seconds that ranks have to say that they wait for one that is gone, before the agent ends them; it would look after a
+# tenth, which is too soon where the machine is busy.
 _MONITORED = 1.5
 # What recipes import once they run.
 _IMPORTED_LATE = {"train_dit": ("sklearn.datasets",)}
@@ -137,9 +140,18 @@ def _launch(command: list[str], restarts: int, said: Path, variables: dict[str, 
         importlib.import_module(name)
     config = LaunchConfig(
         1, 1, RANKS, run_id=str(uuid.uuid4()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=restarts, start_method="fork", monitor_interval=_MONITORED,
+        max_restarts=restarts, start_method="fork",
     )  # fmt: skip
-    elastic_launch(config, _be_a_rank)(*command[1:])
+    join = ProcessContext.join
+
+    def join_later(self: ProcessContext, *args: Any, **options: Any) -> bool:
+        """Which ends the other ranks if one has failed."""
+        if any(process.exitcode for process in self.processes):
+            time.sleep(_MONITORED)
+        return join(self, *args, **options)
+
+    with mock.patch.object(ProcessContext, "join", join_later):
+        elastic_launch(config, _be_a_rank)(*command[1:])
 
 
 def _end_with_parent() -> None:
