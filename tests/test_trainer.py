@@ -168,6 +168,10 @@ def dealt_by_document() -> dict[str, str]:
         "a mask": {"attention_mask": seen},
         "positions and a mask": {"position_ids": positions, "attention_mask": seen},
         "positions and padding": {"position_ids": positions, "attention_mask": seen.index_fill(1, positions[0, 6:], 0)},
+        "packed and a mask": {"position_ids": within, "attention_mask": seen},
+        "packed and padding": {"position_ids": within, "attention_mask": seen.index_fill(1, positions[0, 6:], 0)},
+        "three of each": {"position_ids": positions.expand(3, -1, -1)},
+        "nothing of all": dict.fromkeys(FOR_KERNELS) | {"position_ids": within, "attention_mask": None},
         "positions and lengths": {"position_ids": within, "cu_seqlens": torch.tensor([0, 5, 8])},
         "positions and ids": {"position_ids": within, "document_ids": torch.tensor([[3] * 5 + [1] * 3] * 2)},
         "positions across lengths": {"position_ids": positions, "cu_seqlens": torch.tensor([0, 5, 8])},
@@ -200,9 +204,14 @@ def test_batches_of_one_document_are_dealt_out_by_document(ranks: Ranks) -> None
         for name in FOR_KERNELS:
             across = said.pop(f"{name} across")
             assert across.startswith(f"{name} of a batch tells other documents than its position_ids")
+        assert said.pop("packed and padding").startswith(
+            "position_ids of a batch whose attention_mask has padding must"
+        )
+        assert said.pop("three of each") == "position_ids of a batch must have shape (B, N) or (N,), got (3, 2, 8)"
         assert said.pop("nothing") == "order='document_head_tail' needs document_ids or cu_seqlens"
         assert said == {
             "positions": one, "a mask": one, "positions and a mask": one, "positions and padding": "00000011",
+            "packed and a mask": "11111222", "nothing of all": "11111222",
             "positions and lengths": "00000111", "positions and ids": "33333111",
             "flattened": "11111222",
         }  # fmt: skip

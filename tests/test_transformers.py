@@ -32,12 +32,21 @@ from wallfacer_dt import (
     shard_sequence,
 )
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CsmDepthDecoderConfig,
+    CsmDepthDecoderModel,
+    Gemma4Config,
+    Gemma4Model,
+    Gemma4TextConfig,
+    Gemma4VisionConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
@@ -65,8 +74,10 @@ from tests.models import (
     verdict,
 )
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
+from wallfacer_dt.integrations.transformers import model as integration
+from wallfacer_dt.integrations.transformers.attend import AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
-from wallfacer_dt.integrations.transformers.masks import read_mask
+from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
 from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
 from wallfacer_dt.integrations.transformers.rope import tell_largest_position
 from wallfacer_dt.integrations.transformers.sequence import ForwardPass, positions_within
@@ -336,6 +347,86 @@ def test_calls_that_are_refused(ranks: Ranks) -> None:
         for name, what in SAYS.items():
             assert what in told[name], (name, told[name])
             assert (what == "went through") == (told[name] == "went through"), (name, told[name])
+
+
+CLIP = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4
+}  # fmt: skip
+
+
+def gemma_with_eyes() -> Gemma4Model:
+    """Of which the tower cuts pictures into patches without a convolution, and asks for a mask of its own."""
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    text = Gemma4TextConfig(
+        **sizes, vocab_size=97, num_key_value_heads=2, global_head_dim=8, hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=97, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
+    )  # fmt: skip
+    eyes = Gemma4VisionConfig(
+        **sizes, num_key_value_heads=2, pooling_kernel_size=2, patch_size=2, position_embedding_size=64
+    )
+    tokens = {"image_token_id": 95, "video_token_id": 94, "audio_token_id": 93}
+    return Gemma4Model(Gemma4Config(text_config=text, vision_config=eyes, audio_config=None, **tokens)).double()
+
+
+def calls_with_pictures() -> tuple[dict[str, str], float]:
+    """What is said to them and to other models that are no part of a sequence; and how far embeddings by hand are from
+    tokens.
+    """
+    mesh, order, model = set_up()
+    (tokens, _), whole = tokens_of(64), gemma_with_eyes()
+    tokens[:, :16] = 95  # on rank 0, whose picture has as many patches as ranks have tokens
+    context_parallel(whole, mesh, order=order)
+    batch = shard_inputs(mesh, tokens, order=order)
+    patches = torch.rand(2, 64, 12, dtype=torch.float64)
+    places = torch.stack(torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij"), -1).reshape(1, 64, 2)
+    picture = {"pixel_values": patches, "image_position_ids": places.expand(2, -1, -1)}
+    said = {"a picture": refusal(lambda: whole(**batch, **picture))}
+    said["a picture on a rank"] = refusal(lambda: whole(**batch, **(picture if dist.get_rank() == 0 else {})))
+    said["text alone"] = refusal(lambda: whole(**{**batch, "input_ids": batch["input_ids"] % 90}))
+    with mock.patch.object(integration, "_OF_TOWERS", re.compile("nothing")):
+        said["a tower's mask"] = refusal(lambda: whole(**batch, **picture))
+    pooling = CLIPTextModel(CLIPTextConfig(**CLIP)).double()
+    context_parallel(pooling, mesh, order=order)
+    said["a token that is pooled"] = refusal(lambda: pooling(**batch))
+    sizes = {"num_codebooks": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    deaf = CsmDepthDecoderModel(CsmDepthDecoderConfig(**sizes, num_attention_heads=4, head_dim=8, vocab_size=97))
+    said["positions that a model ignores"] = refusal(lambda: context_parallel(deaf, mesh, order=order))
+    context_parallel(model, mesh, order=order)
+    embeddings = model.get_input_embeddings()(tokens)
+    by_hand = {**batch, "input_ids": None, "inputs_embeds": shard_sequence(embeddings, order, dim=1)}
+    return said, worst_error([(model(**by_hand).logits, model(**batch).logits)])
+
+
+def test_pictures_are_refused(ranks: Ranks) -> None:
+    says = {
+        "a picture": "the model was called with pixel_values: what another model makes of pictures or sound",
+        "a picture on a rank": "the model was called with pixel_values",
+        "text alone": "went through",
+        "a tower's mask": "a mask of 64 tokens for Gemma4VisionConfig, where this rank has 16 of Gemma4TextConfig",
+        "a token that is pooled": "CLIPTextModel gives pooler_output, of a token that one rank holds",
+        "positions that a model ignores": "it is not told positions (position_ids)",
+    }
+    for told, error in ranks(RANKS).run(calls_with_pictures):
+        assert told.keys() == says.keys()
+        for name, what in says.items():
+            assert what in told[name], (name, told[name])
+        assert error < 1e-12
+
+
+def test_attention_of_what_is_not_a_ranks_tokens_is_refused() -> None:
+    mask = mock.Mock(spec=ShardedMask, forward=mock.Mock())
+    mask.forward.sequence.shard = 8
+    x = torch.ones(1, 2, 9, 4)
+    with fake_world(1):
+        attend = AttentionOnMesh(context_mesh("cpu", 1), {})
+        with pytest.raises(ValueError, match="Identity has 9 queries, of the sequence this rank has 8 tokens"):
+            attend(torch.nn.Identity(), x, x, x, mask)
 
 
 def heads_around() -> tuple[dict[str, str], float]:

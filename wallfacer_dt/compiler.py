@@ -14,8 +14,8 @@ that ranks may share. So a digest of the package's sources is an argument of the
 Private APIs of the compiler are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
 
+import ast
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import index
@@ -94,17 +94,13 @@ def _plain(x: Any) -> Any:
 
 @constant
 def _as_text(options: tuple[Any, ...]) -> str:
-    return json.dumps(options, separators=(",", ":"))
+    return repr(options)  # with quotes that need not be escaped where Inductor writes C++
 
 
 @lru_cache(1024)
 def from_text(text: str) -> tuple[Any, ...]:
     """What :func:`as_text` was given."""
-    return _tuples(json.loads(text))
-
-
-def _tuples(x: Any) -> Any:
-    return tuple(map(_tuples, x)) if isinstance(x, list) else x
+    return ast.literal_eval(text)
 
 
 def sizes(x: Tensor) -> tuple[int, ...]:

@@ -14,12 +14,14 @@ Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0, 2.14
 
 import sys
 from functools import cache
+from itertools import takewhile
 from types import ModuleType
 from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import register_torch_dispatch
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils._pytree import tree_map_only
 
 
@@ -45,6 +47,13 @@ def keep_order(op: OpOverload) -> None:
         inductor = sys.modules.get("torch._inductor.lowering")
         if inductor is not None:
             tell(inductor)
-        return mode.__torch_dispatch__(func, types, args, kwargs)
+        # Behind the last node are what the call adds.
+        nodes = mode.tracer.graph.nodes
+        last = next(reversed(nodes), None)
+        out = mode.__torch_dispatch__(func, types, args, kwargs)
+        for node in takewhile(lambda node: node is not last, reversed(nodes)):
+            if node.meta.get("partitioner_tag") != "is_backward":
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+        return out
 
     register_torch_dispatch(op, ProxyTorchDispatchMode, traced)

@@ -107,6 +107,11 @@ class AttentionOnMesh:
                 f"{name} has {query.shape[2]} queries and {key.shape[2]} keys: cross attention and caches are not "
                 "implemented"
             )
+        if query.shape[2] != (shard := mask.forward.sequence.shard):
+            raise ValueError(
+                f"{name} has {query.shape[2]} queries, of the sequence this rank has {shard} tokens: what is not of "
+                "them, as in a vision tower, is not implemented"
+            )
         return mask
 
 

@@ -8,6 +8,7 @@ backward find it there. A forward begins with a check of all that may have chang
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -44,6 +45,12 @@ _REFUSED = {
     "logits_to_keep": "of a shard the last tokens are not the sequence's",
     "encoder_hidden_states": "cross attention is not implemented",
 }
+# Arguments by which models with other ones in them take pictures, films and sound.
+_OF_TOWERS = re.compile(r"(pixel|image|video|audio|speech)s?(_|$)|input_(features|values)|mm_encoder_outputs")
+_TOWER = (
+    "what another model makes of pictures or sound is put into the whole sequence: make inputs_embeds of that, deal "
+    "them out by shard_sequence, and give the language model inside to context_parallel, which takes them"
+)
 
 
 class ContextParallel(Handle[PreTrainedModel]):
@@ -135,6 +142,12 @@ class ContextParallel(Handle[PreTrainedModel]):
                 raise ValueError(_PADDED)
             if asked.get("q_length") != asked.get("kv_length") or _offset(asked):
                 raise ValueError("a mask of caches or of cross attention is not implemented: pass use_cache=False")
+            of, ours = type(asked.get("config")), type(self._set_up_model().config.get_text_config())
+            if of is not ours or asked["q_length"] != forward.sequence.shard:
+                raise ValueError(
+                    f"a mask of {asked['q_length']} tokens for {of.__name__}, where this rank has "
+                    f"{forward.sequence.shard} of {ours.__name__}: {_TOWER}"
+                )
             return read_mask(mask_function, forward)
 
     @untraced(_UNTRACED)
@@ -187,6 +200,11 @@ class ContextParallel(Handle[PreTrainedModel]):
                     "others look at several tokens in another way, not by transformers' AttentionInterface, or are not "
                     "there: then set num_hidden_layers of its config"
                 )
+            if getattr(output, "pooler_output", None) is not None:
+                raise ValueError(
+                    f"{type(model).__name__} gives pooler_output, of a token that one rank holds or the mean over this "
+                    "rank's: give context_parallel the model inside it that pools nothing"
+                )
             if self._named(args, kwargs).get("labels") is not None and not forward.losses:
                 raise ValueError(
                     f"{type(model).__name__} computes its loss by itself, as the mean over this rank's tokens, or by a "
@@ -232,6 +250,8 @@ class ContextParallel(Handle[PreTrainedModel]):
             value = given.get(name)
             if isinstance(value, Tensor) or value not in (None, False, 0):
                 raise ValueError(f"the model was called with {name}: {why}")
+        if found := [name for name, value in given.items() if value is not None and _OF_TOWERS.match(name)]:
+            raise ValueError(f"the model was called with {found[0]}: {_TOWER}")
         tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if not isinstance(tokens, Tensor) or tokens.ndim < 2:
             raise ValueError("the model must be called with input_ids (B, L) or inputs_embeds: this rank's tokens")
@@ -251,7 +271,7 @@ class ContextParallel(Handle[PreTrainedModel]):
                 "position_ids are missing: the model would count from 0 on every rank; call it with all that "
                 f"shard_inputs gives, or with position_ids=sequence_positions(N, order)[None]; {_TRAINER}; {PROMPTS}"
             )
-        if shard != sequence.positions.shape[-1] or not _are(positions, sequence.positions):
+        if shard != sequence.shard or not _are(positions, sequence.positions):
             raise ValueError(
                 f"position_ids and the {shard} tokens must be this rank's of a sequence of {sequence.length} in "
                 f"{self.order!r}, as shard_inputs gives them (packed documents are told to shard_inputs, and the whole "

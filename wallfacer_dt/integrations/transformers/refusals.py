@@ -112,5 +112,5 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
             "context_parallel the model inside it, call that by itself, and compute the head from what it gives, on "
             "the rank that has the token"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if upstream.counts_for_itself(model) or "position_ids" not in inspect.signature(model.forward).parameters:
         yield "it is not told positions (position_ids), so it would count from 0 on every rank"

@@ -62,6 +62,11 @@ class ShardedSequence:
         """Whether ranks hold different numbers of tokens."""
         return self.length % self.order.groups.coordinate.size != 0
 
+    @property
+    def shard(self) -> int:
+        """Tokens that this rank holds of a row."""
+        return self.positions.shape[-1]
+
     def whole_positions(self) -> Tensor:
         """(N,) or (B, N): the position of every token within its document."""
         return positions_within(self.document_ids, self.length)

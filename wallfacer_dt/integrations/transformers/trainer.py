@@ -178,7 +178,7 @@ class ContextParallelTrainer(Trainer):
         """
         with refusing_together(self._everyone):
             with refusing_together(self.context.order.mesh_name):  # whose other ranks deal the batch out
-                if not prediction_loss_only or "labels" not in inputs:
+                if not prediction_loss_only or inputs.get("labels") is None:
                     raise ValueError(
                         "of shards Trainer evaluates the loss alone: set prediction_loss_only=True, and give it "
                         "labels; for logits call the model within `with handle.whole():`"
@@ -235,9 +235,13 @@ class ContextParallelTrainer(Trainer):
         """
         order = self.context.order
         with refusing_together(order.mesh_name):
-            told = dict(batch)
+            told = {name: value for name, value in batch.items() if value is not None}
             positions = told.pop("position_ids", None)
             if positions is not None:
+                if positions.ndim > 2:
+                    raise ValueError(
+                        f"position_ids of a batch must have shape (B, N) or (N,), got {(*positions.shape,)}"
+                    )
                 _drop_what_positions_show(told, positions := positions.cpu())
             if unknown := sorted(told.keys() - _TAKEN):
                 raise ValueError(f"a batch has {', '.join(unknown)}, of which Trainer cannot deal out this rank's part")
@@ -353,6 +357,14 @@ def _tell_documents(told: dict[str, Any], positions: Tensor, *, also_of_one: boo
     given = told.get("document_ids") if ends is None else torch.bucketize(torch.arange(length), ends.cpu(), right=True)
     if given is None:
         told["document_ids"] = _documents(positions, also_of_one=also_of_one)
+        mask = told.get("attention_mask")
+        if mask is not None and told["document_ids"] is not None:
+            if not bool(mask.all()):
+                raise ValueError(
+                    "position_ids of a batch whose attention_mask has padding must count from 0 to the end of each "
+                    "row: leave position_ids out, or padding, which does not go with packed documents"
+                )
+            del told["attention_mask"]
         return
     given = given.cpu()
     # Those of other sequences are refused where they are dealt out.

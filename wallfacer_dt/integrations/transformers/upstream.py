@@ -64,6 +64,11 @@ def counts_from_padding(module: nn.Module) -> bool:
     return asks and (hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name))
 
 
+def counts_for_itself(model: PreTrainedModel) -> bool:
+    """Whether a model takes positions, and does not go by them."""
+    return any(type(part).__name__ == "CsmDepthDecoderModel" for part in model.modules())
+
+
 def counts_from_mask(model: PreTrainedModel) -> bool:
     """Whether positions that a model is not told are those of the tokens that its mask does not hide."""
     return any(config.model_type == "opt" for config in configs(model))
