@@ -68,10 +68,12 @@ CONTEXTS: dict[str, Callable[[], Any] | None] = {
 }
 
 
-def gradients(how: str, *, compiled: bool = False, packed: bool = False) -> tuple[list[Tensor], Counter[str]]:
+def gradients(
+    how: str, *, compiled: bool = False, packed: bool = False, backend: str = ""
+) -> tuple[list[Tensor], Counter[str]]:
     """Gradients of two blocks, and how often operators ran (or stand in the compiled graphs), both ways together.
 
-    ``packed``: of documents, on a mesh with an axis ``cp_ulysses``.
+    ``packed``: of documents, on a mesh with an axis ``cp_ulysses``. ``backend``: compiled by that, and not counted.
     """
     torch.manual_seed(0)
     mesh = mesh_of(2, 1, ulysses=2) if packed else mesh_of(2, 2)
@@ -93,7 +95,9 @@ def gradients(how: str, *, compiled: bool = False, packed: bool = False) -> tupl
     x = torch.randn(1, 4, 16, requires_grad=True)
     graphs = AotEagerAndRecordGraphs()
     counting = Count()
-    if compiled:
+    if backend:
+        torch.compile(model, fullgraph=True, backend=backend)(x).square().sum().backward()
+    elif compiled:
         torch.compile(model, fullgraph=True, backend=graphs)(x).square().sum().backward()
         (forward,), (backward,) = graphs.fw_graphs, graphs.bw_graphs
         for node in (*forward.graph.nodes, *backward.graph.nodes):
@@ -168,6 +172,24 @@ def test_collectives_of_the_forward_run_once_a_layer(ranks: Ranks) -> None:
     once = {("all_gather_into_tensor", "cp_team"): 2, ("all_to_all_single", "cp_ring"): 2}
     once[("all_to_all_single", "cp_team")] = 2
     assert ranks(4).run(collectives) == [once] * 4
+
+
+def under(**config: Any) -> tuple[float, dict[Any, int]]:
+    """Largest difference to gradients of eager code where a partitioner saves less, and collectives of forwards."""
+    expected, _ = gradients("none")
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(config), count_collectives(mesh_of(2, 2)) as traffic:
+        got, _ = gradients("none", backend="aot_eager_decomp_partition")
+    return worst_error(zip(got, expected, strict=True)), dict(traffic.forward.collectives)
+
+
+@pytest.mark.parametrize("config", [{"activation_memory_budget": 0.2}, {"aggressive_recomputation": True}], ids=str)
+def test_a_partitioner_that_saves_less_does_not_run_the_ring_again(ranks: Ranks, config: dict[str, Any]) -> None:
+    once = {("all_gather_into_tensor", "cp_team"): 2, ("all_to_all_single", "cp_ring"): 2}
+    once[("all_to_all_single", "cp_team")] = 2
+    for error, found in ranks(4).run(partial(under, **config)):
+        assert error < 1e-6
+        assert found == once
 
 
 def with_metp(compiled: bool) -> tuple[float, int, int]:

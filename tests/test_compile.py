@@ -655,6 +655,21 @@ def test_inductor_takes_lengths_that_calls_bring(ranks: Ranks) -> None:
         assert error < 1e-6
 
 
+def by_cpp_wrapper() -> float:
+    """How far outputs and gradients are from eager ones where Inductor calls operators from C++."""
+    mesh = mesh_of(2, 1)
+    style = WallFacerParallel(is_causal=True, order=TokenOrder("head_tail", mesh), layout="BNLH", check=False)
+    inner = parallelize_module(nn.ModuleDict({"inner": Inner()}), mesh, {"inner": style})["inner"]
+    compiled = torch.compile(inner, fullgraph=True, options={"cpp_wrapper": True})
+    return far_from_eager(inner, compiled, torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore")
+def test_inductor_calls_operators_from_c(ranks: Ranks) -> None:
+    assert max(ranks(2).run(by_cpp_wrapper)) < 1e-6
+
+
 def counted() -> tuple[int, list[tuple[int, ...]], list[float]]:
     """Graphs that ran; calls and bytes, counted round eager and compiled calls that bring the length; differences."""
     mesh = mesh_of(2, 2)

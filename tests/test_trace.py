@@ -611,6 +611,13 @@ def test_operators_take_options_as_text(numbers: tuple[float, float], setting: S
     assert repr(found) == repr(options)  # which tells a bool from an integer
 
 
+def test_the_text_of_options_needs_no_escapes() -> None:
+    """Inductor's C++ wrapper puts it between quotes as it is."""
+    known = AttentionOptions(window_size=(3, 0), rotate="q", kernel="flash")
+    text = Options(0.5, 2.0, Setting(options=known, order="head_tail"), "0123", mask="answers").told()[3]
+    assert not {'"', "\\", "\n"} & {*text}
+
+
 def test_ranks_compare_every_option() -> None:
     """Of the two that are objects the names."""
     told = AttentionOptions(window_size=(3, 0), length=7, kv_length=5, replicated=2, rotate="q", kernel="flash")

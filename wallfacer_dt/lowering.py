@@ -9,6 +9,11 @@ kernels in the order of the graph, which is the same on all ranks; what else it 
 between ranks. So each operator that communicates is a collective kernel to Inductor. What passes over graphs do to
 other collectives, before, it does not see.
 
+Note [Never run again]
+A partitioner that saves less than it could has operators run again in the backward, but for what a checkpoint's policy
+must save, and for torch's own collectives. Which ones depends on sizes, too, and so on the rank: each operator is what
+must be saved, unless a checkpoint has said something else of it.
+
 Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
 
@@ -21,8 +26,8 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import register_torch_dispatch
-from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 def keep_order(op: OpOverload) -> None:
@@ -47,7 +52,7 @@ def keep_order(op: OpOverload) -> None:
         inductor = sys.modules.get("torch._inductor.lowering")
         if inductor is not None:
             tell(inductor)
-        # Behind the last node are what the call adds.
+        # See Note [Never run again]; what stands behind the last node is the call's.
         nodes = mode.tracer.graph.nodes
         last = next(reversed(nodes), None)
         out = mode.__torch_dispatch__(func, types, args, kwargs)
