@@ -258,6 +258,10 @@ class Mixed(ContextParallelTrainer, OfAnother):
     pass
 
 
+class Behind(OfAnother, ContextParallelTrainer):
+    pass
+
+
 class WithMore(Rows):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {**super().__getitem__(index), "cu_seq_lens_q": torch.tensor([0, LENGTH])}
@@ -300,6 +304,7 @@ def refused() -> dict[str, str]:
         said["a loss of one's own"] = train(compute_loss_func=lambda *_, **__: None)
         said["a mean of one's own"] = train(Mean)
         said["a mean of another trainer"] = train(Mixed)
+        said["another trainer before it"] = train(Behind)
         said["metrics of logits"] = train(compute_metrics=lambda _: {})
         said["logits"] = predict()
         smoothed = arguments(label_smoothing_factor=0.1)
@@ -361,6 +366,7 @@ REFUSED = {
     "a loss of one's own": "does not go with compute_loss_func",
     "a mean of one's own": "Mean has a compute_loss that is not Trainer's",
     "a mean of another trainer": "Mixed has a compute_loss that is not Trainer's",
+    "another trainer before it": "Behind must have ContextParallelTrainer before OfAnother among its bases",
     "metrics of logits": "does not go with compute_metrics",
     "logits": "set prediction_loss_only=True, and give it labels",
     "a loss of TRL": "does not go with loss_type of TRL",

@@ -94,7 +94,7 @@ def _plain(x: Any) -> Any:
 
 @constant
 def _as_text(options: tuple[Any, ...]) -> str:
-    return repr(options)  # with quotes that need not be escaped where Inductor writes C++
+    return repr(options)  # by single quotes, which Inductor need not escape where it writes C++
 
 
 @lru_cache(1024)

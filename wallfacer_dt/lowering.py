@@ -11,8 +11,8 @@ other collectives, before, it does not see.
 
 Note [Never run again]
 A partitioner that saves less than it could has operators run again in the backward, but for what a checkpoint's policy
-must save, and for torch's own collectives. Which ones depends on sizes, too, and so on the rank: each operator is what
-must be saved, unless a checkpoint has said something else of it.
+must save, and for torch's own collectives. Which ones depends on sizes, too, and so on the rank. So each operator is
+what must be saved, unless a checkpoint has it computed again. torch does not always go by it: docs/compile.md.
 
 Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 """
@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from torch._ops import OpOverload
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import register_torch_dispatch
 from torch.utils._pytree import tree_map_only
@@ -52,13 +53,15 @@ def keep_order(op: OpOverload) -> None:
         inductor = sys.modules.get("torch._inductor.lowering")
         if inductor is not None:
             tell(inductor)
-        # See Note [Never run again]; what stands behind the last node is the call's.
         nodes = mode.tracer.graph.nodes
         last = next(reversed(nodes), None)
         out = mode.__torch_dispatch__(func, types, args, kwargs)
         for node in takewhile(lambda node: node is not last, reversed(nodes)):
-            if node.meta.get("partitioner_tag") != "is_backward":
-                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            if node.target is func and node.meta.get("partitioner_tag") != "is_backward" and may_be_saved(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # see Note [Never run again]
         return out
+
+    def may_be_saved(node: Node) -> bool:
+        return node.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE)
 
     register_torch_dispatch(op, ProxyTorchDispatchMode, traced)

@@ -47,10 +47,7 @@ _REFUSED = {
 }
 # Arguments by which models with other ones in them take pictures, films and sound.
 _OF_TOWERS = re.compile(r"(pixel|image|video|audio|speech)s?(_|$)|input_(features|values)|mm_encoder_outputs")
-_TOWER = (
-    "what another model makes of pictures or sound is put into the whole sequence: make inputs_embeds of that, deal "
-    "them out by shard_sequence, and give the language model inside to context_parallel, which takes them"
-)
+_TOWER = "what another model makes of pictures or sound, for the whole sequence, is not implemented: text alone is"
 
 
 class ContextParallel(Handle[PreTrainedModel]):
@@ -199,11 +196,6 @@ class ContextParallel(Handle[PreTrainedModel]):
                     f"of {layers} layers of {type(model).__name__} {forward.calls} computed attention on the mesh; the "
                     "others look at several tokens in another way, not by transformers' AttentionInterface, or are not "
                     "there: then set num_hidden_layers of its config"
-                )
-            if getattr(output, "pooler_output", None) is not None:
-                raise ValueError(
-                    f"{type(model).__name__} gives pooler_output, of a token that one rank holds or the mean over this "
-                    "rank's: give context_parallel the model inside it that pools nothing"
                 )
             if self._named(args, kwargs).get("labels") is not None and not forward.losses:
                 raise ValueError(

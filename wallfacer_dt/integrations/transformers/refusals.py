@@ -106,11 +106,15 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
             yield f"{path} ({type(module).__name__}) looks at several tokens, of which a rank would see its own only"
     if getattr(model, "pooler", None) is not None:
         yield "its pooler takes the first token, which one rank holds: add_pooling_layer=False"
+    if upstream.pools_within(model):
+        yield "it pools tokens (pooler_output), which one rank holds, or of which it holds some"
     if model.base_model is not model and not name.endswith(_HEADS):
         yield (
             f"a head of that kind is not known to look at tokens one by one (known are {', '.join(_HEADS)}): give "
             "context_parallel the model inside it, call that by itself, and compute the head from what it gives, on "
             "the rank that has the token"
         )
-    if upstream.counts_for_itself(model) or "position_ids" not in inspect.signature(model.forward).parameters:
+    if upstream.counts_for_itself(model):
+        yield "it counts positions from 0 on every rank, whatever position_ids it is told"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         yield "it is not told positions (position_ids), so it would count from 0 on every rank"

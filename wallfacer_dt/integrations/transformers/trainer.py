@@ -8,7 +8,7 @@ every rank other sequences, and no rank must take these for shards of one; and w
 """
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class ContextParallelTrainer(Trainer):
         self._everyone = everyone = name_mesh("world", range(dist.get_world_size()), ())
         with refusing_together(everyone):
             self.context = handle_of(model)
+            self._check_bases()
             self._check_own_loss()  # before another base looks at it
             told = args[0] if args else kwargs.get("args")
             _check_parallelism(getattr(told, "parallelism_config", None))  # of which accelerate has errors of its own
@@ -262,6 +263,15 @@ class ContextParallelTrainer(Trainer):
         super()._set_signature_columns_if_needed()
         self._signature_columns += sorted({*_TAKEN, "position_ids"}.difference(self._signature_columns))
 
+    def _check_bases(self) -> None:
+        kinds = takewhile(lambda kind: kind is not ContextParallelTrainer, type(self).__mro__)
+        others = [kind for kind in kinds if issubclass(kind, Trainer) and not issubclass(kind, ContextParallelTrainer)]
+        if others:
+            raise ValueError(
+                f"{type(self).__name__} must have ContextParallelTrainer before {others[0].__name__} among its bases, "
+                "whose methods would take a whole batch for this rank's part"
+            )
+
     def _check_own_loss(self) -> None:
         if getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss and not self.own_loss_adds_up:
             raise ValueError(
@@ -358,7 +368,7 @@ def _tell_documents(told: dict[str, Any], positions: Tensor, *, also_of_one: boo
     if given is None:
         told["document_ids"] = _documents(positions, also_of_one=also_of_one)
         mask = told.get("attention_mask")
-        if mask is not None and told["document_ids"] is not None:
+        if mask is not None and mask.shape == told["input_ids"].shape and told["document_ids"] is not None:
             if not bool(mask.all()):
                 raise ValueError(
                     "position_ids of a batch whose attention_mask has padding must count from 0 to the end of each "

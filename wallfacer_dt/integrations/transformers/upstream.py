@@ -69,6 +69,11 @@ def counts_for_itself(model: PreTrainedModel) -> bool:
     return any(type(part).__name__ == "CsmDepthDecoderModel" for part in model.modules())
 
 
+def pools_within(model: PreTrainedModel) -> bool:
+    """Whether a model pools tokens in its forward, by no module that could be left out."""
+    return not hasattr(model, "pooler") and "pooler_output=" in inspect.getsource(inspect.unwrap(type(model).forward))
+
+
 def counts_from_mask(model: PreTrainedModel) -> bool:
     """Whether positions that a model is not told are those of the tokens that its mask does not hide."""
     return any(config.model_type == "opt" for config in configs(model))
