@@ -94,7 +94,14 @@ def _plain(x: Any) -> Any:
 
 @constant
 def _as_text(options: tuple[Any, ...]) -> str:
-    return repr(options)  # by single quotes, which Inductor need not escape where it writes C++
+    return repr(_exact(options))  # by single quotes, which Inductor need not escape where it writes C++
+
+
+def _exact(x: Any) -> Any:
+    """Texts of an enum as texts."""
+    if isinstance(x, str):
+        return str.__str__(x)
+    return tuple(map(_exact, x)) if isinstance(x, tuple) else x
 
 
 @lru_cache(1024)
