@@ -19,7 +19,6 @@ Private APIs of Inductor are called here only; run on torch 2.11.0, 2.13.0, 2.14
 
 import sys
 from functools import cache
-from itertools import takewhile
 from types import ModuleType
 from typing import Any
 
@@ -53,12 +52,10 @@ def keep_order(op: OpOverload) -> None:
         inductor = sys.modules.get("torch._inductor.lowering")
         if inductor is not None:
             tell(inductor)
-        nodes = mode.tracer.graph.nodes
-        last = next(reversed(nodes), None)
         out = mode.__torch_dispatch__(func, types, args, kwargs)
-        for node in takewhile(lambda node: node is not last, reversed(nodes)):
-            if node.target is func and node.meta.get("partitioner_tag") != "is_backward" and may_be_saved(node):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # see Note [Never run again]
+        call = next((node for node in reversed(mode.tracer.graph.nodes) if node.target is func), None)
+        if call is not None and call.meta.get("partitioner_tag") != "is_backward" and may_be_saved(call):
+            call.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # see Note [Never run again]
         return out
 
     def may_be_saved(node: Node) -> bool:
