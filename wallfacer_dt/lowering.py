@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any
 
 from torch._ops import OpOverload
-from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import register_torch_dispatch
 from torch.utils._pytree import tree_map_only
@@ -54,11 +53,9 @@ def keep_order(op: OpOverload) -> None:
             tell(inductor)
         out = mode.__torch_dispatch__(func, types, args, kwargs)
         call = next((node for node in reversed(mode.tracer.graph.nodes) if node.target is func), None)
-        if call is not None and call.meta.get("partitioner_tag") != "is_backward" and may_be_saved(call):
+        is_forward = call is not None and call.meta.get("partitioner_tag") != "is_backward"
+        if is_forward and call.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE):
             call.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # see Note [Never run again]
         return out
-
-    def may_be_saved(node: Node) -> bool:
-        return node.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE)
 
     register_torch_dispatch(op, ProxyTorchDispatchMode, traced)

@@ -70,8 +70,11 @@ def counts_for_itself(model: PreTrainedModel) -> bool:
 
 
 def pools_within(model: PreTrainedModel) -> bool:
-    """Whether a model pools tokens in its forward, by no module that could be left out."""
-    return not hasattr(model, "pooler") and "pooler_output=" in inspect.getsource(inspect.unwrap(type(model).forward))
+    """Whether a model of transformers pools tokens in its forward, by no module that could be left out."""
+    forward = inspect.unwrap(type(model).forward)
+    if hasattr(model, "pooler") or not forward.__module__.startswith("transformers."):  # others' may have no source
+        return False
+    return "pooler_output=" in inspect.getsource(forward)
 
 
 def counts_from_mask(model: PreTrainedModel) -> bool:
