@@ -28,6 +28,8 @@ from torch.library import register_torch_dispatch
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+_MAY_BE_SAVED = (None, CheckpointPolicy.PREFER_SAVE)
+
 
 def keep_order(op: OpOverload) -> None:
     """Have Inductor lower a functional operator as one call that keeps its order among all collectives.
@@ -53,9 +55,9 @@ def keep_order(op: OpOverload) -> None:
             tell(inductor)
         out = mode.__torch_dispatch__(func, types, args, kwargs)
         call = next((node for node in reversed(mode.tracer.graph.nodes) if node.target is func), None)
-        is_forward = call is not None and call.meta.get("partitioner_tag") != "is_backward"
-        if is_forward and call.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE):
-            call.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # see Note [Never run again]
+        meta = {} if call is None else call.meta
+        if meta.get("partitioner_tag") != "is_backward" and meta.get("recompute") in _MAY_BE_SAVED:
+            meta["recompute"] = CheckpointPolicy.MUST_SAVE  # see Note [Never run again]
         return out
 
     register_torch_dispatch(op, ProxyTorchDispatchMode, traced)
