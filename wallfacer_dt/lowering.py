@@ -32,7 +32,9 @@ _MAY_BE_SAVED = (None, CheckpointPolicy.PREFER_SAVE)
 
 
 def keep_order(op: OpOverload) -> None:
-    """Have Inductor lower a functional operator as one call that keeps its order among all collectives, and partitioners save it.
+    """Have Inductor lower a functional operator as one call that keeps its order among all collectives.
+
+    And partitioners save what it gives, see Note [Never run again].
 
     Inductor is told when the operator is first traced into a graph after it was imported, and nobody imports it for
     that: a graph that it generates code for has been traced, unless the code is found in a cache.
