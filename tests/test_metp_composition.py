@@ -293,6 +293,40 @@ def test_fsdp_over_other_sequences(ranks: Ranks, name: str, axes: tuple[str, ...
     assert_exact(found, expected(block))
 
 
+class Scaled(nn.Module):
+    """A block, and weights of others behind it."""
+
+    def __init__(self, block: nn.Module, size: int) -> None:
+        super().__init__()
+        self.block, self.scale = block, nn.Parameter(torch.full((size,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.block(x, *args, **kwargs) * self.scale
+
+
+def scaled_by_fsdp(block: Block) -> OnRank:
+    """Where FSDP shards the others' weights over METP's own ranks."""
+    module, rows, x, grad, call = styled(block)
+    model = Scaled(module, grad.shape[-1])
+    fully_shard(model, mesh=block.mesh(), ignored_params={*module.parameters()})
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    x = x.clone().requires_grad_()
+    out = model(x, *call[0], **call[1])
+    out.backward(grad)
+    found = {"out": out, "x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+    return rows, {name: metp_cases.array(value) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("name", ["feed_forward", "attention"])
+def test_fsdp_of_others_over_the_same_ranks(ranks: Ranks, name: str) -> None:
+    block = replace(on(name, 2, 1), axis="cp_ring")
+    x, grad = block.inputs()
+    model = Scaled(block.module(torch.float64), grad.shape[-1])
+    exact = gradients(model, x, grad, block.call([*range(block.case.total)]))
+    assert_exact(whole(block, ranks(2).run(scaled_by_fsdp, block)), exact)
+
+
 def distributed(
     block: Block,
     axes: tuple[str, ...],

@@ -275,9 +275,11 @@ class SDPAShaped(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
-    ) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=self.scale)
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        scale = self.scale if scale is None else scale
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
 
 
 def sdpa_shaped() -> float:
@@ -289,8 +291,8 @@ def sdpa_shaped() -> float:
     local = [shard_sequence(x, TokenOrder("contiguous", mesh), dim=2) for x in (q, k, v)]
     with pytest.raises(ValueError, match="is_causal=False, the style was given is_causal=True"):
         module(*local)
-    out = module(*local, is_causal=True)
-    return worst_error([(out, shard_sequence(expected, TokenOrder("contiguous", mesh), dim=2))])
+    expected = shard_sequence(expected, TokenOrder("contiguous", mesh), dim=2)
+    return worst_error((module(*local, is_causal=True, **scale), expected) for scale in ({}, {"scale": None}))
 
 
 def test_a_modules_own_scale_and_defaults_count(ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ from wallfacer_dt import sharding
 from wallfacer_dt.agreement.agree import agree, named, refusing_together
 from wallfacer_dt.agreement.meeting import kept
 from wallfacer_dt.agreement.worlds import lasting
-from wallfacer_dt.algorithms.blocks import Captured, mask_key, mask_name, recorded_mask
+from wallfacer_dt.algorithms.blocks import Captured, Read, mask_key, mask_name, read_by, recorded_mask
 from wallfacer_dt.algorithms.recorded import MaskMod, UnrecordedError
 from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.volume import resolve_rotations
@@ -109,9 +109,8 @@ def under_autocast(inputs: AttentionInputs) -> AttentionInputs:
 class ContextAttention(Setting):
     """Context-parallel attention with its mesh and options resolved: what is left to check is the tensors."""
 
-    # What the mask reads, for a compiled graph, whose inputs these are. What it is, is looked at when it runs;
-    # otherwise at every call.
-    captured: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+    # What the mask reads, for a compiled graph, whose inputs these are; otherwise that is looked at at every call.
+    captured: Read = field(default_factory=Read, repr=False, compare=False)
     # By kind of tensors, what the operator is told of them.
     known: dict[Hashable, Told] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -139,7 +138,7 @@ class ContextAttention(Setting):
         return cls(
             options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=name_of(mesh),
             device_type=mesh.device_type, place=place, groups=groups.names,
-            context=context, context_ranks=context_ranks, captured=_captured(options.mask_mod, mesh.device_type),
+            context=context, context_ranks=context_ranks, captured=_read_by(options.mask_mod, mesh.device_type),
         )  # fmt: skip
 
     def _check_lasts(self, what: str) -> None:
@@ -170,7 +169,7 @@ class ContextAttention(Setting):
         options = replace(self.options, mask_mod=mask_mod)
         options.check()
         check_order_is_told(options.order, self.place.size)
-        return replace(self, options=options, mask_key=mask_key(mask_mod), captured=())
+        return replace(self, options=options, mask_key=mask_key(mask_mod), captured=read_by(mask_mod))
 
     def of_length(self, length: int) -> "ContextAttention":
         """The same attention for a sequence of another length, which a call brings with it."""
@@ -216,7 +215,7 @@ class ContextAttention(Setting):
         forward, backward = resolve_rotations(
             options.rotate, options.rotate_forward, options.schedule, index(place.ring), index(place.team),
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype, ulysses=index(place.ulysses),
-            value_dim=value_dim, shared_dim=0 if k_shared is None else int(k_shared.shape[-1]),
+            value_dim=value_dim, shared_dim=0 if k_shared is None else index(k_shared.shape[-1]),
             lengths=self._ratio(q, k),
         )  # fmt: skip
         length, kv_length = options.length, options.kv_length
@@ -272,7 +271,7 @@ class ContextAttention(Setting):
         lengths = self.seen_by_mask(q.shape, k.shape, shards=not isinstance(q, DTensor))
         lengths = index(lengths[0]), index(lengths[1])
         if torch.compiler.is_compiling():
-            return mask_name(self.mask_key, lengths, q.device.type, **may), self.captured
+            return mask_name(self.mask_key, lengths, q.device.type, **may), self.captured.tensors
         return recorded_mask(self.options.mask_mod, lengths, q.device.type, **may)
 
 
@@ -286,20 +285,20 @@ def _unpickled(
         raise ValueError(f"{error}; or load the module's state_dict() into one that has been styled here") from error
     return ContextAttention(
         options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=named(mesh).name,
-        device_type=device_type, place=place, groups=here, captured=_captured(options.mask_mod, device_type),
+        device_type=device_type, place=place, groups=here, captured=_read_by(options.mask_mod, device_type),
     )  # fmt: skip
 
 
-def _captured(mask: MaskMod | BlockMask | None, device_type: str) -> tuple[Tensor, ...]:
-    """What a mask captures, if it can be asked yet; what it will never do is refused (TypeError)."""
-    if mask is None:
-        return ()
-    try:
-        return recorded_mask(mask, None, device_type)[1]
-    except UnrecordedError:
-        raise
-    except Exception:  # what it reads may not be there yet
-        return ()
+def _read_by(mask: MaskMod | BlockMask | None, device_type: str) -> Read:
+    """See :func:`read_by`; a mask that does what cannot be written down, whatever it reads, is refused (TypeError)."""
+    if mask is not None:
+        try:
+            recorded_mask(mask, None, device_type)
+        except UnrecordedError:
+            raise
+        except Exception:  # what it reads may not be there yet
+            pass
+    return read_by(mask)
 
 
 context_parallel_attention.__signature__ = with_options(context_parallel_attention)  # pyrefly: ignore[missing-attribute]

@@ -94,11 +94,6 @@ def said(number: int, contents: int) -> Tensor:
     """
     if number or contents:
         return torch.tensor([number, contents], device="cpu")
-    return fake_said()
-
-
-def fake_said() -> Tensor:
-    """What has its shape."""
     return torch.zeros(2, dtype=torch.int64, device="cpu")
 
 
@@ -108,7 +103,7 @@ def make_call(options: Options, inputs: AttentionInputs) -> Call:
     is_kept = inputs.document_ids is None and inputs.cu_seqlens is None and not options.mask
     q, k, hidden = inputs.q.shape, inputs.k.shape, inputs.k_shared is None
     plan = _kept_plan(options, q, k, hidden) if is_kept else _plan(options, q, k, hidden, *inputs.documents)
-    if plan.is_elsewhere:
+    if is_lasting(options.setting.mesh):
         here = groups_here(options.setting.mesh, *plan.groups[:2])
         plan = replace(plan, groups=plan.groups._replace(names=here))
     if inputs.q.is_cuda:  # all else can be gathered
@@ -129,7 +124,6 @@ class _Plan:
     groups: ContextGroups
     sequences: Sequences
     all_heads: tuple[tuple[Heads, ...], ...]
-    is_elsewhere: bool
     schedules: dict[bool, Schedule] = field(default_factory=dict)
 
     @property
@@ -167,7 +161,7 @@ def _plan(
     heads = split_heads(q[1], k[1], place.ulysses, hidden=hidden)
     sequences = Sequences(q_length, k_length, setting.order, mask, told.replicated)
     groups = ContextGroups(place, setting.groups, setting.context, setting.context_ranks)
-    return _Plan(options, groups, sequences, heads, is_lasting(setting.mesh))
+    return _Plan(options, groups, sequences, heads)
 
 
 _kept_plan = lru_cache(256)(_plan)

@@ -37,6 +37,4 @@ class AttentionInputs(NamedTuple):
 
 
 INPUTS = AttentionInputs._fields
-INPUTS_SCHEMA = ", ".join(
-    f"Tensor{'?' * (name in AttentionInputs._field_defaults)} {name}" for name in AttentionInputs._fields
-)
+INPUTS_SCHEMA = ", ".join(f"Tensor{'?' * (name in AttentionInputs._field_defaults)} {name}" for name in INPUTS)

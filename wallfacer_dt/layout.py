@@ -99,7 +99,7 @@ def deal(length: int, axes: tuple[int, ...], order: str) -> Shards:
     heads = [size - size // 2 for size in (sizes[index] for index in turns)]
     tails = [size // 2 for size in (sizes[index] for index in reversed(turns))]
     cut = spans_of(np.array([*heads, *tails]))
-    held = {index: _some(cut[[turn, -1 - turn]]) for turn, index in enumerate(turns)}
+    held = {index: nonempty(cut[[turn, -1 - turn]]) for turn, index in enumerate(turns)}
     return tuple(held[index] for index in range(len(sizes)))
 
 
@@ -125,13 +125,13 @@ def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     def spans(turn: int) -> Spans:
         return np.stack([cuts[turn], cuts[turn + 1], cuts[-2 - turn], cuts[-1 - turn]], -1).reshape(-1, 2)
 
-    held = {index: merged(_some(spans(turn))) for turn, index in enumerate(by_turn)}
+    held = {index: merged(nonempty(spans(turn))) for turn, index in enumerate(by_turn)}
     return tuple(held[index] for index in range(parts))
 
 
 def consecutive(sizes: Sequence[int]) -> Shards:
     """Shards of these sizes, one after the other; of an empty one there is no span."""
-    return tuple(_some(span[None]) for span in spans_of(np.array(sizes)))
+    return tuple(nonempty(span[None]) for span in spans_of(np.array(sizes)))
 
 
 def spans_of(sizes: np.ndarray) -> Spans:
@@ -192,5 +192,5 @@ def _chunked(size: int, parts: int) -> list[int]:
     return [max(0, min(step, size - part * step)) for part in range(parts)]
 
 
-def _some(spans: Spans) -> Spans:
+def nonempty(spans: Spans) -> Spans:
     return np.compress(spans[:, 0] < spans[:, 1], spans, 0)  # a mask of whole rows takes numpy six times as long

@@ -190,9 +190,7 @@ def context_mesh(
         # Groups of other ranks would wait for each other, for torch's own half an hour.
         agree("context_mesh", told.items(), everyone)
     layout = placed_ranks(ring, team, ulysses=ulysses, placement=placement)
-    names = CONTEXT_AXES
-    if ulysses == 1:
-        layout, names = layout[0], CONTEXT_AXES[1:]
+    names, layout = (CONTEXT_AXES, layout) if ulysses > 1 else (CONTEXT_AXES[1:], layout[0])
     mesh = DeviceMesh(device_type, layout, mesh_dim_names=names)
     inherit_timeout(mesh)
     return mesh

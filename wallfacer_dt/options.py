@@ -116,14 +116,13 @@ class AttentionOptions:
         for name in ("length", "kv_length"):
             if getattr(self, name) is not None:
                 check_length(getattr(self, name), name)
-        if self.softcap is not None:
-            check_scale(self.softcap, "softcap")
+        check_scale(self.softcap, "softcap")
         if self.mask_mod is not None and not callable(self.mask_mod) and not isinstance(self.mask_mod, BlockMask):
             raise TypeError(f"mask_mod must be a function or a BlockMask, got {type(self.mask_mod).__name__}")
         self._check_together()
 
     def _check_together(self) -> None:
-        has_window = self.window not in ((-1, -1), (-1, 0)) or (self.window == (-1, 0) and not self.is_causal)
+        has_window = self.window != (-1, 0 if self.is_causal else -1)
         if self.prefix_length and (not self.is_causal or has_window):
             raise ValueError("prefix_length goes with is_causal=True and without window_size")
         named = {"is_causal": self.is_causal, "window_size": has_window, "prefix_length": self.prefix_length}

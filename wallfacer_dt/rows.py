@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from wallfacer_dt.layout import Pieces, Spans, length_of, merged, positions, spans_of, stored_at
+from wallfacer_dt.layout import Pieces, Spans, length_of, merged, nonempty, positions, spans_of, stored_at
 
 _FEW = 64
 
@@ -28,7 +29,7 @@ class Rows:
     @classmethod
     def at(cls, by_row: Sequence[Spans]) -> "Rows":
         """The rows in these spans, some of which may be empty."""
-        return cls(tuple(merged(spans[spans[:, 0] < spans[:, 1]]) for spans in by_row))
+        return cls(tuple(merged(nonempty(spans)) for spans in by_row))
 
     @cached_property
     def length(self) -> int:
@@ -168,6 +169,12 @@ def _runs(rows: tuple[Rows, ...]) -> list[tuple[int, int, int, int, int, int]]:
 def cut(x: Tensor, dim: int, start: int, n: int) -> Tensor:
     """``x.narrow``, where it leaves something out."""
     return x if n == x.size(dim) else x.narrow(dim, start, n)
+
+
+def padded(x: Tensor, dim: int, length: int, before: int = 0) -> Tensor:
+    """With zeros along a dim, so many before it and the others behind, in all as long as that; copied where any are."""
+    after = length - before - x.shape[dim]
+    return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (before, after)) if before or after else x
 
 
 def _split(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:

@@ -45,8 +45,7 @@ def shard_sequence(
         ValueError: the sequence is empty, the documents are missing or none, or the plan that was applied on the
             order's mesh matched nothing.
     """
-    check_token_order(order)
-    with refusing_together(order.mesh_name):
+    with refusing_together(check_token_order(order).mesh_name):
         notice_dealt(order.dealt)
     return local_shard(x, order, dim=dim, document_ids=document_ids, cu_seqlens=cu_seqlens)
 
@@ -94,8 +93,7 @@ def unshard_sequence(
         ValueError: the shards cannot be of this order, one needs a gradient that was not asked for, or ranks disagree.
         IndexError: ``dim`` is out of range.
     """
-    check_token_order(order)
-    with refusing_together(order.mesh_name):
+    with refusing_together(check_token_order(order).mesh_name):
         # Of a pickled order the groups may be called otherwise here.
         groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names)
         dim = checked_dim(x, dim)

@@ -339,7 +339,7 @@ class _Forward:
             check_call(inputs, attention)
         except (TypeError, ValueError, NotImplementedError) as error:
             if in_graph:
-                return refuse_in_graph(q, q.shape[-1], str(error), attention.mesh)
+                return refuse_in_graph(q, v.shape[-1], str(error), attention.mesh)
             raise
         return attention.run(inputs, attention.resolve(inputs, scale).told())
 
@@ -354,7 +354,8 @@ class _Forward:
                 f"which {type(self.module).__name__} gave another output, or could not be run; is there dropout? Set "
                 f"it to 0 before the style is applied, or apply it to a new module in {now} mode"
             )
-        asked = self.style._read_attributes(self.module) | self.defaults | told
+        own, asked = self.style._read_attributes(self.module), self.defaults | told
+        asked = own | {name: value for name, value in asked.items() if value is not None or name not in own}
         if not asked:
             return _Call(self.style.options.scale, {}, None)
         call = self.style._read_options(asked, f"{type(self.style).__name__}: attention was called with")

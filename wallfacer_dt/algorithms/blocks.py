@@ -39,6 +39,7 @@ _masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _count = itertools.count(1)
 # They live as long as their mask, or as who needs them for a backward.
 _latest: Any = WeakIdKeyDictionary()
+_read: Any = WeakIdKeyDictionary()
 _known: weakref.WeakValueDictionary[str, Recording] = weakref.WeakValueDictionary()
 _digests: Any = WeakIdKeyDictionary()
 
@@ -84,8 +85,24 @@ def recorded_mask(
 
 @constant
 def mask_name(key: int, lengths: tuple[int, int], device_type: str, *, by_row: bool, by_head: bool) -> str:
-    """The name alone, of a mask by its number; see :func:`recorded_mask`."""
-    return recorded_mask(_masks[key], lengths, device_type, by_row=by_row, by_head=by_head)[0]
+    """The name alone, of a mask by its number; see :func:`recorded_mask`. What it reads is in :func:`read_by` then."""
+    mask = _masks[key]
+    name, read_by(mask).tensors = recorded_mask(mask, lengths, device_type, by_row=by_row, by_head=by_head)
+    return name
+
+
+class Read:
+    """What a mask read when :func:`mask_name` was last asked: where a graph that is traced finds its inputs.
+
+    Not when the mask was given: a module may have been on another device then, or without contents.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+
+
+def read_by(mask: MaskMod | BlockMask | None) -> Read:
+    """Of each mask always the same."""
+    return Read() if mask is None else _read.setdefault(mask, Read())
 
 
 def check_mask(key: int, name: str, captured: Sequence[Tensor], lengths: tuple[int, int], device_type: str) -> None:

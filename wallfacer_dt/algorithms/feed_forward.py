@@ -25,7 +25,6 @@ from wallfacer_dt.algorithms.segments import Work
 from wallfacer_dt.algorithms.steps import Side
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import Shards, consecutive
-from wallfacer_dt.mesh import Coordinate
 
 
 class Activation(NamedTuple):
@@ -61,9 +60,9 @@ class RingOfWeights:
         """By rank, how many it holds on a side."""
         return (self.tokens,) * axes[1] if side == "q" else self.units
 
-    def inner(self, side: Side, place: Coordinate) -> Sequence[Shards]:
+    def inner(self, side: Side, axes: tuple[int, int, int]) -> Sequence[Shards]:
         """The same as positions, in all rows of a batch."""
-        return [consecutive(self.inner_sizes(side, place.axes))]
+        return [consecutive(self.inner_sizes(side, axes))]
 
 
 class Units(NamedTuple):

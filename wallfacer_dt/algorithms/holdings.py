@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from wallfacer_dt.algorithms.masks import Mask
-from wallfacer_dt.algorithms.segments import ByRow, Sees, Stored, Work, plan_block
+from wallfacer_dt.algorithms.segments import Sees, Stored, Work, plan_block
 from wallfacer_dt.algorithms.steps import CONTEXT, TEAM, Attend, Exchange, Side, Start, Step
 from wallfacer_dt.layout import Shards, in_order
 from wallfacer_dt.mesh import TEAM_AXIS, Coordinate
@@ -69,10 +69,6 @@ class Holdings:
     def planned(self, queries: Sequence[Stored], keys: Sequence[Stored]) -> Work:
         """What is computed of these, by row of the batch."""
         return plan_block(queries, keys, self.sees)
-
-    def rows(self, side: Side, owners: Ranks) -> ByRow:
-        """By row of the batch, the positions that some ranks hold together."""
-        return [some.spans for some in self._stored(side, owners)]
 
     def _stored(self, side: Side, owners: Ranks) -> list[Stored]:
         if (side, owners) not in self._rows:

@@ -63,10 +63,6 @@ class Mask:
             last = np.minimum(last, np.maximum(queries[:, 1] + self.right, self.prefix))
         return np.stack([first, last], -1)
 
-    def pairs(self, row: int, queries: Spans, keys: Spans) -> tuple[np.ndarray, np.ndarray]:
-        """By number, each span of queries with the spans of keys of which it sees some, ascending."""
-        return pairs_of(self.reach(row, queries), keys)
-
 
 def pairs_of(reach: Spans, keys: Spans) -> tuple[np.ndarray, np.ndarray]:
     """By number, each of ascending spans with those of keys that have positions in it, ascending."""

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM
-from wallfacer_dt.collectives.over_axes import gathered_rows, padded, summed_rows
+from wallfacer_dt.collectives.over_axes import gathered_rows, summed_rows
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import ContextGroups
+from wallfacer_dt.rows import padded
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, TypeGuard
 
+from wallfacer_dt.agreement.meeting import kept
 from wallfacer_dt.algorithms.blocks import Answers
 from wallfacer_dt.algorithms.holdings import Holdings, Ranks
 from wallfacer_dt.algorithms.published import published
@@ -48,8 +49,12 @@ def check_schedule(schedule: str, ring: int, team: int) -> None:
         )
 
 
-# A schedule of many documents is megabytes, and every packing is a schedule of its own.
-@lru_cache(maxsize=64)
+# How many are kept; under masks that are asked, with each one's answers. A schedule of many documents is megabytes, and
+# every packing is a schedule of its own.
+_KEPT = 64
+
+
+@lru_cache(_KEPT)
 def make_schedule(
     place: Coordinate, sequences: Sequences, *, schedule: str, resident: Side, backward: bool
 ) -> Schedule:
@@ -58,7 +63,7 @@ def make_schedule(
     return _made(place, sequences, schedule, resident, backward, offsets, works=works)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(_KEPT)
 def _works(place: Coordinate, sequences: Sequences, resident: Side) -> dict[tuple[Ranks, Ranks], Work]:
     """What has been planned to be computed: of thousands of documents it is what takes time, and both ways alike."""
     del place, sequences, resident
@@ -80,9 +85,7 @@ def make_asked_schedule(
     ``offsets`` are the distances round the ring, other than 0, at which some rank needs a rotating block, ascending.
     """
     key = (place, sequences, schedule, resident, backward, offsets)
-    if key not in answers.kept:
-        answers.kept[key] = _made(*key, answers.sees)
-    return answers.kept[key]
+    return kept(answers.kept, key, _KEPT, lambda: _made(*key, answers.sees))
 
 
 def outline(
@@ -113,7 +116,7 @@ def _made(
     works: dict[tuple[Ranks, Ranks], Work] | None = None,
     is_planned: bool = True,
 ) -> Schedule:
-    held = {side: sequences.inner(side, place) if is_planned else () for side in SIDES}
+    held = {side: sequences.inner(side, place.axes) if is_planned else () for side in SIDES}
     sizes = {side: sequences.inner_sizes(side, place.axes) for side in SIDES}
     holdings = Holdings(place, resident, backward, offsets, sequences.mask, held, sees, {} if works is None else works)
     # Without a team there is nothing to gather and nothing to place: every schedule is a ring.

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.masks import Mask, pairs_of
 from wallfacer_dt.algorithms.steps import Side
 from wallfacer_dt.layout import BY_DOCUMENT, Shards, deal, deal_documents, in_order, merged, shard_sizes
 from wallfacer_dt.mesh import Coordinate
@@ -32,14 +32,14 @@ class Sequences:
         """How many rows of the batch differ in their positions; one stands for all."""
         return len(self.mask.documents) if self.order == BY_DOCUMENT else 1
 
-    def shards(self, side: Side, place: Coordinate, row: int = 0) -> Shards:
+    def shards(self, side: Side, axes: tuple[int, int, int], row: int = 0) -> Shards:
         """By sequence index, the positions that it takes care of on a side."""
         if self.order == BY_DOCUMENT:
-            return deal_documents(self.mask.documents[row], place.axes)
-        shards = deal(self.q_length if side == "q" else self.k_length, place.axes, self.order)
+            return deal_documents(self.mask.documents[row], axes)
+        shards = deal(self.q_length if side == "q" else self.k_length, axes, self.order)
         if not self.replicated:
             return shards
-        first = deal(self.replicated, place.axes, "contiguous")
+        first = deal(self.replicated, axes, "contiguous")
         return tuple(np.concatenate([part, shard + self.replicated]) for part, shard in zip(first, shards, strict=True))
 
     def sizes(self, side: Side, axes: tuple[int, int, int]) -> tuple[int, ...]:
@@ -51,9 +51,9 @@ class Sequences:
         sizes, inner = self.sizes(side, axes), axes[1] * axes[2]
         return tuple(sum(sizes[i::inner]) for i in range(inner))
 
-    def inner(self, side: Side, place: Coordinate) -> Sequence[Shards]:
+    def inner(self, side: Side, axes: tuple[int, int, int]) -> Sequence[Shards]:
         """By row of the batch and inner index, what it works on: the positions of all ranks it exchanges heads with."""
-        return [_together(self, self._like(side), place.axes, row) for row in range(self.rows)]
+        return [_together(self, self._like(side), axes, row) for row in range(self.rows)]
 
     def _like(self, side: Side) -> Side:
         """The same, or queries where keys are the same tokens."""
@@ -68,7 +68,7 @@ def _sizes(length: int, replicated: int, axes: tuple[int, int, int], order: str)
 @lru_cache(maxsize=64)
 def _together(sequences: Sequences, side: Side, axes: tuple[int, int, int], row: int) -> Shards:
     ulysses, ring, team = axes
-    shards, inner = sequences.shards(side, Coordinate(ring, team, 0, 0, ulysses, 0), row), ring * team
+    shards, inner = sequences.shards(side, axes, row), ring * team
     if ulysses == 1:
         return shards
     return tuple(merged(in_order(enumerate(shards[i::inner])).span) for i in range(inner))
@@ -78,7 +78,7 @@ def _together(sequences: Sequences, side: Side, axes: tuple[int, int, int], row:
 def exchanged(sequences: Sequences, side: Side, place: Coordinate) -> Members:
     """How the rows are put together of all ranks, by rank of ``cp_ulysses``, that exchange heads with this one."""
     inner = place.ring * place.team
-    held = [sequences.shards(side, place, row)[place.inner_index :: inner] for row in range(sequences.rows)]
+    held = [sequences.shards(side, place.axes, row)[place.inner_index :: inner] for row in range(sequences.rows)]
     return Members.made([in_order(enumerate(shards)) for shards in held], place.ulysses)
 
 
@@ -88,16 +88,15 @@ def hops(axes: tuple[int, int, int], sequences: Sequences, resident: Side) -> tu
 
     The 2D schedule makes as many hops; the same on every rank.
     """
-    ulysses, ring, team = axes
+    _, ring, team = axes
     if not sequences.mask.spares_hops:
         return tuple(range(1, ring))
     if resident == "kv":  # as far the other way
         return tuple(sorted(ring - distance for distance in hops(axes, sequences, "q")))
     needed = {0}
-    place = Coordinate(ring, team, 0, 0, ulysses, 0)
     # Of thousands of documents the first spans of all show that all are needed, and are sooner asked.
-    first = _seen(place, sequences, _FEW) if sequences.order == BY_DOCUMENT else ()
-    for q, k in chain(first, _seen(place, sequences)):
+    first = _seen(axes, sequences, _FEW) if sequences.order == BY_DOCUMENT else ()
+    for q, k in chain(first, _seen(axes, sequences)):
         needed.update(np.unique((q // team - k // team) % ring).tolist())
         if len(needed) == ring:
             break
@@ -107,17 +106,19 @@ def hops(axes: tuple[int, int, int], sequences: Sequences, resident: Side) -> tu
 _FEW, _AT_A_TIME = 4, 1024
 
 
-def _seen(place: Coordinate, sequences: Sequences, most: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _seen(
+    axes: tuple[int, int, int], sequences: Sequences, most: int | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Pairs of inner indices of which the first's queries see some of the second's keys, some at a time.
 
     ``most``: of every shard only so many spans, the first.
     """
     mask = sequences.mask
-    queries, keys = (sequences.inner(side, place) for side in ("q", "kv"))
+    queries, keys = (sequences.inner(side, axes) for side in ("q", "kv"))
     for row in range(mask.rows):
         q_shards, k_shards = queries[row % len(queries)], keys[row % len(keys)]
         q = in_order(enumerate(shard[:most] for shard in q_shards))
         k = q if k_shards is q_shards else in_order(enumerate(shard[:most] for shard in k_shards))
         for first in range(0, len(q.span), _AT_A_TIME):
-            some, which = mask.pairs(row, q.span[first : first + _AT_A_TIME], k.span)
+            some, which = pairs_of(mask.reach(row, q.span[first : first + _AT_A_TIME]), k.span)
             yield q.member[first + some], k.member[which]

@@ -7,11 +7,11 @@ order, the innermost axis running fastest.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, wait
 from wallfacer_dt.collectives.groups import group_size
+from wallfacer_dt.rows import padded
 
 
 def gathered(flat: Tensor, groups: Sequence[str], what: str) -> Tensor:
@@ -41,12 +41,6 @@ def summed_rows(
         pending = all_to_all(rows.contiguous().view(-1), splits, splits, group)
         rows = wait(pending, f"all_to_all of {what}", group).view(size, -1, *shape).sum(0)
     return rows.view(shape).narrow(dim, 0, length)
-
-
-def padded(x: Tensor, dim: int, length: int, before: int = 0) -> Tensor:
-    """With zeros along a dim, so many before it and the others behind, in all as long as that."""
-    after = length - before - x.shape[dim]
-    return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (before, after)) if before or after else x
 
 
 def _longer_than_one(groups: Sequence[str]) -> list[str]:

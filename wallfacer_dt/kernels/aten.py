@@ -48,7 +48,8 @@ from wallfacer_dt.kernels.block import (
 )
 from wallfacer_dt.kernels.merge import accumulation_dtype, as_dtype
 from wallfacer_dt.kernels.visible import finite, visible_keys
-from wallfacer_dt.kernels.windows import Launch, Windowed, cropped, loadable, padded
+from wallfacer_dt.kernels.windows import Launch, Windowed, cropped, loadable
+from wallfacer_dt.rows import padded
 
 _ANTICAUSAL = Band(0, None)
 _LANES = 16
@@ -163,7 +164,7 @@ def _in_rows(q: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
     """Of one head dim, the larger one of these two, with numbers that lie side by side."""
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, v, *others)]
     widths = q.shape[-1], v.shape[-1]
-    return rows if widths[0] == widths[1] else [padded(x, max(widths)) for x in rows]
+    return rows if widths[0] == widths[1] else [padded(x, x.ndim - 1, max(widths)) for x in rows]
 
 
 def _efficient_forward(

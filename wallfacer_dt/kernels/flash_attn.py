@@ -96,7 +96,7 @@ def _as_flash_attn_3(need: Need) -> str:
 
 def _as_flash_attn_4(need: Need) -> str:
     major = need.capability[0] if need.capability else None
-    dims = tuple(n + -n % 8 for n in (need.head_dim, need.value_dim))
+    dims = rounded(need.head_dim), rounded(need.value_dim)
     if need.deterministic and major == 12:
         return "has no deterministic backward on compute capability 12.x"
     if need.softcap and major == 12:

@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wallfacer_dt.kernels.block import Band, Gradients, How, Ragged, refuse
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import finite
+from wallfacer_dt.rows import padded
 
 _ALIGNMENT = 16  # bytes
 
@@ -223,18 +223,11 @@ def rounded(width: int, multiple: int = 8) -> int:
 
 
 def _loadable(x: Tensor, width: int) -> Tensor:
-    x = padded(x, width)
+    x = padded(x, x.ndim - 1, width)
     starts = [x.storage_offset(), *(step for step, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)]
     is_loadable = x.stride(-1) == 1 and all(start * x.itemsize % _ALIGNMENT == 0 for start in starts)
     # Not contiguous(), which keeps what is so already, wherever it starts.
     return x if is_loadable else x.clone(memory_format=torch.contiguous_format)
-
-
-def padded(x: Tensor, width: int) -> Tensor:
-    """x with zeros up to a head dim of ``width``."""
-    missing = width - x.shape[-1]
-    # Padding by nothing would still copy.
-    return F.pad(x, (0, missing)) if missing else x
 
 
 def cropped(x: Tensor, like: Tensor) -> Tensor:

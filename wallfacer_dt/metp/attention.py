@@ -17,13 +17,13 @@ from wallfacer_dt.agreement.agree import tell
 from wallfacer_dt.algorithms.feed_forward import add_product_, linear
 from wallfacer_dt.algorithms.head_groups import HeadGroup, head_groups
 from wallfacer_dt.algorithms.heads import Heads
-from wallfacer_dt.algorithms.rotary import turned
 from wallfacer_dt.autocast import operator_body
-from wallfacer_dt.calls import Call, agreed_call, fake_said, make_call, said
+from wallfacer_dt.calls import Call, agreed_call, make_call, said
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
+from wallfacer_dt.metp.rotation import turned
 from wallfacer_dt.options import SCHEMA, Options
 from wallfacer_dt.transforms import no_second_derivative
 
@@ -289,7 +289,7 @@ def _metp_attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     block = BlockOptions.of(args[_COUNT])
     attended = x.new_empty((x.shape[0], block.heads, x.shape[1], block.head_dim))
     lse = x.new_empty(attended.shape[:-1], dtype=accumulation_dtype(x.dtype))
-    return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse, fake_said()
+    return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse, said(0, 0)
 
 
 @metp_attention_backward.register_fake

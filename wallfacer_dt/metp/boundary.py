@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wallfacer_dt import lowering
@@ -20,7 +19,7 @@ from wallfacer_dt.compiler import is_exporting, opaque, sizes
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import axis_ranks
 from wallfacer_dt.metp.holding import TENSOR_AXIS, Shards, WeightMesh
-from wallfacer_dt.transforms import is_transforming
+from wallfacer_dt.transforms import has_tangent, is_transforming
 from wallfacer_dt.validation import refuse_in_graph
 
 
@@ -153,7 +152,7 @@ class Boundary:
                     "METP is not implemented under transforms of torch.func, which do not know its weights, DTensors: "
                     "differentiate with torch.autograd.grad"
                 )
-            if unpack_dual(x).tangent is not None:
+            if has_tangent(x):
                 raise NotImplementedError("METP has no forward-mode derivative, but x has a tangent")
         if x.ndim < 2 or x.shape[-1] != weight.shape[1]:
             raise ValueError(f"x must have shape (..., tokens, {weight.shape[1]}), got {sizes(x)}")

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from wallfacer_dt.algorithms.rotary import PAIRS
 from wallfacer_dt.compiler import sizes
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.metp.modules import Parameters, described
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 Rotation = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], tuple[Tensor, Tensor]]
 Form = Literal["complex", "by element", "by pair"]
+
+PAIRS = ("interleaved", "half")
+"""Elements of a head that are turned together: neighbours (RoFormer, Llama's complex numbers), or one of the first half
+and one of the second (GPT-NeoX, Hugging Face)."""
 
 # What calls hand through, and was seen to do nothing where a module was tried with some.
 _POSITIONS = ("position_ids",)
@@ -203,3 +207,18 @@ def _as_angles(value: Any) -> tuple[Tensor, Tensor] | None:
     if isinstance(value, Tensor) and value.is_complex():
         return value.real, value.imag
     return None
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, *, back: bool = False) -> Tensor:
+    """Turn every head of x (B, N, L, H) by angles (1 or B, L, H / 2), or ``back`` as a gradient is.
+
+    In the accumulation dtype.
+    """
+    cos, sin = (angle.to(accumulation_dtype(x.dtype)).unsqueeze(1) for angle in (cos, sin))
+    if back:
+        sin = -sin
+    if pairs == "half":
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(-2).to(x.dtype)

@@ -73,7 +73,7 @@ def attended(program: Program) -> Iterator[Sizes]:
 @lru_cache(maxsize=4096)  # a plan for 1024 ranks asks for 426, twice; under a window one for 64 for 3,602
 def program_of(place: Coordinate, sequences: Sequences, schedule: str, resident: Side, backward: bool) -> Program:
     """What a rank's schedule is, as of :func:`wallfacer_dt.algorithms.schedule.make_schedule`."""
-    held = {side: sequences.inner(side, place) for side in SIDES}
+    held = {side: sequences.inner(side, place.axes) for side in SIDES}
     offsets, works = hops(place.axes, sequences, resident), _works(place, sequences, resident)
     holdings = _Alike(place, resident, backward, offsets, sequences.mask, held, works=works)
     steps = SCHEDULES["2d" if place.team == 1 else schedule](holdings)

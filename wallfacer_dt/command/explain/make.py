@@ -65,7 +65,7 @@ class _Maker:
         self.shape = Shape(settings.batch, settings.heads, settings.kv_heads, dim, dim)
         # Without a mesh axis for them heads are not exchanged, and all of a rank's make one group.
         self.heads = split_heads(settings.heads, settings.kv_heads, place.ulysses, hidden=True)
-        self.shards = settings.sequences.shards("q", place)
+        self.shards = settings.sequences.shards("q", place.axes)
         self.transfers: dict[int, Transfer] = {}
 
     def rank_facts(self) -> Rank:
