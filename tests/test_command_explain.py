@@ -271,7 +271,7 @@ def test_timeline(chosen: Settings) -> None:
     """Work does not overlap and takes as long as it has pairs; a transfer lasts as long as the work it hides behind."""
     assume(chosen.length > chosen.ranks)
     for rank in make_facts(chosen).ranks:
-        bars = timeline(rank)
+        bars = [*timeline(rank)]
         work = [bar for bar in bars if bar.work]
         assert all(a.stop <= b.start + 1e-9 for a, b in pairwise(work))
         heads = [group.q[1] - group.q[0] for group in rank.heads]

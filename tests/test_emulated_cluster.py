@@ -547,6 +547,9 @@ def test_nothing_to_report(tmp_path: Path) -> None:
     status, output = invoke("--report-only", tmp_path=tmp_path)
     assert (status, output.count("\n")) == (2, 1)
     assert "the record is empty" in output
+    status, output = invoke("--only", "typo", tmp_path=tmp_path)
+    assert (status, output.count("\n")) == (2, 1)
+    assert "no case has 'typo'" in output
 
 
 def test_not_root_and_no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -640,6 +640,8 @@ def test_only_what_the_package_has_and_the_cluster_can_take() -> None:
     for layers in ({"feed_forward": "metp"}, {"projections": "metp"}, {"checkpoint": "full"}):
         with pytest.raises(ValueError, match=r"only takes attentions, .* got ring 16, .*(METP|checkpoint full)"):
             plan(MODEL, SEQUENCE, cluster(), only=[Candidate(16, **layers)])
+    with pytest.raises(ValueError, match="schedule='published' rotates queries in its backward"):
+        plan(MODEL, SEQUENCE, cluster(), only=[Candidate(4, 4, schedule="published")])
     with pytest.raises(ValueError, match="keep must be at least 1"):
         plan(MODEL, SEQUENCE, cluster(), keep=0)
     with pytest.raises(ValueError, match="the profile is of 16 ranks, 4 a node, the cluster has 16, 8 a node"):

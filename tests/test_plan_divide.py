@@ -459,11 +459,11 @@ of 435
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
 6.100 s, 67.6 GB, +0.4%: waits 14 ms longer
   replicas 2 x shards 2 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-6.109 s, 63.4 GB, +0.5%: waits 143 ms longer
+6.111 s, 63.4 GB, +0.6%: waits 146 ms longer
   shards 4 x context 2 x tensor 2, 4 microbatches of 1: ulysses 2, head-tail
-6.117 s, 71.4 GB, +0.7%: waits 143 ms longer
+6.120 s, 71.4 GB, +0.7%: waits 145 ms longer
   replicas 2 x shards 2 x context 2 x tensor 2, 4 microbatches of 1: ulysses 2, head-tail
-1: 6.318, 2: 6.109, 4: 6.077, 8: 6.135, 16: 6.186
+1: 6.326, 2: 6.111, 4: 6.077, 8: 6.135, 16: 6.186
 enough: 2""",
     )
 
@@ -474,15 +474,15 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 903
-23.684 s, 73.2 GB, fastest: 7% of the step is waiting
+23.690 s, 73.2 GB, fastest: 7% of the step is waiting
   shards 4 x context 2 x tensor 4, 8 microbatches of 1: ulysses 2, head-tail
-23.904 s, 73.2 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
+23.910 s, 73.2 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
   shards 2 x context 4 x tensor 4, 8 microbatches of 2: ulysses 2 x ring 2, ulysses in node, rotates kv, head-tail
-24.279 s, 73.2 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
+24.285 s, 73.2 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
   context 8 x tensor 4, 8 microbatches of 4: ulysses 2 x team 4, ulysses in node, rings, rotates q, head-tail
-24.972 s, 70.1 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
+24.974 s, 70.1 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: ulysses 4, head-tail
-1: 26.833, 2: 23.684, 4: 23.904, 8: 24.279, 16: 25.567, 32: 27.470
+1: 26.833, 2: 23.690, 4: 23.910, 8: 24.285, 16: 25.569, 32: 27.470
 enough: 2""",
     )
 
@@ -495,12 +495,12 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
 of 60
 16.133 s, 122.3 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
-16.241 s, 131.5 GB, +0.7%: waits 165 ms longer
+16.243 s, 131.5 GB, +0.7%: waits 167 ms longer
   context 4 x tensor 2, 2 microbatches of 1: team 4, 2d, rotates q, head-tail
 16.752 s, 67.5 GB, +3.8%: computes 575 ms longer (layers but for attention twice)
   shards 2 x context 4: ulysses 4, head-tail, checkpoint attention
-16.970 s, 67.2 GB, +5.2%: computes 556 ms longer (layers but for attention twice)
+16.973 s, 67.2 GB, +5.2%: computes 556 ms longer (layers but for attention twice)
   shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
-1: 17.440, 2: 16.970, 4: 16.241, 8: 16.133
+1: 17.447, 2: 16.973, 4: 16.243, 8: 16.133
 enough: 4""",
     )

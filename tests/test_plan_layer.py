@@ -457,6 +457,20 @@ def test_a_vocabulary_is_gathered_and_reduced_as_layers_are(bandwidth: float) ->
     assert simulated_step(layer, cost.ways).seconds == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("pipeline", "exchanges"), [(1, 4), (2, 2)])
+def test_tensor_ranks_exchange_the_tokens_of_embedding_and_output_projection(pipeline: int, exchanges: int) -> None:
+    """Each forward and backward, on the last stage those of the output projection, of every microbatch."""
+    waits = []
+    for vocab in (0, MODEL.vocab):
+        where = Cluster(2 * pipeline, 2, Link(1e6), Link(1e40), kernels=KERNELS)
+        division = Division(Candidate(1), tensor=2, pipeline=pipeline, microbatches=2)
+        layer = Layer(division, replace(MODEL, vocab=vocab), SEQUENCE, where)
+        step = simulated_step(layer, cost_of(layer).ways)
+        waits.append(step.seconds - step.compute)
+    part = 256 / 2 * MODEL.hidden * 2 / 1e6
+    assert waits[1] - waits[0] == pytest.approx(2 * exchanges * part)
+
+
 def test_a_pipeline_by_hand() -> None:
     """Two stages, three microbatches: the bubble is a stage's, the output projection the last one's."""
     where = Cluster(2, 1, Link(1e40), Link(1e40), kernels=KERNELS)

@@ -20,6 +20,7 @@ from recipes.train_bytes.__main__ import main
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.settings import Settings, check_settings
 from recipes.training.compare import compare
+from recipes.training.demo import RunError
 from recipes.training.gradients import WholeGradients
 from recipes.training.ranks import Ranks as TrainingRanks
 from recipes.training.ranks import make_meshes, sum_over_groups
@@ -172,6 +173,30 @@ def test_the_demo_wants_enough_steps_to_compare(
     monkeypatch.setattr("recipes.training.demo._start", lambda _: pytest.fail("started a run"))
     assert main(["demo", "--steps", "19"]) == 2
     assert capsys.readouterr() == ("", "train_bytes: --steps must be at least 20 for runs to be compared, got 19\n")
+
+
+@pytest.mark.parametrize("seconds", ["nan", "0", "-1", "inf"])
+def test_the_demo_wants_a_time_that_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: str
+) -> None:
+    monkeypatch.setattr("recipes.training.demo._start", lambda _: pytest.fail("started a run"))
+    assert main(["demo", "--out", str(tmp_path / "out"), "--timeout", seconds]) == 2
+    assert capsys.readouterr().err == f"train_bytes: --timeout must be seconds above 0, got {float(seconds)}\n"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_the_demo_says_of_paths_is_no_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = tmp_path / "[red]a.txt"
+    text.write_bytes(bytes(200) * 100)
+
+    def fail(*_: object) -> None:
+        raise RunError("no run")
+
+    monkeypatch.setattr("recipes.training.demo._run", fail)
+    assert main(["demo", "--out", str(tmp_path / "out"), "--text", str(text), "--sequence", "64"]) == 1
+    assert capsys.readouterr().out.startswith(f"Training on {text}: 5 runs of ")
 
 
 def run(**changes: object) -> Run:

@@ -6,12 +6,7 @@
 
 What lives where:
     settings: the options, and the checks that need no process group
-    text: finding the bytes to train on
     model: the network, which knows nothing of ranks
-    ranks: joining the other ranks
-    train: one rank's loop, with its `progress` bar
-    record: what a run leaves behind
-    compare: whether runs agree
-    report, picture: what to show of them
+    train: one rank's loop
     demo: launches five runs and compares them
 """

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from recipes.train_bytes.settings import Settings, check_settings
-from recipes.training.demo import check_steps, compare_runs
+from recipes.training.demo import compare_runs, runs_of
 from recipes.training.settings import Demo
 from recipes.training.text import check_long_enough, load_text
 
@@ -19,8 +18,6 @@ RUNS: tuple[dict[str, Any], ...] = (
     {"ulysses": 1, "ring": 2, "team": 2, "ffn": "metp", "attention": "metp"},
 )
 
-MIN_STEPS = 20
-
 
 def demo(settings: Settings, options: Demo) -> int:
     """Make the runs; see `compare_runs`. Of settings ulysses, ring, team, ffn and attention are each run's own.
@@ -28,10 +25,7 @@ def demo(settings: Settings, options: Demo) -> int:
     Raises:
         RecipeError: sizes, text or folder will not do; raised before anything is started.
     """
-    check_steps(settings, MIN_STEPS)
-    runs = [replace(settings, **own) for own in RUNS]
-    for own, run in zip(RUNS, runs, strict=True):
-        check_settings(run, own["ulysses"] * own["ring"] * own["team"])
+    runs = runs_of(settings, RUNS, check_settings)
     text = load_text(settings.text)
     check_long_enough(text, settings.sequence, settings.batch)
     title = (

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from recipes.train_dit.settings import Settings, check_settings
 from recipes.train_dit.sheets import Sheets
-from recipes.training.demo import check_steps, compare_runs
+from recipes.training.demo import compare_runs, runs_of
 from recipes.training.settings import Demo
 
-MIN_STEPS = 20
+_RUNS = {"ulysses": 1, "ring": 2, "team": 2}, {"ulysses": 1, "ring": 1, "team": 1}
 
 
 def demo(settings: Settings, options: Demo) -> int:
@@ -18,10 +16,7 @@ def demo(settings: Settings, options: Demo) -> int:
     Raises:
         RecipeError: sizes or folder will not do; raised before anything is started.
     """
-    check_steps(settings, MIN_STEPS)
-    runs = [replace(settings, ulysses=1, ring=2, team=2), replace(settings, ulysses=1, ring=1, team=1)]
-    for run, world in zip(runs, (4, 1), strict=True):
-        check_settings(run, world)
+    runs = runs_of(settings, _RUNS, check_settings)
     title = (
         f"Training on {Sheets.source}: {len(runs)} runs of {settings.steps} steps,"
         f" {settings.batch} sheets of {settings.sequence:,} patches a step"

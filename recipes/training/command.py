@@ -176,13 +176,13 @@ class Recipe:
         check_saving(saving)
         check_tensorboard(output)
         make_folders(output.out, saving.checkpoint, launch)
-        from recipes.training.ranks import check_same, join_ranks, leave_ranks
+        from recipes.training.ranks import join_ranks, leave_ranks, load_alike
         from recipes.training.report import print_run
         from wallfacer_dt import WaitError
 
         try:
             ranks = join_ranks(settings, saving, launch)
-            check_same(data.fingerprint, launch, data.source)
+            load_alike(lambda: (None, data.fingerprint), launch, data.source)  # not the libraries of different Pythons
             train = importlib.import_module(f"recipes.{self.name}.train").train
             run = train(settings, ranks, data, saving, output)
         except WaitError as error:

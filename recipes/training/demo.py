@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -23,19 +26,36 @@ from recipes.training.settings import Demo, RecipeError, RunSettings
 # torch's launcher gives its ranks 30 seconds to end before it kills them.
 _GRACE_SECONDS = 40
 
+_MIN_STEPS = 20
 _ROOT = Path(__file__).resolve().parents[2]
+
+S = TypeVar("S", bound=RunSettings)
 
 
 class RunError(Exception):
     """A run did not end well; its own message is already on the terminal."""
 
 
-def check_steps(settings: RunSettings, least: int) -> None:
-    """Refuse (RecipeError) a demo under torchrun, or of fewer steps than a comparison needs."""
+def runs_of(settings: S, ways: Iterable[dict[str, Any]], check: Callable[[S, int], object]) -> list[S]:
+    """Checked settings of runs, each with its own of them; a demo under torchrun, or of few steps, is refused.
+
+    Args:
+        settings: of all.
+        ways: of each run what is its own, ulysses, ring and team among it.
+        check: of a run on so many ranks.
+
+    Raises:
+        RecipeError: of whatever will not do.
+    """
     if "RANK" in os.environ:
         raise RecipeError("demo starts its own ranks; run it with python, not with torchrun")
-    if settings.steps < least:
-        raise RecipeError(f"--steps must be at least {least} for runs to be compared, got {settings.steps}")
+    if settings.steps < _MIN_STEPS:
+        raise RecipeError(f"--steps must be at least {_MIN_STEPS} for runs to be compared, got {settings.steps}")
+    runs = [replace(settings, **own) for own in ways]
+    for run in runs:
+        assert run.ring is not None
+        check(run, run.ulysses * run.ring * run.team)
+    return runs
 
 
 def compare_runs(
@@ -54,11 +74,13 @@ def compare_runs(
         Exit status: 0, or 1 if a run failed, losses differ, or bytes are not the formula's.
 
     Raises:
-        RecipeError: the folder will not do; raised before anything is started.
+        RecipeError: the folder or the time will not do; raised before anything is started.
     """
     out = options.out
+    if not 0 < options.timeout < math.inf:
+        raise RecipeError(f"--timeout must be seconds above 0, got {options.timeout}")
     make_folder(out)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(title)
     try:
         with _stopped_like_ctrl_c():

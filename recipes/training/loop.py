@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from recipes.training.batches import Batches
@@ -74,7 +74,7 @@ def train_steps(
             batch = next(batches)
             try:
                 if step == first and sizes is not None:
-                    (loss, norm), traffic = counted(_one(trainer, step, batch), settings, sizes, ranks)
+                    (loss, norm), traffic = counted(partial(trainer.step, step, batch), settings, sizes, ranks)
                 else:
                     loss, norm = trainer.step(step, batch)
             except Exception as error:
@@ -96,10 +96,6 @@ def train_steps(
         with writing(output, "run.json"):
             write_run(output.out / "run.json", run)
     return run
-
-
-def _one(trainer: Trainer, step: int, batch: Any) -> Callable[[], tuple[float, float]]:
-    return lambda: trainer.step(step, batch)
 
 
 def _record(

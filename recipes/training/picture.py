@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
@@ -61,9 +60,7 @@ def draw_curve(path: Path, run: Run) -> None:
 
 def new_figure(width: float, height: float) -> Figure:
     """A figure of that many inches, whose panels are laid out by themselves."""
-    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**_LAYOUT))
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**_LAYOUT))
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -90,16 +90,6 @@ def join_ranks(settings: RunSettings, saving: Saving, launch: Launch) -> Ranks:
     )
 
 
-def check_same(fingerprint: tuple[int, ...], launch: Launch, source: str) -> None:
-    """Refuse to train ranks on different data, such as the libraries of different Pythons.
-
-    Raises:
-        RecipeError: names the first rank whose data are not rank 0's.
-        WaitError: not all ranks are here.
-    """
-    load_alike(lambda: (None, fingerprint), launch, source)
-
-
 def load_alike(load: Callable[[], tuple[T, tuple[int, ...]]], launch: Launch, source: str) -> T:
     """What is loaded on this rank, beside a fingerprint that must be the same on all: what one refuses, all do.
 

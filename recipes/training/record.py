@@ -49,13 +49,8 @@ class Traffic:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Traffic:
         """The inverse of `dataclasses.asdict` after a trip through JSON."""
-        return cls(
-            received=tuple(fields["received"]),
-            calls=tuple(fields["calls"]),
-            expected_calls=fields["expected_calls"],
-            layers=fields["layers"],
-            formula=tuple(fields["formula"]),
-        )
+        made: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+        return cls(**made)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.stack import stack_memory
+from wallfacer_dt.planning.stack import least_memory, stack_memory
 
 MOST = 2**28
 """Tokens, beyond which nobody looks."""
@@ -40,8 +41,12 @@ def longest_length(model: ModelShape, sequence: SequenceShape, cluster: Cluster)
         def peak(units: int, candidate: Candidate = candidate) -> int:
             return stack_memory(candidate, model, replace(sequence, length=units * unit)).peak
 
-        # Most are asked once: what does not hold a unit more than another does is no better.
-        if longest < most and peak(longest + 1) <= limit:
+        def least(units: int, candidate: Candidate = candidate) -> int:
+            division = Division(candidate, microbatch=sequence.batch)
+            return least_memory(division, model, replace(sequence, length=units * unit))
+
+        # Most are asked once, and by formula: what does not hold a unit more than another does is no better.
+        if longest < most and least(longest + 1) <= limit and peak(longest + 1) <= limit:
             longest = _last(peak, limit, longest + 1, most)
     return longest * unit
 

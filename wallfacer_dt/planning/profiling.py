@@ -456,11 +456,7 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
 
     def step() -> None:
         with dealing_by_hand(tuple(sorted(mesh_ranks(mesh)))):
-            out = context_parallel_attention(
-                q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, order=order,
-                schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward, length=sequence.length,
-                kernel=given.cluster.kernels.attention,
-            )  # fmt: skip
+            out = context_parallel_attention(q, k, v, mesh, order=order, **given.attention_options)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     return step

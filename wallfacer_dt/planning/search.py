@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from wallfacer_dt.algorithms.volume import check_rotate
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
@@ -240,7 +241,8 @@ def plan(
     Raises:
         PlanningError: nothing fits into memory.
         TypeError: ``keep`` is no int.
-        ValueError: ``only`` or ``profile`` are of other ranks, ``only`` has layers or more Ulysses ranks than heads,
+        ValueError: ``only`` or ``profile`` are of other ranks, ``only`` has layers, rotations that its schedule does
+            not have or more Ulysses ranks than heads,
             ``keep`` is below 1, or ``margin`` below 0 or infinite.
     """
     if keep is not None:
@@ -257,6 +259,7 @@ def plan(
     for one in some:
         if one.ulysses > model.heads:
             raise ValueError(f"only: Ulysses takes at most as many ranks as heads, {model.heads}, got {one}")
+        check_rotate(one.rotate, one.rotate_forward, one.schedule)
         if one.layers != Candidate(1).layers:
             raise ValueError(
                 "only takes attentions, whose layers are chosen as ever: leave out feed_forward, projections and "
@@ -340,7 +343,7 @@ class _Search:
         spent = []
         for backward, sides in enumerate(rotations):
             side = "rotate" if backward else "rotate_forward"
-            kinds = (replace(alike[0], projections="plain", **_KEPT | {side: one}) for one in sides)
+            kinds = (replace(alike[0], **_KEPT | {side: one}) for one in sides)
             some = [least_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds]
             seconds, host = map(min, zip(*some, strict=True))
             spent.append(Spent(seconds, seconds, host=host))
@@ -361,8 +364,7 @@ class _Search:
 
     def _choices(self, attention: Candidate) -> Iterator["_Choice"]:
         model, sequence, profile = self.model, self.sequence, self.profile
-        plain = replace(attention, projections="plain")  # which an attention that was given may not be
-        least = least_attention(plain, model, sequence, self.cluster)
+        least = least_attention(attention, model, sequence, self.cluster)
         handicap = self._handicap(attention, sum(spent.seconds for spent in least.spent) * (1 - 1e-9))
         for candidate in with_layers(attention, model):
             measured = profile.seconds(candidate, model, sequence) if profile else None

@@ -195,7 +195,7 @@ def _step(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) 
     division = layer.division
     layers, rounds = layer.model.layers // division.pipeline, division.microbatches
     products, *beside_it = _vocabulary(layer)
-    head, once = _computing(products + sum(beside_it)), _computing(sum(_once(layer)))
+    head, once = _computing(products + sum(beside_it)) + ends.vocabulary, _computing(sum(_once(layer)))
     beside = _sent_beside(layer)
     if division.pipeline == 1:
         ways = zip((forward, backward), beside, strict=True)
@@ -266,14 +266,17 @@ def _once(layer: Layer) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """What is waited for beside layers: weights, gradients, and what stages send each other.
+    """What is waited for beside layers: weights, gradients, what stages send each other, and tensor ranks.
 
-    And the seconds in which the last layer's weights come for its backward, under that of the output projection.
+    That is by the last stage the tokens of the output projection, and their gradients; where there is no other stage,
+    those of the embedding, too. And the seconds in which the last layer's weights come for its backward, under that of
+    the output projection.
     """
 
     weights: Spent
     gradients: Spent
     activations: Spent
+    vocabulary: Spent
     again: float
 
 
@@ -296,9 +299,13 @@ def _ends(layer: Layer) -> _Ends:
     weights, gradients = (sum((_transfers(layer, one) for one in some), Spent()) for some in (before, after))
     if layer.division.pipeline > 1:
         gradients += layers * (_transfers(layer, Sent("", "layer")) + _transfers(layer, Sent("", "", "layer")))
-    activations = alone([("activations", layer.activations)])
+    activations = Spent.of(run(alone([("activations", layer.activations)]), layer.cluster))
+    vocabulary = Spent()
+    if layer.model.vocab and layer.division.tensor > 1:
+        exchanges = 4 if layer.division.pipeline == 1 else 2
+        vocabulary = exchanges * Spent.of(run(alone([("tokens", layer.tokens)]), layer.cluster))
     again = _transfers(layer, Sent("layer")).seconds if layer.vocabulary else 0.0
-    return _Ends(weights, gradients, Spent.of(run(activations, layer.cluster)), again)
+    return _Ends(weights, gradients, activations, vocabulary, again)
 
 
 @lru_cache(maxsize=256)

@@ -46,8 +46,8 @@ def main(
         for machines, group in groupby(wanted, key=lambda case: case.machines):
             _on(machines, list(group), rounds, record, at, numbers=numbers)
         results = {} if numbers else read(record)
-        if not numbers and not results:
-            raise ClusterError("the record is empty: measure something first")
+        if not some or not (numbers or results):
+            raise ClusterError("the record is empty: measure something first" if some else f"no case has {only!r}")
     except (ClusterError, FileError) as error:
         print(f"recipes.benchmarks.cluster: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

@@ -29,7 +29,7 @@ def draw_timeline(axes: Axes, facts: Facts, rank: int) -> None:
         facts: of all ranks.
         rank: whose.
     """
-    bars = timeline(facts.ranks[rank])
+    bars = tuple(timeline(facts.ranks[rank]))
     end = max((bar.stop for bar in bars), default=0.0) or 1.0
     for bar in bars:
         if bar.work:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from wallfacer_dt.command.options import OptionError
 
@@ -22,6 +23,14 @@ def check_file(path: Path) -> None:
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise OptionError(f"--picture: {path.name} must end in one of {', '.join(sorted(formats))}")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write it; OptionError where that cannot be."""
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--picture: {error}") from error
 
 
 def tidy(axes: Axes, title: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Wedge
@@ -14,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch, Wedge
 from wallfacer_dt.algorithms.steps import CONTEXT
 from wallfacer_dt.command.explain.drawn_time import draw_timeline
 from wallfacer_dt.command.explain.facts import Facts
-from wallfacer_dt.command.explain.ink import BETWEEN, FAINT, INK, WITHIN, check_file, tidy
+from wallfacer_dt.command.explain.ink import BETWEEN, FAINT, INK, WITHIN, check_file, save, tidy
 from wallfacer_dt.command.options import OptionError
 from wallfacer_dt.mesh import TEAM_AXIS
 
@@ -48,15 +47,11 @@ def draw_facts(facts: Facts, rank: int, path: Path) -> None:
         OptionError: a file that cannot be written.
     """
     figure = Figure(figsize=(13, 10.5), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.5, 1), width_ratios=(1.1, 1))
     _draw_mesh(figure.add_subplot(grid[0, 0]), facts)
     _draw_order(figure.add_subplot(grid[0, 1]), facts, rank)
     draw_timeline(figure.add_subplot(grid[1, :]), facts, rank)
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"--picture: {error}") from error
+    save(figure, path)
 
 
 def _draw_mesh(axes: Axes, facts: Facts) -> None:

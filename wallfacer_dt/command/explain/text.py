@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wallfacer_dt.command.explain.facts import Attend, Communicate, Facts, Message, Pair, Rank, Transfer
+from wallfacer_dt.command.planning.text import print_table
 from wallfacer_dt.planning.units import format_size
 
 _DO = {
@@ -34,13 +35,8 @@ def print_facts(facts: Facts, rank: int, console: Console) -> None:
     chosen = facts.ranks[rank]
     tables = (_mesh_table(facts), _node_table(facts), _rank_table(facts), *_block_tables(facts))
     for table in (*tables, _transfer_table(facts), _step_table(chosen)):
-        if table.title:
-            # Printed here, since a title is wrapped where its table ends.
-            console.print(f"\n{table.title}", style="bold")
-            table.title = None
-        for column in table.columns:
-            column.overflow = "fold"  # nothing is left out, however narrow
-        console.print(table)
+        title, table.title = table.title, None
+        print_table(str(title or ""), table, console)
     if len(chosen.heads) > 1:
         console.print(_other_groups(chosen))
 

@@ -32,18 +32,6 @@ class Bar:
     is_exposed: bool = False
 
 
-def timeline(rank: Rank) -> tuple[Bar, ...]:
-    """The bars of one rank.
-
-    Args:
-        rank: whose.
-
-    Returns:
-        Its work in order, and its transfers by when they are waited for.
-    """
-    return tuple(_bars(rank))
-
-
 def lanes(bars: Sequence[Bar], kind: Kind) -> list[list[Bar]]:
     """The transfers of one kind, in as few lanes as keep those apart that are under way together."""
     found: list[list[Bar]] = []
@@ -57,7 +45,7 @@ def lanes(bars: Sequence[Bar], kind: Kind) -> list[list[Bar]]:
     return found
 
 
-def _bars(rank: Rank) -> Iterator[Bar]:
+def timeline(rank: Rank) -> Iterator[Bar]:
     unit = _unit(rank)
     clock, started, busy = 0.0, {}, set()
     transfers = {transfer.number: transfer for transfer in rank.transfers}

@@ -82,19 +82,9 @@ class Figures:
 
     def as_json(self, plan: Plan | DivisionPlan) -> dict[str, Any]:
         """Of the plan's first."""
-        first = plan.ranked[0]
-        return {
-            "tokens_per_second": self.rate(first),
-            "mfu": self.mfu(first),
-            "flops": self.flops,
-            "peak": self.peak,
-            "time": dict(self.time),
-            "memory": asdict(self.memory),
-            "origins": dict(self.origins),
-            "source": self.source,
-            "activation": self.activation,
-            "left_out": list(self.left_out),
-        }
+        first, mine = plan.ranked[0], asdict(self)
+        del mine["ranks"], mine["tokens"]
+        return {"tokens_per_second": self.rate(first), "mfu": self.mfu(first)} | mine
 
 
 _ALL_SHARE = (

@@ -1,7 +1,7 @@
 """Where is planned: a cluster by name or from options, or from the file of a profile; and who says so."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,19 +236,15 @@ class Machines:
 
     def _given_rates(self) -> dict[str, Any]:
         """By names."""
+        options: dict[str, tuple[str, Callable[[str], Any]]] = {
+            "forward": ("attention_speed", parse_speed), "linear": ("linear_speed", parse_speed),
+            "merge": ("memory_rate", parse_rate), "launch": ("launch", parse_time),
+        }  # fmt: skip
         given = {}
-        if self.attention_speed is not None:
-            with naming("--attention-speed"):
-                given["forward"] = parse_speed(self.attention_speed)
-        if self.linear_speed is not None:
-            with naming("--linear-speed"):
-                given["linear"] = parse_speed(self.linear_speed)
-        if self.memory_rate is not None:
-            with naming("--memory-rate"):
-                given["merge"] = parse_rate(self.memory_rate)
-        if self.launch is not None:
-            with naming("--launch"):
-                given["launch"] = parse_time(self.launch)
+        for rate, (name, parse) in options.items():
+            if (text := getattr(self, name)) is not None:
+                with naming(_option(name)):
+                    given[rate] = parse(text)
         return given
 
     def _described(self, gpu: GPU, kernels: Kernels, dtype: torch.dtype, head_dim: int) -> str:

@@ -5,10 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from wallfacer_dt.command.explain.ink import FAINT, INK, check_file, tidy
+from wallfacer_dt.command.explain.ink import FAINT, INK, check_file, save, tidy
 from wallfacer_dt.command.options import OptionError
 from wallfacer_dt.command.planning.lanes import COMPUTE, draw_kinds, draw_lanes
 from wallfacer_dt.planning import Candidate, Plan, Ranked
@@ -45,7 +44,6 @@ def draw_plan(plan: Plan, top: int, path: Path) -> None:
     best = plan.ranked[:top]
     heights = [_BAR * len(best) + 0.9, _TIMELINE, _TIMELINE]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
     bars, *timelines = figure.subplots(3, 1, height_ratios=heights)
     _draw_times(bars, plan, best)
     cost = attention_cost(plan.chosen, plan.model, plan.sequence, plan.cluster)
@@ -56,10 +54,7 @@ def draw_plan(plan: Plan, top: int, path: Path) -> None:
         tidy(axes, f"Attention of plan 1, one layer's {phase}: {line.exposed / (line.seconds or 1):.0%} is waiting")
         axes.tick_params(axis="y", length=0)
     draw_kinds(figure, [bar for line in lines.values() for bar in line.bars])
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"--picture: {error}") from error
+    save(figure, path)
 
 
 def _draw_times(axes: Axes, plan: Plan, best: Sequence[Ranked]) -> None:

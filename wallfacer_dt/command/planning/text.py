@@ -223,9 +223,9 @@ def plain_table(gap: int = 1) -> Table:
 
 
 def print_table(title: str, table: Table, console: Console) -> None:
-    """A table with a line over it."""
-    # Printed here, since a title is wrapped where its table ends.
-    console.print(f"\n{title}", style="bold")
+    """A table with a line over it, if there is one."""
+    if title:  # printed here, since a title is wrapped where its table ends
+        console.print(f"\n{title}", style="bold")
     for column in table.columns:
         column.overflow = "fold"  # nothing is left out, however narrow
     console.print(table)
