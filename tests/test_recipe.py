@@ -181,7 +181,7 @@ def test_the_demo_wants_a_time_that_ends(
 ) -> None:
     monkeypatch.setattr("recipes.training.demo._start", lambda _: pytest.fail("started a run"))
     assert main(["demo", "--out", str(tmp_path / "out"), "--timeout", seconds]) == 2
-    assert capsys.readouterr().err == f"train_bytes: --timeout must be seconds above 0, got {float(seconds)}\n"
+    assert capsys.readouterr().err == f"train_bytes: --timeout must be finite and above 0, got {float(seconds)}\n"
     assert not [*tmp_path.iterdir()]
 
 
@@ -281,6 +281,7 @@ def test_the_head_is_tied_or_not(tied: bool) -> None:
 def check_demo(folder: Path, shown: str) -> None:
     """What a demo of 20 steps has said and written."""
     assert "RIGHT" in shown
+    assert "[/]" not in shown  # but colours
     written = json.loads((folder / "run.json").read_text())
     meshes = [(r["ulysses"], r["ring"], r["team"]) for r in written["runs"]]
     assert meshes == [(1, 2, 2), (1, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]

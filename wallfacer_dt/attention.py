@@ -169,7 +169,7 @@ class ContextAttention(Setting):
         options = replace(self.options, mask_mod=mask_mod)
         options.check()
         check_order_is_told(options.order, self.place.size)
-        return replace(self, options=options, mask_key=mask_key(mask_mod), captured=read_by(mask_mod))
+        return replace(self, options=options, mask_key=mask_key(mask_mod), captured=Read())
 
     def of_length(self, length: int) -> "ContextAttention":
         """The same attention for a sequence of another length, which a call brings with it."""
@@ -290,15 +290,17 @@ def _unpickled(
 
 
 def _read_by(mask: MaskMod | BlockMask | None, device_type: str) -> Read:
-    """See :func:`read_by`; a mask that does what cannot be written down, whatever it reads, is refused (TypeError)."""
-    if mask is not None:
-        try:
-            recorded_mask(mask, None, device_type)
-        except UnrecordedError:
-            raise
-        except Exception:  # what it reads may not be there yet
-            pass
-    return read_by(mask)
+    """What a mask reads, if it can be asked yet; what it will never do is refused (TypeError)."""
+    if mask is None:
+        return Read()
+    read = read_by(mask_key(mask), device_type)
+    try:
+        read.tensors = recorded_mask(mask, None, device_type)[1]
+    except UnrecordedError:
+        raise
+    except Exception:  # what it reads may not be there yet
+        pass
+    return read
 
 
 context_parallel_attention.__signature__ = with_options(context_parallel_attention)  # pyrefly: ignore[missing-attribute]

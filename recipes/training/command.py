@@ -182,7 +182,7 @@ class Recipe:
 
         try:
             ranks = join_ranks(settings, saving, launch)
-            load_alike(lambda: (None, data.fingerprint), launch, data.source)  # not the libraries of different Pythons
+            load_alike(lambda: (None, data.fingerprint), launch, data.source)  # libraries of Pythons differ
             train = importlib.import_module(f"recipes.{self.name}.train").train
             run = train(settings, ranks, data, saving, output)
         except WaitError as error:

@@ -78,10 +78,10 @@ def compare_runs(
     """
     out = options.out
     if not 0 < options.timeout < math.inf:
-        raise RecipeError(f"--timeout must be seconds above 0, got {options.timeout}")
+        raise RecipeError(f"--timeout must be finite and above 0, got {options.timeout}")
     make_folder(out)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(title)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(title, markup=False)
     try:
         with _stopped_like_ctrl_c():
             runs = [_run(recipe, each, out / folder_of(each), options.timeout) for each in settings]
@@ -93,7 +93,7 @@ def compare_runs(
     draw(out / "curves.png", runs, comparison)
     print_comparison(console, runs, comparison)
     written = [out / "run.json", out / "curves.png", *(out / folder_of(settings[0]) / name for name in pictures)]
-    console.print(f"Written: {', '.join(map(str, written))}")
+    console.print(f"Written: {', '.join(map(str, written))}", markup=False)
     return 1 if comparison.failures else 0
 
 

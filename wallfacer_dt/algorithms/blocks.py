@@ -39,7 +39,6 @@ _masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _count = itertools.count(1)
 # They live as long as their mask, or as who needs them for a backward.
 _latest: Any = WeakIdKeyDictionary()
-_read: Any = WeakIdKeyDictionary()
 _known: weakref.WeakValueDictionary[str, Recording] = weakref.WeakValueDictionary()
 _digests: Any = WeakIdKeyDictionary()
 
@@ -86,23 +85,27 @@ def recorded_mask(
 @constant
 def mask_name(key: int, lengths: tuple[int, int], device_type: str, *, by_row: bool, by_head: bool) -> str:
     """The name alone, of a mask by its number; see :func:`recorded_mask`. What it reads is in :func:`read_by` then."""
-    mask = _masks[key]
-    name, read_by(mask).tensors = recorded_mask(mask, lengths, device_type, by_row=by_row, by_head=by_head)
+    name, tensors = recorded_mask(_masks[key], lengths, device_type, by_row=by_row, by_head=by_head)
+    read_by(key, device_type).tensors = tensors
     return name
 
 
 class Read:
-    """What a mask read when :func:`mask_name` was last asked: where a graph that is traced finds its inputs.
+    """What a mask read when a graph of it was last traced: where graphs find their inputs.
 
-    Not when the mask was given: a module may have been on another device then, or without contents.
+    At first what it read when it was given. But a module may be moved after that, or get its contents.
     """
 
     tensors: tuple[Tensor, ...] = ()
 
 
-def read_by(mask: MaskMod | BlockMask | None) -> Read:
-    """Of each mask always the same."""
-    return Read() if mask is None else _read.setdefault(mask, Read())
+# They live as long as an attention that has them.
+_reads: weakref.WeakValueDictionary[tuple[int, str], Read] = weakref.WeakValueDictionary()
+
+
+def read_by(key: int, device_type: str) -> Read:
+    """Of a mask, by its number, on devices of one type always the same."""
+    return _reads.setdefault((key, device_type), Read())
 
 
 def check_mask(key: int, name: str, captured: Sequence[Tensor], lengths: tuple[int, int], device_type: str) -> None:

@@ -242,8 +242,7 @@ def plan(
         PlanningError: nothing fits into memory.
         TypeError: ``keep`` is no int.
         ValueError: ``only`` or ``profile`` are of other ranks, ``only`` has layers, rotations that its schedule does
-            not have or more Ulysses ranks than heads,
-            ``keep`` is below 1, or ``margin`` below 0 or infinite.
+            not have or more Ulysses ranks than heads, ``keep`` is below 1, or ``margin`` below 0 or infinite.
     """
     if keep is not None:
         check_length(keep, "keep")

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from wallfacer_dt.command.explain.facts import Attend, Communicate, Facts, Message, Pair, Rank, Transfer
-from wallfacer_dt.command.planning.text import print_table
 from wallfacer_dt.planning.units import format_size
 
 _DO = {
@@ -39,6 +38,15 @@ def print_facts(facts: Facts, rank: int, console: Console) -> None:
         print_table(str(title or ""), table, console)
     if len(chosen.heads) > 1:
         console.print(_other_groups(chosen))
+
+
+def print_table(title: str, table: Table, console: Console) -> None:
+    """A table with a line over it, if there is one."""
+    if title:  # printed here, since a title is wrapped where its table ends
+        console.print(f"\n{title}", style="bold")
+    for column in table.columns:
+        column.overflow = "fold"  # nothing is left out, however narrow
+    console.print(table)
 
 
 def _summary(facts: Facts) -> Iterator[str]:

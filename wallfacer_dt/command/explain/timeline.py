@@ -46,6 +46,7 @@ def lanes(bars: Sequence[Bar], kind: Kind) -> list[list[Bar]]:
 
 
 def timeline(rank: Rank) -> Iterator[Bar]:
+    """The bars of one rank: its work in order, and its transfers by when they are waited for."""
     unit = _unit(rank)
     clock, started, busy = 0.0, {}, set()
     transfers = {transfer.number: transfer for transfer in rank.transfers}

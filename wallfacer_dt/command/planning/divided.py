@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wallfacer_dt import planning
+from wallfacer_dt.command.explain.text import print_table
 from wallfacer_dt.command.options import OptionError, check_least
 from wallfacer_dt.command.planning.document import divided_as_json
 from wallfacer_dt.command.planning.figures import Figures
@@ -17,7 +18,6 @@ from wallfacer_dt.command.planning.text import (
     make_console,
     mask_of,
     plain_table,
-    print_table,
     summary_of_cluster,
     summary_of_model,
 )

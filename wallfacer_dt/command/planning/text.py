@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from wallfacer_dt.command.explain.text import print_table
 from wallfacer_dt.command.planning.document import runs_of
 from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.machines import MEASURED
@@ -220,12 +221,3 @@ def plain_table(gap: int = 1) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, gap, 0, 0), pad_edge=False)
     table.add_column("#", justify="right", no_wrap=True)
     return table
-
-
-def print_table(title: str, table: Table, console: Console) -> None:
-    """A table with a line over it, if there is one."""
-    if title:  # printed here, since a title is wrapped where its table ends
-        console.print(f"\n{title}", style="bold")
-    for column in table.columns:
-        column.overflow = "fold"  # nothing is left out, however narrow
-    console.print(table)
