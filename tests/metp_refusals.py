@@ -246,6 +246,14 @@ def with_tp() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "tp"))
 
 
+def on_axes(names: tuple[str, str], ranks: list[list[int]], metps: str | None = None) -> None:
+    """Attention of a sequence that is sharded over both axes, on METP's usual mesh or on this one's axis."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    mine = mesh[metps] if metps else mesh_of(2, 2)
+    style = attention(attention=inner(order=w.TokenOrder("contiguous", mine)), check=False)
+    called(apply(Attention(), style, mine), DTensor.from_local(x(), mesh, [Shard(1)] * 2, run_check=False))
+
+
 def distributed(*placements: Any) -> DTensor:
     return DTensor.from_local(x(), mesh_of(2, 2), placements, run_check=False)
 
@@ -501,6 +509,8 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "a tangent": lambda: tangent(),
     "a kernel of another device": lambda: attend(x(), style=attention(attention=inner(kernel="flash_attn"))),
     "a batch that the mesh shards": lambda: attend(distributed(Shard(1), Shard(0))),
+    "axes in another order": lambda: on_axes(("cp_team", "cp_ring"), [[0, 2], [1, 3]]),
+    "a tp that is not its own": lambda: on_axes(("cp_ring", "tp"), [[0, 1], [2, 3]], "cp_ring"),
     "one rank's model dim beside tp": lambda: beside_tp(x(1, 2, D - (dist.get_rank() == 0))),
     "whole weights": lambda: with_other_weights("whole", FeedForward(), metp(check=False)),
     "whole weights of attention": lambda: with_other_weights("whole", Attention(), attention(check=False)),

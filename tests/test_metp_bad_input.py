@@ -149,6 +149,8 @@ MESSAGES = {
         "ValueError",
         "x must have its sequence sharded, Shard(1), on the axes ('cp_ring', 'cp_team')",
     ),
+    "axes in another order": ("ValueError", "x must be on a mesh that has the axes ['cp_ring', 'cp_team'] in"),
+    "a tp that is not its own": ("ValueError", "on no other, got Shard(dim=1) on axis 'tp'"),
     "one rank's model dim beside tp": ("ValueError", "x must have shape (..., tokens, 6), got (1, 2, 5)"),
     "a projection with a parameter of its own": (
         "ValueError",

@@ -174,18 +174,23 @@ class Boundary:
         )
         if any(there.get(axis) != here[axis] for axis in wanted):
             raise ValueError(f"x is a DTensor on {x.device_mesh}, which does not hold the axes of METP's mesh {mesh}")
+        context = [axis for axis in wanted if axis != TENSOR_AXIS]
+        if sequence and [axis for axis in names if axis in context] != context:
+            raise ValueError(
+                f"x must be on a mesh that has the axes {context} in this order, of its shards, got {names}"
+            )
         for axis, placement in zip(names, x.placements, strict=True):
             if not isinstance(placement, Replicate) and type(placement) is not Shard:
                 raise ValueError(f"x must be sharded or replicated on axis {axis!r}, got {placement!r}")
             if isinstance(placement, Shard) and placement.dim % x.ndim == x.ndim - 1:
                 raise ValueError(f"x must not be sharded by its last dim, got {placement!r} on axis {axis!r}")
-            if axis in wanted and axis != TENSOR_AXIS and isinstance(placement, Replicate):
+            if axis in context and isinstance(placement, Replicate):
                 raise ValueError(
                     f"x must have its tokens sharded on axis {axis!r}, over which METP shards weights, got "
                     f"{placement!r}: its ranks would all compute the same"
                 )
-            of_sequence = axis in wanted and axis != TENSOR_AXIS
-            if sequence and of_sequence != (placement == Shard(1)) and axis != TENSOR_AXIS:
+            is_own_tp = axis == TENSOR_AXIS and axis in wanted
+            if sequence and not is_own_tp and (axis in context) != (placement == Shard(1)):
                 raise ValueError(
                     f"x must have its sequence sharded, Shard(1), on the axes {self.weights.mesh.mesh_dim_names} of "
                     f"METP's mesh and on no other, got {placement!r} on axis {axis!r}"
