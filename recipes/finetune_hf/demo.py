@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from recipes.finetune_hf.documents import PackedDocuments
 from recipes.finetune_hf.settings import Settings, check_settings
-from recipes.training.demo import compare_runs, runs_of
+from recipes.training.demo import RUNS, compare_runs, runs_of
 from recipes.training.settings import Demo
-
-_RUNS = {"ulysses": 1, "ring": 2, "team": 2}, {"ulysses": 1, "ring": 1, "team": 1}
 
 
 def demo(settings: Settings, options: Demo) -> int:
@@ -16,7 +14,7 @@ def demo(settings: Settings, options: Demo) -> int:
     Raises:
         RecipeError: sizes, model, text or folder will not do; raised before anything is started.
     """
-    runs = runs_of(settings, _RUNS, check_settings)
+    runs = runs_of(settings, RUNS, check_settings)
     documents = PackedDocuments(settings)
     title = (
         f"Training on {documents.source}: {len(runs)} runs of {settings.steps} steps,"

@@ -182,7 +182,8 @@ class Recipe:
 
         try:
             ranks = join_ranks(settings, saving, launch)
-            load_alike(lambda: (None, data.fingerprint), launch, data.source)  # libraries of Pythons differ
+            # Ranks may have found other data, such as the libraries of different Pythons.
+            load_alike(lambda: (None, data.fingerprint), launch, data.source)
             train = importlib.import_module(f"recipes.{self.name}.train").train
             run = train(settings, ranks, data, saving, output)
         except WaitError as error:

@@ -26,6 +26,8 @@ from recipes.training.settings import Demo, RecipeError, RunSettings
 # torch's launcher gives its ranks 30 seconds to end before it kills them.
 _GRACE_SECONDS = 40
 
+# Four ranks and one process.
+RUNS = {"ulysses": 1, "ring": 2, "team": 2}, {"ulysses": 1, "ring": 1, "team": 1}
 _MIN_STEPS = 20
 _ROOT = Path(__file__).resolve().parents[2]
 
