@@ -256,22 +256,25 @@ def context_of(mesh: DeviceMesh) -> tuple[DeviceMesh, int]:
 
 
 def fsdp(block: Block, axes: tuple[str, ...]) -> tuple[OnRank, int]:
-    """Rows, results, and which part of the batch this is."""
+    """Rows, results, and which part of the batch this is; the others' weights are sharded over all ranks."""
     shape = tuple({"dp": 2, "cp_ring": block.case.ring, "cp_team": block.case.team}[axis] for axis in axes)
     mesh = mesh_of(axes, shape)
     context, index = context_of(mesh)
     module = parallelize_module(block.module(), context, block.style(context))
+    model = Scaled(module, block.inputs()[1].shape[-1])
     fully_shard(module, mesh=mesh["dp"])
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    fully_shard(model, mesh=mesh[axes]._flatten("all"))
+    for one in (module, model):
+        one.set_gradient_divide_factor(1.0)
+        one.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     rows = rows_of(block.case, index, block.case.total)
     group = mesh["dp"].get_local_rank()
     x, grad = (t.chunk(2)[group][:, rows].clone() for t in block.inputs())
     args, kwargs = block.call(rows)
     x.requires_grad_()
-    out = module(x, *args, **kwargs)
+    out = model(x, *args, **kwargs)
     out.backward(grad)
-    found = {"out": out, "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
+    found = {"out": out, "x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
     return (rows, {name: metp_cases.array(value) for name, value in found.items()}), group
 
 
@@ -290,7 +293,7 @@ def test_fsdp_over_other_sequences(ranks: Ranks, name: str, axes: tuple[str, ...
     half = replace(block, case=replace(block.case, batch=1))
     parts = [whole(half, shards) for shards in groups.values()]
     found = parts[0] | {key: np.concatenate([part[key] for part in parts]) for key in ("out", "x")}
-    assert_exact(found, expected(block))
+    assert_exact(found, expected_of_scaled(block))
 
 
 class Scaled(nn.Module):
@@ -302,6 +305,13 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.block(x, *args, **kwargs) * self.scale
+
+
+def expected_of_scaled(block: Block) -> dict[str, np.ndarray]:
+    """Of one process in float64."""
+    x, grad = block.inputs()
+    model = Scaled(block.module(torch.float64), grad.shape[-1])
+    return gradients(model, x, grad, block.call([*range(block.case.total)]))
 
 
 def scaled_by_fsdp(block: Block) -> OnRank:
@@ -321,10 +331,7 @@ def scaled_by_fsdp(block: Block) -> OnRank:
 @pytest.mark.parametrize("name", ["feed_forward", "attention"])
 def test_fsdp_of_others_over_the_same_ranks(ranks: Ranks, name: str) -> None:
     block = replace(on(name, 2, 1), axis="cp_ring")
-    x, grad = block.inputs()
-    model = Scaled(block.module(torch.float64), grad.shape[-1])
-    exact = gradients(model, x, grad, block.call([*range(block.case.total)]))
-    assert_exact(whole(block, ranks(2).run(scaled_by_fsdp, block)), exact)
+    assert_exact(whole(block, ranks(2).run(scaled_by_fsdp, block)), expected_of_scaled(block))
 
 
 def distributed(

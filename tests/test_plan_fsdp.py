@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -154,8 +155,8 @@ def test_what_fsdp_sends_and_copies_of_experts_that_are_dealt_to_ranks(
     layer = replace(
         layer_of(Division(Candidate(2), shards=4 // replicas, replicas=replicas, expert=expert), dtype), model=model
     )
-    own, dealt = layer.weights
-    assert (own, dealt) == (4 * 16 * 16 + 8 * 16, 8 // expert * 3 * 16 * 32)
+    own, dealt, metp = layer.weights
+    assert (own, dealt, metp) == (4 * 16 * 16 + 8 * 16, 8 // expert * 3 * 16 * 32, 0)
     sharing = layer.division.expert_ranks
     with fake_world(8, 1):
         names = ("replicas", "shards", "expert")
@@ -187,6 +188,70 @@ def test_what_fsdp_sends_and_copies_of_experts_that_are_dealt_to_ranks(
     assert wires["experts' gradients"].nbytes == (sharing - 1) * parts[1] * 4
     for whose, part in zip(("", "experts' "), parts, strict=True):
         assert wires[f"{whose}replicas"].nbytes == 2 * (replicas - 1) * part * 4 // replicas
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shards", "replicas"), [(4, 1), (2, 2), (1, 4)])
+def test_what_fsdp_sends_and_copies_of_metps_weights(shards: int, replicas: int, dtype: torch.dtype) -> None:
+    """Each context rank has its own, which it shares with ranks that have other sequences."""
+    division = Division(Candidate(2, feed_forward="metp"), shards=shards, replicas=replicas)
+    layer = replace(layer_of(division, dtype), model=replace(MODEL, vocab=0))
+    own, experts, metp = layer.weights
+    assert (own, experts, metp) == (4 * 16 * 16, 0, 3 * 16 * 32 // 2)
+    with fake_world(8, 1):
+        names = ("replicas", "shards", "context")
+        mesh = init_device_mesh("cpu", (replicas, shards, 2), mesh_dim_names=names)
+        every = mesh["shards", "context"]._flatten("every")
+        whole = init_device_mesh("cpu", (replicas, 2 * shards), mesh_dim_names=("replicas", "every"))
+        layers = nn.ModuleList(Ringed(mesh["context"]) for _ in range(MODEL.layers))
+        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
+        options["reshard_after_forward"] = True
+        for one in layers:
+            fully_shard(one.units, mesh=mesh["replicas", "shards"] if replicas > 1 else mesh["shards"], **options)
+            fully_shard(one, mesh=whole if replicas > 1 else every, **options)
+        with Watched(*(metp, metp // 3) * (shards == 1)) as seen:
+            x = torch.zeros(1, 8, 16, dtype=dtype)
+            for one in layers:
+                x = one(x)
+            x.sum().backward()
+    sent_over = Counter({own: MODEL.layers}) + Counter({metp: MODEL.layers * (shards > 1)})
+    assert Counter(seen.sent["gathered"]) == sent_over + sent_over
+    assert Counter(seen.sent["reduced"]) == sent_over
+    assert beside_attention(layer)["copies"] == seen.copied
+    wires = dict(layer.transfers(Sent("layer", "layer", "layer")))
+    parts = own // (2 * shards), metp // shards
+    assert Counter(seen.sent["replicated"]) == Counter(dict.fromkeys(parts, MODEL.layers * (replicas > 1)))
+    assert wires["METP's weights"].nbytes == (shards - 1) * parts[1] * dtype.itemsize
+    assert wires["METP's gradients"].nbytes == (shards - 1) * parts[1] * 4
+    assert wires["METP's replicas"].nbytes == 2 * (replicas - 1) * parts[1] * 4 // replicas
+
+
+class Units(nn.Module):
+    """METP's weights of a feed-forward, shared out among the ranks of a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        for name, shape, dim in (("gate", (32, 16), 0), ("up", (32, 16), 0), ("down", (16, 32), 1)):
+            weight = distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)])
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = (getattr(self, name).to_local() for name in ("gate", "up", "down"))
+        return F.linear(F.linear(x, gate) * F.linear(x, up), down)
+
+
+class Ringed(nn.Module):
+    """A layer's weights, of which METP has some."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.units = Units(mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for projection in self.attention:
+            x = x + projection(x)
+        return x + self.units(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

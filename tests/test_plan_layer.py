@@ -163,10 +163,20 @@ def test_a_pipeline_sends_to_the_next_stage(drawn: tuple[Group, int], nbytes: in
     assert group.send(nbytes) == wires({key: arrived}, node)[0][key]
 
 
+def metp_elements(layer: Layer) -> int:
+    """Of a layer of MODEL's, those that a rank has of METP: of its units, of 64 rows of queries and 32 of keys."""
+    p, model, units = layer.division.context.size, layer.model, 0
+    if layer.division.context.feed_forward == "metp":
+        units = (3 if model.gated else 2) * -(-model.ffn // p)
+    return 64 * (units + 2 * (64 // p + 32 // p) * (layer.division.context.projections == "metp"))
+
+
 @examples(60)
 @given(divided())
 def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
     """FSDP: (n-1)/n of a layer's weights; tensor ranks: (t-1)/t of tokens, four times each way; METP: its volume.
+
+    What METP has on a context rank is shared by the ranks that have other sequences alone.
 
     Expert ranks: (e-1)/e of what goes to experts, and back, each way; theirs is (n/e-1)/(n/e) of the experts' weights.
 
@@ -183,7 +193,8 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
         assert sorted(one.name for one in begun) == sorted(one.name for one in events if isinstance(one, End))
         sent.append(Counter())
         for one in begun:
-            sent[-1][one.name if one.name.startswith("experts'") else one.name.split()[0]] += one.wire.nbytes
+            is_whose = one.name.startswith(("experts'", "METP's"))
+            sent[-1][one.name if is_whose else one.name.split()[0]] += one.wire.nbytes
     itemsize, n, t, r = layer.sequence.dtype.itemsize, division.weight_ranks, division.tensor, division.replicas
     is_metp = division.context.feed_forward == "metp"
     is_projected = division.context.projections == "metp"
@@ -200,6 +211,12 @@ def test_what_a_layer_sends_is_what_formulas_say(layer: Layer) -> None:
     for way in sent:
         assert way["experts' weights"] == (n // e - 1) * of_experts * itemsize
     assert (sent[0]["experts' gradients"], sent[1]["experts' gradients"]) == (0, (n // e - 1) * of_experts * 4)
+    s = division.shards
+    of_metp = -(-metp_elements(layer) // s)
+    assert sent[1]["METP's replicas"] == 2 * (r - 1) * -(-of_metp * 4 // r)
+    for way in sent:
+        assert way["METP's weights"] == (s - 1) * of_metp * itemsize
+    assert (sent[0]["METP's gradients"], sent[1]["METP's gradients"]) == (0, (s - 1) * of_metp * 4)
     repeats = 1 if division.context.checkpoint == "none" else 2
     tokens = 256 // division.context.size * division.microbatch
     assert sent[0]["tokens"] == 4 * (t - 1) * (tokens // t) * model.hidden * itemsize
@@ -263,6 +280,10 @@ def test_a_layer_computes_every_product(layer: Layer) -> None:
         out, back = out + experts * (itemsize + 4) * (itemsize < 4), back + experts * 2 * 4
     elif division.weight_ranks > 4:  # than there are experts: these are put together once more
         out, back = (some + 2 * itemsize * experts for some in (out, back))
+    if division.data > 1:
+        metp, alone = metp_elements(layer), division.shards == 1
+        out += metp * (2 * itemsize + alone * (itemsize + 4) * (itemsize < 4))
+        back += metp * (itemsize + 4 + alone * 2 * 4)
     out, back = (is_copied * some / KERNELS.merge for some in (out, back))
     assert run(layer.forward(()), layer.cluster).compute == pytest.approx(share * weights + beside[0] + out)
     backward = run(layer.backward((), ()), layer.cluster).compute - beside[1] - (passes - 2) * repeated - out - back
@@ -347,6 +368,23 @@ def test_one_rank_only_computes() -> None:
     assert it.seconds == pytest.approx(products + 5 * attention + beside + added + updated(mine))
     told = {"products": products, "elementwise": beside, "copies": added, "optimizer": updated(mine)}
     assert beside_attention(layer) == pytest.approx(told)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_gradients_of_metp_that_no_others_share_are_added_up(pipeline: int) -> None:
+    """Those of three microbatches twice, in two bytes; with others FSDP adds shards, but in a pipeline whole ones."""
+    copies = {}
+    context = Candidate(2, feed_forward="metp", projections="metp")
+    for rounds, data in ((1, 1), (3, 1), (1, 2), (3, 2)):
+        division = Division(context, shards=data, pipeline=pipeline, microbatches=rounds)
+        layer = replace(layer_of(division), model=replace(MODEL, vocab=0))
+        copies[rounds, data] = beside_attention(layer)["copies"]
+    metp = MODEL.layers // pipeline * metp_elements(layer)
+    repeated = 1 if pipeline == 2 else 3
+    assert copies[3, 1] - repeated * copies[1, 1] == pytest.approx(2 * 3 * 2 * metp / KERNELS.merge)
+    added = 2 * (2 + 2 * 4) * metp / KERNELS.merge if pipeline == 2 else 0.0
+    assert copies[3, 2] - repeated * copies[1, 2] == pytest.approx(added)
+    assert copies[1, 1] == 0
 
 
 def test_what_is_beside_products_is_what_a_gpu_took() -> None:

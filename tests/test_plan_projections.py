@@ -41,7 +41,7 @@ from wallfacer_dt.planning.memory import projected_memory
 from wallfacer_dt.planning.predict import attention_cost, least_projections, predict
 from wallfacer_dt.planning.projections import ProjectedAttention
 from wallfacer_dt.planning.search import _Search
-from wallfacer_dt.planning.stack import stack_memory
+from wallfacer_dt.planning.stack import division_memory, stack_memory
 from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.timeline import Begin, Compute, End
 from wallfacer_dt.planning.units import format_size
@@ -322,6 +322,24 @@ def test_fsdp_has_norms_alone_where_all_is_metps() -> None:
     assert memory.gathered == 3 * 2 * MODEL.hidden * 2  # this layer's, the next one's and gradients, of two norms
     # 8 query heads and 4 key heads of 8: 16 and 8 rows, and as many columns and rows again; 48 units of three.
     assert memory.weights == 2 * MODEL.layers * (MODEL.hidden * (2 * (16 + 8) + 3 * 48) + 2 * MODEL.hidden // 4)
+
+
+def test_weights_of_metp_are_shared_with_ranks_that_have_other_sequences() -> None:
+    """Whole at a time are those of a layer, also where ranks only have copies; in a pipeline those of all layers."""
+    both = Candidate(4, feed_forward="metp", projections="metp")
+    own = MODEL.hidden * (2 * (16 + 8) + 3 * 48)
+    alone, shared, copied = (
+        division_memory(division, MODEL, SEQUENCE)
+        for division in (Division(both), Division(both, shards=2), Division(both, replicas=2))
+    )
+    assert (alone.weights - shared.weights) == 2 * MODEL.layers * (own // 2 + 2 * MODEL.hidden // 8)
+    assert copied.weights == alone.weights
+    for memory in (shared, copied):
+        # Of a layer, the next one and its gradient, and what is reduced of one before, the most that there is now.
+        assert memory.gathered - alone.gathered == (3 * 2 + 4) * own + 4 * 2 * MODEL.hidden
+        assert memory.kept == alone.kept
+    staged = [division_memory(Division(both, shards=n, pipeline=2), MODEL, SEQUENCE).gathered for n in (1, 2)]
+    assert staged[1] - staged[0] == (2 + 4) * MODEL.layers // 2 * own
 
 
 @st.composite

@@ -46,6 +46,7 @@ def layer_of(division: Division, merge: float) -> Layer:
         (METP, ALL_SHARE, 1e6, 0.0, "METP's sums"),
         (METP, ALL_SHARE, 1e30, 0.0, "METP's units once more"),
         (ALL_SHARE, METP, 1e8, 0.0, "FSDP's copies"),
+        (replace(METP, microbatches=2), replace(METP, microbatch=2), 1e6, 0.0, "METP's sums"),
         (replace(FIRST, **IN_TWO), FIRST, 1e30, 0.0, "the output projection on one stage"),
         (
             replace(FULL, **IN_TWO),

@@ -9,18 +9,26 @@ are fastest, or where these do not fit with others.
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, product
 
-from wallfacer_dt.layout import check_length, shard_sizes
+from wallfacer_dt.layout import check_length
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.predict import AttentionCost, Prediction, attention_cost, least_projections, predict_division
+from wallfacer_dt.planning.predict import (
+    AttentionCost,
+    Prediction,
+    attention_cost,
+    least_computing,
+    least_projections,
+    predict_division,
+)
 from wallfacer_dt.planning.reasons import longer
 from wallfacer_dt.planning.stack import division_memory, least_memory
 from wallfacer_dt.planning.step import Spent, least_step
@@ -183,7 +191,7 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
                 continue
             for data in _divisors(cluster.ranks // pipeline // tensor):
                 context = cluster.ranks // pipeline // tensor // data
-                if sequences % data or shard_sizes(sequence.length, (context,))[0] % tensor:
+                if sequences % data or -(-sequence.length // context) % tensor:
                     continue
                 for replicas in _divisors(data):
                     if replicas > 1 and cluster.ranks // pipeline // replicas % per_node:
@@ -198,13 +206,12 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
 def _with_microbatches(division: Division, model: ModelShape, cluster: Cluster, each: int) -> Iterator[Division]:
     if not all(group.is_aligned for group in division.groups(cluster).values()):
         return
-    shares_all = division.size == division.context.size
     for microbatch in _divisors(each):
         microbatches = each // microbatch
         if microbatches < division.pipeline:
             continue
         for context in with_layers(division.context, model):
-            if shares_all or "metp" not in (context.feed_forward, context.projections):
+            if division.tensor == 1 or "metp" not in (context.feed_forward, context.projections):
                 yield replace(division, context=context, microbatch=microbatch, microbatches=microbatches)
 
 
@@ -335,15 +342,12 @@ class _Search:
         ideal = Spent(forward, forward), Spent(backward, backward)
         if division.context.projections == "plain":
             return ideal
-        projections = least_projections(division.context, heads, self._taken(division), self.cluster)
+        where = division.context_cluster(self.cluster)
+        projections = least_projections(division.context, heads, self._taken(division), where)
         return ideal[0].between(projections[0]), ideal[1].between(projections[1])
 
     def _attentions(self, division: Division) -> list[Candidate]:
-        best = _best_attentions(*self._context(division), self.sequence)
-        if division.context.projections == "metp":
-            best = [one for one in best if one.ulysses == 1]
-        orders = dict.fromkeys(one.order for one in best)
-        return [one for order in orders for one in [one for one in best if one.order == order][:_TRIED]]
+        return _best_attentions(*self._context(division), self.sequence, division.context.projections == "plain")
 
     def _context(self, division: Division) -> tuple[ModelShape, Cluster, int]:
         """Heads of a tensor rank, the ranks of a context group, and how many of these groups share a node's link."""
@@ -351,28 +355,61 @@ class _Search:
         return division.heads_of(self.model), division.context_cluster(self.cluster), siblings
 
 
-@lru_cache(maxsize=64)
-def _best_attentions(model: ModelShape, cluster: Cluster, siblings: int, sequence: SequenceShape) -> list[Candidate]:
-    """Of every mesh and schedule the fastest alone, these first that are fastest; not to be changed.
+@lru_cache(maxsize=128)
+def _best_attentions(
+    model: ModelShape, cluster: Cluster, siblings: int, sequence: SequenceShape, has_ulysses: bool
+) -> list[Candidate]:
+    """Of each token order the attentions to try, of different meshes or schedules the fastest alone; not to be changed.
 
     By turns on devices that never wait for a host, and on those that do: in a layer, or with more sequences at a time,
     it may be hidden or not.
     """
-    by_device: dict[Candidate, tuple[float, ...]] = {}
-    by_both: dict[Candidate, tuple[float, ...]] = {}
+    kinds: dict[tuple, list[Candidate]] = {}
     for one in attentions(model, sequence, cluster):
+        if has_ulysses or one.ulysses == 1:
+            kinds.setdefault((one.order, one.axes, one.schedule), []).append(one)
+    told = model, cluster, siblings, sequence
+    best: list[Candidate] = []
+    for order in dict.fromkeys(order for order, *_ in kinds):
+        alike = [tuple(some) for kind, some in kinds.items() if kind[0] == order]
+        by_turns = zip(*(_fastest(alike, *told, by_host) for by_host in (False, True)), strict=True)
+        best += [*dict.fromkeys(chain(*by_turns))][:_TRIED]
+    return best
+
+
+_Alike = tuple[Candidate, ...]
+"""Attentions that differ in placement and rotations."""
+
+
+def _fastest(
+    kinds: Iterable[_Alike], model: ModelShape, cluster: Cluster, siblings: int, sequence: SequenceShape, by_host: bool
+) -> list[Candidate]:
+    """The fastest of as many of these as are tried, in order. No others are looked at than may be among them."""
+    least = {}
+    for alike in kinds:
+        ways = least_computing(alike, model, sequence, cluster.kernels)
+        least[alike] = sum(max(way.seconds, way.host * by_host) for way in ways) * (1 - 1e-9)
+    found: list[tuple[tuple[float, ...], int, Candidate]] = []
+    for number, alike in enumerate(sorted(least, key=least.__getitem__)):
+        if number >= _TRIED and least[alike] > found[_TRIED - 1][0][0]:
+            break
+        seconds, one = _alone(alike, model, cluster, siblings, sequence)[by_host]
+        insort(found, (seconds, number, one))
+    return [one for *_, one in found[:_TRIED]]
+
+
+@lru_cache(maxsize=1024)
+def _alone(
+    alike: _Alike, model: ModelShape, cluster: Cluster, siblings: int, sequence: SequenceShape
+) -> list[tuple[tuple[float, ...], Candidate]]:
+    """Of these the fastest, with its seconds: by devices that never wait for a host, and by those that do."""
+    by_device, by_both = [], []
+    for number, one in enumerate(alike):
         cost = attention_cost(one, model, sequence, cluster, siblings=siblings, together=False)
         alone = cost.forward.seconds + cost.backward.seconds
-        by_device[one], by_both[one] = (alone,), (cost.seconds, alone)
-    return [*dict.fromkeys(chain(*zip(*map(_fastest_of_kinds, (by_device, by_both)), strict=True)))]
-
-
-def _fastest_of_kinds(seconds: Mapping[Candidate, tuple[float, ...]]) -> list[Candidate]:
-    """Of every mesh and schedule the first of the fastest, in order."""
-    best: dict[tuple, Candidate] = {}
-    for one in sorted(seconds, key=seconds.__getitem__):
-        best.setdefault((one.axes, one.schedule, one.order), one)
-    return [*best.values()]
+        by_device.append(((alone,), number, one))
+        by_both.append(((cost.seconds, alone), number, one))
+    return [(seconds, one) for seconds, _, one in map(min, (by_device, by_both))]
 
 
 _cost = lru_cache(maxsize=1024)(attention_cost)

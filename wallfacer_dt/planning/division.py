@@ -23,7 +23,8 @@ class Division:
         tensor: ranks that split heads and hidden units, and between these the tokens (Megatron-LM with sequence
             parallelism; Korthikanti et al. 2022, section 4.2.2).
         shards: groups of context ranks, each with sequences of its own, that share weights with them: FSDP is over
-            ``shards x context`` (ZeRO's stage 3; Rajbhandari et al. 2020, section 5).
+            ``shards x context`` (ZeRO's stage 3; Rajbhandari et al. 2020, section 5); of weights that are METP's, which
+            context ranks have each their own of, over ``shards``.
         replicas: of these, which have the same weights: above 1 it is HSDP (Zhao et al. 2023, section 3.2.2), or with
             nothing else to share weights, DDP.
         pipeline: stages, of equally many layers, by 1F1B (Narayanan et al. 2021, section 2.2.1).
@@ -55,11 +56,8 @@ class Division:
                 "planned whole"
             )
         for name in ("feed_forward", "projections"):
-            if getattr(self.context, name) == "metp" and self.tensor * self.data * self.pipeline > 1:
-                raise ValueError(
-                    f"{name} must be 'plain' beside data, tensor or pipeline parallelism, got 'metp': METP is planned "
-                    "where all ranks share a sequence"
-                )
+            if getattr(self.context, name) == "metp" and self.tensor > 1:
+                raise ValueError(f"{name} must be 'plain' beside tensor parallelism, got 'metp': it is planned without")
 
     @property
     def data(self) -> int:
@@ -91,17 +89,34 @@ class Division:
         """Over which it shards an expert."""
         return self.weight_ranks // self.expert
 
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether gradients of microbatches are added up whole: in a pipeline, and of weights one rank alone has."""
+        has_metp = "metp" in (self.context.feed_forward, self.context.projections)
+        return self.pipeline > 1 or self.weight_ranks == 1 or (has_metp and self.data == 1)
+
     def dealt_weights(self, model: ModelShape) -> int:
         """Elements of a layer's experts that a rank has where they are dealt out, otherwise 0."""
         return model.expert_weights // self.expert * (self.expert > 1)
+
+    def metp_weights(self, model: ModelShape) -> int:
+        """Elements of a layer's weights that a context rank has of METP."""
+        context, mine = self.context, 0
+        if context.feed_forward == "metp":
+            units = -(-model.ffn // context.size)
+            mine += units * (model.ffn_weights // max(1, model.ffn))
+        if context.projections == "metp":
+            rows = sum(-(-heads * model.dim // context.size) for heads in (model.heads, model.keys))
+            mine += 2 * rows * model.hidden
+        return mine
 
     def shards_by_second_dim(self, model: ModelShape) -> bool:
         """Whether an expert is sharded, and not by the number of experts: where ranks are more (torchtitan)."""
         return 0 < model.experts < self.weight_ranks and self.expert_ranks > 1
 
     def groups(self, cluster: Cluster) -> dict[str, Group]:
-        """By axis: ``tensor``, ``context``, ``expert``, ``weights`` and ``expert_weights`` (FSDP), ``replicas`` and
-        ``pipeline``.
+        """By axis: ``tensor``, ``context``, ``expert``, ``weights``, ``expert_weights`` and ``metp_weights`` (FSDP),
+        ``replicas`` and ``pipeline``.
         """
         per_node = min(cluster.ranks, cluster.ranks_per_node)
         sharing = self.tensor * self.weight_ranks
@@ -111,6 +126,7 @@ class Division:
             "weights": Group(self.weight_ranks, self.tensor, per_node),
             "expert": Group(self.expert, self.tensor, per_node),
             "expert_weights": Group(self.expert_ranks, self.tensor * self.expert, per_node),
+            "metp_weights": Group(self.shards, self.tensor * self.context.size, per_node),
             "replicas": Group(self.replicas, sharing, per_node),
             "pipeline": Group(self.pipeline, sharing * self.replicas, per_node),
         }

@@ -19,6 +19,9 @@ Where experts are dealt to ranks, theirs are a group beside that of their layer'
 that have the same experts; it comes and goes with the other (``ShardPlacementResult``). A rank that shares its experts
 with none has FSDP for them, too: of such it casts and copies all that it has. Where there are more ranks than experts,
 experts are sharded by their second dim, and put together once more wherever whole ones are copied.
+
+METP's weights are likewise a group of their own where ranks with other sequences have the same, replicas among them,
+and none of FSDP's where nobody else has them.
 """
 
 from collections import Counter

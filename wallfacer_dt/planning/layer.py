@@ -44,12 +44,14 @@ class Layer:
         model: sizes, of all ranks together.
         sequence: of which ``batch`` are taken at a time.
         cluster: where.
+        has_ring: whether METP's ring of weights is among the events.
     """
 
     division: Division
     model: ModelShape
     sequence: SequenceShape
     cluster: Cluster
+    has_ring: bool = True
 
     def forward(self, attention: Sequence[Event], sent: Sent = _NOTHING) -> Iterator[Event]:
         """One layer's forward, with what FSDP copies of it.
@@ -124,15 +126,19 @@ class Layer:
 
     def _feed_forward(self, *, backward: bool) -> Iterator[Event]:
         if self.division.context.feed_forward == "metp":
-            yield from feed_forward_events(
-                self.division.context.axes, self.rows, self.model, self.sequence, self.cluster, backward=backward
-            )
+            yield from self.ring(backward=backward) if self.has_ring else ()
             return
         if not backward:
             yield from self._dealt("counts", 8 * self.model.experts // self.division.expert)
         yield from self._dealt("dispatch", self.dealt)
         yield self._compute("feed-forward", (2 if backward else 1) * self.model.ffn_products)
         yield from self._dealt("combine", self.dealt)
+
+    def ring(self, *, backward: bool) -> Iterator[Event]:
+        """METP's ring of weights in one call of the feed-forward."""
+        return feed_forward_events(
+            self.division.context.axes, self.rows, self.model, self.sequence, self.cluster, backward=backward
+        )
 
     def _dealt(self, what: str, part: int) -> Iterator[Event]:
         """Ranks that have other experts send each other so many bytes."""
@@ -190,17 +196,19 @@ class Layer:
         return tokens * self.model.hidden * self.sequence.dtype.itemsize
 
     @property
-    def weights(self) -> tuple[int, int]:
-        """Elements of a layer's weights on a tensor rank but for METP's; of those that are dealt out, the rank's own.
+    def weights(self) -> tuple[int, int, int]:
+        """Elements of a layer's weights that are FSDP's: of a tensor rank; of experts that are dealt out, and of METP,
+        a rank's own.
 
-        None where nobody trains them.
+        None where nobody trains them, and of METP none where no others have them.
         """
         if not self.model.ffn:
-            return 0, 0
-        context, dealt = self.division.context, self.division.dealt_weights(self.model)
-        attention = 0 if context.projections == "metp" else self.model.attention_weights
-        ffn = 0 if context.feed_forward == "metp" else self.model.ffn_weights - dealt * self.division.expert
-        return (attention + ffn) // self.division.tensor, dealt
+            return 0, 0, 0
+        division, model = self.division, self.model
+        context, dealt = division.context, division.dealt_weights(model)
+        attention = 0 if context.projections == "metp" else model.attention_weights
+        ffn = 0 if context.feed_forward == "metp" else model.ffn_weights - dealt * division.expert
+        return (attention + ffn) // division.tensor, dealt, division.metp_weights(model) * (division.data > 1)
 
     @property
     def vocabulary(self) -> int:
@@ -209,12 +217,13 @@ class Layer:
 
     def copied(self, each: Callable[..., int]) -> int:
         """Bytes of a layer's weights that FSDP reads and writes where of one it does so many, as of ``copied_out``."""
-        division, dtype, (own, dealt) = self.division, self.sequence.dtype, self.weights
+        division, dtype, (own, dealt, metp) = self.division, self.sequence.dtype, self.weights
         if division.weight_ranks == 1:
             return 0
         experts = dealt or self.model.expert_weights
         again = 2 * dtype.itemsize * experts * division.shards_by_second_dim(self.model)
-        return each(dtype) * own + each(dtype, alone=division.expert_ranks == 1) * dealt + again
+        others = each(dtype, alone=division.expert_ranks == 1) * dealt + each(dtype, alone=division.shards == 1) * metp
+        return each(dtype) * own + others + again
 
     def transfers(self, sent: Sent) -> list[tuple[str, Wire]]:
         """What FSDP sends, by name: first what it began to send first.
@@ -224,10 +233,10 @@ class Layer:
         """
         groups, striped = self.division.groups(self.cluster), self.cluster.striped_gathers
         narrow, wide = (dtype.itemsize for dtype in (self.sequence.dtype, accumulation_dtype(self.sequence.dtype)))
-        sharing = {"": groups["weights"], "experts' ": groups["expert_weights"]}
+        sharing = {"": groups["weights"], "experts' ": groups["expert_weights"], "METP's ": groups["metp_weights"]}
 
         def parts(weights: Weights) -> list[int]:
-            elements = {"": (0, 0), "layer": self.weights, "vocabulary": (self.vocabulary, 0)}[weights]
+            elements = {"": (0, 0, 0), "layer": self.weights, "vocabulary": (self.vocabulary, 0, 0)}[weights]
             return [-(-some // group.size) for some, group in zip(elements, sharing.values(), strict=True)]
 
         def gathered(what: str, weights: Weights, itemsize: int) -> list[tuple[str, Wire]]:

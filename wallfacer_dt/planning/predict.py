@@ -1,7 +1,7 @@
 """What a candidate costs: bytes, time and memory, predicted on the host."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,9 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
-from wallfacer_dt.planning.attention import Groups, attention_events, head_patterns, programs_of, runs_together
+from wallfacer_dt.planning.attention import (
+    Groups,
+    attention_events,
+    head_patterns,
+    least_seconds,
+    programs_of,
+    runs_together,
+)
 from wallfacer_dt.planning.candidates import Candidate, node_of
-from wallfacer_dt.planning.cluster import Cluster
+from wallfacer_dt.planning.cluster import Cluster, Kernels
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -131,6 +138,29 @@ def _of_ways(candidate: Candidate) -> tuple[Candidate, Candidate]:
     """A candidate for the forward and for the backward: what moves the other way does not matter, nor do layers."""
     alike = replace(candidate, feed_forward="plain", checkpoint="none")
     return replace(alike, rotate="kv"), replace(alike, rotate_forward="kv")
+
+
+def least_computing(
+    alike: Sequence[Candidate], model: ModelShape, sequence: SequenceShape, kernels: Kernels
+) -> list[Spent]:
+    """What no call of attention is below, forward and backward: what it computes, and launches.
+
+    Args:
+        alike: attentions that differ in placement and rotations.
+        model: whose heads.
+        sequence: what is attended.
+        kernels: rates.
+
+    Returns:
+        The seconds.
+    """
+    ways = []
+    for backward, kinds in enumerate(zip(*map(_of_ways, alike), strict=True)):
+        unlike = {replace(one, placement=alike[0].placement) for one in kinds}
+        some = [least_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in unlike]
+        seconds, host = map(min, zip(*some, strict=True))
+        ways.append(Spent(seconds, seconds, host=host))
+    return ways
 
 
 class LeastAttention(NamedTuple):

@@ -47,8 +47,8 @@ def _causes(kind: str, mine: Division, other: Division) -> Iterator[str]:
             yield "METP's units once more"
         yield "the output projection on one stage" if mine.pipeline > other.pipeline else "matrix products"
     if kind == "elementwise":
-        if by_metp:
-            yield "METP's sums"
+        if by_metp or (any(_metp(mine)) and mine.microbatches > other.microbatches):
+            yield "METP's sums"  # those of weights' gradients once for each microbatch
         yield "the loss on one stage" if mine.pipeline > other.pipeline else "norms and activations"
     if kind == "copies":
         are_whole = mine.weight_ranks == 1 or (mine.pipeline > 1 and mine.microbatches > other.microbatches)

@@ -21,7 +21,6 @@ from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
-from wallfacer_dt.planning.attention import least_seconds
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
@@ -32,6 +31,7 @@ from wallfacer_dt.planning.predict import (
     Prediction,
     attention_cost,
     least_attention,
+    least_computing,
     least_node_bytes,
     least_projections,
     predict,
@@ -336,17 +336,9 @@ class _Search:
 
     def _least(self, meshes: "_Meshes") -> float:
         """Seconds below which no choice of meshes that differ in their placement is: what it computes, and launches."""
-        model, sequence, kernels = self.model, self.sequence, self.cluster.kernels
         alike = [*chain.from_iterable(meshes.values())]
-        rotations = {one.rotate_forward for one in alike}, {one.rotate for one in alike}
-        spent = []
-        for backward, sides in enumerate(rotations):
-            side = "rotate" if backward else "rotate_forward"
-            kinds = (replace(alike[0], **_KEPT | {side: one}) for one in sides)
-            some = [least_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in kinds]
-            seconds, host = map(min, zip(*some, strict=True))
-            spent.append(Spent(seconds, seconds, host=host))
-        return _rounded(min(self._least_step(one, spent) for one in with_layers(alike[0], model)) * (1 - 1e-9))
+        spent = least_computing(alike, self.model, self.sequence, self.cluster.kernels)
+        return _rounded(min(self._least_step(one, spent) for one in with_layers(alike[0], self.model)) * (1 - 1e-9))
 
     def _least_node_bytes(self, meshes: "_Meshes") -> int:
         """Bytes into a node below which none of them is."""

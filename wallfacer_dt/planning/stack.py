@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from wallfacer_dt.kernels.merge import accumulation_dtype
-from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import Peaks, feed_forward_peak
@@ -159,15 +158,9 @@ def rank_weights(division: Division, model: ModelShape, stage: int) -> int:
     context, tensor = division.context, division.tensor
     layers = model.layers // division.pipeline
     split = layers * _shared(context, model) + _ends(division, stage) * model.vocab * model.hidden
-    mine = 0
-    if context.feed_forward == "metp":
-        units = -(-model.ffn // context.size)
-        mine += layers * units * (model.ffn_weights // max(1, model.ffn))
-    if context.projections == "metp":
-        rows = sum(-(-heads * model.dim // context.size) for heads in (model.heads, model.keys))
-        mine += layers * 2 * rows * model.hidden
+    metp = layers * -(-division.metp_weights(model) // division.shards)
     norms = layers * _norms(model) + model.hidden * _has_loss(division, model, stage)
-    return -(-(-(-split // tensor) + norms) // division.weight_ranks) + mine
+    return -(-(-(-split // tensor) + norms) // division.weight_ranks) + metp
 
 
 def _shared(context: Candidate, model: ModelShape) -> int:
@@ -200,6 +193,7 @@ class _Whole(NamedTuple):
         wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
         dealt = division.dealt_weights(model)
         own = -(-(_shared(division.context, model) - dealt * division.expert) // tensor) + _norms(model) + dealt
+        own += division.metp_weights(model) * (division.data > 1)
         head = -(-model.vocab * model.hidden // tensor)
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
@@ -220,7 +214,7 @@ class _Layer:
     ) -> None:
         candidate, tensor = division.context, division.tensor
         self.division, self.candidate, self.model, self.sequence = division, candidate, model, sequence
-        self.rows = shard_sizes(sequence.length, candidate.axes)[0] * sequence.batch
+        self.rows = -(-sequence.length // candidate.size) * sequence.batch
         own = -(-self.rows // tensor)
         itemsize, wide = sequence.dtype.itemsize, accumulation_dtype(sequence.dtype).itemsize
         self.x = own * model.hidden * itemsize

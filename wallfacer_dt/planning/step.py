@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from wallfacer_dt.planning.candidates import Candidate
+from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import norm_bytes
 from wallfacer_dt.planning.fsdp import Sent, added_up, copied_in, copied_out, sent_around, sent_beside
 from wallfacer_dt.planning.layer import COPIES, ELEMENTWISE, Layer, alone
@@ -175,10 +176,11 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
     """
     again = forward if layer.division.context.checkpoint == "full" else Spent()
     alike = _without_attention(layer)
+    sending = _sending(alike)
 
     def least(spent: Spent) -> _OneLayer:
         def with_sent(sent: Sent) -> Spent:
-            beside = _transfers(alike, sent)
+            beside = _transfers(sending, sent)
             return Spent(max((spent + replace(beside, seconds=0.0)).least, beside.seconds))
 
         return with_sent
@@ -252,14 +254,15 @@ def _once(layer: Layer) -> tuple[float, float]:
     if not layer.model.ffn:
         return 0.0, 0.0
     mine = rank_weights(division, layer.model, division.pipeline - 1)
-    copied = 0
-    if division.weight_ranks == 1:
-        copied = 3 * (rounds - 1) * dtype.itemsize * mine
-    elif division.pipeline > 1:
-        layers, each = layer.model.layers // division.pipeline, copied_out(dtype) + added_up(dtype, rounds)
+    layers = layer.model.layers // division.pipeline
+    # Of gradients that are not FSDP's each is added to that of the microbatch before.
+    unshared = layers * division.metp_weights(layer.model) * (division.data == 1)
+    copied = 3 * (rounds - 1) * dtype.itemsize * (mine if division.weight_ranks == 1 else unshared)
+    if division.weight_ranks > 1 and division.pipeline > 1:
+        each = copied_out(dtype) + added_up(dtype, rounds)
         # What is more than that of an element is as without a pipeline, but that weights come once.
         more = sum(layer.copied(way) - way(dtype) * sum(layer.weights) for way in (copied_out, copied_in))
-        copied = layers * (each * sum(layer.weights) + more) + each * layer.vocabulary
+        copied += layers * (each * sum(layer.weights) + more) + each * layer.vocabulary
     merge = layer.cluster.kernels.merge
     return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
 
@@ -291,20 +294,20 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
 
 
 def _ends(layer: Layer) -> _Ends:
-    layers = layer.model.layers // layer.division.pipeline
+    layers, sending = layer.model.layers // layer.division.pipeline, _sending(layer)
     before, after = sent_around(layers, has_vocabulary=layer.vocabulary > 0)
     if layer.division.pipeline > 1:
         # Gradients of every group of weights, one after the other.
         after = Sent("", "vocabulary"), Sent("", "", "vocabulary")
-    weights, gradients = (sum((_transfers(layer, one) for one in some), Spent()) for some in (before, after))
+    weights, gradients = (sum((_transfers(sending, one) for one in some), Spent()) for some in (before, after))
     if layer.division.pipeline > 1:
-        gradients += layers * (_transfers(layer, Sent("", "layer")) + _transfers(layer, Sent("", "", "layer")))
+        gradients += layers * (_transfers(sending, Sent("", "layer")) + _transfers(sending, Sent("", "", "layer")))
     activations = Spent.of(run(alone([("activations", layer.activations)]), layer.cluster))
     vocabulary = Spent()
     if layer.model.vocab and layer.division.tensor > 1:
         exchanges = 4 if layer.division.pipeline == 1 else 2
         vocabulary = exchanges * Spent.of(run(alone([("tokens", layer.tokens)]), layer.cluster))
-    again = _transfers(layer, Sent("layer")).seconds if layer.vocabulary else 0.0
+    again = _transfers(sending, Sent("layer")).seconds if layer.vocabulary else 0.0
     return _Ends(weights, gradients, activations, vocabulary, again)
 
 
@@ -319,18 +322,44 @@ def _backward(layer: Layer, way: OneWay, again: OneWay | None, sent: Sent) -> Sp
     return Spent.of_many(run(layer.backward(way.events, repeated, sent), layer.cluster))
 
 
-@lru_cache(maxsize=256)
 def _forward_parts(layer: Layer) -> Spent:
-    """A forward without attention and without FSDP's transfers."""
-    return Spent.of(run(layer.forward(()), layer.cluster))
+    """A forward without attention and without FSDP's transfers: its parts one after the other."""
+    return _beside_ring(layer, backward=False) + _ring(layer, backward=False)
+
+
+def _backward_parts(layer: Layer) -> Spent:
+    again = Spent() if layer.division.context.checkpoint == "none" else _ring(layer, backward=False)
+    return _beside_ring(layer, backward=True) + again + _ring(layer, backward=True)
 
 
 @lru_cache(maxsize=256)
-def _backward_parts(layer: Layer) -> Spent:
-    return Spent.of(run(layer.backward((), ()), layer.cluster))
+def _beside_ring(layer: Layer, *, backward: bool) -> Spent:
+    others = replace(layer, has_ring=False)
+    return Spent.of(run(others.backward((), ()) if backward else others.forward(()), layer.cluster))
+
+
+def _ring(layer: Layer, *, backward: bool) -> Spent:
+    """METP's, which is long, and the same however others are divided."""
+    context = layer.division.context
+    if context.feed_forward == "plain":
+        return Spent()
+    alike = Candidate(context.ring, context.team, context.ulysses, feed_forward="metp")
+    return _one_ring(replace(layer, division=Division(alike)), backward)
+
+
+@lru_cache(maxsize=256)
+def _one_ring(layer: Layer, backward: bool) -> Spent:
+    return Spent.of(run(layer.ring(backward=backward), layer.cluster))
 
 
 @lru_cache(maxsize=1024)
 def _transfers(layer: Layer, sent: Sent) -> Spent:
     """What FSDP sends, alone: begun together, and waited for."""
     return Spent.of(run(alone(layer.transfers(sent)), layer.cluster))
+
+
+def _sending(layer: Layer) -> Layer:
+    """A layer with what FSDP's transfers depend on, and nothing else: whatever is computed, they are the same."""
+    context = replace(layer.division.context, checkpoint="none")
+    division = replace(layer.division, context=context, microbatch=1, microbatches=1)
+    return replace(layer, division=division, sequence=replace(layer.sequence, batch=1))

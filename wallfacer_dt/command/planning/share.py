@@ -48,8 +48,7 @@ def print_figures(plan: Plan | DivisionPlan, figures: Figures, console: Console)
 def _times(plan: Plan | DivisionPlan) -> dict[str, str]:
     """What each part of a step is."""
     division = plan.chosen if isinstance(plan, DivisionPlan) else Division(plan.chosen)
-    has_sums = division.weight_ranks == 1 or division.pipeline > 1
-    added = ["sums of microbatches' gradients"] * (division.microbatches > 1 and has_sums)
+    added = ["sums of microbatches' gradients"] * (division.microbatches > 1 and division.adds_gradients)
     copies = ["FSDP's copies"] * (division.weight_ranks > 1) + added
     sums = ", METP's sums and copies" * ("metp" in division.context.layers.values())
     waits = ", other stages" * (division.pipeline > 1) + ", and copying" * bool(plan.cluster.kernels.copy)
