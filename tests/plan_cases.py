@@ -244,7 +244,10 @@ class Stack(nn.Module):
         for layer in self.layers:
             context = {"context_fn": save_attention()} if self.how == "attention" else {}
             x = layer(x) if self.how == "none" else checkpoint(layer, x, use_reentrant=False, **context)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return self.loss(self.norm(x), targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
 
 
 def stack_of(

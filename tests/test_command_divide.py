@@ -249,9 +249,15 @@ def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, sta
         (FIRST, {}, "the recipe has the windows of its models, and no option for another"),
         (replace(FIRST, context=replace(FIRST.context, checkpoint="full")), {}, "the recipe saves attention in every"),
         (Division(Candidate(16, feed_forward="metp")), {}, "METP's feed-forward is not the recipe's"),
-        (FIRST, {"sequence": SequenceShape(4100, is_causal=True)}, "torchtitan needs sequences that 16 divides"),
+        (
+            replace(FIRST, loss_chunks=8), {"sequence": SequenceShape(4112, is_causal=True)},
+            "torchtitan needs sequences that 32 divides",
+        ),
         # torchtitan's Trainer refuses what the recipe does not: in any order, and of tensor parallelism alone.
-        (Division(Candidate(16)), {"sequence": SequenceShape(4112)}, "torchtitan needs sequences that 32 divides"),
+        (
+            Division(Candidate(16), loss_chunks=8), {"sequence": SequenceShape(4128)},
+            "torchtitan needs sequences that 128 divides",
+        ),
         (Division(Candidate(1), 16), {"sequence": SequenceShape(4100)}, "torchtitan needs sequences that 16 divides"),
         (FIRST, {"sequence": SequenceShape(4096)}, "the recipe's language models are causal, and it has no option for"),
         (

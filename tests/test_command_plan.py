@@ -458,6 +458,7 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
             "--seq, --batch and the model's sizes: ",
         ),
         (f"{SHAPE} {WHERE} --batch 9999999999999", "--seq, --batch and the model's sizes: a tensor of more than 2^56 "),
+        (f"{SHAPE} {WHERE} --seq 2048M --sequences 1048576", "--seq, --sequences and the model's sizes: "),
         (f"{SHAPE} {WHERE} --ffn 9999999999999999", "--seq, --batch and the model's sizes: "),
         (
             f"{SHAPE} {WHERE} --ffn 512 --experts 9999999999999999 --experts-per-token 1",

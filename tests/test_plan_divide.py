@@ -2,15 +2,19 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, divided, layer_of
 from tests.strategies import examples
@@ -24,8 +28,11 @@ from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.predict import predict_division
-from wallfacer_dt.planning.stack import division_memory, least_memory, stack_memory
+from wallfacer_dt.planning.stack import _between_stages, _Layer, division_memory, least_memory, stack_memory
 from wallfacer_dt.planning.step import beside_attention
+from wallfacer_dt.testing import RankPool
+
+Ranks = Callable[[int], RankPool]
 
 
 @examples(40)
@@ -187,7 +194,9 @@ def test_experts_are_dealt_out_where_gathering_them_takes_longer(length: int, is
     assert (made.chosen.expert > 1) == is_dealt
 
 
-@pytest.mark.parametrize("name", ["tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert"])
+@pytest.mark.parametrize(
+    "name", ["tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert", "loss_chunks"]
+)
 def test_what_is_no_division_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Division(Candidate(2), **{name: 0})
@@ -215,7 +224,8 @@ def test_what_is_no_division_is_refused(name: str) -> None:
 @given(divided(tensor=1, shards=1, replicas=1, pipeline=1, expert=1), st.integers(1, 3))
 def test_where_all_share_a_sequence_it_is_the_plan_there_was(layer: Layer, rounds: int) -> None:
     """Memory as the stack's, whatever the number of microbatches; and of one microbatch time as ``plan`` has it."""
-    division = replace(layer.division, tensor=1, shards=1, replicas=1, pipeline=1, expert=1, microbatches=rounds)
+    alike = {"tensor": 1, "shards": 1, "replicas": 1, "pipeline": 1, "expert": 1, "loss_chunks": 1}
+    division = replace(layer.division, **alike, microbatches=rounds)
     where = cluster(division.size, min(4, division.size))
     memory = stack_memory(division.context, layer.model, layer.sequence)
     assert division_memory(division, layer.model, layer.sequence) == memory
@@ -245,16 +255,22 @@ def test_memory_is_at_least_its_least(layer: Layer) -> None:
 
 
 def test_memory_of_a_stage_by_hand() -> None:
-    """The first keeps what its microbatches in flight do, the last one of them, and the loss's."""
-    model = replace(MODEL, vocab=0)
+    """The first keeps what its microbatches in flight do, the last one of them, and the loss's.
+
+    And of all microbatches what comes, activations or gradients; of those in flight what went to the next stage.
+    """
+    model, x = replace(MODEL, vocab=0), 256 * MODEL.hidden * 2
     one = Division(Candidate(1))
     whole = division_memory(one, model, SEQUENCE)
     halves = replace(one, pipeline=2, microbatches=4)
     staged = division_memory(halves, model, SEQUENCE)
     assert staged.weights == whole.weights / 2
-    assert staged.kept == whole.kept  # two in flight of half as many layers
-    assert division_memory(replace(halves, microbatches=1), model, SEQUENCE).kept == whole.kept / 2
-    assert division_memory(replace(halves, pipeline=4), model, SEQUENCE).kept == whole.kept
+    assert staged.kept == whole.kept + (4 + 2) * x  # two in flight of half as many layers
+    assert division_memory(replace(halves, microbatches=1), model, SEQUENCE).kept == whole.kept / 2 + (1 + 1) * x
+    assert division_memory(replace(halves, pipeline=4), model, SEQUENCE).kept == whole.kept + (4 + 4) * x
+    # Where there are many the second stage, which receives from both sides, holds most.
+    many = division_memory(replace(halves, pipeline=4, microbatches=400), model, SEQUENCE)
+    assert many.kept == whole.kept * 3 / 4 + (2 * 400 - 3 + 3) * x
     # Weights and gradients of a stage are whole until the step ends, and added up in float32.
     sharded = division_memory(replace(halves, shards=2), model, SEQUENCE)
     assert division_memory(replace(halves, shards=2, microbatches=1), model, SEQUENCE).gathered == sharded.gathered
@@ -264,8 +280,47 @@ def test_memory_of_a_stage_by_hand() -> None:
     # A vocabulary so large that the last stage holds most.
     wide = replace(MODEL, vocab=10**5)
     loss = division_memory(halves, wide, SEQUENCE)
-    # Logits, tokens and targets; a norm's input, its output and its scale.
-    assert loss.kept - staged.kept / 2 == pytest.approx(256 * (10**5 * 2 + 2 * 8 + 2 * 64 * 2 + 4))
+    # Logits in float32, tokens and targets; a norm's input, its output and its scale. The activations of three
+    # microbatches: of one layers keep them.
+    kept = whole.kept / 2 + 3 * x
+    assert loss.kept - kept == pytest.approx(256 * (10**5 * 4 + 2 * 8 + 2 * 64 * 2 + 4))
+    # In chunks: one's logits, and three times in float32, the gradient of that weight, and in float32 gradients of
+    # what the norm gave.
+    chunked = division_memory(replace(halves, loss_chunks=8), wide, SEQUENCE)
+    assert chunked.kept == loss.kept - 256 * 10**5 * 4
+    most = 256 // 8 * 10**5 * (2 + 3 * 4) + 10**5 * 64 * 2 + 256 * 64 * 4
+    assert chunked.working == most
+
+
+@pytest.mark.parametrize("rounds", [3, 5])
+def test_what_stages_send_each_other_is_there_of_all_microbatches(ranks: Ranks, rounds: int) -> None:
+    """As torch's pipeline has it, on three stages."""
+    told = _Layer(Division(Candidate(1), pipeline=3, microbatches=rounds), MODEL, SEQUENCE)
+    found = ranks(3).run(received_and_in_flight, rounds, told.x)
+    for stage, (received, in_flight) in enumerate(found):
+        assert in_flight == min(3 - stage, rounds)
+        kept_by_layers = in_flight * (stage > 0) * told.x
+        assert _between_stages(told, stage, in_flight) + kept_by_layers == received + in_flight * (stage < 2) * told.x
+
+
+def received_and_in_flight(rounds: int, nbytes: int) -> tuple[int, int]:
+    """Bytes of tensors that come to a stage in, and how many microbatches it had at most."""
+    rank = dist.get_rank()
+    stage = PipelineStage(nn.Linear(64, 64, bias=False), rank, 3, torch.device("cpu"))
+    alive: list[int] = []
+    forward = stage.forward_one_chunk
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        alive.append(len(stage.fwd_cache))
+        return result
+
+    stage.forward_one_chunk = watched
+    schedule = Schedule1F1B(stage, rounds, loss_fn=lambda out, target: (out - target).sum())
+    x = torch.zeros(rounds, nbytes // 4 // 64, 64)
+    schedule.step(*[x] * (rank == 0), **({"target": x, "losses": []} if rank == 2 else {}))
+    comes = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+    return sum(one.buffer.nbytes for infos in comes for one in infos if one.buffer is not None), max(alive)
 
 
 def test_tensor_ranks_have_a_part_of_all_but_what_they_gather() -> None:
@@ -458,13 +513,13 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
 of 741
-6.077 s, 59.6 GB, fastest: 2% of the step is waiting
+6.077 s, 58.8 GB, fastest: 2% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-6.100 s, 67.6 GB, +0.4%: waits 14 ms longer
+6.100 s, 66.9 GB, +0.4%: waits 14 ms longer
   replicas 2 x shards 2 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-6.111 s, 63.4 GB, +0.6%: waits 146 ms longer
+6.111 s, 61.0 GB, +0.6%: waits 146 ms longer
   shards 4 x context 2 x tensor 2, 4 microbatches of 1: ulysses 2, head-tail
-6.120 s, 71.4 GB, +0.7%: waits 145 ms longer
+6.120 s, 69.0 GB, +0.7%: waits 145 ms longer
   replicas 2 x shards 2 x context 2 x tensor 2, 4 microbatches of 1: ulysses 2, head-tail
 1: 6.326, 2: 6.111, 4: 6.077, 8: 6.135, 16: 6.186
 enough: 2""",
@@ -477,13 +532,13 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 1587
-23.690 s, 73.2 GB, fastest: 7% of the step is waiting
+23.690 s, 73.5 GB, fastest: 7% of the step is waiting
   shards 4 x context 2 x tensor 4, 8 microbatches of 1: ulysses 2, head-tail
-23.910 s, 73.2 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
+23.910 s, 73.5 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
   shards 2 x context 4 x tensor 4, 8 microbatches of 2: ulysses 2 x ring 2, ulysses in node, rotates kv, head-tail
-24.285 s, 73.2 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
+24.285 s, 73.5 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
   context 8 x tensor 4, 8 microbatches of 4: ulysses 2 x team 4, ulysses in node, rings, rotates q, head-tail
-24.974 s, 70.1 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
+24.974 s, 70.6 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: ulysses 4, head-tail
 1: 26.833, 2: 23.690, 4: 23.910, 8: 24.285, 16: 25.569, 32: 27.470
 enough: 2""",
@@ -496,13 +551,13 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
 of 78
-16.133 s, 122.3 GB, fastest: 0% of the step is waiting
+16.133 s, 116.1 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
-16.243 s, 131.5 GB, +0.7%: waits 167 ms longer
+16.243 s, 123.5 GB, +0.7%: waits 167 ms longer
   context 4 x tensor 2, 2 microbatches of 1: team 4, 2d, rotates q, head-tail
-16.737 s, 111.0 GB, +3.7%: computes 562 ms longer (METP's sums and METP's units once more)
+16.737 s, 94.3 GB, +3.7%: computes 562 ms longer (METP's sums and METP's units once more)
   shards 2 x context 4: ulysses 4, head-tail, METP
-16.973 s, 67.2 GB, +5.2%: computes 556 ms longer (layers but for attention twice)
+16.973 s, 49.1 GB, +5.2%: computes 556 ms longer (layers but for attention twice)
   shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
 1: 17.447, 2: 16.973, 4: 16.243, 8: 16.133
 enough: 4""",

@@ -736,6 +736,11 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
             ),
             "must be a multiple of 4 (2 ranks of context parallelism, 2 of tensor parallelism), got 66",
         ),
+        (
+            context(4, 2, "--training.seq_len 72"),
+            "--training.seq_len must be a multiple of 32 (4 ranks of context parallelism, whose tokens the loss takes "
+            "in 8 chunks), got 72",
+        ),
         (context(4, 2, "--training.enable_cpu_offload"), "--training.enable_cpu_offload has no device to offload"),
         (context(4, 2, "--validator.enable"), "--validator.enable has no loader of whole sequences"),
         (context(4, 2, "--training.no-disable_cuda_graphs"), "set --training.disable_cuda_graphs"),

@@ -3,6 +3,7 @@
 What depends on the model, its modules or the ranks is checked in `parallelize`.
 """
 
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
@@ -24,6 +25,7 @@ def check_config(config: Trainer.Config) -> None:
     context_sizes(parallelism)
     _check_parallelism(parallelism)
     _check_length(config.training.seq_len, parallelism)
+    _check_chunks(config)
     model = config.model_spec and config.model_spec.model
     if getattr(config.dataloader, "documents", False) and isinstance(model, Decoder.Config):
         for kind, is_told in inner_attentions(model).items():
@@ -79,4 +81,15 @@ def _check_length(length: int, parallelism: ContextParallelism) -> None:
         raise ValueError(
             f"--training.seq_len must be a multiple of {divisor} ({context} ranks of context parallelism{parts}"
             f"{others}), got {length}"
+        )
+
+
+def _check_chunks(config: Trainer.Config) -> None:
+    """Of other lengths torchtitan's loss would refuse the first step."""
+    length, context = config.training.seq_len, config.parallelism.context_parallel_degree
+    chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
+    if length % (context * chunks):
+        raise ValueError(
+            f"--training.seq_len must be a multiple of {context * chunks} ({context} ranks of context parallelism, "
+            f"whose tokens the loss takes in {chunks} chunks), got {length}"
         )

@@ -37,6 +37,9 @@ from wallfacer_dt.planning.units import format_size, format_time
 MOST_SEQUENCES = 2**20
 """Of a step, of which no training has a part: of every divisor there are divisions."""
 
+LOSS_CHUNKS = 8
+"""As torchtitan's models have it by default, for which plans of divided ranks are printed."""
+
 _TRIED = 6  # attentions of a division of each token order, of different meshes or schedules
 
 
@@ -196,7 +199,9 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
                 for replicas in _divisors(data):
                     if replicas > 1 and cluster.ranks // pipeline // replicas % per_node:
                         continue
-                    one = Division(Candidate(context), tensor, data // replicas, replicas, pipeline)
+                    one = Division(
+                        Candidate(context), tensor, data // replicas, replicas, pipeline, loss_chunks=LOSS_CHUNKS
+                    )
                     for expert in _divisors(math.gcd(one.weight_ranks, model.experts) if model.experts else 1):
                         dealt = replace(one, expert=expert)
                         if _shards_experts(dealt, model):

@@ -32,6 +32,8 @@ class Division:
         microbatches: how many of these it takes in a step.
         expert: ranks among which experts are dealt out, each of whom takes their tokens of all (GShard; Lepikhin et al.
             2020, section 3); FSDP shards its experts over those of the weights' ranks that have the same.
+        loss_chunks: parts of a context rank's tokens that go through output projection and loss one after the other,
+            forward and backward.
     """
 
     context: Candidate
@@ -42,10 +44,11 @@ class Division:
     microbatch: int = 1
     microbatches: int = 1
     expert: int = 1
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) what is none, or has not been put together with METP or with experts."""
-        for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert"):
+        for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert", "loss_chunks"):
             check_length(getattr(self, name), name)
         if self.weight_ranks % self.expert:
             given = f"{self.expert} and {self.weight_ranks}"

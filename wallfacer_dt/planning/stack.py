@@ -4,8 +4,10 @@ Of tensor ranks each has a part of heads, hidden units and vocabulary, and betwe
 before a projection is kept, as DTensor keeps it (Korthikanti et al. 2022, section 4.2.2, would gather it once more).
 
 A layer is x + attention(norm(x)), then x + ffn(norm(x)), of ``torch.nn.RMSNorm`` and projections without biases; before
-a vocabulary's output projection there is one more norm. The most is held in the backward, of the last layer or of the
-loss: so only these are written out. (In a norm's backward it is less, unless a model has next to no heads.)
+a vocabulary's output projection there is one more norm. The loss is of logits that are made float32, as torchtitan and
+transformers make them, of all tokens or of one chunk of them after the other. The most is held in the backward, of the
+last layer or of the loss: so only these are written out. (In a norm's backward it is less, unless a model has next to
+no heads.)
 
 Note [Norms]
 RMSNorm is torch's fused one, which CUDA has for weights of the input's dtype: it keeps its input, and what it gives is
@@ -37,7 +39,8 @@ class StackMemory:
         gradients: of these, likewise.
         optimizer: Adam's moments and, of weights in 16 bits, master weights, all in float32.
         gathered: FSDP's whole weights and gradients in use, and those that are reduced, when the most is held.
-        kept: after the forward, what the backward needs: of all layers and, with a vocabulary, of the loss.
+        kept: after the forward, what the backward needs: of all layers and, with a vocabulary, of the loss; of a
+            pipeline what its stages send each other, too.
         working: the most beyond all that.
     """
 
@@ -81,6 +84,8 @@ def division_memory(division: Division, model: ModelShape, sequence: SequenceSha
 
     Under 1F1B the first stage holds what up to p microbatches keep, the second one less, the last that of one, and what
     the loss keeps (Narayanan et al. 2021, section 2.2.1). The first has the embedding, the last the output projection.
+    What stages send each other comes into tensors of all microbatches of a step (``torch.distributed.pipelining``), of
+    which those between others have most: they receive activations and gradients.
 
     Args:
         division: how ranks are divided.
@@ -109,7 +114,7 @@ def least_memory(division: Division, model: ModelShape, sequence: SequenceShape)
 
 def _most(layer: "_Layer") -> StackMemory:
     last = layer.division.pipeline - 1
-    return max((_stage(layer, stage) for stage in {0, last}), key=lambda memory: memory.peak)
+    return max((_stage(layer, stage) for stage in {0, min(1, last), last}), key=lambda memory: memory.peak)
 
 
 def _stage(layer: "_Layer", stage: int) -> StackMemory:
@@ -118,18 +123,39 @@ def _stage(layer: "_Layer", stage: int) -> StackMemory:
     in_flight = min(division.pipeline - stage, division.microbatches)
     stack = layer.kept * layers
     has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
-    kept = stack + (layer.norm + layer.loss + layer.tokens if has_loss else layer.tokens * has_tokens)
-    # Logits' gradient, and the gradient of what the loss keeps; the output projection's, when what it kept is gone; the
-    # last layer's backward, and that of the one before.
     before, whole = stack + layer.tokens * has_tokens, _Whole.of(layer, stage)
+    # The last layer's backward, that of the one before, and that of the loss.
     peaks = [(before - layer.kept + layer.backward, whole.first)]
-    if has_loss:
-        peaks += [(kept + 2 * layer.loss, whole.head), (before + layer.norm + layer.loss, whole.of_head)]
     if layers > 1:
         peaks.append((peaks[0][0] - layer.kept, whole.next))
+    kept, of_loss = _of_loss(layer, before + layer.norm, whole) if has_loss else (before, [])
+    peaks += of_loss
     most, gathered = max(peaks, key=sum)
-    others = (in_flight - 1) * kept
+    others = (in_flight - 1) * kept + _between_stages(layer, stage, in_flight)
     return StackMemory(*_states(layer, stage), gathered, others + kept, max(0, most - kept))
+
+
+def _of_loss(layer: "_Layer", before: int, whole: "_Whole") -> tuple[int, list[tuple[int, int]]]:
+    """Bytes that there are after a loss, and the most until its backward is over, with whole weights and gradients.
+
+    Of logits the gradient, and the gradient of what the loss keeps; and the output projection's, when what it kept is
+    gone. A chunk has its backward at once, and keeps its logits; what the norm gave is there, and of all chunks its
+    gradients in float32, until the last one is through, then one gradient in its place (torchtitan's
+    ``ChunkedLossWrapper``).
+    """
+    if layer.division.loss_chunks == 1:
+        return before + layer.loss, [(before + 3 * layer.loss, whole.head), (before + layer.logits, whole.of_head)]
+    # Without FSDP the weight's gradient of one chunk is beside its sum, which is the weight's own.
+    one = layer.head * (layer.division.weight_ranks == 1)
+    return before, [(before + layer.summed + layer.logits + 3 * layer.loss + one, whole.chunks)]
+
+
+def _between_stages(layer: "_Layer", stage: int, in_flight: int) -> int:
+    """Bytes of what all microbatches receive, but for what layers keep of it, and of what those in flight gave."""
+    division = layer.division
+    has_before, has_next = stage > 0, stage < division.pipeline - 1
+    received = division.microbatches * (has_before + has_next) - in_flight * has_before
+    return layer.x * (received + in_flight * has_next)
 
 
 def _states(layer: "_Layer", stage: int) -> tuple[int, int, int]:
@@ -178,18 +204,21 @@ class _Whole(NamedTuple):
         first: in the last layer's backward, its weights and gradient, the next one's weights, and what is reduced of
             the output projection.
         next: in that of the one before, which has another layer's reduced.
+        chunks: while the loss takes one chunk after the other: the output projection's weights and gradient, its sum
+            over chunks before, in float32, and the weights of the last layer.
     """
 
     head: int
     of_head: int
     first: int
     next: int
+    chunks: int
 
     @classmethod
     def of(cls, layer: "_Layer", stage: int) -> "_Whole":
         division, model, narrow = layer.division, layer.model, layer.sequence.dtype.itemsize
         if division.weight_ranks == 1:
-            return cls(0, 0, 0, 0)
+            return cls(0, 0, 0, 0, 0)
         wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
         dealt = division.dealt_weights(model)
         own = -(-(_shared(division.context, model) - dealt * division.expert) // tensor) + _norms(model) + dealt
@@ -198,9 +227,9 @@ class _Whole(NamedTuple):
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
             every = model.layers // division.pipeline * own + _ends(division, stage) * head
-            return cls(*[every * (narrow + wide)] * 4)
-        layers = (2 + (model.layers > 1)) * own * narrow
-        return cls(head * narrow, (2 * head + own) * narrow, layers + head * wide, layers + own * wide)
+            return cls(*[every * (narrow + wide)] * 4, every * (narrow + wide) + head * narrow)
+        layers, both = (2 + (model.layers > 1)) * own * narrow, (2 * head + own) * narrow
+        return cls(head * narrow, both, layers + head * wide, layers + own * wide, both + head * wide)
 
 
 class _Layer:
@@ -221,7 +250,9 @@ class _Layer:
         self.whole_x = self.rows * model.hidden * itemsize
         self.hidden = self.rows * model.feed_forwards_per_token * -(-model.ffn // tensor) * itemsize
         self.dispatched = self.rows * model.experts_per_token * model.hidden * itemsize
-        self.loss = self.rows * -(-model.vocab // tensor) * itemsize
+        logits = -(-self.rows // division.loss_chunks) * -(-model.vocab // tensor)
+        self.summed, self.head = self.rows * model.hidden * wide, -(-model.vocab * model.hidden // tensor) * itemsize
+        self.logits, self.loss = logits * itemsize, logits * wide
         self.tokens = 2 * self.rows * 8  # and the targets
         self.scale = own * wide  # of every token, in a norm
         self.is_least = is_least

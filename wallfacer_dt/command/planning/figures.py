@@ -92,7 +92,7 @@ _ALL_SHARE = (
 )
 _NOT_DIVIDED = (
     "of divisions: tensor parallelism of models with experts, other pipeline schedules than 1F1B, "
-    "stages of unlike layers, asynchronous tensor parallelism, METP beside data, tensor or pipeline parallelism"
+    "stages of unlike layers, asynchronous tensor parallelism, METP beside tensor parallelism"
 )
 
 
@@ -105,7 +105,12 @@ def _left_out(model: ModelShape) -> Iterator[str]:
             "in the time and in memory: experts that are dealt more tokens than others; what their products, of fewer "
             "tokens each, take longer than other products; that a host waits for counts of tokens"
         )
-    if not model.vocab:
+    if model.vocab:
+        yield (
+            "in memory: that a loss which takes tokens in chunks (counted with --sequences, as torchtitan has it), or "
+            "is fused with the output projection, holds less than all logits in float32"
+        )
+    else:
         yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
     if model.ffn or model.vocab:
         yield (

@@ -1,5 +1,6 @@
 """A division as flags of torchtitan 0.3.0, as ``recipes.torchtitan`` takes them, and what these cannot say."""
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -71,7 +72,7 @@ def _notes(plan: DivisionPlan) -> Iterator[str]:
     if plan.sequence.window_size is not None:
         yield "the recipe has the windows of its models, and no option for another"
     # torchtitan's Trainer has context ranks take two parts each whatever the balancer; the recipe's check does not.
-    divisor = it.tensor * (2 * context.size if context.size > 1 else 1)
+    divisor = math.lcm(it.tensor * (2 * context.size if context.size > 1 else 1), it.loss_chunks * context.size)
     if plan.sequence.length % divisor:
         yield f"torchtitan needs sequences that {divisor} divides"
     placement = "ulysses_in_node" if context.order == "head_tail" else "team_in_node"

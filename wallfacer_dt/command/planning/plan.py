@@ -32,6 +32,7 @@ from wallfacer_dt.command.planning.shape import (
 )
 from wallfacer_dt.command.planning.text import make_console, print_plan
 from wallfacer_dt.planning.cluster import Kernels
+from wallfacer_dt.planning.dividing import MOST_SEQUENCES
 from wallfacer_dt.planning.gpus import GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
 from wallfacer_dt.planning.longest import MOST, length_unit, longest_length
 from wallfacer_dt.planning.units import format_time
@@ -185,7 +186,7 @@ def plan(
         check_divisible(sequences, batch=batch, is_longest=is_longest, picture=picture)
     sequence = make_sequence(MOST if is_longest else seq, batch, causal=causal, full=full, window=window, dtype=dtype)
     if not is_longest:
-        check_size(known.shape, sequence)
+        check_size(known.shape, sequence, min(sequences or 1, MOST_SEQUENCES))
     machines = Machines(
         name=cluster, ranks=ranks, ranks_per_node=ranks_per_node, nics=nics, intra=intra, inter=inter,
         intra_latency=intra_latency, inter_latency=inter_latency, attention_speed=attention_speed,

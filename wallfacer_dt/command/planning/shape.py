@@ -102,8 +102,9 @@ def make_sequence(
         return SequenceShape(length, batch, causal, sees, getattr(torch, dtype))
 
 
-def check_size(model: ModelShape, sequence: SequenceShape) -> None:
-    """Refuse (OptionError) a step whose largest tensor nobody can count the bytes of."""
+def check_size(model: ModelShape, sequence: SequenceShape, sequences: int = 1) -> None:
+    """Refuse (OptionError) a step whose largest tensor nobody can count the bytes of; of so many batches."""
     widest = max(model.hidden, 2 * model.heads * model.dim, model.ffn * (model.experts or 1), model.vocab, model.layers)
-    if max(sequence.length * sequence.batch, model.hidden) * widest > _MOST_ELEMENTS:
-        raise OptionError("--seq, --batch and the model's sizes: a tensor of more than 2^56 elements is not planned")
+    if max(sequence.length * sequence.batch * sequences, model.hidden) * widest > _MOST_ELEMENTS:
+        number = "--sequences" if sequences > 1 else "--batch"
+        raise OptionError(f"--seq, {number} and the model's sizes: a tensor of more than 2^56 elements is not planned")
