@@ -581,7 +581,21 @@ def own_sinks() -> float:
         unchecked(RingParallel(check=False), mesh, WithSinks(parameter=True))
     q, k, v = tensors()
     module = unchecked(RingParallel(check=False, layout="BNLH"), mesh, WithSinks(parameter=False))
-    return worst_error([(module(q, k, v), context_parallel_attention(q, k, v, mesh, sinks=torch.arange(4.0)))])
+    error = worst_error([(module(q, k, v), context_parallel_attention(q, k, v, mesh, sinks=torch.arange(4.0)))])
+    # Nor do they become one.
+    del module.sinks
+    calls = module, torch.compile(module, backend="aot_eager", fullgraph=True)
+    for add in (
+        lambda: module.register_buffer("sinks", torch.ones(HEADS)),
+        lambda: module.register_parameter("sinks", nn.Parameter(torch.ones(HEADS))),
+    ):
+        for call in calls:
+            call(q, k, v)
+            add()
+            with pytest.raises(ValueError, match="WithSinks has sinks: name the module inside it"):
+                call(q, k, v)
+            del module.sinks
+    return error
 
 
 def test_sinks_of_a_module_are_no_parameter(ranks: Ranks) -> None:

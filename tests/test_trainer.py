@@ -24,7 +24,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from accelerate.parallelism_config import ParallelismConfig
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.models import MODELS
@@ -262,6 +262,13 @@ class Behind(OfAnother, ContextParallelTrainer):
     pass
 
 
+class Smoothing(TrainerCallback):
+    """Sets another loss when everything has been checked."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.trainer.label_smoother = LabelSmoother(0.1)
+
+
 class WithMore(Rows):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {**super().__getitem__(index), "cu_seq_lens_q": torch.tensor([0, LENGTH])}
@@ -296,7 +303,13 @@ def refused() -> dict[str, str]:
         trainer = ContextParallelTrainer(model, arguments(prediction_loss_only=False))
         return refusal(lambda: trainer.predict(Rows()))
 
+    def smoothed_by_a_callback() -> str:
+        callback = Smoothing()
+        callback.trainer = ContextParallelTrainer(model, arguments(), train_dataset=Rows(), callbacks=[callback])
+        return refusal(callback.trainer.train)
+
     with of_torchrun():
+        said["label smoothing that a callback sets"] = smoothed_by_a_callback()
         said["transformers' own Trainer"] = train(Trainer)
         said["transformers' own Trainer, without padding"] = train(Trainer, Whole())
         said["other rows on a rank"] = train(rows=Other())
@@ -357,6 +370,7 @@ REFUSED = {
     "what was refused has left nothing behind": "went through",
     "DTensors": "is a DTensor already, and Trainer would put the model into DDP: leave fully_shard out",
     "DTensors, evaluated": "went through",
+    "label smoothing that a callback sets": "does not go with label_smoothing_factor",
     "a model that is not set up": "was not given to context_parallel",
     "one that is not on a rank": "was not given to context_parallel",
     "transformers' own Trainer": "instead of transformers' Trainer, whose ranks read other sequences, use Context",

@@ -1,6 +1,7 @@
 """Models of transformers on a mesh: each gives what docs/models.md says, and what a call brings is never swallowed."""
 
 import copy
+import math
 import pickle
 import re
 import warnings
@@ -54,6 +55,8 @@ from transformers import (
     MobileBertForMaskedLM,
     OPTConfig,
     OPTForCausalLM,
+    PhimoeConfig,
+    PhimoeModel,
     masking_utils,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -79,7 +82,7 @@ from wallfacer_dt.integrations.transformers.attend import AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
 from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
-from wallfacer_dt.integrations.transformers.rope import tell_largest_position
+from wallfacer_dt.integrations.transformers.rope import largest_matters, tell_largest_position
 from wallfacer_dt.integrations.transformers.sequence import ForwardPass, positions_within
 
 Ranks = Callable[[int], RankPool]
@@ -249,6 +252,10 @@ def refused_calls() -> dict[str, str]:
         "labels without a count": {**batch, "num_items_in_batch": None},
         "no tokens": {"position_ids": batch["position_ids"]},
         "no count on a rank": {**batch, "num_items_in_batch": None if rank == 1 else batch["num_items_in_batch"]},
+        "a count of a rank's own": {**batch, "num_items_in_batch": (batch["labels"] != -100).sum()},
+        "no number for a count": {**batch, "num_items_in_batch": math.nan},
+        "another count on a rank": {**batch, "num_items_in_batch": batch["num_items_in_batch"] + (rank == 1)},
+        "a sum of counts": {**batch, "num_items_in_batch": 2 * int(batch["num_items_in_batch"])},
     }
     said = {name: refusal(lambda call=call: model(**call)) for name, call in calls.items()}
     said["all-ones mask"] = refusal(lambda: model(**{**batch, "attention_mask": torch.ones(2, 16)}))
@@ -273,6 +280,15 @@ def refused_calls() -> dict[str, str]:
     model.config.output_router_logits = True
     said["the router's loss, set later"] = refusal(lambda: model(**batch))
     model.config.output_router_logits = False
+    model.model.layers[1].mlp.adapter = torch.nn.Conv1d(32, 32, 3)
+    said["a convolution that came later"] = refusal(lambda: model(**batch))
+    del model.model.layers[1].mlp.adapter
+    rope, extended = model.model.rotary_emb, copy.deepcopy(model.config)
+    extended.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model.model.rotary_emb = type(rope)(extended)
+    said["RoPE that came later"] = refusal(lambda: model(**batch))
+    model.model.rotary_emb = rope
+    said["as it was"] = refusal(lambda: model(**batch))
     skipping = OPTForCausalLM(OPTConfig(**OPT, layerdrop=0.1))
     said["layers that are left out"] = refusal(lambda: context_parallel(skipping, mesh, order=order))
     skipping.config.layerdrop = 0  # of which its decoder has a copy
@@ -313,6 +329,10 @@ SAYS = {
     "labels without a count": "where the model's head does not hand it on, leave labels out",
     "no tokens": "must be called with input_ids",
     "no count on a rank": "whether num_items_in_batch are given must be the same on every rank",
+    "a count of a rank's own": "num_items_in_batch must be that of the whole batch, of which 97 labels count, got",
+    "no number for a count": "of which 97 labels count, got nan",
+    "another count on a rank": "num_items_in_batch must be the same on every rank of the mesh, got",
+    "a sum of counts": "went through",
     "all-ones mask": "went through",
     "without what shard_inputs says": "went through",
     "the model inside": "outside a forward",
@@ -329,6 +349,9 @@ SAYS = {
     "afterwards": "went through",
     "the router's loss on a rank, set later": "set output_router_logits=False in its config",
     "the router's loss, set later": "SFTConfig has router_aux_loss_coef=0.0",
+    "a convolution that came later": "model.layers.1.mlp.adapter (Conv1d) looks at several tokens, or at the largest",
+    "RoPE that came later": "model.rotary_emb (LlamaRotaryEmbedding) looks at several tokens, or at the largest",
+    "as it was": "went through",
     "layers that are left out": "set it to 0 in the config before the model is made",
     "layers that are still left out": "layerdrop leaves layers out at random",
     "layers that a config leaves out": "layerdrop leaves layers out at random",
@@ -864,6 +887,23 @@ def test_rope_sees_the_largest_position_and_gives_rows_of_a_shard_s() -> None:
     for hook in hooks:
         hook.remove()
     assert model[0](x, positions).shape == (1, 2, 3)
+
+
+def test_phimoes_scales_depend_on_the_largest_position() -> None:
+    """Of every type of RoPE but the default, by a number of its config."""
+    sizes = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_local_experts": 2,
+    }  # fmt: skip
+    scales = {"short_mscale": 1.1, "long_mscale": 1.4, "original_max_position_embeddings": 20, "rope_theta": 1e4}
+    kinds = {
+        "default": {"rope_theta": 1e4}, "linear": scales | {"factor": 2.0},
+        "yarn": scales | {"factor": 2.0},
+    }  # fmt: skip
+    for kind, parameters in kinds.items():
+        model = PhimoeModel(PhimoeConfig(**sizes, rope_parameters=parameters | {"rope_type": kind}))
+        assert largest_matters(model.rotary_emb) == ("" if kind == "default" else kind)
+    assert largest_matters(llama().model.rotary_emb) == ""
 
 
 def test_rope_that_is_not_told_positions_is_refused() -> None:

@@ -345,8 +345,9 @@ class _Forward:
 
     def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
         told = self.style._translated(self.module, self._named(args, kwargs)) if args or kwargs else {}
-        if self.module._modules:
-            self.style._check_held(self.module)
+        tensors = [what for held in (self.module._parameters, self.module._buffers) for what in held]
+        if tensors or self.module._modules:
+            self.style._check_held(self.module, tensors)
         if self.module.training not in self.modes:
             now, tried = ("training", "evaluation")[:: 1 if self.module.training else -1]
             raise ValueError(

@@ -227,7 +227,8 @@ class _Whole(NamedTuple):
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
             every = model.layers // division.pipeline * own + _ends(division, stage) * head
-            return cls(*[every * (narrow + wide)] * 4, every * (narrow + wide) + head * narrow)
+            most = every * (narrow + wide)
+            return cls(most, most, most, most, most + head * narrow)
         layers, both = (2 + (model.layers > 1)) * own * narrow, (2 * head + own) * narrow
         return cls(head * narrow, both, layers + head * wide, layers + own * wide, both + head * wide)
 

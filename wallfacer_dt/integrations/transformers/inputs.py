@@ -105,7 +105,7 @@ def shard_inputs(
     batch: dict[str, object] = {
         "input_ids": mine(input_ids), "position_ids": local_positions, "use_cache": False,
         SEQUENCE: ShardedSequence(
-            length, order, local_positions, int(positions.max()), documents, is_padded_before
+            length, order, local_positions, int(positions.max()), documents, is_padded_before, counted
         ),
     }  # fmt: skip
     if labels is not None:

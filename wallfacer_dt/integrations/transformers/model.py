@@ -9,6 +9,7 @@ backward find it there. A forward begins with a check of all that may have chang
 
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -27,8 +28,13 @@ from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMe
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_labels
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
-from wallfacer_dt.integrations.transformers.refusals import ROUTER, check_adapters, check_model_is_known
-from wallfacer_dt.integrations.transformers.rope import tell_largest_position
+from wallfacer_dt.integrations.transformers.refusals import (
+    ROUTER,
+    check_adapters,
+    check_model_is_known,
+    check_modules,
+)
+from wallfacer_dt.integrations.transformers.rope import largest_matters, tell_largest_position
 from wallfacer_dt.integrations.transformers.sequence import PAST_HOOKS, PROMPTS, ForwardPass, ShardedSequence
 from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.mesh import name_of
@@ -108,6 +114,7 @@ class ContextParallel(Handle[PreTrainedModel]):
         self._leave_on(model)
         self._loss = upstream.swap_loss(model, None)
         upstream.swap_loss(model, SummedLoss(self._loss or upstream.own_loss(model), self._in_forward))
+        self._told = weakref.WeakSet(module for module in model.modules() if largest_matters(module))
         self._hooks = [
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
@@ -178,7 +185,11 @@ class ContextParallel(Handle[PreTrainedModel]):
             # What one rank refuses must not find another in FSDP's next all-gather, where no refusal is heard; nor the
             # loss, which refuses what is not given, in a backward.
             given = self._named(args, kwargs)
-            told = [(f"whether {name} are given", given.get(name) is not None) for name in _OF_LOSS]
+            told: list[tuple[str, Any]] = [
+                (f"whether {name} are given", given.get(name) is not None) for name in _OF_LOSS
+            ]
+            if (items := given.get("num_items_in_batch")) is not None:
+                told.append(("num_items_in_batch", _checked_count(items, sequence.counted)))
             agree(f"a forward of {type(model).__name__}", told, name_of(self.mesh))
             self._forward = ForwardPass(sequence)
         return args, kwargs
@@ -207,6 +218,7 @@ class ContextParallel(Handle[PreTrainedModel]):
     def _check_still_set_up(self, model: PreTrainedModel) -> None:
         self._check_is_of(model)
         check_adapters(model, offsets_are_told=self.alora_offsets_are_told)
+        check_modules(model, self._told)
         for config in upstream.configs(model):
             if upstream.implementation(config) != self.name:
                 raise ValueError(
@@ -333,6 +345,17 @@ def handle_of(model: Any) -> ContextParallel:
     if not isinstance(found, ContextParallel):
         raise ValueError(f"{type(model).__name__} was not given to context_parallel: do so first")
     return found
+
+
+def _checked_count(given: Any, counted: int) -> float:
+    """What a loss is divided by, or a refusal (ValueError) where more labels than that count in this batch alone."""
+    count = float(given)
+    if not count >= counted:
+        raise ValueError(
+            f"num_items_in_batch must be that of the whole batch, of which {counted} labels count, got {count:g}: pass "
+            "on what shard_inputs gives, or a sum of these, and blank labels before it"
+        )
+    return count
 
 
 def _offset(asked: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Models that attention on a mesh alone would make silently wrong, refused by name before anything runs."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -45,6 +45,23 @@ def check_adapters(model: PreTrainedModel, *, offsets_are_told: bool) -> None:
     why = next((why for layer in layers for why in _adapters(layer, offsets_are_told)), None)
     if why is not None:
         raise ValueError(f"an adapter of {type(model).__name__} cannot be made context parallel: {why}")
+
+
+def check_modules(model: PreTrainedModel, told: Container[nn.Module]) -> None:
+    """Refuse (ValueError) modules that look at several tokens by themselves and came after all others were looked at.
+
+    Args:
+        model: whose.
+        told: those that are told the largest position.
+    """
+    for module in model.modules():
+        has_rope = "rope_type" in vars(module) and largest_matters(module) and module not in told
+        if has_rope or isinstance(module, _MIXING):
+            path = next(path for path, one in model.named_modules() if one is module)
+            raise ValueError(
+                f"{path} ({type(module).__name__}) looks at several tokens, or at the largest position, and came or "
+                "changed after context_parallel: call that again, which sets it up or says why it cannot"
+            )
 
 
 def leaves_layers_out(model: PreTrainedModel) -> bool:

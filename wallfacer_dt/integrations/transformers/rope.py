@@ -22,8 +22,11 @@ _UNTRACED = "the largest position is another at every call"
 def largest_matters(module: nn.Module) -> str:
     """The type of a module's RoPE if that depends on the largest position, or nothing."""
     kinds = getattr(module, "rope_type", None)
-    told = [str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])]
-    return next((kind for kind in told if "dynamic" in kind or kind == "longrope"), "")
+    told = [str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if kind is not None]
+    # Phimoe's scales of any type but the default are of long sequences or of short ones.
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    scales = "long_mscale" in parameters
+    return next((one for one in told if "dynamic" in one or one == "longrope" or (scales and one != "default")), "")
 
 
 def takes_positions(module: nn.Module) -> bool:

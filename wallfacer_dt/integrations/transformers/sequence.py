@@ -33,6 +33,7 @@ class ShardedSequence:
         largest_position: of the whole batch.
         document_ids: (B, N) or (N,), int, on the CPU: the document of every token; None for one document.
         is_padded_before: some row has padding before its tokens.
+        counted: labels that count, of all ranks and rows; 0 where they are not known.
     """
 
     length: int
@@ -41,6 +42,7 @@ class ShardedSequence:
     largest_position: int = field(repr=False)
     document_ids: Tensor | None = field(default=None, repr=False)
     is_padded_before: bool = False
+    counted: int = 0
 
     def __getattr__(self, name: str) -> Any:
         """Say to a model that takes this for its attention mask, since it has not been set up, what to do."""

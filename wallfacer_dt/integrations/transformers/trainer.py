@@ -117,9 +117,10 @@ class ContextParallelTrainer(Trainer):
             This rank's parts, and the counted labels of all ranks' parts.
 
         Raises:
-            ValueError: on every rank: a batch of some mesh is refused, or no label of the step counts.
+            ValueError: on every rank: a batch of some mesh is refused, or a setting, or no label of the step counts.
         """
         with refusing_together(self._everyone):  # the other meshes would wait for this one
+            self._check_settings()  # a callback may have set them
             batches = [self._shard(batch)[0] for batch in islice(epoch_iterator, num_batches)]
             agree("a step's batches", [("how many", len(batches))], self._everyone)
         batches, counted = super().get_batch_samples(iter(batches), len(batches), device)
