@@ -254,6 +254,12 @@ def on_axes(names: tuple[str, str], ranks: list[list[int]], metps: str | None = 
     called(apply(Attention(), style, mine), DTensor.from_local(x(), mesh, [Shard(1)] * 2, run_check=False))
 
 
+def on_a_mesh_without_names() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    module = apply(FeedForward(), metp(check=False), mesh)
+    called(module, DTensor.from_local(x(), mesh, [Shard(1)], run_check=False))
+
+
 def distributed(*placements: Any) -> DTensor:
     return DTensor.from_local(x(), mesh_of(2, 2), placements, run_check=False)
 
@@ -377,6 +383,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "a DTensor by its last dim": lambda: feed_forward(
         DTensor.from_local(x(1, 2, D // 2), mesh_of(2, 2), (Shard(1), Shard(2)), run_check=False)
     ),
+    "a DTensor where axes have no names": on_a_mesh_without_names,
     "one rank's model dim": lambda: on_rank(2, lambda: feed_forward(x(1, 2, 5)), lambda: feed_forward(x())),
     "one rank's hidden units": lambda: on_rank(
         2, lambda: feed_forward(x(), FeedForward(12)), lambda: feed_forward(x())

@@ -248,6 +248,7 @@ MESSAGES = {
     ),
     "a sum": ("ValueError", "x must be sharded or replicated on axis 'cp_team', got Partial(sum)"),
     "a DTensor by its last dim": ("ValueError", "x must not be sharded by its last dim"),
+    "a DTensor where axes have no names": ("ValueError", "has no names of axes to look for in x's: name them"),
     "one rank's model dim": ("ValueError", "x must have shape (..., tokens, 6), got (1, 2, 5)"),
     "one rank's hidden units": (
         "ValueError",

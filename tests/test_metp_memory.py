@@ -40,8 +40,7 @@ from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
 
 RANKS = (2, 4)
-# Bytes of a call's number, and of attention's contents, which its backward is told.
-TOLD = {"feed-forward": 8, "attention": 16}
+TOLD = 16  # bytes of a call's number and contents, which its backward is told
 LAYERS = st.builds(
     lambda b, s, head_dim, n, p: Layer(b, s * p, head_dim * n, n, p),
     *(st.integers(1, 8), st.integers(1, 10**5), st.integers(1, 256), st.integers(1, 128), st.integers(1, 128)),
@@ -198,7 +197,7 @@ def test_after_the_forward_only_what_the_backward_needs(ranks: int, dtype: str) 
         tokens = layer.batch * layer.tokens // ranks
         assert overhead(kind, "metp", layer).kept == tokens * layer.hidden * (2 if lse else 1)
         seen = on_fake_ranks(case)
-        assert seen.kept == size * overhead(kind, "metp", layer).kept + lse * tokens * layer.heads + TOLD[kind]
+        assert seen.kept == size * overhead(kind, "metp", layer).kept + lse * tokens * layer.heads + TOLD
         matrices = 8 if kind == "feed-forward" else 4
         assert seen.weights == size * matrices * layer.hidden**2 // ranks
 
@@ -212,7 +211,7 @@ def test_peak_of_the_feed_forward(ranks: int) -> None:
         formula = size * overhead("feed-forward", "metp", layer).peak
         narrow = 0 if dtype == "float32" else size * layer.activation
         named = 4 * layer.activation + 2 * seen.weights + narrow
-        assert formula < seen.peak <= formula + named + TOLD["feed-forward"]
+        assert formula < seen.peak <= formula + named + TOLD
 
 
 @pytest.mark.parametrize("tokens", [32, 2048])
@@ -235,7 +234,7 @@ def test_peak_of_attention(ranks: int, tokens: int) -> None:
         always = size * 2 * layer.activation + 4 * layer.activation + ranks * statistics
         attending = always + 3 * size * group + 4 * size * group + merged + 2 * seen.weights
         sending = always + 3 * seen.weights
-        assert formula < seen.peak <= max(attending, sending) + TOLD["attention"]
+        assert formula < seen.peak <= max(attending, sending) + TOLD
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -144,16 +144,26 @@ class Positioned(Attention):
 
 
 def test_positions_are_found_as_the_caller_says() -> None:
+    """Once for a call."""
+    found = []
+
+    def rotation(module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        found.append(kwargs)
+        return module.cos_sin(args[0])
+
     style = METPAttentionParallel(
         query="q", key="k", value="v", output="o", head_dim=4, attention=inner(), rotary="interleaved",
-        rotation=lambda module, args, kwargs: module.cos_sin(args[0]),
+        rotation=rotation,
         example=lambda length: ((torch.arange(length),), {"mask": None}),
     )  # fmt: skip
     with fake_world(1, 0):
         module = Positioned()
         x, positions = torch.randn(2, 5, 6), torch.tensor([7, 1, 2, 3, 11])
         expected = module(x, positions)
-        assert worst_error([(applied(module, style)(x, positions, mask=None), expected)]) <= 1e-6
+        styled = applied(module, style)
+        found.clear()
+        assert worst_error([(styled(x, positions, mask=None), expected)]) <= 1e-6
+        assert len(found) == 1
 
 
 def test_a_copy_of_attention_has_weights_of_its_own() -> None:

@@ -168,11 +168,6 @@ def waits_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def fake_number() -> Tensor:
-    """What has the shape of a call's number, as operators give it."""
-    return torch.empty((), dtype=torch.int64, device="cpu")
-
-
 @untraced("ranks cannot meet while a compiler traces")  # which it may want to where it has broken a graph off
 def tell(error: Exception, mesh: str) -> None:
     """What :func:`refusing_together` does with an error: ranks hear it, unless all of the mesh have it already.

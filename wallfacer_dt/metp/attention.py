@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt import lowering
 from wallfacer_dt.agreement.agree import tell
 from wallfacer_dt.algorithms.feed_forward import add_product_, linear
 from wallfacer_dt.algorithms.head_groups import HeadGroup, head_groups
@@ -25,7 +24,7 @@ from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
 from wallfacer_dt.metp.rotation import turned
 from wallfacer_dt.options import SCHEMA, Options
-from wallfacer_dt.transforms import no_second_derivative
+from wallfacer_dt.transforms import differentiable, no_second_derivative, operator
 
 
 class BlockOptions(NamedTuple):
@@ -261,29 +260,6 @@ def _signature(x: Tensor, own: Weights, block: BlockOptions, lengths: Sequence[i
     }
 
 
-metp_attention = torch.library.custom_op(
-    "wallfacer_dt::metp_attention",
-    metp_attention_body,
-    mutates_args=(),
-    schema=f"({_TENSORS}, str block, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-metp_attention_backward = torch.library.custom_op(
-    "wallfacer_dt::metp_attention_backward",
-    metp_attention_backward_body,
-    mutates_args=(),
-    schema=(
-        f"(Tensor grad_y, {_TENSORS}, Tensor attended, Tensor lse, Tensor number, str block, {SCHEMA}) "
-        f"-> ({', '.join(['Tensor'] * 8)})"
-    ),
-)
-
-BODIES = {
-    torch.ops.wallfacer_dt.metp_attention.default: metp_attention_body,
-    torch.ops.wallfacer_dt.metp_attention_backward.default: metp_attention_backward_body,
-}
-
-
-@metp_attention.register_fake
 def _metp_attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, out = args[0], args[4]
     block = BlockOptions.of(args[_COUNT])
@@ -292,10 +268,26 @@ def _metp_attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x.new_empty((*x.shape[:-1], out.shape[0])), attended, lse, said(0, 0)
 
 
-@metp_attention_backward.register_fake
 def _metp_attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     x, *weights = args[1:9]
     return x.new_empty(x.shape), *(x.new_empty(0) if w is None else torch.empty_like(w) for w in weights)
+
+
+metp_attention = operator(
+    "metp_attention",
+    metp_attention_body,
+    f"({_TENSORS}, str block, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _metp_attention_fake,
+)
+metp_attention_backward = operator(
+    "metp_attention_backward",
+    metp_attention_backward_body,
+    f"(Tensor grad_y, {_TENSORS}, Tensor attended, Tensor lse, Tensor number, str block, {SCHEMA}) "
+    f"-> ({', '.join(['Tensor'] * 8)})",
+    _metp_attention_backward_fake,
+)
+
+BODIES = {metp_attention: metp_attention_body, metp_attention_backward: metp_attention_backward_body}
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -315,11 +307,9 @@ def _autograd(ctx, grad_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]
     except Exception as error:  # what one rank has written into meanwhile
         tell(error, BlockOptions.of(ctx.options[0]).whole)
         raise
-    grads = torch.ops.wallfacer_dt.metp_attention_backward(grad_y, *saved, ctx.number, *ctx.options)
+    grads = metp_attention_backward(grad_y, *saved, ctx.number, *ctx.options)
     return (*(None if x is None else grad for x, grad in zip(saved, grads, strict=False)), *rest)
 
 
-metp_attention.register_autograd(_autograd, setup_context=_setup_context)
-metp_attention_backward.register_autograd(no_second_derivative("METP's attention"))
-for _op in BODIES:
-    lowering.keep_order(_op)
+differentiable(metp_attention, _autograd, _setup_context)
+differentiable(metp_attention_backward, no_second_derivative("METP's attention"), lambda *_: None)

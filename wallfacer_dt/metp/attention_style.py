@@ -16,7 +16,7 @@ from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.compiler import sizes
 from wallfacer_dt.equivalence.inputs import shortened
 from wallfacer_dt.matching import AttentionStyle
-from wallfacer_dt.metp.attention import BlockOptions, shaped
+from wallfacer_dt.metp.attention import BlockOptions, metp_attention, shaped
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
 from wallfacer_dt.metp.holding import WeightMesh, local, watched
 from wallfacer_dt.metp.modules import (
@@ -210,8 +210,10 @@ class METPAttentionParallel(AttentionStyle):
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             x, args, kwargs = rotary.parameters.split(args, kwargs)
             documents = {name: kwargs.pop(name, None) for name in ("document_ids", "cu_seqlens")}
+            cos = sin = None
 
             def check() -> None:
+                nonlocal cos, sin
                 if x is None:
                     raise TypeError(f"called without {rotary.parameters.x}")
                 parts = parts_of(module, names)
@@ -223,7 +225,8 @@ class METPAttentionParallel(AttentionStyle):
                 if x.ndim != 3:
                     raise ValueError(f"x must have shape (B, L, D), got {sizes(x)}")
                 inside = (x.to_local() if isinstance(x, DTensor) else x).new_empty(1).expand(boundary.inside_shape(x))
-                for angle in rotary.angles(module, args, kwargs, inside):
+                cos, sin = rotary.angles(module, args, kwargs, inside)
+                for angle in (cos, sin):
                     if angle is not None and angle.device != inside.device:
                         raise ValueError(f"cos and sin must be on x's device {inside.device}, got {angle.device}")
                 check_call(shaped(as_computed(inside)[0], block)._replace(**documents), attention)
@@ -233,11 +236,10 @@ class METPAttentionParallel(AttentionStyle):
                 return returned.like(refusal)
             parts = parts_of(module, names)
             inside, leave = boundary.enter(x)
-            cos, sin = rotary.angles(module, args, kwargs, inside)
             tensors = as_computed(inside, *self._shards(module))
             options = attention.resolve(shaped(tensors[0], block))
             block_options = block._replace(gradients=needing_gradients(x, parts))
-            y, _, _, number = torch.ops.wallfacer_dt.metp_attention(
+            y, _, _, number = metp_attention(
                 *tensors, cos, sin, *documents.values(), block_options.told(), *options.told()[:-1]
             )
             y = watched(y, x, tensors[0], parts, f"{self.output}.bias", boundary.weights.name)
@@ -315,9 +317,7 @@ class METPAttentionParallel(AttentionStyle):
             angles = (None if angle is None else angle.to(x.device) for angle in found)
             x, *tensors = as_computed(x, *tensors)
             options = alone.resolve(shaped(x, block))
-            y, _, _, _ = torch.ops.wallfacer_dt.metp_attention(
-                x, *tensors, *angles, None, None, block.told(), *options.told()[:-1]
-            )
+            y, _, _, _ = metp_attention(x, *tensors, *angles, None, None, block.told(), *options.told()[:-1])
             bias = inputs.get(f"{self.output}.bias")
             return y if bias is None else y + bias.to(y.dtype)
 

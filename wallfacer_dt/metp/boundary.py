@@ -168,6 +168,10 @@ class Boundary:
     def _check_placements(self, x: DTensor, sequence: bool) -> None:
         mesh, names = self.weights.mesh, x.device_mesh.mesh_dim_names or ()
         wanted = mesh.mesh_dim_names or ()
+        if not wanted:
+            raise ValueError(
+                f"x is a DTensor, but METP's mesh {mesh} has no names of axes to look for in x's: name them"
+            )
         # By ranks: see ``sharding``.
         there, here = (
             dict(zip(one.mesh_dim_names or (), axis_ranks(one), strict=False)) for one in (x.device_mesh, mesh)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wallfacer_dt import lowering
-from wallfacer_dt.agreement.agree import agree, fake_number, tell
+from wallfacer_dt.agreement.agree import agree, tell
 from wallfacer_dt.algorithms.arithmetic import Operand
 from wallfacer_dt.algorithms.execute import execute
 from wallfacer_dt.algorithms.feed_forward import ACTIVATIONS, FeedForward, FeedForwardBackward, RingOfWeights, Units
@@ -18,9 +17,10 @@ from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.steps import Schedule
 from wallfacer_dt.algorithms.turns import completed
 from wallfacer_dt.autocast import operator_body
+from wallfacer_dt.calls import said
 from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.mesh import ContextGroups, Coordinate
-from wallfacer_dt.transforms import no_second_derivative
+from wallfacer_dt.transforms import differentiable, no_second_derivative, operator
 
 
 class FeedForwardOptions(NamedTuple):
@@ -80,7 +80,16 @@ def feed_forward_body(
         ValueError: on every rank: ranks disagree in shapes, dtype or options. See Note [Comparing calls] for when.
     """
     options = _options(rest)
-    number = _compare(x, up, gate, down, up_bias, gate_bias, options)
+    signature = {
+        "the model dims of a feed-forward": (up.shape[1], down.shape[0]),
+        "whether it has a gate and biases": (gate is not None, up_bias is not None, gate_bias is not None),
+        "the dtypes of x and weights": (x.dtype, up.dtype, down.dtype),
+        "what needs a gradient": options.gradients or "nothing",
+        "the hidden units of a feed-forward": options.hidden,
+        "activation": options.activation,
+        "code": options.code,
+    }
+    number = said(agree(_NAME, signature.items(), options.whole, x=x), 0)
     units = Units(up, gate, down.t(), up_bias, gate_bias)
     arithmetic = FeedForward(ACTIVATIONS[options.activation], units)
     schedule = _schedule(options, x, backward=False)
@@ -110,7 +119,7 @@ def feed_forward_backward_body(
         down: (Do, F).
         up_bias: (F,) or None.
         gate_bias: (F,) or None.
-        number: of the forward's call.
+        number: what the forward gave second: in it is the number of its call.
         *rest: the fields of :class:`FeedForwardOptions`.
 
     Returns:
@@ -153,57 +162,27 @@ def _tokens(x: Tensor) -> Operand:
     return Operand((x.unsqueeze(0).unsqueeze(0),))
 
 
-def _compare(
-    x: Tensor,
-    up: Tensor,
-    gate: Tensor | None,
-    down: Tensor,
-    up_bias: Tensor | None,
-    gate_bias: Tensor | None,
-    options: FeedForwardOptions,
-) -> Tensor:
-    """Of the call its number."""
-    signature = {
-        "the model dims of a feed-forward": (up.shape[1], down.shape[0]),
-        "whether it has a gate and biases": (gate is not None, up_bias is not None, gate_bias is not None),
-        "the dtypes of x and weights": (x.dtype, up.dtype, down.dtype),
-        "what needs a gradient": options.gradients or "nothing",
-        "the hidden units of a feed-forward": options.hidden,
-        "activation": options.activation,
-        "code": options.code,
-    }
-    return torch.tensor(agree(_NAME, signature.items(), options.whole, x=x), device="cpu")
-
-
-feed_forward = torch.library.custom_op(
-    "wallfacer_dt::feed_forward",
-    feed_forward_body,
-    mutates_args=(),
-    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
-)
-feed_forward_backward = torch.library.custom_op(
-    "wallfacer_dt::feed_forward_backward",
-    feed_forward_backward_body,
-    mutates_args=(),
-    schema=f"(Tensor grad_out, {_TENSORS}, Tensor number, {_OPTIONS}) -> ({', '.join(['Tensor'] * 6)})",
-)
-
-BODIES = {
-    torch.ops.wallfacer_dt.feed_forward.default: feed_forward_body,
-    torch.ops.wallfacer_dt.feed_forward_backward.default: feed_forward_backward_body,
-}
-
-
-@feed_forward.register_fake
 def _feed_forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     x, down = args[0], args[3]
-    return x.new_empty((x.shape[0], down.shape[0])), fake_number()
+    return x.new_empty((x.shape[0], down.shape[0])), said(0, 0)
 
 
-@feed_forward_backward.register_fake
 def _feed_forward_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     x, *weights = args[1:7]
     return x.new_empty(x.shape), *(x.new_empty(0) if w is None else torch.empty_like(w) for w in weights)
+
+
+feed_forward = operator(
+    "feed_forward", feed_forward_body, f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)", _feed_forward_fake
+)
+feed_forward_backward = operator(
+    "feed_forward_backward",
+    feed_forward_backward_body,
+    f"(Tensor grad_out, {_TENSORS}, Tensor number, {_OPTIONS}) -> ({', '.join(['Tensor'] * 6)})",
+    _feed_forward_backward_fake,
+)
+
+BODIES = {feed_forward: feed_forward_body, feed_forward_backward: feed_forward_backward_body}
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -219,12 +198,10 @@ def _autograd(ctx, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
     except Exception as error:  # what one rank has written into meanwhile
         tell(error, _options(ctx.options).whole)
         raise
-    grads = torch.ops.wallfacer_dt.feed_forward_backward(grad_out, *saved, ctx.number, *ctx.options)
+    grads = feed_forward_backward(grad_out, *saved, ctx.number, *ctx.options)
     given = [None if x is None else grad for x, grad in zip(saved, grads, strict=True)]
     return *given, *[None] * len(ctx.options)
 
 
-feed_forward.register_autograd(_autograd, setup_context=_setup_context)
-feed_forward_backward.register_autograd(no_second_derivative(_NAME))
-for _op in BODIES:
-    lowering.keep_order(_op)
+differentiable(feed_forward, _autograd, _setup_context)
+differentiable(feed_forward_backward, no_second_derivative(_NAME), lambda *_: None)

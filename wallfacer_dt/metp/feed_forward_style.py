@@ -15,7 +15,7 @@ from wallfacer_dt.autocast import as_computed
 from wallfacer_dt.bound import BoundForward
 from wallfacer_dt.equivalence.inputs import shortened
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
-from wallfacer_dt.metp.feed_forward import FeedForwardOptions
+from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward
 from wallfacer_dt.metp.holding import WeightMesh, local, watched
 from wallfacer_dt.metp.modules import (
     Attribute,
@@ -167,7 +167,7 @@ class METPParallel(ParallelStyle):
                 local(down.weight), local(up.bias), None if gate is None else local(gate.bias),
             )  # fmt: skip
             told = options._replace(gradients=needing_gradients(x, parts))
-            y, number = torch.ops.wallfacer_dt.feed_forward(*tensors, *told)
+            y, number = feed_forward(*tensors, *told)
             y = watched(y, x, tensors[0], parts, f"{self.down}.bias", boundary.weights.name)
             return leave(boundary.with_bias(y, down.bias, number).unflatten(0, inside.shape[:-1]), number)
 
@@ -206,7 +206,7 @@ class METPParallel(ParallelStyle):
             weights = [inputs[f"{self.up}.weight"], inputs.get(f"{self.gate}.weight"), inputs[f"{self.down}.weight"]]
             *biases, last = [inputs.get(f"{name}.bias") for name in (self.up, self.gate, self.down)]
             tensors = as_computed(x.flatten(0, -2), *weights, *biases)
-            y, _ = torch.ops.wallfacer_dt.feed_forward(*tensors, *alone)
+            y, _ = feed_forward(*tensors, *alone)
             y = y.unflatten(0, x.shape[:-1])
             return y if last is None else y + last.to(y.dtype)
 

@@ -191,7 +191,13 @@ def _attend(
         causal = is_causal and seen is None
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=True
+                q,
+                k,
+                v,
+                attn_mask=None if seen is None else seen.to(q.device),
+                is_causal=causal,
+                scale=scale,
+                enable_gqa=True,
             )
     if seen is None:
         seen = visibility(q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal=is_causal)
