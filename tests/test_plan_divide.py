@@ -532,13 +532,13 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 1587
-23.690 s, 73.5 GB, fastest: 7% of the step is waiting
+23.690 s, 74.1 GB, fastest: 7% of the step is waiting
   shards 4 x context 2 x tensor 4, 8 microbatches of 1: ulysses 2, head-tail
-23.910 s, 73.5 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
+23.910 s, 74.1 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
   shards 2 x context 4 x tensor 4, 8 microbatches of 2: ulysses 2 x ring 2, ulysses in node, rotates kv, head-tail
-24.285 s, 73.5 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
+24.285 s, 74.1 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
   context 8 x tensor 4, 8 microbatches of 4: ulysses 2 x team 4, ulysses in node, rings, rotates q, head-tail
-24.974 s, 70.6 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
+24.974 s, 71.7 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
   shards 4 x context 4 x tensor 2, 8 microbatches of 1: ulysses 4, head-tail
 1: 26.833, 2: 23.690, 4: 23.910, 8: 24.285, 16: 25.569, 32: 27.470
 enough: 2""",

@@ -130,7 +130,7 @@ def check(call: Call, layout: str) -> None:
 @contextmanager
 def without_fsdp() -> Iterator[None]:
     """Every weight and gradient is there."""
-    nothing = _Whole(0, 0, 0, 0, 0)
+    nothing = _Whole(0, 0, 0, 0, 0, 0)
     with mock.patch.object(_Whole, "of", return_value=nothing):
         yield
 
@@ -299,11 +299,17 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candid
             check_stack(stack, tokens, targets, said)
 
 
+def in_chunks(stack: nn.Module, vocab: int) -> None:
+    """Have a stack take torchtitan's loss, of eight chunks, one after the other."""
+    components = pytest.importorskip("torchtitan.components.loss")
+    each = components.CrossEntropyLoss.Config(global_vocab_size=vocab)
+    loss = components.ChunkedLossWrapper.Config(loss_fn=each).build()
+    loss.set_lm_head(stack.head)
+    stack.loss = lambda x, targets: loss(x, targets, torch.tensor(float(targets.numel())))[0]
+
+
 def test_a_loss_in_chunks() -> None:
     """As torchtitan has it, of a vocabulary so large that the most is there while it runs."""
-    pytest.importorskip("torchtitan")
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-
     candidate, sequence = Candidate(2), SequenceShape(2048, is_causal=True)
     model = ModelShape(64, 4, 2, ffn=192, layers=2, vocab=8000)
     with kernels_without_workspace(), without_fsdp():
@@ -313,9 +319,7 @@ def test_a_loss_in_chunks() -> None:
         mesh = context_mesh("cpu", candidate.ring)
         with FakeTensorMode():
             stack = stack_of(candidate, model, sequence, mesh)
-            loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=model.vocab)).build()
-            loss.set_lm_head(stack.head)
-            stack.loss = lambda x, targets: loss(x, targets, torch.tensor(float(targets.numel())))[0]
+            in_chunks(stack, model.vocab)
             given = [torch.zeros(1, sequence.length // candidate.size).long() for _ in range(2)]
             weights = list(stack.parameters())
             seen = Followed(*weights, *[x.grad for x in weights])
@@ -345,16 +349,17 @@ def test_stack_of_experts_that_are_dealt_to_ranks(
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("chunks", [1, 8])
 @pytest.mark.parametrize(("hidden", "vocab", "tokens"), [(64, 4000, 2048), (256, 4000, 256), (256, 40, 512)])
-def test_stack_under_fsdp(checkpoint: str, hidden: int, vocab: int, tokens: int) -> None:
+def test_stack_under_fsdp(checkpoint: str, chunks: int, hidden: int, vocab: int, tokens: int) -> None:
     """The most in a step beyond weights and gradients, by FSDP2 on eight ranks of which seven are not there.
 
-    It is held by the loss, or by weights, with the output projection's gradient or without.
+    It is held by the loss, or by weights, with the output projection's gradient or without; or by its sums over chunks.
     """
     candidate, sequence = Candidate(8, checkpoint=checkpoint), SequenceShape(tokens)
     model = ModelShape(hidden, 4, 2, ffn=3 * hidden, layers=4, vocab=vocab)
     with kernels_without_workspace():
-        said = stack_memory(candidate, model, sequence)
+        said = division_memory(Division(candidate, loss_chunks=chunks), model, sequence)
     with fake_world(candidate.size):
         mesh, every = context_mesh("cpu", candidate.ring), init_device_mesh("cpu", (8,))
         with FakeTensorMode():
@@ -371,12 +376,19 @@ def test_stack_under_fsdp(checkpoint: str, hidden: int, vocab: int, tokens: int)
             for weight in stack.parameters():
                 weight.grad = torch.zeros_like(weight)
             given, targets = (torch.zeros(1, tokens // 8).long() for _ in range(2))
-            seen = Tracked(stack, [weight.grad.to_local() for weight in stack.parameters()])
+            grads = [weight.grad.to_local() for weight in stack.parameters()]
+            if chunks > 1:
+                in_chunks(stack, vocab)
+                seen = Followed(*[weight.to_local() for weight in stack.parameters()], *grads)
+            else:
+                seen = Tracked(stack, grads)
             states = seen.now
             with seen.phase():
                 stack(given, targets).backward()
     found = seen.peak - states
-    assert found <= said.kept + said.working + said.gathered <= 1.12 * found
+    # After a loss in chunks FSDP2 does not have the next layer's weights come in time.
+    most = found + (chunks > 1) * 2 * (model.attention_weights + model.ffn_weights)
+    assert found <= said.kept + said.working + said.gathered <= 1.12 * most
 
 
 def test_a_stack_whose_forward_holds_the_most() -> None:

@@ -582,8 +582,10 @@ def own_sinks() -> float:
     q, k, v = tensors()
     module = unchecked(RingParallel(check=False, layout="BNLH"), mesh, WithSinks(parameter=False))
     error = worst_error([(module(q, k, v), context_parallel_attention(q, k, v, mesh, sinks=torch.arange(4.0)))])
-    # Nor do they become one.
+    # Nor do they become one; what is None is nothing.
     del module.sinks
+    module.register_buffer("mask", None)
+    module.register_parameter("bias", None)
     calls = module, torch.compile(module, backend="aot_eager", fullgraph=True)
     for add in (
         lambda: module.register_buffer("sinks", torch.ones(HEADS)),

@@ -345,7 +345,8 @@ class _Forward:
 
     def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
         told = self.style._translated(self.module, self._named(args, kwargs)) if args or kwargs else {}
-        tensors = [what for held in (self.module._parameters, self.module._buffers) for what in held]
+        held = (*self.module._parameters.items(), *self.module._buffers.items())
+        tensors = [what for what, x in held if x is not None]
         if tensors or self.module._modules:
             self.style._check_held(self.module, tensors)
         if self.module.training not in self.modes:

@@ -135,12 +135,13 @@ def compute_seconds(
 
 
 def least_seconds(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool
-) -> tuple[float, float]:
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, backward: bool,
+    together: bool = True,
+) -> tuple[float, float]:  # fmt: skip
     """Seconds in which the rank that stands for all computes, and in which its host launches that; of ranks that are
-    run together the last one's, which are sooner told. Attention takes no less.
+    to be run together the last one's, which are sooner told. Attention takes no less.
     """
-    if runs_together(candidate, sequence):
+    if together and runs_together(candidate, sequence):
         (program,) = _programs(candidate, sequence, [candidate.ring * candidate.team - 1], backward).values()
     else:
         (program,) = programs_of(candidate, sequence, together=False, backward=backward).values()

@@ -392,7 +392,7 @@ def _fastest(
     """The fastest of as many of these as are tried, in order. No others are looked at than may be among them."""
     least = {}
     for alike in kinds:
-        ways = least_computing(alike, model, sequence, cluster.kernels)
+        ways = least_computing(alike, model, sequence, cluster.kernels, together=False)
         least[alike] = sum(max(way.seconds, way.host * by_host) for way in ways) * (1 - 1e-9)
     found: list[tuple[tuple[float, ...], int, Candidate]] = []
     for number, alike in enumerate(sorted(least, key=least.__getitem__)):

@@ -72,7 +72,9 @@ def _last(peak: Callable[[int], int], limit: int, low: int, most: int) -> int:
 
 
 def _unlike(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Iterator[Candidate]:
-    """What may differ in memory, likely small ones first: placements do not, nor what moves in the forward."""
+    """What may differ in memory, likely small ones first: placements do not. In the forward keys and values move, as
+    they do in the smallest wherever all were compared.
+    """
     alike = {
         replace(one, placement="team_in_node", rotate_forward="kv"): None
         for one in attentions(model, sequence, cluster)

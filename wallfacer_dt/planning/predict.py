@@ -141,7 +141,7 @@ def _of_ways(candidate: Candidate) -> tuple[Candidate, Candidate]:
 
 
 def least_computing(
-    alike: Sequence[Candidate], model: ModelShape, sequence: SequenceShape, kernels: Kernels
+    alike: Sequence[Candidate], model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, together: bool = True
 ) -> list[Spent]:
     """What no call of attention is below, forward and backward: what it computes, and launches.
 
@@ -150,6 +150,7 @@ def least_computing(
         model: whose heads.
         sequence: what is attended.
         kernels: rates.
+        together: as of :func:`attention_cost`.
 
     Returns:
         The seconds.
@@ -157,7 +158,8 @@ def least_computing(
     ways = []
     for backward, kinds in enumerate(zip(*map(_of_ways, alike), strict=True)):
         unlike = {replace(one, placement=alike[0].placement) for one in kinds}
-        some = [least_seconds(one, model, sequence, kernels, backward=bool(backward)) for one in unlike]
+        way = {"backward": bool(backward), "together": together}
+        some = [least_seconds(one, model, sequence, kernels, **way) for one in unlike]
         seconds, host = map(min, zip(*some, strict=True))
         ways.append(Spent(seconds, seconds, host=host))
     return ways

@@ -51,7 +51,7 @@ def _causes(kind: str, mine: Division, other: Division) -> Iterator[str]:
             yield "METP's sums"  # those of weights' gradients once for each microbatch
         yield "the loss on one stage" if mine.pipeline > other.pipeline else "norms and activations"
     if kind == "copies":
-        are_whole = mine.weight_ranks == 1 or (mine.pipeline > 1 and mine.microbatches > other.microbatches)
+        are_whole = mine.weight_ranks == 1 or (mine.adds_gradients and mine.microbatches > other.microbatches)
         yield "sums of microbatches' gradients" if are_whole else "FSDP's copies"
     if kind == "optimizer":
         yield "more weights to update"

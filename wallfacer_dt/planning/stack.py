@@ -147,7 +147,8 @@ def _of_loss(layer: "_Layer", before: int, whole: "_Whole") -> tuple[int, list[t
         return before + layer.loss, [(before + 3 * layer.loss, whole.head), (before + layer.logits, whole.of_head)]
     # Without FSDP the weight's gradient of one chunk is beside its sum, which is the weight's own.
     one = layer.head * (layer.division.weight_ranks == 1)
-    return before, [(before + layer.summed + layer.logits + 3 * layer.loss + one, whole.chunks)]
+    before_last = before + layer.summed
+    return before, [(before_last + layer.logits + 3 * layer.loss + one, whole.chunks), (before_last, whole.summed)]
 
 
 def _between_stages(layer: "_Layer", stage: int, in_flight: int) -> int:
@@ -206,6 +207,8 @@ class _Whole(NamedTuple):
         next: in that of the one before, which has another layer's reduced.
         chunks: while the loss takes one chunk after the other: the output projection's weights and gradient, its sum
             over chunks before, in float32, and the weights of the last layer.
+        summed: after the last one: instead of that gradient the sum twice, as FSDP copies it to be reduced, and a
+            rank's part of it, which is added to what there was.
     """
 
     head: int
@@ -213,12 +216,13 @@ class _Whole(NamedTuple):
     first: int
     next: int
     chunks: int
+    summed: int
 
     @classmethod
     def of(cls, layer: "_Layer", stage: int) -> "_Whole":
         division, model, narrow = layer.division, layer.model, layer.sequence.dtype.itemsize
         if division.weight_ranks == 1:
-            return cls(0, 0, 0, 0, 0)
+            return cls(0, 0, 0, 0, 0, 0)
         wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
         dealt = division.dealt_weights(model)
         own = -(-(_shared(division.context, model) - dealt * division.expert) // tensor) + _norms(model) + dealt
@@ -228,9 +232,10 @@ class _Whole(NamedTuple):
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
             every = model.layers // division.pipeline * own + _ends(division, stage) * head
             most = every * (narrow + wide)
-            return cls(most, most, most, most, most + head * narrow)
+            return cls(most, most, most, most, most + head * narrow, most + head * wide)
         layers, both = (2 + (model.layers > 1)) * own * narrow, (2 * head + own) * narrow
-        return cls(head * narrow, both, layers + head * wide, layers + own * wide, both + head * wide)
+        summed = (head + own) * narrow + 2 * (head + -(-head // division.weight_ranks)) * wide
+        return cls(head * narrow, both, layers + head * wide, layers + own * wide, both + head * wide, summed)
 
 
 class _Layer:
@@ -252,7 +257,9 @@ class _Layer:
         self.hidden = self.rows * model.feed_forwards_per_token * -(-model.ffn // tensor) * itemsize
         self.dispatched = self.rows * model.experts_per_token * model.hidden * itemsize
         logits = -(-self.rows // division.loss_chunks) * -(-model.vocab // tensor)
-        self.summed, self.head = self.rows * model.hidden * wide, -(-model.vocab * model.hidden // tensor) * itemsize
+        # In chunks: gradients of what the norm gave, and of several sequences a copy of that by chunk.
+        self.summed = self.rows * model.hidden * (wide + itemsize * (sequence.batch > 1))
+        self.head = -(-model.vocab * model.hidden // tensor) * itemsize
         self.logits, self.loss = logits * itemsize, logits * wide
         self.tokens = 2 * self.rows * 8  # and the targets
         self.scale = own * wide  # of every token, in a norm

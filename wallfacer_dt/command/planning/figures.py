@@ -69,7 +69,7 @@ class Figures:
             origins=where.origins,
             source=where.source,
             activation=known.activation,
-            left_out=(*_left_out(plan.model), others, *_of_model(known)),
+            left_out=(*_left_out(plan.model, division.loss_chunks), others, *_of_model(known)),
         )
 
     def rate(self, one: Ranked | RankedDivision) -> float:
@@ -96,7 +96,7 @@ _NOT_DIVIDED = (
 )
 
 
-def _left_out(model: ModelShape) -> Iterator[str]:
+def _left_out(model: ModelShape, loss_chunks: int) -> Iterator[str]:
     """What is in no number, of the time and of memory."""
     if not model.ffn:
         yield "in the time: layers but for their attention, and the optimizer (no --ffn)"
@@ -105,13 +105,18 @@ def _left_out(model: ModelShape) -> Iterator[str]:
             "in the time and in memory: experts that are dealt more tokens than others; what their products, of fewer "
             "tokens each, take longer than other products; that a host waits for counts of tokens"
         )
-    if model.vocab:
+    if not model.vocab:
+        yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
+    elif loss_chunks == 1:
         yield (
-            "in memory: that a loss which takes tokens in chunks (counted with --sequences, as torchtitan has it), or "
-            "is fused with the output projection, holds less than all logits in float32"
+            "in memory: that a loss which takes tokens in chunks, or is fused with the output projection, holds less "
+            "than all logits in float32"
         )
     else:
-        yield "in the time and in memory: embedding, output projection and loss (no --vocab)"
+        yield (
+            f"in memory: what a loss holds that does not take tokens in {loss_chunks} chunks, as torchtitan's does: up "
+            "to 12 bytes of all logits"
+        )
     if model.ffn or model.vocab:
         yield (
             "in the time: what norms, positions, activations and the loss take longer where torch.compile does not "

@@ -106,5 +106,5 @@ def check_size(model: ModelShape, sequence: SequenceShape, sequences: int = 1) -
     """Refuse (OptionError) a step whose largest tensor nobody can count the bytes of; of so many batches."""
     widest = max(model.hidden, 2 * model.heads * model.dim, model.ffn * (model.experts or 1), model.vocab, model.layers)
     if max(sequence.length * sequence.batch * sequences, model.hidden) * widest > _MOST_ELEMENTS:
-        number = "--sequences" if sequences > 1 else "--batch"
-        raise OptionError(f"--seq, {number} and the model's sizes: a tensor of more than 2^56 elements is not planned")
+        number, what = ("--sequences", "step") if sequences > 1 else ("--batch", "tensor")
+        raise OptionError(f"--seq, {number} and the model's sizes: a {what} of more than 2^56 elements is not planned")

@@ -353,7 +353,8 @@ def _checked_count(given: Any, counted: int) -> float:
     if not count >= counted:
         raise ValueError(
             f"num_items_in_batch must be that of the whole batch, of which {counted} labels count, got {count:g}: pass "
-            "on what shard_inputs gives, or a sum of these, and blank labels before it"
+            "on what shard_inputs gives, or a sum of these; blank labels before it, and where gradients are averaged "
+            "multiply the loss"
         )
     return count
 
