@@ -20,14 +20,15 @@ from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluste
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.dividing import DivisionPlan, _divisors, _Search, divide, divisions
+from wallfacer_dt.planning.candidates import attentions
+from wallfacer_dt.planning.dividing import DivisionPlan, _alone, _divisors, _Search, divide, divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import feed_forward_bytes
 from wallfacer_dt.planning.flops import model_flops
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.predict import predict_division
+from wallfacer_dt.planning.predict import least_computing, predict_division
 from wallfacer_dt.planning.stack import _between_stages, _Layer, division_memory, least_memory, stack_memory
 from wallfacer_dt.planning.step import beside_attention
 from wallfacer_dt.testing import RankPool
@@ -342,6 +343,28 @@ def test_six_attentions_of_each_token_order_are_tried() -> None:
         whole = next(one for one in divisions(MODEL, sequence, where, 1) if one.context.size == 8)
         tried = _Search(MODEL, sequence, where)._attentions(whole)
         assert Counter(one.order for one in tried) == orders
+
+
+@examples(8)
+@given(
+    size=st.sampled_from([(4, 4), (8, 2), (8, 8)]), window=st.sampled_from([None, 20, 100]), launch=HOSTS,
+    half_rows=st.sampled_from([0.0, 64.0]), causal=st.booleans(),
+)  # fmt: skip
+def test_attentions_that_are_not_looked_at_take_longer(
+    size: tuple[int, int], window: int | None, launch: float, half_rows: float, causal: bool
+) -> None:
+    """What is said of some at least, they take at least, alone: by devices, and by hosts as well."""
+    where = cluster(*size, kernels=replace(KERNELS, launch=launch, half_rows=half_rows))
+    bounds = None if window is None else (window, 0 if causal else window)
+    sequence = replace(SEQUENCE, is_causal=causal, window_size=bounds)
+    kinds: dict[tuple, list[Candidate]] = {}
+    for one in attentions(MODEL, sequence, where):
+        kinds.setdefault((one.order, one.axes, one.schedule), []).append(one)
+    for alike in map(tuple, kinds.values()):
+        ways = least_computing(alike, MODEL, sequence, where.kernels, together=False)
+        (device, _), (both, _) = _alone(alike, MODEL, where, 1, sequence)
+        assert sum(way.seconds for way in ways) <= device[0] * (1 + 1e-9)
+        assert sum(max(way.seconds, way.host) for way in ways) <= both[0] * (1 + 1e-9)
 
 
 def test_other_rotations_are_tried_where_the_fastest_do_not_fit() -> None:
