@@ -216,8 +216,8 @@ def test_saved_are_x_and_a_ranks_own_weights(ranks: Ranks, name: str, axes: tupl
     block = on(name, *axes, shard=8)
     for own, eager, graph in ranks(block.case.size).run(saved, block):
         assert eager == own
-        # And the number of the call, of attention its contents, too.
-        assert graph == sorted([1 if name == "feed_forward" else 2, *own])
+        # And the number of the call and its contents.
+        assert graph == sorted([2, *own])
 
 
 def checkpointed(block: Block) -> tuple[Results, Results]:
