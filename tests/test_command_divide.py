@@ -62,6 +62,13 @@ FIGURES = Figures(
         (replace(FIRST, pipeline=2), "FSDP's copies, sums of microbatches' gradients"),
         (replace(FIRST, pipeline=2, microbatches=1), "FSDP's copies"),
         (Division(Candidate(1), tensor=4, microbatches=2), "sums of microbatches' gradients"),
+        (Division(Candidate(4), microbatches=2), "FSDP's copies"),
+        # Of METP's weights that no others have.
+        (
+            Division(Candidate(4, feed_forward="metp"), microbatches=2),
+            "FSDP's copies, sums of microbatches' gradients",
+        ),
+        (Division(Candidate(4, projections="metp"), shards=2, microbatches=2), "FSDP's copies"),
     ],
 )
 def test_what_is_copied_is_named(division: Division, copies: str) -> None:

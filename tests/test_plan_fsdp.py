@@ -1,7 +1,7 @@
 """What FSDP2 sends and copies in a step, in the planner and in fact."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -157,37 +157,8 @@ def test_what_fsdp_sends_and_copies_of_experts_that_are_dealt_to_ranks(
     )
     own, dealt, metp = layer.weights
     assert (own, dealt, metp) == (4 * 16 * 16 + 8 * 16, 8 // expert * 3 * 16 * 32, 0)
-    sharing = layer.division.expert_ranks
-    with fake_world(8, 1):
-        names = ("replicas", "shards", "expert")
-        mesh = init_device_mesh("cpu", (replicas, sharing, expert), mesh_dim_names=names)
-        every = mesh["shards", "expert"]._flatten("every")
-        whole = init_device_mesh("cpu", (replicas, 8 // replicas), mesh_dim_names=("replicas", "every"))
-        layers = nn.ModuleList(Dealt(8 // expert) for _ in range(model.layers))
-        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
-        options["reshard_after_forward"] = True
-        for one in layers:
-            fully_shard(one.experts, mesh=mesh["replicas", "shards"] if replicas > 1 else mesh["shards"], **options)
-            fully_shard(one, mesh=whole if replicas > 1 else every, **options)
-        with Watched(*(dealt, dealt // 3) * (sharing == 1)) as seen:
-            x = torch.zeros(1, 8, 16, dtype=dtype)
-            for one in layers:
-                x = one(x)
-            x.sum().backward()
-    sent_over = Counter({own: model.layers}) + Counter({dealt: model.layers * (sharing > 1)})
-    assert Counter(seen.sent["gathered"]) == sent_over + sent_over
-    assert Counter(seen.sent["reduced"]) == sent_over
-    assert beside_attention(layer)["copies"] == seen.copied
-    sent = Sent("layer", "layer", "layer")
-    wires = dict(layer.transfers(sent))
-    parts = own * replicas // 8, dealt // sharing
-    assert Counter(seen.sent["replicated"]) == Counter(dict.fromkeys(parts, model.layers * (replicas > 1)))
-    assert wires["weights"].nbytes == (8 // replicas - 1) * parts[0] * dtype.itemsize
-    assert wires["gradients"].nbytes == (8 // replicas - 1) * parts[0] * 4
-    assert wires["experts' weights"].nbytes == (sharing - 1) * parts[1] * dtype.itemsize
-    assert wires["experts' gradients"].nbytes == (sharing - 1) * parts[1] * 4
-    for whose, part in zip(("", "experts' "), parts, strict=True):
-        assert wires[f"{whose}replicas"].nbytes == 2 * (replicas - 1) * part * 4 // replicas
+    assert layer.division.expert_ranks == 8 // replicas // expert
+    check_two_groups(layer, (own, dealt), "experts' ", expert, lambda _: Dealt(8 // expert))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,32 +169,45 @@ def test_what_fsdp_sends_and_copies_of_metps_weights(shards: int, replicas: int,
     layer = replace(layer_of(division, dtype), model=replace(MODEL, vocab=0))
     own, experts, metp = layer.weights
     assert (own, experts, metp) == (4 * 16 * 16, 0, 3 * 16 * 32 // 2)
+    check_two_groups(layer, (own, metp), "METP's ", 2, Ringed)
+
+
+def check_two_groups(
+    layer: Layer, sizes: tuple[int, int], whose: str, among: int, make: Callable[[DeviceMesh], nn.Module]
+) -> None:
+    """Of so many elements some are sharded over all ranks, others, ``apart``, dealt out among so many and then sharded.
+
+    Perhaps over one alone, which casts and copies all the same.
+    """
+    dtype, replicas, (own, apart) = layer.sequence.dtype, layer.division.replicas, sizes
+    layers, sharing = layer.model.layers, 8 // replicas // among
     with fake_world(8, 1):
-        names = ("replicas", "shards", "context")
-        mesh = init_device_mesh("cpu", (replicas, shards, 2), mesh_dim_names=names)
-        every = mesh["shards", "context"]._flatten("every")
-        whole = init_device_mesh("cpu", (replicas, 2 * shards), mesh_dim_names=("replicas", "every"))
-        layers = nn.ModuleList(Ringed(mesh["context"]) for _ in range(MODEL.layers))
+        mesh = init_device_mesh("cpu", (replicas, sharing, among), mesh_dim_names=("replicas", "shards", "among"))
+        every = mesh["shards", "among"]._flatten("every")
+        whole = init_device_mesh("cpu", (replicas, 8 // replicas), mesh_dim_names=("replicas", "every"))
+        stack = nn.ModuleList(make(mesh["among"]) for _ in range(layers))
         options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
         options["reshard_after_forward"] = True
-        for one in layers:
-            fully_shard(one.units, mesh=mesh["replicas", "shards"] if replicas > 1 else mesh["shards"], **options)
+        for one in stack:
+            fully_shard(one.apart, mesh=mesh["replicas", "shards"] if replicas > 1 else mesh["shards"], **options)
             fully_shard(one, mesh=whole if replicas > 1 else every, **options)
-        with Watched(*(metp, metp // 3) * (shards == 1)) as seen:
+        with Watched(*(apart, apart // 3) * (sharing == 1)) as seen:
             x = torch.zeros(1, 8, 16, dtype=dtype)
-            for one in layers:
+            for one in stack:
                 x = one(x)
             x.sum().backward()
-    sent_over = Counter({own: MODEL.layers}) + Counter({metp: MODEL.layers * (shards > 1)})
+    sent_over = Counter({own: layers}) + Counter({apart: layers * (sharing > 1)})
     assert Counter(seen.sent["gathered"]) == sent_over + sent_over
     assert Counter(seen.sent["reduced"]) == sent_over
     assert beside_attention(layer)["copies"] == seen.copied
     wires = dict(layer.transfers(Sent("layer", "layer", "layer")))
-    parts = own // (2 * shards), metp // shards
-    assert Counter(seen.sent["replicated"]) == Counter(dict.fromkeys(parts, MODEL.layers * (replicas > 1)))
-    assert wires["METP's weights"].nbytes == (shards - 1) * parts[1] * dtype.itemsize
-    assert wires["METP's gradients"].nbytes == (shards - 1) * parts[1] * 4
-    assert wires["METP's replicas"].nbytes == 2 * (replicas - 1) * parts[1] * 4 // replicas
+    parts = own * replicas // 8, apart // sharing
+    assert Counter(seen.sent["replicated"]) == Counter(dict.fromkeys(parts, layers * (replicas > 1)))
+    named = {"": (parts[0], 8 // replicas), whose: (parts[1], sharing)}
+    for name, (part, ranks) in named.items():
+        assert wires[f"{name}weights"].nbytes == (ranks - 1) * part * dtype.itemsize
+        assert wires[f"{name}gradients"].nbytes == (ranks - 1) * part * 4
+        assert wires[f"{name}replicas"].nbytes == 2 * (replicas - 1) * part * 4 // replicas
 
 
 class Units(nn.Module):
@@ -246,12 +230,12 @@ class Ringed(nn.Module):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.attention = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
-        self.units = Units(mesh)
+        self.apart = Units(mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         for projection in self.attention:
             x = x + projection(x)
-        return x + self.units(x)
+        return x + self.apart(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -297,12 +281,12 @@ class Dealt(nn.Module):
         super().__init__()
         self.attention = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
         self.router = nn.Linear(16, 8, bias=False)
-        self.experts = Experts(experts)
+        self.apart = Experts(experts)
 
     def forward(self, x: Tensor) -> Tensor:
         for projection in self.attention:
             x = x + projection(x)
-        return x + self.experts(x) * self.router(x).sum(-1, keepdim=True)
+        return x + self.apart(x) * self.router(x).sum(-1, keepdim=True)
 
 
 def test_what_is_beside_a_layer_is_of_the_group_before_it_or_after_it() -> None:

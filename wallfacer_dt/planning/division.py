@@ -95,7 +95,7 @@ class Division:
     @property
     def adds_gradients(self) -> bool:
         """Whether gradients of microbatches are added up whole: in a pipeline, and of weights one rank alone has."""
-        has_metp = "metp" in (self.context.feed_forward, self.context.projections)
+        has_metp = "metp" in self.context.layers.values()
         return self.pipeline > 1 or self.weight_ranks == 1 or (has_metp and self.data == 1)
 
     def dealt_weights(self, model: ModelShape) -> int:

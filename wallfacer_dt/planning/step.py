@@ -4,11 +4,11 @@ A layer runs as ``layer`` has its events. Beside layers the first weights (the e
 gradients are waited for, a vocabulary's output projection and loss are computed, and weights are updated.
 
 The loss reads logits twice, its backward once, and writes their gradient, as where it is compiled, which makes them
-float32 on the way. The embedding reads and writes a row of a
-token; its backward reads a gradient's and adds it to a weight's, all of which begin as zeros. Clipping reads gradients
-for their norm, and reads and writes them (``torch.nn.utils.clip_grad_norm_``). AdamW reads a gradient, and reads and
-writes two moments and the weight: 28 bytes, in float32 as well as with master weights beside 16 bits. Without a
-feed-forward, where time is that of attention and of what a vocabulary needs, there are no weights.
+float32 on the way. The embedding reads and writes a row of a token; its backward reads a gradient's and adds it to a
+weight's, all of which begin as zeros. Clipping reads gradients for their norm, and reads and writes them
+(``torch.nn.utils.clip_grad_norm_``). AdamW reads a gradient, and reads and writes two moments and the weight: 28 bytes,
+in float32 as well as with master weights beside 16 bits. Without a feed-forward, where time is that of attention and of
+what a vocabulary needs, there are no weights.
 
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest

@@ -184,6 +184,7 @@ def _attend(
 ) -> Tensor:
     if k_shared is not None:
         k = torch.cat([k, k_shared.expand(-1, k.shape[1], -1, -1)], -1)
+    seen = None if seen is None else seen.to(q.device)
     # torch's fast kernels want one head dim; its mathematical one makes NaN of rows that see nothing.
     is_math = backend == SDPBackend.MATH
     torch_knows = seen is None if is_math else q.shape[-1] == v.shape[-1]
@@ -191,13 +192,7 @@ def _attend(
         causal = is_causal and seen is None
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=None if seen is None else seen.to(q.device),
-                is_causal=causal,
-                scale=scale,
-                enable_gqa=True,
+                q, k, v, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=True
             )
     if seen is None:
         seen = visibility(q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal=is_causal)
