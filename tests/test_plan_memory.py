@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_leaves
 
 from tests.cases import shard_sizes
 from tests.gpu.stack import STACKS
@@ -32,7 +31,6 @@ from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import Peaks, attention_peaks
 from wallfacer_dt.planning.memory import attention_memory
-from wallfacer_dt.planning.meta import call
 from wallfacer_dt.planning.stack import StackMemory, _Whole, division_memory, stack_memory
 from wallfacer_dt.testing.fake import fake_world
 
@@ -399,59 +397,3 @@ def test_a_stack_whose_forward_holds_the_most() -> None:
         for way in ("kv", "q")
     ]
     assert each[0].working > 2 * each[1].working
-
-
-@pytest.mark.parametrize("length", [3, 4])
-def test_what_is_known_of_an_op_on_the_meta_device_is_what_torch_makes(length: int) -> None:
-    """The second time as the first, of other sizes and scalars another."""
-    aten = torch.ops.aten
-    x, rows = torch.empty(2, length, 5, device="meta").transpose(1, 2), torch.empty(2, 5, 1, device="meta")
-    counts = torch.empty(length, device="meta", dtype=torch.int64)
-    calls = [
-        (aten.sub.Tensor, (x, rows), {}), (aten.sub.Tensor, (rows, rows), {}), (aten.cat.default, ([x, x], 2), {}),
-        (aten.mul.Scalar, (counts, 2), {}), (aten.mul.Scalar, (counts, 2.0), {}), (aten.unbind.int, (x,), {}),
-        (aten.empty_like.default, (x,), {"dtype": torch.float64}), (aten.empty.memory_format, ([2],), {}),
-        (aten.aminmax.default, (x,), {"dim": 1}), (aten.expand_copy.default, (rows, [2, 5, 7]), {}),
-    ]  # fmt: skip
-    for func, args, kwargs in calls * 2:
-        made, right = (tree_leaves(some) for some in (call(func, args, kwargs), func(*args, **kwargs)))
-        for one, other in zip(made, right, strict=True):
-            assert (one.shape, one.stride(), one.dtype, one.device, one.untyped_storage().nbytes()) == (
-                other.shape, other.stride(), other.dtype, other.device, other.untyped_storage().nbytes()
-            )  # fmt: skip
-
-
-def test_a_view_that_does_not_say_so_is_one_on_the_meta_device() -> None:
-    x = torch.empty(2, 6, device="meta")
-    for _ in range(2):
-        seen = call(torch.ops.aten._unsafe_view.default, (x, [3, 4]), {})
-        assert seen.untyped_storage()._cdata == x.untyped_storage()._cdata
-
-
-def test_the_default_dtype_is_that_of_now_on_the_meta_device() -> None:
-    n = torch.ones(3, dtype=torch.int64, device="meta")
-    assert call(torch.ops.aten.div.Tensor, (n, n), {}).dtype == torch.float32
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert call(torch.ops.aten.div.Tensor, (n, n), {}).dtype == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_what_an_op_on_the_meta_device_writes_to_is_the_callers() -> None:
-    aten, x = torch.ops.aten, torch.empty(3, device="meta")
-    assert call(aten.add_.Tensor, (x, x), {}) is x
-    small = torch.empty(0, device="meta")
-    for _ in range(2):
-        assert call(aten.logaddexp.out, (x, x), {"out": x}) is x
-    assert call(aten.logaddexp.out, (x, x), {"out": small}) is small
-    assert small.shape == (3,), "torch gives it the size of the result"
-    assert call(aten.view.default, (x, [1, 3]), {}).untyped_storage()._cdata == x.untyped_storage()._cdata
-    with pytest.raises(RuntimeError):
-        call(aten.add_.Tensor, (x, torch.empty(2, device="meta")), {})
-
-
-def test_what_is_on_the_cpu_is_computed() -> None:
-    x = torch.ones(3)
-    call(torch.ops.aten.add_.Tensor, (x, x), {})
-    assert x.equal(call(torch.ops.aten.mul.Scalar, (torch.ones(3), 2), {}))
