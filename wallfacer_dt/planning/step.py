@@ -21,9 +21,9 @@ reduced after the last backward.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from operator import add, attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -176,18 +176,17 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
         The seconds.
     """
     again = forward if layer.division.context.checkpoint == "full" else Spent()
-    alike = _without_attention(layer)
-    sending = _sending(alike)
+    beside = _beside(_without_attention(layer))
 
     def least(spent: Spent) -> _OneLayer:
         def with_sent(sent: Sent) -> Spent:
-            beside = _transfers(sending, sent)
-            return Spent(max((spent + replace(beside, seconds=0.0)).least, beside.seconds))
+            alone = beside.transfers(sent)
+            return Spent(max((spent + replace(alone, seconds=0.0)).least, alone.seconds))
 
         return with_sent
 
-    forwards, backwards = least(forward + _forward_parts(alike)), least(backward + again + _backward_parts(alike))
-    return _step(layer, _ends(alike), forwards, backwards).seconds
+    forwards, backwards = least(forward + beside.forward), least(backward + again + beside.backward)
+    return _step(layer, beside.ends, forwards, backwards).seconds
 
 
 _OneLayer = Callable[[Sent], Spent]
@@ -284,6 +283,27 @@ class _Ends:
     again: float
 
 
+class _Beside(NamedTuple):
+    """What attention has beside it: a layer's parts, one after the other, FSDP's transfers, alone, and the ends."""
+
+    forward: Spent
+    backward: Spent
+    transfers: Callable[[Sent], Spent]
+    ends: _Ends
+
+
+@lru_cache(maxsize=64)  # which many attentions have in common
+def _beside(layer: Layer) -> _Beside:
+    ring = _ring(layer, backward=False)
+    again = Spent() if layer.division.context.checkpoint == "none" else ring
+    return _Beside(
+        _beside_ring(layer, backward=False) + ring,
+        _beside_ring(layer, backward=True) + again + _ring(layer, backward=True),
+        cache(partial(_transfers, _sending(layer))),
+        _ends(layer),
+    )
+
+
 def _without_attention(layer: Layer, **changes: Any) -> Layer:
     """A layer with all that its own transfers depend on: ranks' numbers, and how what does not divide is dealt out."""
     context = layer.division.context
@@ -323,18 +343,9 @@ def _backward(layer: Layer, way: OneWay, again: OneWay | None, sent: Sent) -> Sp
     return Spent.of_many(run(layer.backward(way.events, repeated, sent), layer.cluster))
 
 
-def _forward_parts(layer: Layer) -> Spent:
-    """A forward without attention and without FSDP's transfers: its parts one after the other."""
-    return _beside_ring(layer, backward=False) + _ring(layer, backward=False)
-
-
-def _backward_parts(layer: Layer) -> Spent:
-    again = Spent() if layer.division.context.checkpoint == "none" else _ring(layer, backward=False)
-    return _beside_ring(layer, backward=True) + again + _ring(layer, backward=True)
-
-
 @lru_cache(maxsize=256)
 def _beside_ring(layer: Layer, *, backward: bool) -> Spent:
+    """Without attention, FSDP's transfers and METP's ring."""
     others = replace(layer, has_ring=False)
     return Spent.of(run(others.backward((), ()) if backward else others.forward(()), layer.cluster))
 
