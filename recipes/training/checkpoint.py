@@ -9,6 +9,7 @@ torch.distributed.checkpoint reads its own index by pickle: go on from checkpoin
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -76,7 +77,7 @@ class Checkpoints:
     def __init__(self, saving: Saving, trainer: Trainer, batches: Batches) -> None:
         self._saving, self._trainer, self._batches = saving, trainer, batches
         self._launch = trainer.ranks.launch
-        self._pending: tuple[int, Future[None]] | None = None
+        self._pending: tuple[int, Callable[[], None]] | None = None
         self._group: Any = None
         if saving.checkpoint is not None and dist.is_initialized():
             # Of its own: a thread that writes talks to others' while training talks on the default group.
@@ -100,14 +101,10 @@ class Checkpoints:
             written = dcp.async_save(state, storage_writer=storage, **options)
             assert isinstance(written, Future)  # its stager is not asked to run beside it
             commit = self._writer.submit(lambda: self._commit(written.result, partial, fields))
+            self._pending = step, commit.result
         else:
-            commit = Future()
-            _settle(
-                commit,
-                lambda: self._commit(lambda: dcp.save(state, storage_writer=storage, **options), partial, fields),
-            )
-        self._pending = step, commit
-        if not self._saving.save_async:
+            save = functools.partial(dcp.save, state, storage_writer=storage, **options)
+            self._pending = step, lambda: self._commit(save, partial, fields)
             self.finish()
 
     def finish(self) -> None:
@@ -121,7 +118,7 @@ class Checkpoints:
         note_progress(f"the checkpoint of step {self._pending[0]}")
         (step, commit), self._pending = self._pending, None
         try:
-            commit.result()
+            commit()
         except (RecipeError, LostError):
             raise
         # A CheckpointException, of what ranks could not write, is not an Exception.
@@ -308,13 +305,6 @@ class Checkpoints:
             if failure is not None:
                 raise failure
         return cast(list[T], [value for value, _ in answers])
-
-
-def _settle(future: Future[None], function: Callable[[], None]) -> None:
-    try:
-        future.set_result(function())
-    except (Exception, dcp.api.CheckpointException) as error:
-        future.set_exception(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,6 @@ tensor, once the backward is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,24 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from recipes.training.ranks import Ranks, sum_over_groups
 from wallfacer_dt.agreement.progress import Waiting
-
-
-class Gradients(Protocol):
-    """Of the weights of a model."""
-
-    @property
-    def kinds(self) -> Sequence[list[nn.Parameter]]:
-        """The weights that torch's foreach kernels take together."""
-        ...
-
-    @property
-    def are_finite(self) -> bool | None:
-        """Whether this rank's were before they were averaged; None where they are not seen before."""
-        ...
-
-    def average(self) -> Tensor:
-        """Average over all ranks; returns the norm of the whole gradient, the same on every rank."""
-        ...
 
 
 class WholeGradients:

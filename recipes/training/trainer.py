@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipes.training.finite import blame, first_not_finite, last_not_finite
-from recipes.training.gradients import Gradients
+from recipes.training.gradients import ShardedGradients, WholeGradients
 from recipes.training.ranks import Ranks
 from recipes.training.settings import RecipeError, RunSettings
 from wallfacer_dt import note_progress
@@ -54,7 +54,7 @@ class Trainer:
         settings: RunSettings,
         ranks: Ranks,
         model: nn.Module,
-        gradients: Gradients,
+        gradients: WholeGradients | ShardedGradients,
         loss: Callable[[Any], Tensor],
     ) -> None:
         self.settings, self.ranks, self.model = settings, ranks, model

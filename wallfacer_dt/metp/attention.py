@@ -21,7 +21,7 @@ from wallfacer_dt.calls import Call, agreed_call, make_call, said
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels.merge import accumulation_dtype
-from wallfacer_dt.metp.projections import Holders, Projections, Reduction, Weights
+from wallfacer_dt.metp.projections import Projections, Reduction, Weights
 from wallfacer_dt.metp.rotation import turned
 from wallfacer_dt.options import SCHEMA, Options
 from wallfacer_dt.transforms import differentiable, no_second_derivative, operator
@@ -63,11 +63,6 @@ class BlockOptions(NamedTuple):
         """What :meth:`told` gave."""
         return cls(*from_text(text))
 
-    @property
-    def holders(self) -> Holders:
-        """Who holds the weights."""
-        return Holders(self.group, tuple(self.ranks), self.index)
-
     def groups(self, *, fused: bool) -> tuple[HeadGroup, ...]:
         """The turns of the outer loop."""
         return head_groups(self.heads, self.kv_heads, self.head_dim, tuple(self.axes), fused=fused)
@@ -100,7 +95,7 @@ class _Block(NamedTuple):
         assert q is not None
         assert out is not None
         block, attention = BlockOptions.of(rest[0]), Options.of(*rest[1:])
-        projections = Projections(Weights(q, k, v, out.t(), *biases), block.holders)
+        projections = Projections(Weights(q, k, v, out.t(), *biases), block.group, tuple(block.ranks), block.index)
         groups = block.groups(fused=projections.is_fused)
         documents = {"document_ids": document_ids, "cu_seqlens": cu_seqlens}
         given = [shaped(x, block, group.heads)._replace(**documents) for group in groups]

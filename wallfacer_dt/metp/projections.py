@@ -47,36 +47,26 @@ class Weights(NamedTuple):
         return self.q, self.k, self.v
 
 
-class Holders(NamedTuple):
-    """Who holds the weights.
-
-    Attributes:
-        group: name of the process group.
-        ranks: for every index along the mesh its rank in that group.
-        index: this rank's.
-    """
-
-    group: str
-    ranks: tuple[int, ...]
-    index: int
-
-    @property
-    def size(self) -> int:
-        """How many ranks."""
-        return len(self.ranks)
-
-
 @dataclass(frozen=True, slots=True)
 class Projections:
     """This rank's shards, and how groups of heads are put together from all ranks'.
 
     Attributes:
         own: this rank's shards.
-        holders: who holds the others.
+        group: name of the process group of the ranks that hold the others.
+        ranks: for every index along the mesh its rank in that group.
+        index: this rank's.
     """
 
     own: Weights
-    holders: Holders
+    group: str
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks hold them."""
+        return len(self.ranks)
 
     @property
     def is_fused(self) -> bool:
@@ -90,13 +80,13 @@ class Projections:
 
     def _broadcast(self, pieces: Sequence[Piece], owner: int) -> Tensor:
         places = self.layout(pieces)
-        if owner == self.holders.index:
+        if owner == self.index:
             buffer = pack(self.rows(pieces), places)
         else:
             buffer = self.own.q.new_empty(1, dtype=places.dtype).expand(places.size)
-        if self.holders.size == 1:
+        if self.size == 1:
             return buffer
-        return broadcast(buffer, self.holders.ranks[owner], self.holders.group)
+        return broadcast(buffer, self.ranks[owner], self.group)
 
     def rows(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """This rank's rows of some pieces: of every piece its weight's, and its bias's."""
@@ -127,7 +117,7 @@ class Sent(NamedTuple):
     def wait(self) -> Weights:
         """The group's weights, whole."""
         arrived: dict[Piece, tuple[Tensor, ...]] = {}
-        holders = self.projections.holders
+        holders = self.projections
         for owner, pending in self.pending.items():
             if holders.size > 1:
                 pending = wait(pending, "broadcast of a group of heads' weights", holders.group)
@@ -167,7 +157,7 @@ class Reduction:
     def add(self, group: HeadGroup, grads: Weights) -> None:
         """Start to send a group's gradients, and let the previous group's go on."""
         self._advance()
-        holders = self.projections.holders
+        holders = self.projections
         for owner, pieces in group.by_owner.items():
             places = self.projections.layout(pieces)
             share = -(-places.size // holders.size)
@@ -180,7 +170,7 @@ class Reduction:
 
     def _advance(self) -> None:
         """Take up what has come home, and send home what is summed."""
-        holders = self.projections.holders
+        holders = self.projections
         for group, owner, pending in self._homing:
             arrived = wait(pending, "all_to_all of weights' gradients to their owner", holders.group)
             if owner == holders.index:
