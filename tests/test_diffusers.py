@@ -587,3 +587,95 @@ def test_the_page_s_example_runs(threads: Ranks) -> None:
     results = threads(RANKS).run(run_page, program)
     assert len({loss for loss, _ in results}) == 1
     assert max(error for _, error in results) < 1e-5
+
+
+def adapted(name: str, turn: str, kind: str, **options: Any) -> tuple[Any, Any]:
+    """A model with an adapter of peft, the same everywhere, and its handle: context_parallel comes before it or after,
+    or not.
+    """
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model, handle = MODELS[name].made(), None
+    if turn == "before":
+        handle = context_parallel(model, set_up())
+    torch.manual_seed(1)
+    peft.get_peft_model(model, getattr(peft, kind)(**{"target_modules": ["to_q", "net.2"], **options}))
+    if turn == "after":
+        handle = context_parallel(model, set_up())
+    return model.double(), handle
+
+
+def in_training(kind: str, options: dict[str, Any], same_state: bool) -> list[str]:
+    """What Flux says with an adapter."""
+    said = []
+    for turn in ("before", "after"):
+        try:
+            model, _ = adapted("Flux", turn, kind, **options)
+        except ValueError as error:
+            said.append(f"{error}")
+            continue
+        torch.manual_seed(0 if same_state else dist.get_rank())
+        said.append(refusal(partial(model, **MODELS["Flux"].called_with(even=True))))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("LilyConfig", {"r": 4}, "Lily's router takes the mean"),
+        ("PveraConfig", {"r": 4, "target_modules": ["to_q"]}, "noise of PVeRA"),
+        ("LoKrConfig", {"rank_dropout": 0.5}, "the random state, of which adapters draw once"),
+    ],
+)
+def test_adapters_that_are_refused(ranks: Ranks, kind: str, options: dict[str, Any], says: str) -> None:
+    for told in ranks(RANKS).run(in_training, kind, options, False):
+        assert all(says in one for one in told), told
+    if kind == "LoKrConfig":
+        assert ranks(RANKS).run(in_training, kind, options, True) == [["went through"] * 2] * RANKS
+
+
+def copied(name: str, part: str) -> list[float]:
+    """Errors of gradients where peft has copied attention, as a step in which the model is whole comes between."""
+    inputs, errors = MODELS[name].called_with(even=False), []
+
+    def found(model: Any) -> dict[str, Any]:
+        loss_of(model, inputs).backward()
+        trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        grads = averaged(model) if hasattr(model, "_wallfacer_dt") else gradients(model)
+        return {name: grad for name, grad in grads.items() if name in trained}
+
+    options = {"target_modules": ["net.2"], "modules_to_save": [part]}
+    expected = found(adapted(name, "", "LoraConfig", **options)[0])
+    for turn in ("before", "after"):
+        model, handle = adapted(name, turn, "LoraConfig", **options)
+        for _ in range(2):
+            grads = found(model)
+            errors.append(worst_error({n: (grads[n], its) for n, its in expected.items()}, relative_to="largest"))
+            with handle.whole():
+                loss_of(model, inputs).backward()
+                model.zero_grad()
+    return [max(errors)]
+
+
+@pytest.mark.parametrize(("name", "part"), [("Flux", "attn"), ("Wan 2.1", "attn1")])
+def test_attention_that_peft_copies(ranks: Ranks, name: str, part: str) -> None:
+    for errors in ranks(RANKS).run(copied, name, part):
+        assert max(errors) < 1e-12
+
+
+def offloaded() -> dict[str, str]:
+    """By blocks and by leaves, onto the device that the model is on."""
+    from diffusers.hooks import apply_group_offloading
+
+    said, cpu = {}, torch.device("cpu")
+    for by, options in {"block_level": {"num_blocks_per_group": 1}, "leaf_level": {}}.items():
+        model = MODELS["Flux"].made().requires_grad_(False)
+        context_parallel(model, set_up())
+        apply_group_offloading(model, onload_device=cpu, offload_device=cpu, offload_type=by, **options)
+        said[by] = refusal(lambda model=model: model(**MODELS["Flux"].called_with(even=True)))
+    return said
+
+
+def test_rotary_tables_that_offloading_copies_are_refused(ranks: Ranks) -> None:
+    for said in ranks(RANKS).run(offloaded):
+        assert "transformer_blocks.0.attn was handed rotary tables that a hook has copied" in said["block_level"]
+        assert said["leaf_level"] == "went through"

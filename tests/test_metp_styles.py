@@ -609,6 +609,36 @@ def test_a_projection_in_whose_place_there_is_another_module_is_named() -> None:
                 module(torch.randn(1, 3, 6))
 
 
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_projection_that_computes_otherwise_later_is_named(compiled: bool) -> None:
+    """As adapters of peft and of others that are an ``nn.Linear``, or put a forward into one."""
+    x = torch.randn(1, 3, 6)
+
+    def doubled(projection: nn.Module) -> None:
+        projection.forward = lambda x: 2 * nn.Linear.forward(projection, x)
+
+    def another(projection: nn.Module) -> None:
+        projection.__class__ = Doubling
+
+    with fake_world(1, 0):
+        for made, style, name in ((FeedForward, metp(), "up"), (Attention, attention(), "o")):
+            for change, kind in ((doubled, "Linear"), (another, "Doubling")):
+                module = applied(made(), style)
+                call = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
+                call(x)
+                change(module.get_submodule(name))
+                with pytest.raises(Exception, match=f"{name}, a {kind}, has another forward than when METP"):
+                    call(x)
+        module = FeedForward()
+        module.up.forward = module.up.forward  # bound to a copy's copy
+        copy.deepcopy(applied(module, metp()))(x)
+
+
 def test_values_that_are_none_or_in_lists_are_looked_after() -> None:
     def one() -> nn.Module:
         module = FeedForward()

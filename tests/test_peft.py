@@ -23,6 +23,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "VeLoRA takes": lambda: peft.LoraConfig(**LORA, velora_config=peft.VeloraConfig(num_groups=4)),
     "Lily's router": lambda: peft.LilyConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]),
     "SHADOW's second model": lambda: peft.ShadowConfig(task_type="CAUSAL_LM"),
+    "MonteCLoRA draws": lambda: peft.LoraConfig(
+        **LORA, monteclora_config=peft.MontecloraConfig(num_samples=2, buffer_size=1)
+    ),
     "AdaLoRA adds": lambda: peft.AdaLoraConfig(task_type="CAUSAL_LM", total_step=9, target_modules=["q_proj"]),
     "tokens before": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
@@ -57,3 +60,86 @@ def tried() -> list[float]:
 
 def test_adapters(ranks: Callable[[int], RankPool]) -> None:
     assert max(max(errors) for errors in ranks(4).run(tried)) < 1e-12
+
+
+COPIES = {
+    "attention": {"modules_to_save": ["self_attn"]},
+    "layers": {"layer_replication": [[0, 2], [1, 2]]},
+}
+
+
+def adapted(model: Any, options: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    options = LORA | {"target_modules": ["down_proj"]} | options
+    return peft.get_peft_model(model, peft.LoraConfig(**options)).double()
+
+
+def trained(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Gradients, of which the model has none then."""
+    model(**batch).loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    return found
+
+
+def copied(options: dict[str, Any]) -> list[float]:
+    """Of layers that peft copies, with configs of their own: in both orders, set up anew, whole, and undone."""
+    mesh, (tokens, labels) = context_mesh("cpu", ring=2), tokens_of(60)
+    plain, errors = {"input_ids": tokens, "labels": labels, "use_cache": False}, []
+    expected = trained(adapted(MODELS["Llama"].made(), options), plain)
+
+    def compare(found: dict[str, Any], sharded: bool) -> None:
+        for x in found.values() if sharded else ():
+            dist.all_reduce(x)
+        errors.append(worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest"))
+
+    for is_before in (True, False):
+        model = MODELS["Llama"].made()
+        model = adapted(model, options) if is_before else model
+        inner = model.get_base_model() if is_before else model
+        for kind in ("head_tail", "contiguous"):
+            order = TokenOrder(kind, mesh)
+            handle = context_parallel(inner, mesh, order=order)
+            if kind == "head_tail" and not is_before:
+                model = adapted(inner, options)
+            compare(trained(model, shard_inputs(mesh, tokens, labels=labels, order=order)), sharded=True)
+            with handle.whole():
+                compare(trained(model, plain), sharded=False)
+        handle.remove()
+        compare(trained(model, plain), sharded=False)
+    return errors
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_layers_that_peft_copies_attend_as_those_that_they_are_of(ranks: Callable[[int], RankPool], what: str) -> None:
+    assert max(max(errors) for errors in ranks(2).run(copied, COPIES[what])) < 1e-12
+
+
+def dropped(options: dict[str, Any], seed: int) -> None:
+    """A step of an adapter that drops parts of weights, for all tokens at once."""
+    mesh, (tokens, labels) = context_mesh("cpu", ring=2), tokens_of(60)
+    order = TokenOrder("head_tail", mesh)
+    batch = shard_inputs(mesh, tokens, labels=labels, order=order)
+    model = MODELS["Llama"].made()
+    context_parallel(model, mesh, order=order)
+    model = peft.get_peft_model(model, getattr(peft, options["kind"])(target_modules=["q_proj"], **options["more"]))
+    torch.manual_seed(dist.get_rank() * seed)
+    model.double().train()(**batch)
+    torch.manual_seed(dist.get_rank())
+    model.eval()(**batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("LoKrConfig", {"rank_dropout": 0.5}),
+        ("LoHaConfig", {"module_dropout": 0.5}),
+        ("BOFTConfig", {"boft_dropout": 0.5, "boft_block_size": 4}),
+    ],
+)
+def test_what_is_drawn_for_all_tokens_is_the_same_on_all_ranks(
+    ranks: Callable[[int], RankPool], kind: str, more: dict[str, Any]
+) -> None:
+    ranks(2).run(dropped, {"kind": kind, "more": more}, 0)
+    with pytest.raises(RuntimeError, match="the random state, of which adapters draw once"):
+        ranks(2).run(dropped, {"kind": kind, "more": more}, 1)

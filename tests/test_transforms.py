@@ -1,6 +1,7 @@
 """torch.func on ranks: gradients equal autograd's, and what is refused is refused by name on all of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -204,3 +205,36 @@ def written_into(kind: str) -> bool:
 @pytest.mark.parametrize("kind", ["attention", "METP", "METP's attention"])
 def test_what_is_given_can_be_written_into(ranks: Ranks, kind: str) -> None:
     assert ranks(4).run(written_into, kind) == [True] * 4
+
+
+def made_in_inference_mode(ranks: tuple[int, ...]) -> float:
+    """How far gradients are from those that documents, or what a mask captures, have if they are made otherwise."""
+    mesh, block = mesh_of(4, 1), AttentionBlock(case=replace(AttentionBlock().case, is_causal=True))
+    order = TokenOrder("contiguous", mesh)
+    projected = parallelize_module(block.module(), block.mesh(), block.style(block.mesh()))
+    x = torch.randn(1, block.case.shard, block.dim, dtype=torch.float64, requires_grad=True)
+    leaves = [each.requires_grad_() for each in torch.randn(3, 1, 4, 6, 8, dtype=torch.float64).unbind()]
+
+    def gradients(ids: Tensor, others: Tensor) -> list[Tensor]:
+        def mask(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return ids[i] == ids[j]
+
+        outs = [
+            context_parallel_attention(*leaves, mesh, is_causal=True, order=order, document_ids=ids),
+            context_parallel_attention(*leaves, mesh, order=order, mask_mod=mask),
+        ]
+        found = [grad for out in outs for grad in torch.autograd.grad(out.sin().sum(), leaves)]
+        return [*found, *torch.autograd.grad(projected(x, document_ids=others).sin().sum(), x)]
+
+    def ids() -> tuple[Tensor, Tensor]:
+        return torch.arange(24) // 5, torch.arange(4 * block.case.shard) // 5
+
+    expected = gradients(*ids())
+    with torch.inference_mode(dist.get_rank() in ranks):
+        made = ids()
+    return worst_error(zip(gradients(*made), expected, strict=True))
+
+
+@pytest.mark.parametrize("where", [(1,), (0, 1, 2, 3)])
+def test_masks_may_be_made_in_inference_mode(ranks: Ranks, where: tuple[int, ...]) -> None:
+    assert ranks(4).run(made_in_inference_mode, where) == [0.0] * 4

@@ -72,7 +72,7 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            setup_context(ctx, inputs[1:], output)
+            setup_context(ctx, tuple(map(_savable, inputs[1:])), output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -101,6 +101,13 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
 
     _library.impl(name, opaque(dispatched), "Autograd", with_keyset=True)
     _library.impl(name, opaque(transformed), "FuncTorchDynamicLayerFrontMode")
+
+
+def _savable(x: Any) -> Any:
+    """What torch can save for a backward: of a tensor made in inference mode, such as documents' numbers, a copy."""
+    if isinstance(x, list):
+        return [*map(_savable, x)]
+    return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
 
 
 def no_second_derivative(name: str) -> Callable[..., NoReturn]:

@@ -20,10 +20,7 @@ from wallfacer_dt.metp.attention import BlockOptions, metp_attention, shaped
 from wallfacer_dt.metp.boundary import Boundary, check_layouts
 from wallfacer_dt.metp.holding import WeightMesh, local, watched
 from wallfacer_dt.metp.modules import (
-    Attribute,
-    attributes_of,
-    check_attributes,
-    check_hooks,
+    AsApplied,
     check_names,
     check_projections,
     check_returns_one,
@@ -157,7 +154,7 @@ class METPAttentionParallel(AttentionStyle):
         # Bound, so that a copy of the module uses its own weights.
         out_dim = linear(module, self.output).out_features
         # As the style is now, whatever becomes of it.
-        forward = copy.copy(self)._forward(boundary, block, attention, rotary, attributes_of(module), returned, out_dim)
+        forward = copy.copy(self)._forward(boundary, block, attention, rotary, AsApplied.of(module), returned, out_dim)
         self._notice_applied(module, weights.context_mesh)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
@@ -201,7 +198,7 @@ class METPAttentionParallel(AttentionStyle):
         block: BlockOptions,
         attention: ContextAttention,
         rotary: Rotary,
-        attributes: Sequence[Attribute],
+        applied: AsApplied,
         returned: Returned,
         out_dim: int,
     ) -> Callable[..., Any]:
@@ -217,9 +214,8 @@ class METPAttentionParallel(AttentionStyle):
                 if x is None:
                     raise TypeError(f"called without {rotary.parameters.x}")
                 parts = parts_of(module, names)
-                check_attributes(module, attributes, who)
                 # What finds angles may be a submodule, which is called.
-                check_hooks(module, who, None if self.rotary.rotation is None else names)
+                applied.check(module, who, None if self.rotary.rotation is None else names)
                 weight = linear(module, self.projections[0]).weight
                 boundary.check(x, weight, parts, sequence=True)
                 if x.ndim != 3:

@@ -18,11 +18,8 @@ from wallfacer_dt.metp.boundary import Boundary, check_layouts
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward
 from wallfacer_dt.metp.holding import WeightMesh, local, watched
 from wallfacer_dt.metp.modules import (
-    Attribute,
+    AsApplied,
     Parameters,
-    attributes_of,
-    check_attributes,
-    check_hooks,
     check_names,
     check_projections,
     described,
@@ -115,7 +112,7 @@ class METPParallel(ParallelStyle):
         boundary = Boundary(weights, *self.layouts, shards)
         out_dim = linear(module, self.down).out_features
         # As the style is now, whatever becomes of it.
-        forward = copy.copy(self)._forward(Parameters.of(module), attributes_of(module), boundary, options, out_dim)
+        forward = copy.copy(self)._forward(Parameters.of(module), AsApplied.of(module), boundary, options, out_dim)
         module.forward = BoundForward(forward, module, who, name_in_plan(module)).forward
         return module
 
@@ -138,7 +135,7 @@ class METPParallel(ParallelStyle):
     def _forward(
         self,
         parameters: Parameters,
-        attributes: Sequence[Attribute],
+        applied: AsApplied,
         boundary: Boundary,
         options: FeedForwardOptions,
         out_dim: int,
@@ -151,8 +148,7 @@ class METPParallel(ParallelStyle):
             def check() -> None:
                 self._check_call(parameters, x, args, kwargs)
                 parts = parts_of(module, names)
-                check_attributes(module, attributes, who)
-                check_hooks(module, who)
+                applied.check(module, who)
                 boundary.check(x, linear(module, self.up).weight, parts)
 
             refusal = boundary.refusal(x, out_dim, check)

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, get_origin
+from typing import Any, NamedTuple, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -167,14 +167,50 @@ def check_attributes(module: nn.Module, tried: Sequence[Attribute], who: str) ->
         raise ValueError(f"{changed}: {who} computes what it did then; apply it to a new module")
 
 
-def check_hooks(module: nn.Module, who: str, names: Sequence[str] | None = None) -> None:
-    """Refuse (ValueError) hooks of submodules, which METP does not call: of all, or of these names."""
-    for name, child in module.named_modules():
-        if name and (names is None or name in names) and any(getattr(child, hooks) for hooks in _HOOKS):
-            raise ValueError(
-                f"{name} has hooks, which would not run, as {who} computes what {name} does without calling it: remove "
-                "them, or put them on the module itself"
-            )
+class AsApplied(NamedTuple):
+    """What a module was when a style was applied, which METP computes from then on without calling its submodules.
+
+    Attributes:
+        attributes: as of :func:`attributes_of`.
+        forwards: by submodule.
+    """
+
+    attributes: Sequence[Attribute]
+    forwards: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "AsApplied":
+        """As it is now."""
+        return cls(attributes_of(module), {name: _forward_of(child) for name, child in module.named_modules() if name})
+
+    def check(self, module: nn.Module, who: str, names: Sequence[str] | None = None) -> None:
+        """Refuse (ValueError) a module that holds other values now, or whose submodules compute otherwise.
+
+        That is hooks, and forwards that came later: of all submodules, or of these names, if others are called.
+        """
+        check_attributes(module, self.attributes, who)
+        for name, child in module.named_modules():
+            if name and (names is None or name in names):
+                _check_hooks(name, child, who)
+                if name in self.forwards and _forward_of(child) is not self.forwards[name]:
+                    raise ValueError(
+                        f"{name}, a {type(child).__name__}, has another forward than when {who} was applied, which "
+                        f"would not run, as {who} computes what it did then: adapters and wrappers go round the whole "
+                        "module"
+                    )
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """Its class's, or of its own; not as it is bound, which of a copied module is to the copy."""
+    return getattr(module.forward, "__func__", module.forward)
+
+
+def _check_hooks(name: str, module: nn.Module, who: str) -> None:
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        raise ValueError(
+            f"{name} has hooks, which would not run, as {who} computes what {name} does without calling it: remove "
+            "them, or put them on the module itself"
+        )
 
 
 # Private names of torch; run on 2.11.0, 2.13.0 and 2.14.1.

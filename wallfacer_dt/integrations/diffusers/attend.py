@@ -78,6 +78,11 @@ class ProcessorOnMesh:
         with refusing_together(name_of(self.mesh)):
             rotary = next((x for x in (*args, *kwargs.values()) if isinstance(x, RotaryTables)), None)
             forward = sharded_sequence if rotary is None else rotary.forward_pass
+            if rotary is not None and forward is None:
+                raise ValueError(
+                    f"{self.path} was handed rotary tables that a hook has copied, as those of accelerate and of group "
+                    'offloading by blocks do: leave it out, or offload with offload_type="leaf_level"'
+                )
             self._check(forward, encoder_hidden_states, attention_mask)
         assert forward is not None, "checked"
         has_text = self.text == "before" or (self.text == "after" and encoder_hidden_states is not None)

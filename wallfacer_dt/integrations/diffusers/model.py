@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.compiler import untraced
+from wallfacer_dt.integrations import adapters
 from wallfacer_dt.integrations.diffusers.attend import ProcessorOnMesh
 from wallfacer_dt.integrations.diffusers.inputs import compare_inputs
 from wallfacer_dt.integrations.diffusers.plans import Plan, plan_of
@@ -80,10 +81,13 @@ class ContextParallel(Handle[ModelMixin]):
         plan, modules = self._plan, attention_modules(model)
         paths = {module: path for path, module in modules.items()}
         blocks = attentions_of(model, plan).values()
-        self._attends = Counter(paths.get(x, path) for block in blocks for path, x in block.items())
+        attends = [(paths.get(x, path), x) for block in blocks for path, x in block.items()]
+        self._attends = Counter(path for path, _ in attends)
+        # An attention that peft wraps is called by turns with a copy of it.
+        paths |= {inner: path for path, x in attends for inner in x.modules() if inner in paths}
         self._leave_on(model)
-        for path, module in modules.items():
-            module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan.text, path))
+        for module in modules.values():
+            module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan.text, paths[module]))
         at = {plan.tokens: self._deal, plan.rotary: self._deal_rotary, plan.output: self._put_together}
         self._hooked = {path: model.get_submodule(path) for path in at if path}
         self._hooks = [
@@ -111,7 +115,8 @@ class ContextParallel(Handle[ModelMixin]):
             forward = ForwardPass(self._order)
             if self._plan.is_joint:
                 forward.text = _tokens(given.get("encoder_hidden_states"))
-            compare_inputs(f"a forward of {type(model).__name__}", given, name_of(self.mesh))
+            states = {adapters.STATE: adapters.random_state(model)} if adapters.draw_for_all(model) else {}
+            compare_inputs(f"a forward of {type(model).__name__}", given | states, name_of(self.mesh))
             for name in self._plan.per_token & given.keys():
                 if given[name].ndim == 2:
                     given[name] = forward.shard(given[name], 1, name)

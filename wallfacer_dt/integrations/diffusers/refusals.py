@@ -8,6 +8,7 @@ from diffusers import ModelMixin
 from diffusers.models.embeddings import LabelEmbedding
 from torch import nn
 
+from wallfacer_dt.integrations import adapters
 from wallfacer_dt.integrations.diffusers import upstream
 from wallfacer_dt.integrations.diffusers.plans import PROCESSORS, Plan
 
@@ -32,8 +33,8 @@ def why_refused(argument: str) -> str:
 
 
 def attention_modules(model: ModelMixin) -> dict[str, Any]:
-    """By path, all modules of a model that have an attention processor."""
-    return {path: module for path, module in model.named_modules() if hasattr(module, "set_processor")}
+    """By path, all modules of a model that have an attention processor; what wraps some passes on theirs."""
+    return {path: module for path, module in model.named_modules() if hasattr(type(module), "set_processor")}
 
 
 def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, dict[str, nn.Module]]:
@@ -64,7 +65,7 @@ def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
         if not attentions:
             yield f"{path} has no {plan.attends[0]}, which is to attend on the mesh"
         for part, module in attentions.items():
-            if module not in have_processors.values():
+            if not any(inner in have_processors.values() for inner in module.modules()):
                 yield f"{part} ({type(module).__name__}) has no attention processor, which is to attend on the mesh"
     for name in plan.blocks:
         for path, module in model.get_submodule(name).named_modules(prefix=name):
@@ -92,6 +93,9 @@ def _unknown(processors: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _passing_reasons(model: ModelMixin) -> Iterator[str]:
+    yield from adapters.reasons(model)
+    if adapters.draw_for_each(model):
+        yield "noise of PVeRA would be drawn by every rank for itself, also for text, which all hold: leave it out"
     if upstream.is_parallel(model):
         yield "diffusers' own enable_parallelism is on"
     if getattr(model, "is_cache_enabled", False):

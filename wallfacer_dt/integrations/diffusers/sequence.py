@@ -52,7 +52,7 @@ class ForwardPass:
 class RotaryTables(tuple[Tensor, ...]):
     """Cosines and sines of this rank's tokens, which blocks hand down to attention, and what it needs beside them."""
 
-    forward_pass: ForwardPass
+    forward_pass: ForwardPass | None = None  # where a hook has made them anew
 
     @classmethod
     def of(cls, tables: Iterable[Tensor], forward: ForwardPass) -> "RotaryTables":

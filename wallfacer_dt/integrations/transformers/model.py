@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.compiler import untraced
+from wallfacer_dt.integrations import adapters
 from wallfacer_dt.integrations.handle import Handle, found_on, make_way
 from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMesh
@@ -110,7 +111,7 @@ class ContextParallel(Handle[PreTrainedModel]):
             yield model
 
     def _turn_on(self, model: PreTrainedModel) -> None:
-        model.set_attn_implementation(self.name)
+        upstream.set_implementation(model, self.name)
         self._leave_on(model)
         self._loss = upstream.swap_loss(model, None)
         upstream.swap_loss(model, SummedLoss(self._loss or upstream.own_loss(model), self._in_forward))
@@ -126,7 +127,7 @@ class ContextParallel(Handle[PreTrainedModel]):
         self._forward = None
         upstream.swap_loss(model, None)
         upstream.swap_loss(model, self._loss)
-        model.set_attn_implementation(implementation or self._before)
+        upstream.set_implementation(model, implementation or self._before)
 
     def _in_forward(self) -> ForwardPass:
         if self._forward is None:
@@ -190,6 +191,8 @@ class ContextParallel(Handle[PreTrainedModel]):
             ]
             if (items := given.get("num_items_in_batch")) is not None:
                 told.append(("num_items_in_batch", _checked_count(items, sequence.counted)))
+            if adapters.draw_for_all(model):
+                told.append((adapters.STATE, adapters.random_state(model)))
             agree(f"a forward of {type(model).__name__}", told, name_of(self.mesh))
             self._forward = ForwardPass(sequence)
         return args, kwargs

@@ -6,18 +6,13 @@ from collections.abc import Container, Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
+from wallfacer_dt.integrations import adapters
 from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.rope import largest_matters, takes_positions
 
 # Heads that look at tokens one by one.
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# Adapters of peft, by the package that they are of.
-_ADAPTERS = {
-    "adalora": "AdaLoRA adds the whole of its penalty on every rank: leave it out",
-    "lily": "Lily's router takes the mean over all tokens, of which a rank would take that of its own: leave it out",
-    "shadow": "SHADOW's second model would see a rank's own tokens only: leave it out",
-}
 ROUTER = (
     "the router's loss is no sum over tokens: set output_router_logits=False in its config, which TRL sets to True "
     "unless SFTConfig has router_aux_loss_coef=0.0"
@@ -41,8 +36,7 @@ def check_adapters(model: PreTrainedModel, *, offsets_are_told: bool) -> None:
 
     With ``offsets_are_told`` calls bring aLoRA's offsets, so that it does not.
     """
-    layers = (module for module in model.modules() if type(module).__module__.startswith("peft.tuners."))
-    why = next((why for layer in layers for why in _adapters(layer, offsets_are_told)), None)
+    why = next(adapters.reasons(model, offsets_are_told=offsets_are_told), None)
     if why is not None:
         raise ValueError(f"an adapter of {type(model).__name__} cannot be made context parallel: {why}")
 
@@ -68,23 +62,6 @@ def leaves_layers_out(model: PreTrainedModel) -> bool:
     """Whether it does at random in training (layerdrop). Modules read a copy that they took from the config, or it."""
     told = (*upstream.configs(model), *model.modules())
     return any(getattr(x, f"{part}layerdrop", 0) for x in told for part in ("", "encoder_", "decoder_"))
-
-
-def _adapters(layer: nn.Module, offsets_are_told: bool) -> Iterator[str]:
-    package = type(layer).__module__.split(".")[2]
-    if package in _ADAPTERS:
-        yield _ADAPTERS[package]
-    inits: dict[str, str] = getattr(layer, "lora_velora_init_type", {})
-    for adapter, variant in getattr(layer, "lora_variant", {}).items():
-        kind = type(variant).__name__
-        if kind == "ALoraLinearVariant" and not offsets_are_told:
-            yield (
-                "aLoRA looks for its invocation in a rank's own tokens: pass alora_offsets to every call, of each row "
-                "the number of this rank's tokens from its invocation on, and set alora_offsets_are_told = True on the "
-                "handle that context_parallel returned"
-            )
-        if kind == "VeloraLinearVariant" and inits.get(adapter) != "random":
-            yield 'VeLoRA takes the mean over a rank\'s own tokens: leave it out, or VeloraConfig(init_type="random")'
 
 
 def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:

@@ -45,9 +45,16 @@ def implementation(config: PreTrainedConfig) -> str | None:
 
 
 def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Of a model and of the models in it, each once."""
-    found = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
-    return list(found.values())
+    """Of a model and of all modules in it that have one, each once."""
+    found = (getattr(part, "config", None) for part in model.modules())
+    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
+
+
+def set_implementation(model: PreTrainedModel, name: str) -> None:
+    """Of a model, and of layers that were copied, as by peft, with configs of which the model itself knows nothing."""
+    model.set_attn_implementation(name)
+    for config in configs(model):
+        config._attn_implementation_internal = name
 
 
 def fixed_attention(model: PreTrainedModel) -> str:
