@@ -590,7 +590,7 @@ def test_the_page_s_example_runs(threads: Ranks) -> None:
 
 
 def adapted(name: str, turn: str, kind: str, **options: Any) -> tuple[Any, Any]:
-    """A model with an adapter of peft, the same everywhere, and its handle: context_parallel comes before it or after,
+    """A model of peft, the same everywhere, and the handle of the one within: context_parallel comes before or after,
     or not.
     """
     peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -598,10 +598,11 @@ def adapted(name: str, turn: str, kind: str, **options: Any) -> tuple[Any, Any]:
     if turn == "before":
         handle = context_parallel(model, set_up())
     torch.manual_seed(1)
-    peft.get_peft_model(model, getattr(peft, kind)(**{"target_modules": ["to_q", "net.2"], **options}))
+    wrapped = peft.get_peft_model(model, getattr(peft, kind)(**{"target_modules": ["to_q", "net.2"], **options}))
     if turn == "after":
         handle = context_parallel(model, set_up())
-    return model.double(), handle
+    model.double()
+    return wrapped, handle
 
 
 def in_training(kind: str, options: dict[str, Any], same_state: bool) -> list[str]:
@@ -609,7 +610,7 @@ def in_training(kind: str, options: dict[str, Any], same_state: bool) -> list[st
     said = []
     for turn in ("before", "after"):
         try:
-            model, _ = adapted("Flux", turn, kind, **options)
+            model = adapted("Flux", turn, kind, **options)[0].get_base_model()
         except ValueError as error:
             said.append(f"{error}")
             continue
@@ -644,9 +645,12 @@ def copied(name: str, part: str) -> list[float]:
         return {name: grad for name, grad in grads.items() if name in trained}
 
     options = {"target_modules": ["net.2"], "modules_to_save": [part]}
-    expected = found(adapted(name, "", "LoraConfig", **options)[0])
+    expected = found(adapted(name, "", "LoraConfig", **options)[0].get_base_model())
     for turn in ("before", "after"):
-        model, handle = adapted(name, turn, "LoraConfig", **options)
+        wrapped, handle = adapted(name, turn, "LoraConfig", **options)
+        model = wrapped.get_base_model()
+        with wrapped.disable_adapter(), torch.no_grad():
+            loss_of(model, inputs)
         for _ in range(2):
             grads = found(model)
             errors.append(worst_error({n: (grads[n], its) for n, its in expected.items()}, relative_to="largest"))
@@ -656,7 +660,7 @@ def copied(name: str, part: str) -> list[float]:
     return [max(errors)]
 
 
-@pytest.mark.parametrize(("name", "part"), [("Flux", "attn"), ("Wan 2.1", "attn1")])
+@pytest.mark.parametrize(("name", "part"), [("Flux", "attn"), ("Wan 2.1", "attn1"), ("Flux", "transformer_blocks.0")])
 def test_attention_that_peft_copies(ranks: Ranks, name: str, part: str) -> None:
     for errors in ranks(RANKS).run(copied, name, part):
         assert max(errors) < 1e-12

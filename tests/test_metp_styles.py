@@ -635,8 +635,21 @@ def test_a_projection_that_computes_otherwise_later_is_named(compiled: bool) -> 
                 with pytest.raises(Exception, match=f"{name}, a {kind}, has another forward than when METP"):
                     call(x)
         module = FeedForward()
-        module.up.forward = module.up.forward  # bound to a copy's copy
-        copy.deepcopy(applied(module, metp()))(x)
+        doubled(module.up)
+        with pytest.raises(ValueError, match="up has a forward of its own, which would not run"):
+            applied(module, metp())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_copy_computes_as_its_original() -> None:
+    """Also where copies of submodules have forwards of their own, as torch.fx and TorchScript make them."""
+    x = torch.randn(1, 3, 6)
+    with fake_world(1, 0):
+        for made in (torch.fx.symbolic_trace, torch.jit.script, nn.Identity):
+            module = FeedForward()
+            module.inside = made(nn.GELU())
+            module = applied(module, metp())
+            assert torch.equal(copy.deepcopy(module)(x), module(x))
 
 
 def test_values_that_are_none_or_in_lists_are_looked_after() -> None:

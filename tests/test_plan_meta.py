@@ -40,7 +40,9 @@ def ops(draw: st.DrawFn) -> tuple[Any, tuple, dict[str, Any]]:
     )
     if name == "unary":
         finite = aten.nan_to_num.default, (x, torch.nan, torch.inf, 0.0), {}
-        others = [(aten.sigmoid.default, (x,), {}), (aten.clamp_min.default, (x, 1.5), {})]
+        layouts = [torch.contiguous_format, torch.preserve_format] + [torch.channels_last] * (len(size) == 4)
+        copied = aten.clone.default, (x,), {"memory_format": draw(st.sampled_from(layouts))}
+        others = [(aten.sigmoid.default, (x,), {}), (aten.clamp_min.default, (x, 1.5), {}), copied]
         return draw(st.sampled_from([finite, *others]))
     if name in ("cat", "cat.out", "norm"):
         size = size or (2,)
@@ -87,6 +89,16 @@ def test_what_is_told_of_an_op_is_what_torch_makes(op: tuple[Any, tuple, dict[st
     func, args, kwargs = op
     others = {name: torch.empty_like(x) if name == "out" else x for name, x in kwargs.items()}
     assert shown(call(func, args, kwargs)) == shown(func(*args, **others))
+
+
+def test_what_is_rare_is_asked_of_torch() -> None:
+    x = torch.empty(3, device="meta")
+    assert call(aten.linalg_vector_norm.default, (x.cfloat(), 2, [0], False), {}).dtype == torch.float32
+    assert call(aten.add.Tensor, (x.to(torch.float8_e4m3fn), x.to(torch.float8_e4m3fn)), {}).shape == (3,)
+    assert call(aten._foreach_add_.Scalar, ([x, x], 1), {}) is None
+    assert not call(aten.clone.default, (x.expand(2, 3).T,), {"memory_format": torch.contiguous_format}).stride()[1] - 1
+    with pytest.raises((RuntimeError, ValueError)):
+        call(aten.linalg_vector_norm.default, (x.int(), 2, [0], False), {})
 
 
 def test_a_plan_does_not_import_torchs_compiler() -> None:

@@ -1,6 +1,7 @@
 """Adapters of peft, which may come at any time; known by what their classes are called, as peft need not be there."""
 
 import hashlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -19,12 +20,12 @@ STATE = (
 """What ranks must have alike where :func:`draw_for_all` says so; in words."""
 
 
-def reasons(model: nn.Module, *, offsets_are_told: bool = False) -> Iterator[str]:
+def reasons(model: nn.Module, alora: str | None = "leave it out") -> Iterator[str]:
     """Why adapters of a model are refused: they look at several tokens by themselves, or count on every rank.
 
     Args:
         model: whose.
-        offsets_are_told: calls bring aLoRA's offsets, so that it does not.
+        alora: what to do about aLoRA; None where calls bring its offsets, so that it does not look.
 
     Yields:
         In words.
@@ -36,17 +37,13 @@ def reasons(model: nn.Module, *, offsets_are_told: bool = False) -> Iterator[str
         inits: dict[str, str] = getattr(layer, "lora_velora_init_type", {})
         for adapter, variant in getattr(layer, "lora_variant", {}).items():
             kind = type(variant).__name__
-            if kind == "ALoraLinearVariant" and not offsets_are_told:
-                yield (
-                    "aLoRA looks for its invocation in a rank's own tokens: pass alora_offsets to every call, of each "
-                    "row the number of this rank's tokens from its invocation on, and set alora_offsets_are_told = "
-                    "True on the handle that context_parallel returned"
-                )
+            if kind == "ALoraLinearVariant" and alora is not None:
+                yield f"aLoRA looks for its invocation in a rank's own tokens: {alora}"
             if kind == "VeloraLinearVariant" and inits.get(adapter) != "random":
                 yield (
                     'VeLoRA takes the mean over a rank\'s own tokens: leave it out, or VeloraConfig(init_type="random")'
                 )
-            if kind == "MontecloraLinearVariant":
+            if kind == "MontecloraLinearVariant" and layer.training:
                 yield (
                     "MonteCLoRA draws what all tokens share ahead, and its penalty counts on every rank: leave it out"
                 )
@@ -54,7 +51,7 @@ def reasons(model: nn.Module, *, offsets_are_told: bool = False) -> Iterator[str
 
 def draw_for_all(model: nn.Module) -> bool:
     """Whether adapters drop parts of weights at random, once for all tokens: then ranks must drop the same ones."""
-    return any(layer.training and _dropped(layer) for layer in _layers(model))
+    return any(layer.training and _drops(layer) for layer in _layers(model))
 
 
 def draw_for_each(model: nn.Module) -> bool:
@@ -63,19 +60,25 @@ def draw_for_each(model: nn.Module) -> bool:
     return any(layer.training or any(getattr(layer, "sample_at_inference", {}).values()) for layer in layers)
 
 
-def random_state(model: nn.Module) -> str:
-    """Of this rank's generators on the CPU and on the model's device."""
-    devices = {parameter.device for parameter in model.parameters()} - {torch.device("cpu")}
-    states = [torch.get_rng_state(), *(torch.get_device_module(one).get_rng_state(one) for one in devices)]
-    return hashlib.blake2b(b"".join(state.cpu().numpy().tobytes() for state in states), digest_size=8).hexdigest()
+def random_state() -> str:
+    """Of this rank's generator on the CPU, which these draw from."""
+    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def without_copies(path: str) -> str:
+    """Of a module in a copy that peft keeps (``modules_to_save``), or in its original, the path that they share."""
+    return re.sub(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)", "", path)
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if type(module).__module__.startswith("peft.tuners."))
 
 
-def _dropped(layer: nn.Module) -> bool:
+def _drops(layer: nn.Module) -> bool:
     if type(layer).__name__ == "MultiplicativeDropoutLayer":
         return bool(layer.p)
+    if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False):
+        return False
     by_adapter = (getattr(layer, name, None) for name in ("rank_dropout", "module_dropout"))
-    return any(any(some.values()) for some in by_adapter if isinstance(some, dict))
+    active = getattr(layer, "active_adapters", ())
+    return any(some.get(adapter) for some in by_adapter if isinstance(some, dict) for adapter in active)

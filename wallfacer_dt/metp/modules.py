@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
+from types import FunctionType
 from typing import Any, NamedTuple, get_origin
 
 import torch
@@ -192,7 +193,7 @@ class AsApplied(NamedTuple):
         for name, child in module.named_modules():
             if name and (names is None or name in names):
                 _check_hooks(name, child, who)
-                if name in self.forwards and _forward_of(child) is not self.forwards[name]:
+                if name in self.forwards and not _are_alike(_forward_of(child), self.forwards[name]):
                     raise ValueError(
                         f"{name}, a {type(child).__name__}, has another forward than when {who} was applied, which "
                         f"would not run, as {who} computes what it did then: adapters and wrappers go round the whole "
@@ -203,6 +204,13 @@ class AsApplied(NamedTuple):
 def _forward_of(module: nn.Module) -> Any:
     """Its class's, or of its own; not as it is bound, which of a copied module is to the copy."""
     return getattr(module.forward, "__func__", module.forward)
+
+
+def _are_alike(forward: Any, other: Any) -> bool:
+    """Whether they are the same function, or copies of what is none, or is generated anew, as torch.fx does."""
+    if not isinstance(other, FunctionType):
+        return type(forward) is type(other)
+    return forward is other or getattr(forward, "__code__", None) == other.__code__
 
 
 def _check_hooks(name: str, module: nn.Module, who: str) -> None:
@@ -281,6 +289,10 @@ def check_projections(module: nn.Module, names: Sequence[str], who: str) -> None
             raise ValueError(f"{who}: {kind} has no submodule {name!r}") from None
         if not isinstance(projection, nn.Linear):
             raise ValueError(f"{who}: {name!r} must be an nn.Linear, got {type(projection).__name__}")
+        if "forward" in vars(projection):
+            raise ValueError(
+                f"{who}: {name} has a forward of its own, which would not run: adapters go round the whole module"
+            )
         if isinstance(projection.weight, DTensor):
             raise ValueError(
                 f"{who}: {name}.weight is a DTensor already; METP is applied once, and before FSDP, and tensor "

@@ -43,7 +43,7 @@ def call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             size = _broadcast(*[x.shape for x in operands])
         elif func is _CAT_OUT:
             size = _sum_of_sizes(tuple(x.shape for x in args[0]), *args[1:])
-        return written if written.shape == size else func(*args, **kwargs)
+        return written if size is not None and written.shape == size else func(*args, **kwargs)
     made = None
     if _depends_on_sizes(func):
         made = _made(torch.get_default_dtype(), func, *map(_like, args), **{n: _like(x) for n, x in kwargs.items()})
@@ -54,7 +54,8 @@ def call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=4096)
 def _is_elementwise(func: Any) -> bool:
-    return func is _COPY or (torch.Tag.pointwise in func.tags and len(func._schema.returns) == 1)
+    returns = [str(one.type) for one in func._schema.returns]
+    return func is _COPY or (torch.Tag.pointwise in func.tags and returns == ["Tensor"])
 
 
 @lru_cache(maxsize=4096)
@@ -91,7 +92,7 @@ def _made(_default: torch.dtype, func: Any, *args: Any, **kwargs: Any) -> Any:
     if told is not None:
         return told
     args, kwargs = (tree_map_only(_Like, _Like.make, some) for some in (args, kwargs))
-    if func is _NORM and len(args) > 2:
+    if func is _NORM and len(args) > 2 and args[1] == 2 and args[0].is_floating_point():
         func, args = _SUM, (args[0], *args[2:])  # over the same dims
     result = func(*args, **kwargs)
     made = tree_map_only(Tensor, _like, result)
@@ -106,15 +107,16 @@ def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> _Like | None
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Like)]
     size, stride, _ = tensors[0]
     is_expanded = any(step == 0 and n != 1 for n, step in zip(size, stride, strict=True))
-    if is_expanded or _broadcast(*[x[0] for x in tensors]) != size:
+    is_laid_out_otherwise = kwargs.get("memory_format") not in (None, torch.preserve_format)
+    if is_expanded or is_laid_out_otherwise or _broadcast(*[x[0] for x in tensors]) != size:
         return None
-    one = tree_map_only(_Like, lambda x: torch.ones((1,) * len(x[0]), dtype=x[2]), (func, args, kwargs))
+    args, kwargs = tree_map_only(_Like, lambda x: torch.ones((1,) * len(x[0]), dtype=x[2]), (args, kwargs))
+    try:
+        dtype = func(*args, **kwargs).dtype
+    except RuntimeError:  # what the CPU does not have
+        return None
     order = sorted(range(len(size)), key=stride.__getitem__, reverse=True)
-    return _Like((size, torch.empty_permuted(size, order, device="meta").stride(), _dtype(*one)))
-
-
-def _dtype(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.dtype:
-    return func(*args, **kwargs).dtype
+    return _Like((size, torch.empty_permuted(size, order, device="meta").stride(), dtype))
 
 
 def _joined(tensors: tuple[_Like, ...], dim: int = 0) -> _Like | None:

@@ -79,12 +79,9 @@ class ContextParallel(Handle[ModelMixin]):
 
     def _turn_on(self, model: ModelMixin) -> None:
         plan, modules = self._plan, attention_modules(model)
-        paths = {module: path for path, module in modules.items()}
+        paths = {module: adapters.without_copies(path) for path, module in modules.items()}
         blocks = attentions_of(model, plan).values()
-        attends = [(paths.get(x, path), x) for block in blocks for path, x in block.items()]
-        self._attends = Counter(path for path, _ in attends)
-        # An attention that peft wraps is called by turns with a copy of it.
-        paths |= {inner: path for path, x in attends for inner in x.modules() if inner in paths}
+        self._attends = Counter(paths.get(x, path) for block in blocks for path, x in block.items())
         self._leave_on(model)
         for module in modules.values():
             module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan.text, paths[module]))
@@ -115,7 +112,7 @@ class ContextParallel(Handle[ModelMixin]):
             forward = ForwardPass(self._order)
             if self._plan.is_joint:
                 forward.text = _tokens(given.get("encoder_hidden_states"))
-            states = {adapters.STATE: adapters.random_state(model)} if adapters.draw_for_all(model) else {}
+            states = {adapters.STATE: adapters.random_state()} if adapters.draw_for_all(model) else {}
             compare_inputs(f"a forward of {type(model).__name__}", given | states, name_of(self.mesh))
             for name in self._plan.per_token & given.keys():
                 if given[name].ndim == 2:

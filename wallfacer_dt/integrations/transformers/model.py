@@ -192,7 +192,7 @@ class ContextParallel(Handle[PreTrainedModel]):
             if (items := given.get("num_items_in_batch")) is not None:
                 told.append(("num_items_in_batch", _checked_count(items, sequence.counted)))
             if adapters.draw_for_all(model):
-                told.append((adapters.STATE, adapters.random_state(model)))
+                told.append((adapters.STATE, adapters.random_state()))
             agree(f"a forward of {type(model).__name__}", told, name_of(self.mesh))
             self._forward = ForwardPass(sequence)
         return args, kwargs

@@ -18,6 +18,10 @@ ROUTER = (
     "unless SFTConfig has router_aux_loss_coef=0.0"
 )
 """Why a config is refused that has output_router_logits, which may be set at any time."""
+_ALORA = (
+    "pass alora_offsets to every call, of each row the number of this rank's tokens from its invocation on, and set "
+    "alora_offsets_are_told = True on the handle that context_parallel returned"
+)
 _MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
 
 
@@ -36,7 +40,7 @@ def check_adapters(model: PreTrainedModel, *, offsets_are_told: bool) -> None:
 
     With ``offsets_are_told`` calls bring aLoRA's offsets, so that it does not.
     """
-    why = next(adapters.reasons(model, offsets_are_told=offsets_are_told), None)
+    why = next(adapters.reasons(model, None if offsets_are_told else _ALORA), None)
     if why is not None:
         raise ValueError(f"an adapter of {type(model).__name__} cannot be made context parallel: {why}")
 

@@ -46,15 +46,17 @@ def implementation(config: PreTrainedConfig) -> str | None:
 
 def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Of a model and of all modules in it that have one, each once."""
-    found = (getattr(part, "config", None) for part in model.modules())
+    found = (vars(part).get("config") for part in model.modules())
     return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:
     """Of a model, and of layers that were copied, as by peft, with configs of which the model itself knows nothing."""
     model.set_attn_implementation(name)
+    known = {id(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
     for config in configs(model):
-        config._attn_implementation_internal = name
+        if id(config) not in known:
+            config._attn_implementation_internal = model.config._attn_implementation
 
 
 def fixed_attention(model: PreTrainedModel) -> str:
