@@ -1,8 +1,7 @@
 """The search over all ways to divide ranks among data, tensor, pipeline, context and expert parallelism.
 
-Of every division that can be, at first is said what it computes, and, when its turn comes, the least that it can take,
-with attention that only computes; then context ranks get their attentions, and last are simulated, and asked for their
-memory, those whose turn comes. So of
+Of every division that can be, at first the least that it can take is said, with attention that only computes; then
+context ranks get their attentions, and last are simulated, and asked for their memory, those whose turn comes. So of
 what is ranked nothing was left out that is faster, but for this: for a division's context ranks attentions are ranked
 alone, one sequence at a time, and the best few of different meshes or schedules are tried, each with the rotations that
 are fastest, or where these do not fit with others.
@@ -32,7 +31,7 @@ from wallfacer_dt.planning.predict import (
 )
 from wallfacer_dt.planning.reasons import longer
 from wallfacer_dt.planning.stack import division_memory, least_memory
-from wallfacer_dt.planning.step import Spent, beside_attention, least_step
+from wallfacer_dt.planning.step import Spent, least_step
 from wallfacer_dt.planning.units import format_size, format_time
 
 MOST_SEQUENCES = 2**20
@@ -242,14 +241,11 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A division in the queue: of all attentions, then with the least that these take, of one, and with what that
-    takes.
-    """
+    """A division in the queue: of all attentions, of one, and with what that takes."""
 
     division: Division
     cost: AttentionCost | None = None
     prediction: Prediction | None = None
-    is_least: bool = False
 
 
 class _Search:
@@ -270,10 +266,8 @@ class _Search:
         """One of which the attention is to be chosen, unless it cannot fit."""
         needed = least_memory(division, self.model, self._taken(division))
         if self.cluster.memory is None or needed <= self.cluster.memory:
-            layer = replace(self.layer(division), has_ring=False)
-            times = division.microbatches * (self.model.layers // division.pipeline)
-            attention = sum(times * spent.seconds for spent in self._pairs(division))
-            self._push((sum(beside_attention(layer).values()) + attention) * (1 - 1e-9), _Choice(division))
+            forward, backward = self._ideal(division)
+            self._push(least_step(self.layer(division), forward, backward), _Choice(division))
         self._note(needed)
 
     def run(self, keep: int) -> None:
@@ -286,15 +280,15 @@ class _Search:
                 del self.left[size]
             if _kind(choice.division) in self.kinds or (len(self.ranked) >= keep and size in self.by_context):
                 continue
-            if choice.cost is None and not choice.is_least:
-                least = least_step(self.layer(choice.division), *self._ideal(choice.division))
-                self._push(least, replace(choice, is_least=True))
-            elif choice.cost is None:
-                self._offer(choice.division, self._attentions(choice.division))
+            if choice.cost is None:
+                self._expand(choice.division)
             elif choice.prediction is None:
                 self._predict(choice.division, choice.cost)
             else:
                 self._rank(choice.division, choice.prediction)
+
+    def _expand(self, division: Division) -> None:
+        self._offer(division, self._attentions(division))
 
     def _turn(self, division: Division) -> None:
         """Of a mesh whose fastest rotations do not fit the others, which hold other tensors."""
@@ -345,16 +339,12 @@ class _Search:
         """What all layers are."""
         return Layer(division, self.model, self._taken(division), self.cluster)
 
-    def _pairs(self, division: Division) -> tuple[Spent, Spent]:
-        """Attention that has nothing to wait for, whose ranks have equally much to do."""
+    def _ideal(self, division: Division) -> tuple[Spent, Spent]:
+        """Attention that has nothing to wait for, whose ranks have equally much to do; under METP its projections."""
         kernels, heads = self.cluster.kernels, division.heads_of(self.model)
         pairs = division.microbatch * self.sequence.pairs() * heads.heads * heads.dim / division.context.size
         forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
-        return Spent(forward, forward), Spent(backward, backward)
-
-    def _ideal(self, division: Division) -> tuple[Spent, Spent]:
-        """The same, under METP with its projections."""
-        ideal, heads = self._pairs(division), division.heads_of(self.model)
+        ideal = Spent(forward, forward), Spent(backward, backward)
         if division.context.projections == "plain":
             return ideal
         where = division.context_cluster(self.cluster)
@@ -402,7 +392,7 @@ def _fastest(
     """The fastest of as many of these as are tried, in order. No others are looked at than may be among them."""
     least = {}
     for alike in kinds:
-        ways = _least_computing(alike, model, sequence, cluster.kernels, together=False)
+        ways = least_computing(alike, model, sequence, cluster.kernels, together=False)
         least[alike] = sum(max(way.seconds, way.host * by_host) for way in ways) * (1 - 1e-9)
     found: list[tuple[tuple[float, ...], int, Candidate]] = []
     for number, alike in enumerate(sorted(least, key=least.__getitem__)):
@@ -428,7 +418,6 @@ def _alone(
 
 
 _cost = lru_cache(maxsize=1024)(attention_cost)
-_least_computing = lru_cache(maxsize=4096)(least_computing)
 
 
 def _kind(division: Division) -> tuple[int, ...]:
