@@ -634,8 +634,8 @@ def test_adapters_that_are_refused(ranks: Ranks, kind: str, options: dict[str, A
         assert ranks(RANKS).run(in_training, kind, options, True) == [["went through"] * 2] * RANKS
 
 
-def copied(name: str, part: str) -> list[float]:
-    """Errors of gradients where peft has copied attention, as a step in which the model is whole comes between."""
+def trained(name: str, kind: str, options: dict[str, Any]) -> float:
+    """How far gradients of adapters are off, as a step in which the model is whole comes between."""
     inputs, errors = MODELS[name].called_with(even=False), []
 
     def found(model: Any) -> dict[str, Any]:
@@ -644,10 +644,9 @@ def copied(name: str, part: str) -> list[float]:
         grads = averaged(model) if hasattr(model, "_wallfacer_dt") else gradients(model)
         return {name: grad for name, grad in grads.items() if name in trained}
 
-    options = {"target_modules": ["net.2"], "modules_to_save": [part]}
-    expected = found(adapted(name, "", "LoraConfig", **options)[0].get_base_model())
+    expected = found(adapted(name, "", kind, **options)[0].get_base_model())
     for turn in ("before", "after"):
-        wrapped, handle = adapted(name, turn, "LoraConfig", **options)
+        wrapped, handle = adapted(name, turn, kind, **options)
         model = wrapped.get_base_model()
         with wrapped.disable_adapter(), torch.no_grad():
             loss_of(model, inputs)
@@ -657,13 +656,27 @@ def copied(name: str, part: str) -> list[float]:
             with handle.whole():
                 loss_of(model, inputs).backward()
                 model.zero_grad()
-    return [max(errors)]
+    return max(errors)
 
 
 @pytest.mark.parametrize(("name", "part"), [("Flux", "attn"), ("Wan 2.1", "attn1"), ("Flux", "transformer_blocks.0")])
 def test_attention_that_peft_copies(ranks: Ranks, name: str, part: str) -> None:
-    for errors in ranks(RANKS).run(copied, name, part):
-        assert max(errors) < 1e-12
+    options = {"target_modules": ["net.2"], "modules_to_save": [part]}
+    assert max(ranks(RANKS).run(trained, name, "LoraConfig", options)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("SD3", "LoraConfig", {"use_dora": True, "init_lora_weights": False}),
+        ("Flux", "IA3Config", {"feedforward_modules": [], "init_ia3_weights": False}),
+        ("Flux", "LoKrConfig", {"init_weights": False}),
+        ("Wan 2.1", "OFTConfig", {"oft_block_size": 4, "init_weights": False}),
+        ("SD3", "BOFTConfig", {"boft_block_size": 4, "init_weights": False}),
+    ],
+)
+def test_adapters(ranks: Ranks, name: str, kind: str, options: dict[str, Any]) -> None:
+    assert max(ranks(RANKS).run(trained, name, kind, options)) < 1e-12
 
 
 def offloaded() -> dict[str, str]:

@@ -180,8 +180,8 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
 
     def least(spent: Spent) -> _OneLayer:
         def with_sent(sent: Sent) -> Spent:
-            alone = beside.transfers(sent)
-            return Spent(max((spent + replace(alone, seconds=0.0)).least, alone.seconds))
+            transfers = beside.transfers(sent)
+            return Spent(max((spent + replace(transfers, seconds=0.0)).least, transfers.seconds))
 
         return with_sent
 
@@ -299,7 +299,7 @@ def _beside(layer: Layer) -> _Beside:
     return _Beside(
         _beside_ring(layer, backward=False) + ring,
         _beside_ring(layer, backward=True) + again + _ring(layer, backward=True),
-        cache(partial(_transfers, _sending(layer))),
+        cache(partial(_transfers, _sending(layer))),  # a layer takes long to hash
         _ends(layer),
     )
 

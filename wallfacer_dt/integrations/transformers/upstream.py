@@ -56,7 +56,8 @@ def set_implementation(model: PreTrainedModel, name: str) -> None:
     known = {id(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
     for config in configs(model):
         if id(config) not in known:
-            config._attn_implementation_internal = model.config._attn_implementation
+            # It may be another than was asked for.
+            config._attn_implementation_internal = implementation(model.config)
 
 
 def fixed_attention(model: PreTrainedModel) -> str:
