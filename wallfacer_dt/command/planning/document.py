@@ -50,7 +50,7 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
     Returns:
         The text.
     """
-    entries = _plan_entries(plan) | {"code": code_of(plan, figures.activation), "figures": figures.as_json(plan)}
+    entries = _plan_entries(plan, code_of(plan, figures.activation)) | {"figures": figures.as_json(plan)}
     return json.dumps(entries, indent=1)
 
 
@@ -77,14 +77,8 @@ def divided_as_json(plan: DivisionPlan, figures: Figures) -> str:
     Returns:
         The text.
     """
-    entries = {
-        "version": _VERSION,
-        "model": asdict(plan.model),
-        "sequence": asdict(plan.sequence) | {"dtype": plan.sequence.dtype_name},
-        "cluster": plan.cluster.as_json(),
+    entries = _entries(plan) | {
         "sequences": plan.sequences,
-        "considered": plan.considered,
-        "ranked": [asdict(one) for one in plan.ranked],
         "by_context": [asdict(one) for one in plan.by_context],
         "contexts": list(plan.contexts),
         "enough_context": plan.enough_context(),
@@ -115,7 +109,7 @@ def profile_as_json(plan: Plan, profile: Profile, path: Path) -> str:
         {"candidate": asdict(one.candidate), "predicted": one.prediction.seconds, "measured": one.measured}
         for one in runs_of(plan, profile)
     ]
-    return json.dumps(_plan_entries(plan) | {"measured": runs, "file": str(path)}, indent=1)
+    return json.dumps(_plan_entries(plan, code_of(plan)) | {"measured": runs, "file": str(path)}, indent=1)
 
 
 def runs_of(plan: Plan, profile: Profile) -> Sequence[Ranked]:
@@ -124,7 +118,11 @@ def runs_of(plan: Plan, profile: Profile) -> Sequence[Ranked]:
     return [by_candidate[run.candidate] for run in profile.measured if run.candidate in by_candidate]
 
 
-def _plan_entries(plan: Plan) -> dict[str, Any]:
+def _plan_entries(plan: Plan, code: str) -> dict[str, Any]:
+    return _entries(plan) | {"dropped": [asdict(one) for one in plan.dropped], "code": code}
+
+
+def _entries(plan: Plan | DivisionPlan) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "model": asdict(plan.model),
@@ -132,6 +130,4 @@ def _plan_entries(plan: Plan) -> dict[str, Any]:
         "cluster": plan.cluster.as_json(),
         "considered": plan.considered,
         "ranked": [asdict(one) for one in plan.ranked],
-        "dropped": [asdict(one) for one in plan.dropped],
-        "code": code_of(plan),
     }
