@@ -14,6 +14,10 @@ TORCHES ?= 2.11.0 2.14.1 2.15.0
 TORCH_TESTS ?= public fake_cuda transforms trace kernels combining checkpoint recorded masks blocks plan_memory generated \
   metp_styles metp_attention metp_feed_forward mesh recipe pool agreement whereabouts dealing sdpa schedule styles dtensor \
   compile equivalence
+# The oldest packages of models that pyproject.toml allows, each laid over .venv for its tests.
+OLDEST ?= transformers-5.19.0 diffusers-0.41.0
+transformers_TESTS := transformers trainer peft recipe_hf
+diffusers_TESTS := diffusers
 # Material announces its successor at every build unless it is told not to.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -22,7 +26,7 @@ IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # Both stamps fill the same .venv, and the checks of `test` should stop at the first failure.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo docs titan gpu test test-all test-random test-fast torches mutants format lint clean
+.PHONY: help demo docs titan gpu test test-all test-random test-fast torches oldest mutants format lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -58,6 +62,10 @@ torches: $(TORCHES:%=.venvs/torch-%/stamp)  ## tests of private APIs on other ve
 	  PYTHONPATH=. .venvs/torch-$$torch/bin/python -m pytest $(AT_A_TIME) -p no:cacheprovider $(PYTEST) \
 	    $(TORCH_TESTS:%=tests/test_%.py) || failed="$$failed $$torch"; \
 	done; [ -z "$$failed" ] || { echo "make: tests failed on torch$$failed" >&2; exit 1; }
+
+oldest: .venv/stamp-dev $(OLDEST:%=.venvs/%/stamp)  ## tests of models on the oldest transformers and diffusers (OLDEST="diffusers-0.41.0")
+	@$(foreach one,$(OLDEST),echo $(one); PYTHONPATH=$(CURDIR)/.venvs/$(one):$(CURDIR) $(BIN)/python -m pytest $(AT_A_TIME) \
+	  -p no:cacheprovider $(PYTEST) $($(firstword $(subst -, ,$(one)))_TESTS:%=tests/test_%.py) && ) true
 
 mutants: .venv/stamp-dev  ## break the code line by line and see tests fail (MUTANTS="--sample 10", "--only word")
 	$(BIN)/python -m tests.mutants $(MUTANTS)
@@ -104,6 +112,12 @@ clean:  ## remove caches and build outputs; .venv, .venvs and runs/ stay
 	@$(PIP) $(TORCH) setuptools
 	@$(PIP) --no-build-isolation -e '.[$*]'
 	@$(if $(filter dev,$*),$(PIP) --force-reinstall --no-deps docstring_parser_fork)
+	@touch $@
+
+.venvs/transformers-%/stamp .venvs/diffusers-%/stamp:
+	@echo "Installing into $(@D) ..."
+	@$(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --target $(@D) \
+	  $(subst -,==,$(notdir $(@D)))
 	@touch $@
 
 # Of torch and the triton that belongs to it, whatever version it is, constraints.txt says nothing here.

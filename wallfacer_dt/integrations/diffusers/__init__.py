@@ -1,6 +1,6 @@
 """Diffusion transformers of Hugging Face diffusers, unedited, on a mesh. Needs the extra ``diffusers``.
 
-Run on diffusers 0.42.1. See docs/diffusers.md.
+Run on diffusers 0.41.0 to 0.42.1. See docs/diffusers.md.
 """
 
 from wallfacer_dt.integrations.diffusers.inputs import share_inputs

@@ -1,9 +1,13 @@
-"""What of diffusers has no public name, and nothing else; run on diffusers 0.42.1."""
+"""What of diffusers has no public name, and nothing else; run on diffusers 0.41.0 to 0.42.1."""
 
 from collections.abc import Iterator
 
-from diffusers import ModelMixin
+from diffusers import ModelMixin, __version__
 from torch import nn
+
+from wallfacer_dt.versions import check_version
+
+check_version("diffusers", __version__)
 
 # Hooks that diffusers puts into modules and that leave results as they are.
 _HARMLESS = ("layerwise_casting", "peft_autocast_disable", "group_offloading", "layer_execution_tracker",

@@ -1,6 +1,6 @@
 """Models of Hugging Face transformers, unedited, with their attention on a mesh. Needs the extra ``transformers``.
 
-Run on transformers 5.24.0. See docs/transformers.md.
+Run on transformers 5.19.0 to 5.24.0. See docs/transformers.md.
 """
 
 from wallfacer_dt.integrations.transformers.inputs import shard_inputs

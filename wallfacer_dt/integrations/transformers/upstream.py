@@ -1,4 +1,4 @@
-"""What of transformers has no public name, and nothing else; run on transformers 5.24.0.
+"""What of transformers has no public name, and nothing else; run on transformers 5.19.0 to 5.24.0.
 
 A mask reaches an attention implementation as a function of four positions, made of closures of
 ``transformers.masking_utils``. Which closure it is, is read off its qualified name and what it holds.
@@ -10,8 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, __version__, masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
+
+from wallfacer_dt.versions import check_version
+
+check_version("transformers", __version__)
 
 _LOCAL = ".<locals>."
 
