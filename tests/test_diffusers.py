@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from wallfacer_dt import EquivalenceError, TokenOrder, check_model, context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
@@ -40,6 +41,7 @@ from tests.diffusion_models import (
     try_model,
 )
 from tests.models import RANKS, verdict
+from tests.pairwise import few
 from wallfacer_dt.integrations.diffusers import attend, context_parallel, share_inputs
 
 Ranks = Callable[[int], RankPool]
@@ -679,20 +681,48 @@ def test_adapters(ranks: Ranks, name: str, kind: str, options: dict[str, Any]) -
     assert max(ranks(RANKS).run(trained, name, kind, options)) < 1e-12
 
 
-def offloaded() -> dict[str, str]:
-    """By blocks and by leaves, onto the device that the model is on."""
+def offloaded(name: str) -> float:
+    """How far what a model makes is from what it made whole, offloaded onto the device that it is on."""
+    from accelerate import cpu_offload
     from diffusers.hooks import apply_group_offloading
 
-    said, cpu = {}, torch.device("cpu")
-    for by, options in {"block_level": {"num_blocks_per_group": 1}, "leaf_level": {}}.items():
-        model = MODELS["Flux"].made().requires_grad_(False)
+    cpu = torch.device("cpu")
+    to_cpu = {"onload_device": cpu, "offload_device": cpu}
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "by blocks": lambda m: apply_group_offloading(m, **to_cpu, offload_type="block_level", num_blocks_per_group=1),
+        "by leaves": lambda m: apply_group_offloading(m, **to_cpu, offload_type="leaf_level"),
+        "by accelerate": lambda m: cpu_offload(m, execution_device=cpu),
+    }
+    found, inputs = {}, MODELS[name].called_with(even=True)
+    for how, offload in ways.items():
+        model = MODELS[name].made().requires_grad_(False)
+        (expected,) = model(**inputs, return_dict=False)
         context_parallel(model, set_up())
-        apply_group_offloading(model, onload_device=cpu, offload_device=cpu, offload_type=by, **options)
-        said[by] = refusal(lambda model=model: model(**MODELS["Flux"].called_with(even=True)))
-    return said
+        offload(model)
+        found[how] = model(**inputs, return_dict=False)[0], expected
+    return worst_error(found)
 
 
-def test_rotary_tables_that_offloading_copies_are_refused(ranks: Ranks) -> None:
-    for said in ranks(RANKS).run(offloaded):
-        assert "transformer_blocks.0.attn was handed rotary tables that a hook has copied" in said["block_level"]
-        assert said["leaf_level"] == "went through"
+@pytest.mark.parametrize("name", few(["Flux", "PixArt", "SD3", "Wan 2.1", "Wan 2.2"], {"Flux", "Wan 2.1"}))
+def test_models_may_be_offloaded(ranks: Ranks, name: str) -> None:
+    assert max(ranks(RANKS).run(offloaded, name)) < 1e-14
+
+
+def made_anew() -> dict[str, str]:
+    """What is said where a hook makes rotary tables anew, and where diffusers makes a processor."""
+    model = MODELS["Flux"].made()
+    context_parallel(model, set_up())
+
+    def anew(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {n: type(x)(x) if isinstance(x, tuple) else x for n, x in kwargs.items()}
+
+    block = model.transformer_blocks[0]
+    with block.register_forward_pre_hook(anew, with_kwargs=True):
+        tables = refusal(lambda: model(**MODELS["Flux"].called_with(even=True)))
+    return {"tables": tables, "processor": refusal(type(block.attn.processor))}
+
+
+def test_what_is_made_anew_is_refused(ranks: Ranks) -> None:
+    for said in ranks(RANKS).run(made_anew):
+        assert "transformer_blocks.0.attn was handed rotary tables that a hook has made anew" in said["tables"]
+        assert "call remove() before you load or unload one" in said["processor"]

@@ -130,11 +130,18 @@ def one_alone(function: Function, inputs: list[Tensor]) -> Tensor:
     return vmap(function)(*(x[None] for x in inputs)) if dist.get_rank() == 1 else function(*inputs)
 
 
+def batched(function: Function, inputs: list[Tensor]) -> Any:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return torch.autograd.grad(out, leaves, torch.ones(2, *out.shape), is_grads_batched=True)
+
+
 TRANSFORMS: dict[str, tuple[Callable[[Function, list[Tensor]], Any], str]] = {
     "vmap": (lambda f, x: vmap(f)(*(part[None] for part in x)), "q is mapped over by torch.vmap"),
     "vmap of grad": (lambda f, x: vmap(grad(f))(*(part[None] for part in x)), "q is mapped over by torch.vmap"),
     "vmap on one rank": (one_alone, "q is mapped over by torch.vmap"),
     "jacrev": (lambda f, x: jacrev(f)(*x), "attention_backward cannot be mapped over by torch.vmap"),
+    "batched gradients": (batched, "attention_backward cannot be mapped over by torch.vmap"),
     "hessian": (lambda f, x: hessian(f)(*x), "no forward-mode derivative"),
     "jvp": (lambda f, x: jvp(f, tuple(x), tuple(x)), "no forward-mode derivative, but q has a tangent"),
     "grad of grad": (twice, "context-parallel attention has no second derivative"),

@@ -101,6 +101,8 @@ def differentiable(op: OpOverload, backward: Callable[..., Any], setup_context: 
 
     _library.impl(name, opaque(dispatched), "Autograd", with_keyset=True)
     _library.impl(name, opaque(transformed), "FuncTorchDynamicLayerFrontMode")
+    # Autograd's is_grads_batched maps without a transform of torch.func.
+    _library.impl(name, opaque(Derivative.vmap), "Batched")
 
 
 def _savable(x: Any) -> Any:

@@ -46,6 +46,15 @@ class ProcessorOnMesh:
     text: Text
     path: str
 
+    def __new__(cls, *given: Any, **named: Any) -> "ProcessorOnMesh":
+        """Refuse (ValueError) to be made of nothing, as diffusers makes processors where an IP-Adapter comes or goes."""
+        if not given and not named:
+            raise ValueError(
+                "a model's attention is on a mesh, on which there are no IP-Adapters: call remove() before you load "
+                "or unload one"
+            )
+        return super().__new__(cls)
+
     @property
     def _attention_backend(self) -> Any:
         """The processor's; which diffusers sets."""
@@ -80,8 +89,8 @@ class ProcessorOnMesh:
             forward = sharded_sequence if rotary is None else rotary.forward_pass
             if rotary is not None and forward is None:
                 raise ValueError(
-                    f"{self.path} was handed rotary tables that a hook has copied, as those of accelerate and of group "
-                    'offloading by blocks do: leave it out, or offload with offload_type="leaf_level"'
+                    f"{self.path} was handed rotary tables that a hook has made anew, which say no longer of which "
+                    "forward they are: leave it out"
                 )
             self._check(forward, encoder_hidden_states, attention_mask)
         assert forward is not None, "checked"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -55,8 +56,12 @@ class RotaryTables(tuple[Tensor, ...]):
     forward_pass: ForwardPass | None = None  # where a hook has made them anew
 
     @classmethod
-    def of(cls, tables: Iterable[Tensor], forward: ForwardPass) -> "RotaryTables":
+    def of(cls, tables: Iterable[Tensor], forward: ForwardPass | None) -> "RotaryTables":
         """Tables that say of which forward they are."""
         made = cls(tables)
         made.forward_pass = forward
         return made
+
+    def to(self, *args: Any, **kwargs: Any) -> "RotaryTables":
+        """As ``Tensor.to``; hooks that offload a module ask it of what they hand down, and would copy a tuple."""
+        return self.of([x.to(*args, **kwargs) for x in self], self.forward_pass)
