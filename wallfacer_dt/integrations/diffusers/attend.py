@@ -47,7 +47,7 @@ class ProcessorOnMesh:
     path: str
 
     def __new__(cls, *given: Any, **named: Any) -> "ProcessorOnMesh":
-        """Refuse (ValueError) to be made of nothing, as diffusers makes processors where an IP-Adapter comes or goes."""
+        """Refuse (ValueError) to be made of nothing, as diffusers does where an IP-Adapter comes or goes."""
         if not given and not named:
             raise ValueError(
                 "a model's attention is on a mesh, on which there are no IP-Adapters: call remove() before you load "
