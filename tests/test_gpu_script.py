@@ -87,7 +87,7 @@ def meets(mine, other):
     return lambda _: iter([("met", run)])
 
 if __name__ == "__main__":
-    sys.exit(main("meeting", {{"first": (meets("a", "b"), 60), "second": (meets("b", "a"), 60)}}))
+    sys.exit(main("meeting", {{"first": (meets("a", "b"), 300), "second": (meets("b", "a"), 300)}}))
 """
 
 

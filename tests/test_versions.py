@@ -1,16 +1,14 @@
 """What becomes of versions that were not run, and that pip is told of the same ones."""
 
+import importlib
 import runpy
-import sys
 import tomllib
 import warnings
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 
 import wallfacer_dt
@@ -40,29 +38,13 @@ def test_pip_installs_what_was_run(package: str) -> None:
             check_version(package, version)
 
 
-def torchs() -> tuple[object, str]:
-    return torch, wallfacer_dt.__file__
-
-
-def transformers() -> tuple[object, str]:
-    pytest.importorskip("transformers")
-    from wallfacer_dt.integrations.transformers import upstream
-
-    return sys.modules["transformers"], upstream.__file__
-
-
-def diffusers() -> tuple[object, str]:
-    pytest.importorskip("diffusers")
-    from wallfacer_dt.integrations.diffusers import upstream
-
-    return sys.modules["diffusers"], upstream.__file__
-
-
-@pytest.mark.parametrize("where", [torchs, transformers, diffusers])
-def test_it_is_asked_where_a_package_is_imported(where: Callable[[], tuple[object, str]]) -> None:
-    package, file = where()
-    with mock.patch.object(package, "__version__", "99.0"), pytest.warns(UserWarning, match=r"99\.0 is newer"):
-        runpy.run_path(file)
+@pytest.mark.parametrize("package", _RUN)
+def test_it_is_asked_where_a_package_is_imported(package: str) -> None:
+    imported = pytest.importorskip(package)
+    ours = wallfacer_dt if package == "torch" else importlib.import_module(f"wallfacer_dt.integrations.{package}")
+    assert ours.__file__
+    with mock.patch.object(imported, "__version__", "99.0"), pytest.warns(UserWarning, match=r"99\.0 is newer"):
+        runpy.run_path(ours.__file__)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        runpy.run_path(file)
+        runpy.run_path(ours.__file__)

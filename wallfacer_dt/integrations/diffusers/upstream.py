@@ -2,12 +2,8 @@
 
 from collections.abc import Iterator
 
-from diffusers import ModelMixin, __version__
+from diffusers import ModelMixin
 from torch import nn
-
-from wallfacer_dt.versions import check_version
-
-check_version("diffusers", __version__)
 
 # Hooks that diffusers puts into modules and that leave results as they are.
 _HARMLESS = ("layerwise_casting", "peft_autocast_disable", "group_offloading", "layer_execution_tracker",

@@ -10,12 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, __version__, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
-
-from wallfacer_dt.versions import check_version
-
-check_version("transformers", __version__)
 
 _LOCAL = ".<locals>."
 
