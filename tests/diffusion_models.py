@@ -116,6 +116,33 @@ def wan_with_image(draw: Draw, even: bool) -> dict[str, Any]:
     return {**wan(draw, even), "encoder_hidden_states": draw(2, 512, 24), "encoder_hidden_states_image": draw(2, 5, 20)}
 
 
+def ltx(draw: Draw, even: bool) -> dict[str, Any]:
+    side = 4 if even else 3
+    mask = torch.ones(2, TEXT)
+    mask[0, 4:] = 0
+    return {"hidden_states": draw(2, 3 * side**2, 4), "encoder_hidden_states": draw(2, TEXT, 24),
+            "timestep": torch.tensor([3, 700]), "encoder_attention_mask": mask, "num_frames": 3, "height": side,
+            "width": side, "rope_interpolation_scale": (0.3, 32, 32)}  # fmt: skip
+
+
+def ltx_by_token(draw: Draw, even: bool) -> dict[str, Any]:
+    given = ltx(draw, even)
+    tokens = given["hidden_states"].shape[1]
+    return {**given, "timestep": torch.arange(2 * tokens).view(2, tokens) % 997}
+
+
+def qwen(draw: Draw, even: bool) -> dict[str, Any]:
+    height, width = (n // 2 for n in OBLONG[even])
+    return {"hidden_states": draw(2, height * width, 8), "encoder_hidden_states": draw(2, TEXT, 24),
+            "timestep": torch.tensor([0.003, 0.7]).double(), "img_shapes": [[(1, height, width)]] * 2}  # fmt: skip
+
+
+def qwen_masked(draw: Draw, even: bool) -> dict[str, Any]:
+    mask = torch.ones(2, TEXT, dtype=torch.bool)
+    mask[0, 4:] = False
+    return {**qwen(draw, even), "encoder_hidden_states_mask": mask}
+
+
 DIT = HEADS | {"sample_size": 12, "num_embeds_ada_norm": 10}
 PIXART = HEADS | {"sample_size": 12, "cross_attention_dim": 32, "caption_channels": 24, "interpolation_scale": 1}
 SD3 = HEADS | {
@@ -130,6 +157,8 @@ WAN = HEADS | {
     "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 48,
     "rope_max_seq_len": 32,
 }  # fmt: skip
+LTX = HEADS | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "caption_channels": 24}
+QWEN = HEADS | {"in_channels": 8, "out_channels": 2, "joint_attention_dim": 24, "axes_dims_rope": (2, 2, 4)}
 AURA = {
     "sample_size": 8, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8,
     "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 32, "pos_embed_max_size": 64,
@@ -152,6 +181,11 @@ MODELS: dict[str, Model] = {
         "two cross attentions",
     ),
     "Wan 2.2": Model("WanTransformer3DModel", WAN, wan_by_token, "a timestep for every token"),
+    "LTX-Video": Model("LTXVideoTransformer3DModel", LTX, ltx, "video, cross attention, masked, rotary tables"),
+    "LTX-Video, from an image": Model("LTXVideoTransformer3DModel", LTX, ltx_by_token, "a timestep for every token"),
+    "Qwen-Image": Model("QwenImageTransformer2DModel", QWEN, qwen, "joint attention, rotary tables"),
+    "Qwen-Image, texts of two lengths": Model("QwenImageTransformer2DModel", QWEN, qwen_masked),
+    "Qwen-Image, edits of images": Model("QwenImageTransformer2DModel", QWEN | {"zero_cond_t": True}, qwen),
     "AuraFlow": Model("AuraFlowTransformer2DModel", AURA, sd3),
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ from tests.pairwise import few
 from wallfacer_dt.integrations.diffusers import attend, context_parallel, share_inputs
 
 Ranks = Callable[[int], RankPool]
-PIPELINES = "DiT", "PixArt", "SD3.5", "Flux", "Wan 2.1"
+PIPELINES = "DiT", "PixArt", "SD3.5", "Flux", "Wan 2.1", "LTX-Video", "Qwen-Image"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "diffusers.md"
 
@@ -100,6 +100,8 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "SD3.5": lambda model: diffusers.StableDiffusion3Pipeline(model, flow, *[None] * 7),
         "Flux": lambda model: diffusers.FluxPipeline(flow, *[None] * 5, model),
         "Wan 2.1": lambda model: diffusers.WanPipeline(None, None, None, flow, model),
+        "LTX-Video": lambda model: diffusers.LTXPipeline(flow, None, None, None, model),
+        "Qwen-Image": lambda model: diffusers.QwenImagePipeline(flow, None, None, None, model),
     }
     calls: dict[str, dict[str, Any]] = {
         "DiT": {"class_labels": [1, 3], "output_type": "np"},
@@ -107,6 +109,8 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "SD3.5": small | said | pooled,
         "Flux": small | said | pooled | {"true_cfg_scale": 3.0},
         "Wan 2.1": small | said | {"num_frames": 9},
+        "LTX-Video": small | said | masks | {"num_frames": 17},
+        "Qwen-Image": small | said | {"true_cfg_scale": 3.0},
     }
     as_its_pipeline_says = {"num_embeds_ada_norm": 1000, "out_channels": 8}
     dit = replace(MODELS["DiT"], config=MODELS["DiT"].config | as_its_pipeline_says)
@@ -169,7 +173,15 @@ def try_spoilt(name: str, option: str) -> Outcomes:
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("DiT", "scale"), ("Wan 2.1", "scale"), ("SD3", "replicated"), ("SD3.5", "scale"), ("Flux", "replicated")],
+    [
+        ("DiT", "scale"),
+        ("Wan 2.1", "scale"),
+        ("SD3", "replicated"),
+        ("SD3.5", "scale"),
+        ("Flux", "replicated"),
+        ("LTX-Video", "scale"),
+        ("Qwen-Image", "replicated"),
+    ],
 )
 def test_an_option_that_is_dropped_shows(threads: Ranks, name: str, option: str) -> None:
     for told in threads(RANKS).run(try_spoilt, name, option):
@@ -204,7 +216,7 @@ def test_single_precision(threads: Ranks) -> None:
 
 def in_turn() -> list[float]:
     """Forwards of three models, checkpointed, of other numbers of tokens; then their backwards, which compute again."""
-    names = ("SD3", "Flux", "Wan 2.1")
+    names = ("SD3", "Flux", "Wan 2.1", "LTX-Video", "Qwen-Image")
     expected, losses, models = [], [], []
     for name in names:
         model, inputs = MODELS[name].made(), MODELS[name].called_with(even=False)
@@ -703,7 +715,9 @@ def offloaded(name: str) -> float:
     return worst_error(found)
 
 
-@pytest.mark.parametrize("name", few(["Flux", "PixArt", "SD3", "Wan 2.1", "Wan 2.2"], {"Flux", "Wan 2.1"}))
+@pytest.mark.parametrize(
+    "name", few(["Flux", "LTX-Video", "PixArt", "Qwen-Image", "SD3", "Wan 2.1", "Wan 2.2"], {"Flux", "Wan 2.1"})
+)
 def test_models_may_be_offloaded(ranks: Ranks, name: str) -> None:
     assert max(ranks(RANKS).run(offloaded, name)) < 1e-14
 

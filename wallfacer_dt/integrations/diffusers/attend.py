@@ -78,10 +78,15 @@ class ProcessorOnMesh:
         attention_mask: Tensor | None = None,
         *args: Any,
         sharded_sequence: ForwardPass | None = None,
+        # Names of keywords, which diffusers reads here to hand no others down.
+        image_rotary_emb: Any = None,
+        encoder_hidden_states_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As diffusers calls a processor. Cross attention is as it was: a rank's tokens see all of the text here."""
         given = (attn, hidden_states, encoder_hidden_states, attention_mask, *args)
+        named = {"image_rotary_emb": image_rotary_emb, "encoder_hidden_states_mask": encoder_hidden_states_mask}
+        kwargs |= {name: x for name, x in named.items() if x is not None}
         if self.text == "cross" and encoder_hidden_states is not None:
             return self.processor(*given, **kwargs)
         with refusing_together(name_of(self.mesh)):

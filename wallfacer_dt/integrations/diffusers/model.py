@@ -139,11 +139,12 @@ class ContextParallel(Handle[ModelMixin]):
         del module, args
         forward, dim = self._in_forward(), self._plan.rotary_dim
         with refusing_together(name_of(self.mesh)):
+            apart = tables[-1:] if self._plan.has_rotary_text else ()
             parts = []
-            for table in tables:
-                text, tokens = table.tensor_split([forward.text], dim)
+            for table in tables[: len(tables) - len(apart)]:
+                text, tokens = table.tensor_split([0 if apart else forward.text], dim)
                 parts.append(torch.cat([text, forward.shard(tokens, dim, f"the tables of {self._plan.rotary}")], dim))
-        return RotaryTables.of(parts, forward)
+        return RotaryTables.of((*parts, *apart), forward)
 
     @untraced(_UNTRACED)
     def _put_together(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -213,7 +214,8 @@ def context_parallel(model: ModelMixin, mesh: DeviceMesh, **options: Unpack[WayK
     or divide the loss by P where they are summed. A second call on a model takes the place of the first.
 
     Args:
-        model: DiT, PixArt, SD3, Flux or Wan, before or after ``fully_shard``; parts of it are not called by themselves.
+        model: DiT, PixArt, SD3, Flux, Qwen-Image, Wan or LTX-Video, before or after ``fully_shard``; it is called as a
+            whole.
         mesh: context mesh; see :func:`context_mesh`.
         **options: ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``, as :class:`AttentionOptions` has them;
             what else is an option there, the model says.

@@ -2,7 +2,7 @@
 
 Tokens are dealt out where they have just been made of patches, and with them whatever has a place for every token; they
 are put together before patches become an image. Between the two all but attention looks at tokens one by one. Read off
-the sources of diffusers 0.42.1.
+the sources of diffusers 0.41.0 to 0.42.1.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ from typing import Literal
 from diffusers import (
     DiTTransformer2DModel,
     FluxTransformer2DModel,
+    LTXVideoTransformer3DModel,
     ModelMixin,
     PixArtTransformer2DModel,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
 )
@@ -23,13 +25,15 @@ from diffusers.models.attention_processor import (
     JointAttnProcessor2_0,
 )
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 Text = Literal["none", "cross", "before", "after"]
 
 PROCESSORS = {
     AttnProcessor2_0, FusedAttnProcessor2_0, JointAttnProcessor2_0, FusedJointAttnProcessor2_0, FluxAttnProcessor,
-    WanAttnProcessor,
+    WanAttnProcessor, LTXVideoAttnProcessor, QwenDoubleStreamAttnProcessor2_0,
 }  # fmt: skip
 """Attention processors that compute projections token by token, and one attention by scaled_dot_product_attention."""
 
@@ -48,8 +52,10 @@ class Plan:
         text: whether attention has none; sees it by cross attention; or together with the image, before it or after.
         keywords: the argument of a call that is handed down to attention; or else
         rotary: the module whose tables are handed down to it,
-        rotary_dim: and the dim of their tokens; those of text in joint attention come first.
+        rotary_dim: and the dim of their tokens; those of text in joint attention come first, but for
+        has_rotary_text: where text has a last table of its own.
         per_token: arguments (B, N) with a value for every token, where they have two dims.
+        not_set: options of the config which make, of what a call is given, something for every token.
     """
 
     kind: type[ModelMixin]
@@ -62,7 +68,9 @@ class Plan:
     keywords: str = ""
     rotary: str = ""
     rotary_dim: int = 0
+    has_rotary_text: bool = False
     per_token: frozenset[str] = frozenset()
+    not_set: tuple[str, ...] = ()
 
     @property
     def is_joint(self) -> bool:
@@ -101,6 +109,20 @@ PLANS = (
         frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"}),
         ("blocks",), ("attn1",), tokens="patch_embedding", output="proj_out", text="cross", rotary="rope", rotary_dim=1,
         per_token=frozenset({"timestep"}),
+    ),
+    Plan(
+        LTXVideoTransformer3DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "num_frames",
+                   "height", "width", "rope_interpolation_scale", "video_coords"}),
+        ("transformer_blocks",), ("attn1",), tokens="proj_in", output="proj_out", text="cross", rotary="rope",
+        rotary_dim=1, per_token=frozenset({"timestep"}),
+    ),
+    Plan(
+        QwenImageTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_shapes", "guidance",
+                   "additional_t_cond"}),
+        ("transformer_blocks",), ("attn",), tokens="img_in", output="proj_out", text="before", rotary="pos_embed",
+        has_rotary_text=True, not_set=("zero_cond_t",),
     ),
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ _KEYWORDS = "what adapters, guidance and others are told by it is not known (a L
 _RESIDUALS = "a ControlNet's residuals are of all tokens"
 _REFUSED = {
     "attention_mask": "a mask of the image would be of all tokens",
+    "encoder_hidden_states_mask": "text that is attended with the image has no mask here: give texts of one length",
     "attention_kwargs": _KEYWORDS,
     "cross_attention_kwargs": _KEYWORDS,
     "joint_attention_kwargs": _KEYWORDS,
@@ -59,6 +60,9 @@ def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
 def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     if getattr(model.config, "attention_type", "default") != "default":
         yield f"attention_type={model.config.attention_type!r} (GLIGEN) is not implemented"
+    for name in plan.not_set:
+        if getattr(model.config, name, False):
+            yield f"{name} of its config is not implemented: it makes something of every token of a call"
     have_processors = attention_modules(model)
     yield from _unknown({path: module.processor for path, module in have_processors.items()})
     for path, attentions in attentions_of(model, plan).items():
