@@ -95,6 +95,13 @@ def flux(draw: Draw, even: bool) -> dict[str, Any]:
             "guidance": torch.tensor([3.5, 1.0]).double()}  # fmt: skip
 
 
+def flux2(draw: Draw, even: bool) -> dict[str, Any]:
+    given = flux(draw, even)
+    ids = {name: F.pad(given[name], (0, 1)) for name in ("img_ids", "txt_ids")}
+    ids["txt_ids"][:, 3] = torch.arange(TEXT)
+    return {name: x for name, x in given.items() if name != "pooled_projections"} | ids
+
+
 def flux_with_residuals(draw: Draw, even: bool) -> dict[str, Any]:
     given = flux(draw, even)
     return {**given, "controlnet_block_samples": [draw(2, given["hidden_states"].shape[1], 32)]}
@@ -158,6 +165,10 @@ WAN = HEADS | {
     "rope_max_seq_len": 32,
 }  # fmt: skip
 LTX = HEADS | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "caption_channels": 24}
+FLUX2 = HEADS | {
+    "in_channels": 8, "num_single_layers": 2, "joint_attention_dim": 24, "axes_dims_rope": (2, 2, 2, 2),
+    "timestep_guidance_channels": 16,
+}  # fmt: skip
 QWEN = HEADS | {"in_channels": 8, "out_channels": 2, "joint_attention_dim": 24, "axes_dims_rope": (2, 2, 4)}
 AURA = {
     "sample_size": 8, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8,
@@ -175,6 +186,7 @@ MODELS: dict[str, Model] = {
     ),
     "Flux": Model("FluxTransformer2DModel", FLUX, flux, "joint attention, rotary tables"),
     "Flux, with a ControlNet": Model("FluxTransformer2DModel", FLUX, flux_with_residuals),
+    "Flux 2": Model("Flux2Transformer2DModel", FLUX2, flux2, "joint attention, rotary tables"),
     "Wan 2.1": Model("WanTransformer3DModel", WAN, wan, "video, cross attention, rotary tables"),
     "Wan 2.1, from an image": Model(
         "WanTransformer3DModel", WAN | {"image_dim": 20, "added_kv_proj_dim": 48}, wan_with_image,

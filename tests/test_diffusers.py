@@ -45,7 +45,7 @@ from tests.pairwise import few
 from wallfacer_dt.integrations.diffusers import attend, context_parallel, share_inputs
 
 Ranks = Callable[[int], RankPool]
-PIPELINES = "DiT", "PixArt", "SD3.5", "Flux", "Wan 2.1", "LTX-Video", "Qwen-Image"
+PIPELINES = "DiT", "PixArt", "SD3.5", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "diffusers.md"
 
@@ -99,6 +99,7 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "PixArt": lambda model: diffusers.PixArtAlphaPipeline(None, None, None, model, diffusers.DDIMScheduler()),
         "SD3.5": lambda model: diffusers.StableDiffusion3Pipeline(model, flow, *[None] * 7),
         "Flux": lambda model: diffusers.FluxPipeline(flow, *[None] * 5, model),
+        "Flux 2": lambda model: diffusers.Flux2Pipeline(flow, None, None, None, model),
         "Wan 2.1": lambda model: diffusers.WanPipeline(None, None, None, flow, model),
         "LTX-Video": lambda model: diffusers.LTXPipeline(flow, None, None, None, model),
         "Qwen-Image": lambda model: diffusers.QwenImagePipeline(flow, None, None, None, model),
@@ -108,6 +109,7 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "PixArt": small | said | masks | {"negative_prompt": None, "use_resolution_binning": False},
         "SD3.5": small | said | pooled,
         "Flux": small | said | pooled | {"true_cfg_scale": 3.0},
+        "Flux 2": small | {"prompt_embeds": said["prompt_embeds"]},
         "Wan 2.1": small | said | {"num_frames": 9},
         "LTX-Video": small | said | masks | {"num_frames": 17},
         "Qwen-Image": small | said | {"true_cfg_scale": 3.0},
@@ -179,6 +181,7 @@ def try_spoilt(name: str, option: str) -> Outcomes:
         ("SD3", "replicated"),
         ("SD3.5", "scale"),
         ("Flux", "replicated"),
+        ("Flux 2", "replicated"),
         ("LTX-Video", "scale"),
         ("Qwen-Image", "replicated"),
     ],
@@ -216,7 +219,7 @@ def test_single_precision(threads: Ranks) -> None:
 
 def in_turn() -> list[float]:
     """Forwards of three models, checkpointed, of other numbers of tokens; then their backwards, which compute again."""
-    names = ("SD3", "Flux", "Wan 2.1", "LTX-Video", "Qwen-Image")
+    names = ("SD3", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image")
     expected, losses, models = [], [], []
     for name in names:
         model, inputs = MODELS[name].made(), MODELS[name].called_with(even=False)
@@ -716,7 +719,8 @@ def offloaded(name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", few(["Flux", "LTX-Video", "PixArt", "Qwen-Image", "SD3", "Wan 2.1", "Wan 2.2"], {"Flux", "Wan 2.1"})
+    "name",
+    few(["Flux", "Flux 2", "LTX-Video", "PixArt", "Qwen-Image", "SD3", "Wan 2.1", "Wan 2.2"], {"Flux", "Wan 2.1"}),
 )
 def test_models_may_be_offloaded(ranks: Ranks, name: str) -> None:
     assert max(ranks(RANKS).run(offloaded, name)) < 1e-14

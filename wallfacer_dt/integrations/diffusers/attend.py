@@ -7,7 +7,9 @@ second time, and the queries that are attended are its own. A processor that com
 another of diffusers' backends, is refused: no call was seen.
 """
 
+import inspect
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,8 +76,6 @@ class ProcessorOnMesh:
         self,
         attn: nn.Module,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
         *args: Any,
         sharded_sequence: ForwardPass | None = None,
         # Names of keywords, which diffusers reads here to hand no others down.
@@ -84,10 +84,12 @@ class ProcessorOnMesh:
         **kwargs: Any,
     ) -> Any:
         """As diffusers calls a processor. Cross attention is as it was: a rank's tokens see all of the text here."""
-        given = (attn, hidden_states, encoder_hidden_states, attention_mask, *args)
         named = {"image_rotary_emb": image_rotary_emb, "encoder_hidden_states_mask": encoder_hidden_states_mask}
         kwargs |= {name: x for name, x in named.items() if x is not None}
-        if self.text == "cross" and encoder_hidden_states is not None:
+        given = attn, hidden_states, *args
+        known = _signature(type(self.processor)).bind(self.processor, *given, **kwargs).arguments
+        text, mask = known.get("encoder_hidden_states"), known.get("attention_mask")
+        if self.text == "cross" and text is not None:
             return self.processor(*given, **kwargs)
         with refusing_together(name_of(self.mesh)):
             rotary = next((x for x in (*args, *kwargs.values()) if isinstance(x, RotaryTables)), None)
@@ -97,9 +99,9 @@ class ProcessorOnMesh:
                     f"{self.path} was handed rotary tables that a hook has made anew, which say no longer of which "
                     "forward they are: leave it out"
                 )
-            self._check(forward, encoder_hidden_states, attention_mask)
+            self._check(forward, text, mask)
         assert forward is not None, "checked"
-        has_text = self.text == "before" or (self.text == "after" and encoder_hidden_states is not None)
+        has_text = self.text == "before" or (self.text == "after" and text is not None)
         mode = _Attending(self, forward, forward.text if has_text else 0)
         with mode:
             out = self.processor(*given, **kwargs)
@@ -127,6 +129,12 @@ class ProcessorOnMesh:
         if text is not None and self.text == "none":
             raise ValueError(f"{self.path} was called with encoder_hidden_states, of which this model is known to have "
                              "none")  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _signature(kind: type) -> inspect.Signature:
+    """What a kind of processor takes, which have no one order of it."""
+    return inspect.signature(kind.__call__)
 
 
 class _Attending(TorchFunctionMode):

@@ -134,15 +134,19 @@ class ContextParallel(Handle[ModelMixin]):
         return line.view(*line.shape, *(1,) * (tokens.ndim - 3))
 
     @untraced(_UNTRACED)
-    def _deal_rotary(self, module: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> RotaryTables:
+    def _deal_rotary(self, module: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tables for the text, which is whole, and for this rank's tokens."""
         del module, args
         forward, dim = self._in_forward(), self._plan.rotary_dim
         with refusing_together(name_of(self.mesh)):
-            apart = tables[-1:] if self._plan.has_rotary_text else ()
+            where = self._plan.rotary_text
+            if where == "next call" and forward.has_rotary:
+                return tables
+            forward.has_rotary = True
+            apart = tables[-1:] if where == "last table" else ()
             parts = []
             for table in tables[: len(tables) - len(apart)]:
-                text, tokens = table.tensor_split([0 if apart else forward.text], dim)
+                text, tokens = table.tensor_split([forward.text if where == "first" else 0], dim)
                 parts.append(torch.cat([text, forward.shard(tokens, dim, f"the tables of {self._plan.rotary}")], dim))
         return RotaryTables.of((*parts, *apart), forward)
 
@@ -214,8 +218,8 @@ def context_parallel(model: ModelMixin, mesh: DeviceMesh, **options: Unpack[WayK
     or divide the loss by P where they are summed. A second call on a model takes the place of the first.
 
     Args:
-        model: DiT, PixArt, SD3, Flux, Qwen-Image, Wan or LTX-Video, before or after ``fully_shard``; it is called as a
-            whole.
+        model: DiT, PixArt, SD3, Flux, Flux 2, Qwen-Image, Wan or LTX-Video, before or after ``fully_shard``; it is
+            called as a whole.
         mesh: context mesh; see :func:`context_mesh`.
         **options: ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``, as :class:`AttentionOptions` has them;
             what else is an option there, the model says.

@@ -10,6 +10,7 @@ from typing import Literal
 
 from diffusers import (
     DiTTransformer2DModel,
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     LTXVideoTransformer3DModel,
     ModelMixin,
@@ -25,6 +26,7 @@ from diffusers.models.attention_processor import (
     JointAttnProcessor2_0,
 )
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
@@ -33,7 +35,8 @@ Text = Literal["none", "cross", "before", "after"]
 
 PROCESSORS = {
     AttnProcessor2_0, FusedAttnProcessor2_0, JointAttnProcessor2_0, FusedJointAttnProcessor2_0, FluxAttnProcessor,
-    WanAttnProcessor, LTXVideoAttnProcessor, QwenDoubleStreamAttnProcessor2_0,
+    WanAttnProcessor, LTXVideoAttnProcessor, QwenDoubleStreamAttnProcessor2_0, Flux2AttnProcessor,
+    Flux2ParallelSelfAttnProcessor,
 }  # fmt: skip
 """Attention processors that compute projections token by token, and one attention by scaled_dot_product_attention."""
 
@@ -50,10 +53,11 @@ class Plan:
         tokens: the module that gives tokens (B, N, D), or a grid of them (B, D, ...).
         output: the module that gives every token's part of the image, (B, N, C).
         text: whether attention has none; sees it by cross attention; or together with the image, before it or after.
-        keywords: the argument of a call that is handed down to attention; or else
+        keywords: the argument of a call that is handed down to attention; where there is none, that is
         rotary: the module whose tables are handed down to it,
-        rotary_dim: and the dim of their tokens; those of text in joint attention come first, but for
-        has_rotary_text: where text has a last table of its own.
+        rotary_dim: and the dim of their tokens;
+        rotary_text: where those of text in joint attention are: first, in a last table, or what the module is called
+            for after the image.
         per_token: arguments (B, N) with a value for every token, where they have two dims.
         not_set: options of the config which make, of what a call is given, something for every token.
     """
@@ -68,7 +72,7 @@ class Plan:
     keywords: str = ""
     rotary: str = ""
     rotary_dim: int = 0
-    has_rotary_text: bool = False
+    rotary_text: Literal["first", "last table", "next call"] = "first"
     per_token: frozenset[str] = frozenset()
     not_set: tuple[str, ...] = ()
 
@@ -105,6 +109,12 @@ PLANS = (
         text="before", rotary="pos_embed", rotary_dim=0,
     ),
     Plan(
+        Flux2Transformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "guidance"}),
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens="x_embedder", output="proj_out",
+        text="before", keywords="joint_attention_kwargs", rotary="pos_embed", rotary_text="next call",
+    ),
+    Plan(
         WanTransformer3DModel,
         frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"}),
         ("blocks",), ("attn1",), tokens="patch_embedding", output="proj_out", text="cross", rotary="rope", rotary_dim=1,
@@ -122,7 +132,7 @@ PLANS = (
         frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_shapes", "guidance",
                    "additional_t_cond"}),
         ("transformer_blocks",), ("attn",), tokens="img_in", output="proj_out", text="before", rotary="pos_embed",
-        has_rotary_text=True, not_set=("zero_cond_t",),
+        rotary_text="last table", not_set=("zero_cond_t",),
     ),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ class ForwardPass:
         text: T, tokens of the text that attention sees beside them, all of them on every rank.
         length: N, of the sequence that is dealt out; 0 until it is.
         calls: of attention on the mesh, as yet, by the path of its module.
+        has_rotary: whether tables of the image's tokens have been made.
         gathered: whether the output has been put together.
     """
 
@@ -33,6 +34,7 @@ class ForwardPass:
     text: int = 0
     length: int = 0
     calls: Counter[str] = field(default_factory=Counter)
+    has_rotary: bool = False
     gathered: bool = False
 
     def shard(self, x: Tensor, dim: int, what: str) -> Tensor:
