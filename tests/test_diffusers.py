@@ -726,6 +726,20 @@ def test_models_may_be_offloaded(ranks: Ranks, name: str) -> None:
     assert max(ranks(RANKS).run(offloaded, name)) < 1e-14
 
 
+def by_row(name: str) -> float:
+    """How far a model is from itself where timesteps (B,) are (B, 1)."""
+    model, inputs = MODELS[name].made().requires_grad_(False), MODELS[name].called_with(even=False)
+    context_parallel(model, set_up())
+    (expected,) = model(**inputs, return_dict=False)
+    inputs["timestep"] = inputs["timestep"][:, None]
+    return worst_error([(model(**inputs, return_dict=False)[0], expected)])
+
+
+@pytest.mark.parametrize("name", ["LTX-Video", "Wan 2.1"])
+def test_one_timestep_may_be_of_all_tokens(threads: Ranks, name: str) -> None:
+    assert max(threads(RANKS).run(by_row, name)) < 1e-6
+
+
 def made_anew() -> dict[str, str]:
     """What is said where a hook makes rotary tables anew, and where diffusers makes a processor."""
     model = MODELS["Flux"].made()

@@ -115,7 +115,7 @@ class ContextParallel(Handle[ModelMixin]):
             states = {adapters.STATE: adapters.random_state()} if adapters.draw_for_all(model) else {}
             compare_inputs(f"a forward of {type(model).__name__}", given | states, name_of(self.mesh))
             for name in self._plan.per_token & given.keys():
-                if given[name].ndim == 2:
+                if given[name].ndim == 2 and given[name].shape[1] > 1:
                     given[name] = forward.shard(given[name], 1, name)
         if self._plan.keywords:
             given[self._plan.keywords] = {PASSED: forward}

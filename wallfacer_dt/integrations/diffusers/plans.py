@@ -58,7 +58,7 @@ class Plan:
         rotary_dim: and the dim of their tokens;
         rotary_text: where those of text in joint attention are: first, in a last table, or what the module is called
             for after the image.
-        per_token: arguments (B, N) with a value for every token, where they have two dims.
+        per_token: arguments that may be (B, N), with a value for every token.
         not_set: options of the config which make, of what a call is given, something for every token.
     """
 
