@@ -64,8 +64,9 @@ torches: $(TORCHES:%=.venvs/torch-%/stamp)  ## tests of private APIs on other ve
 	done; [ -z "$$failed" ] || { echo "make: tests failed on torch$$failed" >&2; exit 1; }
 
 oldest: .venv/stamp-dev $(OLDEST:%=.venvs/%/stamp)  ## tests of models on the oldest transformers and diffusers (OLDEST="diffusers-0.41.0")
-	@$(foreach one,$(OLDEST),echo $(one); PYTHONPATH=$(CURDIR)/.venvs/$(one):$(CURDIR) $(BIN)/python -m pytest $(AT_A_TIME) \
-	  -p no:cacheprovider $(PYTEST) $($(firstword $(subst -, ,$(one)))_TESTS:%=tests/test_%.py) && ) true
+	@failed=; $(foreach one,$(OLDEST),echo $(one); PYTHONPATH=$(CURDIR)/.venvs/$(one):$(CURDIR) $(BIN)/python -m pytest \
+	  $(AT_A_TIME) -p no:cacheprovider $(PYTEST) $($(firstword $(subst -, ,$(one)))_TESTS:%=tests/test_%.py) || \
+	  failed="$$failed $(one)"; ) [ -z "$$failed" ] || { echo "make: tests failed on$$failed" >&2; exit 1; }
 
 mutants: .venv/stamp-dev  ## break the code line by line and see tests fail (MUTANTS="--sample 10", "--only word")
 	$(BIN)/python -m tests.mutants $(MUTANTS)

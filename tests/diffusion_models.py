@@ -144,6 +144,12 @@ def qwen(draw: Draw, even: bool) -> dict[str, Any]:
             "timestep": torch.tensor([0.003, 0.7]).double(), "img_shapes": [[(1, height, width)]] * 2}  # fmt: skip
 
 
+def qwen_images(draw: Draw, even: bool) -> dict[str, Any]:
+    given = qwen(draw, even)
+    ((image, *_), *_) = given["img_shapes"]
+    return {**given, "hidden_states": draw(2, 2 * given["hidden_states"].shape[1], 8), "img_shapes": [[image] * 2] * 2}
+
+
 def qwen_masked(draw: Draw, even: bool) -> dict[str, Any]:
     mask = torch.ones(2, TEXT, dtype=torch.bool)
     mask[0, 4:] = False
@@ -196,8 +202,11 @@ MODELS: dict[str, Model] = {
     "LTX-Video": Model("LTXVideoTransformer3DModel", LTX, ltx, "video, cross attention, masked, rotary tables"),
     "LTX-Video, from an image": Model("LTXVideoTransformer3DModel", LTX, ltx_by_token, "a timestep for every token"),
     "Qwen-Image": Model("QwenImageTransformer2DModel", QWEN, qwen, "joint attention, rotary tables"),
+    "Qwen-Image, edits": Model(
+        "QwenImageTransformer2DModel", QWEN | {"use_layer3d_rope": True}, qwen_images, "two images",
+    ),
     "Qwen-Image, texts of two lengths": Model("QwenImageTransformer2DModel", QWEN, qwen_masked),
-    "Qwen-Image, edits of images": Model("QwenImageTransformer2DModel", QWEN | {"zero_cond_t": True}, qwen),
+    "Qwen-Image, zero_cond_t": Model("QwenImageTransformer2DModel", QWEN | {"zero_cond_t": True}, qwen),
     "AuraFlow": Model("AuraFlowTransformer2DModel", AURA, sd3),
 }  # fmt: skip
 

@@ -563,6 +563,38 @@ def test_fsdp(ranks: Ranks) -> None:
         assert max(errors) < 1e-5
 
 
+def mixed(name: str) -> list[float]:
+    """How far gradients are from float64's where FSDP2 casts what blocks are given to bfloat16: alone, on a mesh."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, policy, errors = set_up(), MixedPrecisionPolicy(torch.bfloat16, torch.float32), []
+    whole, inputs = MODELS[name].made(), MODELS[name].called_with(even=False)
+    loss_of(whole, inputs).backward()
+    expected = gradients(whole)
+    inputs = {n: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+    for is_on_mesh in (False, True):
+        model = MODELS[name].made().float()
+        if is_on_mesh:
+            context_parallel(model, mesh)
+        for module in [*[m for m in model.modules() if type(m).__name__.endswith("Block")], model]:
+            fully_shard(module, mesh=mesh._flatten("tokens"), mp_policy=policy)
+            module.set_force_sum_reduction_for_comms(True)
+        loss_of(model, inputs).backward()
+        found = {n: p.grad.full_tensor().double() for n, p in model.named_parameters() if p.grad is not None}
+        errors.append(
+            worst_error(
+                {"all": [torch.cat([x[n].flatten() for n in found]) for x in (found, expected)]}, relative_to="largest"
+            )
+        )
+    return errors
+
+
+@pytest.mark.parametrize("name", few(["Flux", "Flux 2", "SD3", "LTX-Video", "Qwen-Image"], {"SD3", "Qwen-Image"}))
+def test_fsdp_may_cast(ranks: Ranks, name: str) -> None:
+    for alone, on_mesh in ranks(RANKS).run(mixed, name):
+        assert on_mesh < 2 * alone
+
+
 def compiled(name: str, is_whole: bool) -> list[float]:
     """Blocks, or all, compiled round attention, with a number of tokens that changes."""
     model, other = MODELS[name].made(), MODELS[name].made()
@@ -726,18 +758,49 @@ def test_models_may_be_offloaded(ranks: Ranks, name: str) -> None:
     assert max(ranks(RANKS).run(offloaded, name)) < 1e-14
 
 
-def by_row(name: str) -> float:
-    """How far a model is from itself where timesteps (B,) are (B, 1)."""
+SAME: dict[str, list[Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "Wan 2.1": [lambda given: {"timestep": given["timestep"][:, None]}],
+    "LTX-Video": [lambda given: {"timestep": given["timestep"][:, None]}],
+    "LTX-Video, from an image": [lambda given: {"timestep": given["timestep"][..., None]}],
+    "Qwen-Image": [
+        lambda given: {"encoder_hidden_states_mask": torch.ones(given["encoder_hidden_states"].shape[:2])},
+        lambda _: {"encoder_hidden_states_mask": None},
+    ],
+}
+"""Arguments that say the same as a model's own."""
+
+
+def said_otherwise(name: str) -> float:
+    """How far a model is from itself where it is told the same in other words."""
     model, inputs = MODELS[name].made().requires_grad_(False), MODELS[name].called_with(even=False)
     context_parallel(model, set_up())
     (expected,) = model(**inputs, return_dict=False)
-    inputs["timestep"] = inputs["timestep"][:, None]
-    return worst_error([(model(**inputs, return_dict=False)[0], expected)])
+    calls = [inputs | said(inputs) for said in SAME[name]]
+    return worst_error([(model(**call, return_dict=False)[0], expected) for call in calls])
 
 
-@pytest.mark.parametrize("name", ["LTX-Video", "Wan 2.1"])
-def test_one_timestep_may_be_of_all_tokens(threads: Ranks, name: str) -> None:
-    assert max(threads(RANKS).run(by_row, name)) < 1e-6
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_in_other_words(threads: Ranks, name: str) -> None:
+    assert max(threads(RANKS).run(said_otherwise, name)) < 1e-6
+
+
+def without_a_mask() -> tuple[float, str]:
+    """LTX-Video, of which a mask is an argument that must be given; and timesteps of another shape."""
+    model, inputs = (
+        MODELS["LTX-Video"].made().requires_grad_(False),
+        MODELS["LTX-Video, from an image"].called_with(True),
+    )
+    inputs["encoder_attention_mask"] = None
+    (expected,) = model(**inputs, return_dict=False)
+    context_parallel(model, set_up())
+    error = worst_error([(model(**inputs, return_dict=False)[0], expected)])
+    return error, refusal(lambda: model(**inputs | {"timestep": inputs["timestep"].flatten()}))
+
+
+def test_arguments_may_be_none_and_have_known_shapes(threads: Ranks) -> None:
+    for error, said in threads(RANKS).run(without_a_mask):
+        assert error < 1e-12
+        assert said == "ValueError: timestep must be (B,) or (B, N), got (96,)"
 
 
 def made_anew() -> dict[str, str]:
@@ -746,15 +809,16 @@ def made_anew() -> dict[str, str]:
     context_parallel(model, set_up())
 
     def anew(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {n: type(x)(x) if isinstance(x, tuple) else x for n, x in kwargs.items()}
+        return args, {n: tuple(x) if isinstance(x, tuple) else x for n, x in kwargs.items()}
 
     block = model.transformer_blocks[0]
     with block.register_forward_pre_hook(anew, with_kwargs=True):
         tables = refusal(lambda: model(**MODELS["Flux"].called_with(even=True)))
+    assert copy.copy(block.attn.processor) is block.attn.processor
     return {"tables": tables, "processor": refusal(type(block.attn.processor))}
 
 
 def test_what_is_made_anew_is_refused(ranks: Ranks) -> None:
     for said in ranks(RANKS).run(made_anew):
-        assert "transformer_blocks.0.attn was handed rotary tables that a hook has made anew" in said["tables"]
+        assert "or by a hook that makes other tuples of rotary tables" in said["tables"]
         assert "call remove() before you load or unload one" in said["processor"]

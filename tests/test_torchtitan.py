@@ -741,6 +741,20 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
             "--training.seq_len must be a multiple of 32 (4 ranks of context parallelism, whose tokens the loss takes "
             "in 8 chunks), got 72",
         ),
+        (context(0, 1), "--parallelism.context_parallel_degree must be at least 1, got 0"),
+        (
+            context(2, 1, "--parallelism.tensor_parallel_degree 0"),
+            "--parallelism.tensor_parallel_degree must be at least 1, got 0",
+        ),
+        (context(2, 1, "--loss.num_chunks 0"), "--loss.num_chunks must be at least 1, got 0"),
+        (
+            context(
+                2,
+                1,
+                "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
+            ),
+            "pipeline_parallel_schedule ZBVZeroBubble splits the backward",
+        ),
         (context(4, 2, "--training.enable_cpu_offload"), "--training.enable_cpu_offload has no device to offload"),
         (context(4, 2, "--validator.enable"), "--validator.enable has no loader of whole sequences"),
         (context(4, 2, "--training.no-disable_cuda_graphs"), "set --training.disable_cuda_graphs"),

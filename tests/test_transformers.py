@@ -738,6 +738,35 @@ def test_fsdp(ranks: Ranks) -> None:
     assert max(ranks(RANKS).run(fully_sharded)) < 1e-6
 
 
+def mixed() -> list[float]:
+    """How far gradients are from float64's where FSDP2 casts what layers are given to bfloat16: alone, on a mesh."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, order, whole = set_up()
+    tokens, labels = tokens_of(64)
+    whole.double()(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    policy, errors = MixedPrecisionPolicy(torch.bfloat16, torch.float32), []
+    for is_on_mesh in (False, True):
+        model = llama()
+        if is_on_mesh:
+            context_parallel(model, mesh, order=order)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh._flatten("tokens"), mp_policy=policy)
+            module.set_gradient_divide_factor(1.0 if is_on_mesh else mesh.size())
+            module.set_force_sum_reduction_for_comms(True)
+        batch = {"input_ids": tokens, "labels": labels}
+        model(**shard_inputs(mesh, tokens, order=order, labels=labels) if is_on_mesh else batch).loss.backward()
+        found = {name: p.grad.full_tensor().double() for name, p in model.named_parameters()}
+        errors.append(worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest"))
+    return errors
+
+
+def test_fsdp_may_cast(ranks: Ranks) -> None:
+    for alone, on_mesh in ranks(RANKS).run(mixed):
+        assert on_mesh < 2 * alone
+
+
 def refused_under_fsdp() -> list[str]:
     """What is said of forwards that one rank alone refuses, and of others in between."""
     from torch.distributed.fsdp import fully_shard

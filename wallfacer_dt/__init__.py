@@ -1,6 +1,6 @@
 """Long-sequence Transformer training on a DeviceMesh: Ring Attention, WallFacer, Ulysses, METP, and all together."""
 
-from wallfacer_dt import versions
+from wallfacer_dt import versions as versions  # the first, since versions of torch may lack what others import
 from wallfacer_dt.agreement.progress import note_progress
 from wallfacer_dt.agreement.whereabouts import WaitError
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume, metp_attention_volume
@@ -62,5 +62,3 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-versions.check_torch()

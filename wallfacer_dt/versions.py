@@ -27,6 +27,4 @@ def check_version(package: str, version: str) -> None:
     )
 
 
-def check_torch() -> None:
-    """The same of torch."""
-    check_version("torch", torch.__version__)
+check_version("torch", torch.__version__)

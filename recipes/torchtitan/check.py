@@ -12,6 +12,8 @@ from recipes.torchtitan.checkpointing import FullACSavingAttention, SelectiveACS
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import is_cpu
 
+_SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+
 
 def check_config(config: Trainer.Config) -> None:
     """Refuse a configuration that this recipe does not implement.
@@ -22,8 +24,8 @@ def check_config(config: Trainer.Config) -> None:
     parallelism = config.parallelism
     if not isinstance(parallelism, ContextParallelism):
         raise ValueError(f"parallelism must be a ContextParallelism, got {type(parallelism).__qualname__}")
-    context_sizes(parallelism)
     _check_parallelism(parallelism)
+    context_sizes(parallelism)
     _check_length(config.training.seq_len, parallelism)
     _check_chunks(config)
     model = config.model_spec and config.model_spec.model
@@ -58,6 +60,14 @@ def inner_attentions(model: Decoder.Config) -> dict[str, bool]:
 
 
 def _check_parallelism(parallelism: ContextParallelism) -> None:
+    for name in ("context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
+        if getattr(parallelism, name) < 1:
+            raise ValueError(f"--parallelism.{name} must be at least 1, got {getattr(parallelism, name)}")
+    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule.lower() in _SPLIT_BACKWARD:
+        raise ValueError(
+            f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule} splits the backward, "
+            "in which torchtitan's loss in chunks leaves the last norm without a gradient: take 1F1B or Interleaved1F1B"
+        )
     if parallelism.context_parallel_load_balancer not in ORDERS:
         raise ValueError(
             f"--parallelism.context_parallel_load_balancer must be one of {', '.join(map(str, ORDERS))}, got "
@@ -88,6 +98,8 @@ def _check_chunks(config: Trainer.Config) -> None:
     """Of other lengths torchtitan's loss would refuse the first step."""
     length, context = config.training.seq_len, config.parallelism.context_parallel_degree
     chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
+    if chunks < 1:
+        raise ValueError(f"--loss.num_chunks must be at least 1, got {chunks}")
     if length % (context * chunks):
         raise ValueError(
             f"--training.seq_len must be a multiple of {context * chunks} ({context} ranks of context parallelism, "

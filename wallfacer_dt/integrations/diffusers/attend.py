@@ -94,11 +94,6 @@ class ProcessorOnMesh:
         with refusing_together(name_of(self.mesh)):
             rotary = next((x for x in (*args, *kwargs.values()) if isinstance(x, RotaryTables)), None)
             forward = sharded_sequence if rotary is None else rotary.forward_pass
-            if rotary is not None and forward is None:
-                raise ValueError(
-                    f"{self.path} was handed rotary tables that a hook has made anew, which say no longer of which "
-                    "forward they are: leave it out"
-                )
             self._check(forward, text, mask)
         assert forward is not None, "checked"
         has_text = self.text == "before" or (self.text == "after" and text is not None)
@@ -114,6 +109,10 @@ class ProcessorOnMesh:
         forward.calls[self.path] += 1
         return out
 
+    def __copy__(self) -> "ProcessorOnMesh":
+        """Likewise."""
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessorOnMesh":
         """Nothing of it changes; a copy of the model refuses to be called."""
         return self
@@ -121,8 +120,8 @@ class ProcessorOnMesh:
     def _check(self, forward: ForwardPass | None, text: Tensor | None, mask: Tensor | None) -> None:
         if forward is None:
             raise ValueError(
-                f"{self.path} was called outside a forward of the model that context_parallel was given: call that "
-                "model, not a part of it"
+                f"{self.path} was called outside a forward of the model that context_parallel was given, or by a hook "
+                "that makes other tuples of rotary tables: call that model, not a part of it"
             )
         if mask is not None:
             raise ValueError(f"{self.path} was called with an attention_mask, which would be of one rank's tokens")

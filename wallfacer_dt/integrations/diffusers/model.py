@@ -26,6 +26,7 @@ from wallfacer_dt.integrations.diffusers.attend import ProcessorOnMesh
 from wallfacer_dt.integrations.diffusers.inputs import compare_inputs
 from wallfacer_dt.integrations.diffusers.plans import Plan, plan_of
 from wallfacer_dt.integrations.diffusers.refusals import (
+    NO_MASKS,
     attention_modules,
     attentions_of,
     check_model_is_known,
@@ -115,8 +116,11 @@ class ContextParallel(Handle[ModelMixin]):
             states = {adapters.STATE: adapters.random_state()} if adapters.draw_for_all(model) else {}
             compare_inputs(f"a forward of {type(model).__name__}", given | states, name_of(self.mesh))
             for name in self._plan.per_token & given.keys():
-                if given[name].ndim == 2 and given[name].shape[1] > 1:
+                shape = given[name].shape
+                if shape[1:] not in ((), (1,)):
                     given[name] = forward.shard(given[name], 1, name)
+                elif shape.numel() > given["hidden_states"].shape[0]:
+                    raise ValueError(f"{name} must be (B,) or (B, N), got {tuple(shape)}")
         if self._plan.keywords:
             given[self._plan.keywords] = {PASSED: forward}
         self._forward = forward
@@ -205,9 +209,12 @@ class ContextParallel(Handle[ModelMixin]):
         for name, value in given.items():
             if name in self._plan.takes or name == "return_dict":
                 continue
-            if isinstance(value, Tensor) or value not in (None, False, {}):
+            if name in NO_MASKS and isinstance(value, Tensor) and bool(value.all()):
+                given[name] = None
+            elif isinstance(value, Tensor) or value not in (None, False, {}):
                 raise ValueError(f"the model was called with {name}, which is not implemented: {why_refused(name)}")
-        return {name: value for name, value in given.items() if value is not None}
+        defaults = {name: one.default for name, one in self._signature.parameters.items()}
+        return {name: value for name, value in given.items() if value is not None or defaults[name] is not None}
 
 
 def context_parallel(model: ModelMixin, mesh: DeviceMesh, **options: Unpack[WayKeywords]) -> ContextParallel:

@@ -25,6 +25,8 @@ _REFUSED = {
     "block_controlnet_hidden_states": _RESIDUALS,
     "skip_layers": "blocks that are left out would attend nowhere",
 }
+NO_MASKS = frozenset({"encoder_hidden_states_mask"})
+"""Masks that must let everything through."""
 _MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.MultiheadAttention)
 
 

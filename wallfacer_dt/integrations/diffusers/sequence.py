@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from wallfacer_dt.integrations.carried import carried
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import shard_sequence
@@ -15,6 +15,7 @@ PASSED = "sharded_sequence"
 """The keyword by which attention is told, where models hand keywords down to it."""
 
 
+@carried
 @dataclass
 class ForwardPass:
     """One forward of a model, whose tokens are dealt out on the way.
@@ -53,17 +54,14 @@ class ForwardPass:
 
 
 class RotaryTables(tuple[Tensor, ...]):
-    """Cosines and sines of this rank's tokens, which blocks hand down to attention, and what it needs beside them."""
+    """Cosines and sines of this rank's tokens, which blocks hand down to attention, and what it needs beside them.
 
-    forward_pass: ForwardPass | None = None  # where a hook has made them anew
+    Those of a forward have a class of their own, by which hooks that move or cast tensors make them anew.
+    """
+
+    forward_pass: ForwardPass
 
     @classmethod
-    def of(cls, tables: Iterable[Tensor], forward: ForwardPass | None) -> "RotaryTables":
+    def of(cls, tables: Iterable[Tensor], forward: ForwardPass) -> "RotaryTables":
         """Tables that say of which forward they are."""
-        made = cls(tables)
-        made.forward_pass = forward
-        return made
-
-    def to(self, *args: Any, **kwargs: Any) -> "RotaryTables":
-        """As ``Tensor.to``; hooks that offload a module ask it of what they hand down, and would copy a tuple."""
-        return self.of([x.to(*args, **kwargs) for x in self], self.forward_pass)
+        return type(cls.__name__, (cls,), {"forward_pass": forward})(tables)

@@ -1,12 +1,13 @@
 """What a query sees, read off the mask function that transformers composes; what cannot be said is refused by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wallfacer_dt.integrations.carried import carried
 from wallfacer_dt.integrations.transformers.sequence import SAME_STATE, ForwardPass
 from wallfacer_dt.integrations.transformers.upstream import leaf, packed_rows
 from wallfacer_dt.layout import BY_DOCUMENT
@@ -17,6 +18,7 @@ _IS_NO_TENSOR = (
 )
 
 
+@carried
 @dataclass(frozen=True)
 class ShardedMask:
     """What the mask function gives layers in place of a tensor: who sees whom in the whole sequence.
@@ -57,8 +59,8 @@ class ShardedMask:
         """What both let through."""
         if self.chunk and other.chunk and self.chunk != other.chunk:
             raise ValueError(f"chunks of {self.chunk} and of {other.chunk} tokens in one mask are not implemented")
-        return replace(
-            self, is_causal=self.is_causal or other.is_causal, left=_nearer(self.left, other.left),
+        return ShardedMask(
+            self.forward, is_causal=self.is_causal or other.is_causal, left=_nearer(self.left, other.left),
             right=_nearer(self.right, other.right), chunk=self.chunk or other.chunk,
         )  # fmt: skip
 
@@ -88,17 +90,17 @@ def read_mask(function: Callable[..., Any], forward: ForwardPass) -> ShardedMask
             everything = everything.both(read_mask(part, forward))
         return everything
     if name == "causal_mask_function":
-        return replace(everything, is_causal=True)
+        return ShardedMask(forward, is_causal=True)
     if name == "bidirectional_mask_function":
         return everything
     if name == "sliding_window_overlay":
-        return replace(everything, left=held["sliding_window"] - 1)
+        return ShardedMask(forward, left=held["sliding_window"] - 1)
     if name == "sliding_window_bidirectional_overlay":
-        return replace(everything, left=held["sliding_window"], right=held["sliding_window"])
+        return ShardedMask(forward, left=held["sliding_window"], right=held["sliding_window"])
     if name == "chunked_overlay":
         if bool(held["left_padding"].any()):
             raise ValueError("chunked attention with padding on the left is not implemented: pad on the right")
-        return replace(everything, chunk=int(held["chunk_size"]))
+        return ShardedMask(forward, chunk=int(held["chunk_size"]))
     if name == "remap_positions_for_packed_sequence":
         # Positions count from each document's beginning, which windows and causality do not depend on.
         _check_own_positions(held["position_ids"], forward)

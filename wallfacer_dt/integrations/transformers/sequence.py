@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wallfacer_dt.integrations.carried import carried
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import local_shard
 
@@ -22,6 +23,7 @@ SAME_STATE = (
 )
 
 
+@carried
 @dataclass(frozen=True)
 class ShardedSequence:
     """The whole sequence that a batch is a part of.
@@ -87,6 +89,7 @@ def positions_within(document_ids: Tensor | None, length: int) -> Tensor:
     return whole - torch.nn.functional.pad(starts, (1, 0))
 
 
+@carried
 @dataclass
 class ForwardPass:
     """One forward of a model on this rank's part of a sequence.
