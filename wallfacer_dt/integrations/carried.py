@@ -6,10 +6,10 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def carried(kind: Kind) -> Kind:
-    """Have hooks take a dataclass for any other object.
+    """Have hooks hand a dataclass on as it is.
 
-    FSDP2, which casts what a module is given, makes every dataclass anew; what is counted on one would be counted on
-    its copy. Such a class has no ``dataclasses.replace`` either.
+    FSDP2, which casts what a module is given, makes anew whatever it knows for a dataclass, and what is counted on one
+    would be counted on its copy. ``dataclasses.replace`` does not know such a class either.
     """
     delattr(kind, "__dataclass_fields__")
     return kind

@@ -129,8 +129,7 @@ PLANS = (
     ),
     Plan(
         QwenImageTransformer2DModel,
-        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_shapes",
-                   "additional_t_cond"}),
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_shapes", "additional_t_cond"}),
         ("transformer_blocks",), ("attn",), tokens="img_in", output="proj_out", text="before", rotary="pos_embed",
         rotary_text="last table", not_set=("zero_cond_t",),
     ),
