@@ -780,8 +780,8 @@ def said_otherwise(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_same_in_other_words(threads: Ranks, name: str) -> None:
-    assert max(threads(RANKS).run(said_otherwise, name)) < 1e-6
+def test_the_same_in_other_words(ranks: Ranks, name: str) -> None:
+    assert max(ranks(RANKS).run(said_otherwise, name)) < 1e-6
 
 
 def without_a_mask() -> tuple[float, str]:
@@ -797,8 +797,8 @@ def without_a_mask() -> tuple[float, str]:
     return error, refusal(lambda: model(**inputs | {"timestep": inputs["timestep"].flatten()}))
 
 
-def test_arguments_may_be_none_and_have_known_shapes(threads: Ranks) -> None:
-    for error, said in threads(RANKS).run(without_a_mask):
+def test_arguments_may_be_none_and_have_known_shapes(ranks: Ranks) -> None:
+    for error, said in ranks(RANKS).run(without_a_mask):
         assert error < 1e-12
         assert said == "ValueError: timestep must be (B,) or (B, N), got (96,)"
 
