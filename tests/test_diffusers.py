@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from wallfacer_dt import EquivalenceError, TokenOrder, check_model, context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
@@ -43,6 +44,7 @@ from tests.diffusion_models import (
 from tests.models import RANKS, verdict
 from tests.pairwise import few
 from wallfacer_dt.integrations.diffusers import attend, context_parallel, share_inputs
+from wallfacer_dt.integrations.diffusers.sequence import RotaryTables
 
 Ranks = Callable[[int], RankPool]
 PIPELINES = "DiT", "PixArt", "SD3.5", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image"
@@ -617,6 +619,24 @@ def test_compiled_round_attention(ranks: Ranks, name: str, is_whole: bool) -> No
         assert max(errors) < 1e-5
 
 
+def compilations(name: str) -> list[int]:
+    """Of blocks that are compiled one by one, after each of three forwards."""
+    count, model = CompileCounter(), MODELS[name].made().requires_grad_(False)
+    context_parallel(model, context_mesh("cpu", ring=2))
+    found = []
+    for module in [m for m in model.modules() if type(m).__name__.endswith("Block")]:
+        module.compile(backend=count)
+    for _ in range(3):
+        model(**MODELS[name].called_with(even=False))
+        found.append(count.frame_count)
+    return found
+
+
+def test_forwards_are_compiled_once(ranks: Ranks) -> None:
+    for first, *others in ranks(2).run(compilations, "Wan 2.1"):
+        assert others == [first] * 2
+
+
 def run_page(program: str) -> tuple[float, float]:
     found: dict[str, Any] = {}
     exec(program, found)
@@ -809,7 +829,7 @@ def made_anew() -> dict[str, str]:
     context_parallel(model, set_up())
 
     def anew(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {n: tuple(x) if isinstance(x, tuple) else x for n, x in kwargs.items()}
+        return args, {n: tuple(x) if isinstance(x, RotaryTables) else x for n, x in kwargs.items()}
 
     block = model.transformer_blocks[0]
     with block.register_forward_pre_hook(anew, with_kwargs=True):
@@ -820,5 +840,5 @@ def made_anew() -> dict[str, str]:
 
 def test_what_is_made_anew_is_refused(ranks: Ranks) -> None:
     for said in ranks(RANKS).run(made_anew):
-        assert "or by a hook that makes other tuples of rotary tables" in said["tables"]
+        assert "or by a hook that makes tuples of rotary tables" in said["tables"]
         assert "call remove() before you load or unload one" in said["processor"]

@@ -755,6 +755,10 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
             ),
             "pipeline_parallel_schedule ZBVZeroBubble splits the backward",
         ),
+        (
+            context(2, 1, "--parallelism.pipeline_parallel_schedule_csv one.csv"),
+            "--parallelism.pipeline_parallel_schedule_csv may split the backward",
+        ),
         (context(4, 2, "--training.enable_cpu_offload"), "--training.enable_cpu_offload has no device to offload"),
         (context(4, 2, "--validator.enable"), "--validator.enable has no loader of whole sequences"),
         (context(4, 2, "--training.no-disable_cuda_graphs"), "set --training.disable_cuda_graphs"),

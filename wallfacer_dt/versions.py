@@ -1,6 +1,7 @@
 """Which versions of torch and of packages of models were run, and what becomes of others.
 
 pip holds to the same ranges, which pyproject.toml has; an environment may have other versions all the same.
+Torch's is looked at where this is imported.
 """
 
 import re

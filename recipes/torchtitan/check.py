@@ -12,6 +12,7 @@ from recipes.torchtitan.checkpointing import FullACSavingAttention, SelectiveACS
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import is_cpu
 
+# torch's, by name as torch looks them up.
 _SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
@@ -67,6 +68,11 @@ def _check_parallelism(parallelism: ContextParallelism) -> None:
         raise ValueError(
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule} splits the backward, "
             "in which torchtitan's loss in chunks leaves the last norm without a gradient: take 1F1B or Interleaved1F1B"
+        )
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise ValueError(
+            "--parallelism.pipeline_parallel_schedule_csv may split the backward, in which torchtitan's loss in chunks "
+            "leaves the last norm without a gradient: leave it out"
         )
     if parallelism.context_parallel_load_balancer not in ORDERS:
         raise ValueError(

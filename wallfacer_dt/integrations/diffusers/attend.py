@@ -121,7 +121,7 @@ class ProcessorOnMesh:
         if forward is None:
             raise ValueError(
                 f"{self.path} was called outside a forward of the model that context_parallel was given, or by a hook "
-                "that makes other tuples of rotary tables: call that model, not a part of it"
+                "that makes tuples of rotary tables: call that model, not a part of it"
             )
         if mask is not None:
             raise ValueError(f"{self.path} was called with an attention_mask, which would be of one rank's tokens")

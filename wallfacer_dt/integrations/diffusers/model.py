@@ -10,7 +10,7 @@ arguments of blocks: blocks that are computed again in a backward, after other f
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
@@ -138,7 +138,7 @@ class ContextParallel(Handle[ModelMixin]):
         return line.view(*line.shape, *(1,) * (tokens.ndim - 3))
 
     @untraced(_UNTRACED)
-    def _deal_rotary(self, module: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _deal_rotary(self, module: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> Iterable[Tensor]:
         """Tables for the text, which is whole, and for this rank's tokens."""
         del module, args
         forward, dim = self._in_forward(), self._plan.rotary_dim
@@ -152,7 +152,7 @@ class ContextParallel(Handle[ModelMixin]):
             for table in tables[: len(tables) - len(apart)]:
                 text, tokens = table.tensor_split([forward.text if where == "first" else 0], dim)
                 parts.append(torch.cat([text, forward.shard(tokens, dim, f"the tables of {self._plan.rotary}")], dim))
-        return RotaryTables.of((*parts, *apart), forward)
+        return RotaryTables((*parts, *apart), forward)
 
     @untraced(_UNTRACED)
     def _put_together(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -213,8 +213,8 @@ class ContextParallel(Handle[ModelMixin]):
                 given[name] = None
             elif isinstance(value, Tensor) or value not in (None, False, {}):
                 raise ValueError(f"the model was called with {name}, which is not implemented: {why_refused(name)}")
-        defaults = {name: one.default for name, one in self._signature.parameters.items()}
-        return {name: value for name, value in given.items() if value is not None or defaults[name] is not None}
+        parameters = self._signature.parameters
+        return {name: x for name, x in given.items() if x is not None or parameters[name].default is not None}
 
 
 def context_parallel(model: ModelMixin, mesh: DeviceMesh, **options: Unpack[WayKeywords]) -> ContextParallel:

@@ -1,7 +1,7 @@
 """What is known of one forward of a model, and how it reaches attention."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -53,15 +53,21 @@ class ForwardPass:
         return shard_sequence(x, self.order, dim=dim)
 
 
-class RotaryTables(tuple[Tensor, ...]):
+class RotaryTables:
     """Cosines and sines of this rank's tokens, which blocks hand down to attention, and what it needs beside them.
 
-    Those of a forward have a class of their own, by which hooks that move or cast tensors make them anew.
+    No tuple, which hooks that move or cast tensors would make anew: they are where tokens are, in the dtype they were
+    made in. Nor a class for each forward, for which compiled blocks would be compiled again.
+
+    Attributes:
+        forward_pass: of which they are.
     """
 
-    forward_pass: ForwardPass
+    def __init__(self, tables: Iterable[Tensor], forward_pass: ForwardPass) -> None:
+        self._tables, self.forward_pass = tuple(tables), forward_pass
 
-    @classmethod
-    def of(cls, tables: Iterable[Tensor], forward: ForwardPass) -> "RotaryTables":
-        """Tables that say of which forward they are."""
-        return type(cls.__name__, (cls,), {"forward_pass": forward})(tables)
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tables)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self._tables[number]
