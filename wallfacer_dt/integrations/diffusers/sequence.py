@@ -59,7 +59,8 @@ class RotaryTables:
     No tuple, which hooks that move or cast tensors would make anew: they are where tokens are, in the dtype they were
     made in. Nor a class for each forward, for which compiled blocks would be compiled again.
 
-    Attributes:
+    Args:
+        tables: each (T + L, H) or (B, T + L, H), or without the text's T, as the model has them.
         forward_pass: of which they are.
     """
 
