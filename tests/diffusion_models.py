@@ -151,9 +151,56 @@ def qwen_images(draw: Draw, even: bool) -> dict[str, Any]:
 
 
 def qwen_masked(draw: Draw, even: bool) -> dict[str, Any]:
-    mask = torch.ones(2, TEXT, dtype=torch.bool)
-    mask[0, 4:] = False
+    # Samples are computed in another order, which is not its own inverse.
+    mask = torch.ones(4, TEXT, dtype=torch.bool)
+    mask[0, 4:] = mask[3, 4:] = False
+    mask[1:3, 0] = False
+    given = qwen(draw, even)
+    more = {name: torch.cat([x, draw(*x.shape)]) for name, x in given.items() if isinstance(x, Tensor)}
+    return {**more, "img_shapes": given["img_shapes"] * 2, "encoder_hidden_states_mask": mask}
+
+
+def qwen_nothing_said(draw: Draw, even: bool) -> dict[str, Any]:
+    mask = torch.tensor([[False] * TEXT, [True] * TEXT])
     return {**qwen(draw, even), "encoder_hidden_states_mask": mask}
+
+
+def hunyuan(draw: Draw, even: bool) -> dict[str, Any]:
+    mask = torch.ones(2, TEXT, dtype=torch.long)
+    mask[1, 3:] = 0
+    return {"hidden_states": draw(2, 4, 3, *((8, 8) if even else (6, 6))), "timestep": torch.tensor([3, 700]),
+            "encoder_hidden_states": draw(2, TEXT, 24), "encoder_attention_mask": mask,
+            "pooled_projections": draw(2, 16), "guidance": torch.tensor([3500, 1000])}  # fmt: skip
+
+
+def hunyuan15(draw: Draw, even: bool) -> dict[str, Any]:
+    given = hunyuan(draw, even)
+    other = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 0, 1, 0]])
+    return {name: given[name] for name in given if name not in ("pooled_projections", "guidance")} | {
+        "encoder_hidden_states_2": draw(2, 5, 20), "encoder_attention_mask_2": other, "image_embeds": draw(2, 3, 12),
+        "timestep": given["timestep"].double(),
+    }  # fmt: skip
+
+
+def hunyuan15_of_text(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**hunyuan15(draw, even), "image_embeds": torch.zeros(2, 3, 12).double()}
+
+
+def cog(draw: Draw, even: bool) -> dict[str, Any]:
+    return {"hidden_states": draw(2, 3, 4, *((8, 8) if even else (6, 6))), "encoder_hidden_states": draw(2, TEXT, 24),
+            "timestep": torch.tensor([3, 700])}  # fmt: skip
+
+
+def cog_rotary(draw: Draw, even: bool) -> dict[str, Any]:
+    given = cog(draw, even)
+    angles = draw(3 * (16 if even else 9), 4).repeat_interleave(2, dim=1)
+    return {**given, "image_rotary_emb": (angles.cos(), angles.sin())}
+
+
+def vace(draw: Draw, even: bool) -> dict[str, Any]:
+    given = wan(draw, even)
+    return {**given, "control_hidden_states": draw(2, 6, *given["hidden_states"].shape[2:]),
+            "control_hidden_states_scale": torch.tensor([0.5]).double()}  # fmt: skip
 
 
 DIT = HEADS | {"sample_size": 12, "num_embeds_ada_norm": 10}
@@ -176,6 +223,18 @@ FLUX2 = HEADS | {
     "timestep_guidance_channels": 16,
 }  # fmt: skip
 QWEN = HEADS | {"in_channels": 8, "out_channels": 2, "joint_attention_dim": 24, "axes_dims_rope": (2, 2, 4)}
+HUNYUAN = HEADS | {
+    "in_channels": 4, "out_channels": 4, "num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 24,
+    "pooled_projection_dim": 16, "rope_axes_dim": (2, 2, 4),
+}  # fmt: skip
+HUNYUAN15 = HEADS | {
+    "in_channels": 4, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,
+    "image_embed_dim": 12, "rope_axes_dim": (2, 2, 4), "patch_size": 2,
+}  # fmt: skip
+COG = HEADS | {
+    "in_channels": 4, "out_channels": 4, "time_embed_dim": 16, "text_embed_dim": 24, "sample_width": 8,
+    "sample_height": 8, "sample_frames": 9, "max_text_seq_length": TEXT,
+}  # fmt: skip
 AURA = {
     "sample_size": 8, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8,
     "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 32, "pos_embed_max_size": 64,
@@ -199,14 +258,43 @@ MODELS: dict[str, Model] = {
         "two cross attentions",
     ),
     "Wan 2.2": Model("WanTransformer3DModel", WAN, wan_by_token, "a timestep for every token"),
+    "Wan 2.1, VACE": Model(
+        "WanVACETransformer3DModel", WAN | {"vace_layers": [0], "vace_in_channels": 6}, vace, "two streams",
+    ),
     "LTX-Video": Model("LTXVideoTransformer3DModel", LTX, ltx, "video, cross attention, masked, rotary tables"),
     "LTX-Video, from an image": Model("LTXVideoTransformer3DModel", LTX, ltx_by_token, "a timestep for every token"),
     "Qwen-Image": Model("QwenImageTransformer2DModel", QWEN, qwen, "joint attention, rotary tables"),
     "Qwen-Image, edits": Model(
         "QwenImageTransformer2DModel", QWEN | {"use_layer3d_rope": True}, qwen_images, "two images",
     ),
-    "Qwen-Image, texts of two lengths": Model("QwenImageTransformer2DModel", QWEN, qwen_masked),
-    "Qwen-Image, zero_cond_t": Model("QwenImageTransformer2DModel", QWEN | {"zero_cond_t": True}, qwen),
+    "Qwen-Image, texts of two lengths": Model(
+        "QwenImageTransformer2DModel", QWEN, qwen_masked, "joint attention, masked",
+    ),
+    "Qwen-Image, a text of no length": Model(
+        "QwenImageTransformer2DModel", QWEN, qwen_nothing_said, "joint attention, masked",
+    ),
+    "Qwen-Image, zero_cond_t": Model(
+        "QwenImageTransformer2DModel", QWEN | {"zero_cond_t": True}, qwen_images, "two images",
+    ),
+    "HunyuanVideo": Model(
+        "HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan, "video, joint attention, masked, rotary tables",
+    ),
+    "HunyuanVideo, from an image": Model(
+        "HunyuanVideoTransformer3DModel", HUNYUAN | {"image_condition_type": "token_replace"}, hunyuan,
+        "a timestep for the first frame",
+    ),
+    "HunyuanVideo 1.5": Model(
+        "HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15_of_text,
+        "video, joint attention, masked, rotary tables",
+    ),
+    "HunyuanVideo 1.5, from an image": Model(
+        "HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15, "joint attention, masked",
+    ),
+    "CogVideoX": Model("CogVideoXTransformer3DModel", COG, cog, "video, joint attention"),
+    "CogVideoX, rotary": Model(
+        "CogVideoXTransformer3DModel", COG | {"use_rotary_positional_embeddings": True}, cog_rotary,
+        "video, joint attention, rotary tables",
+    ),
     "AuraFlow": Model("AuraFlowTransformer2DModel", AURA, sd3),
 }  # fmt: skip
 

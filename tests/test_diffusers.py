@@ -47,7 +47,8 @@ from wallfacer_dt.integrations.diffusers import attend, context_parallel, share_
 from wallfacer_dt.integrations.diffusers.sequence import RotaryTables
 
 Ranks = Callable[[int], RankPool]
-PIPELINES = "DiT", "PixArt", "SD3.5", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image"
+PIPELINES = ("DiT", "PixArt", "SD3.5", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image", "HunyuanVideo",
+             "CogVideoX")  # fmt: skip
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 GUIDE = Path(__file__).parent.parent / "docs" / "diffusers.md"
 
@@ -105,6 +106,10 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "Wan 2.1": lambda model: diffusers.WanPipeline(None, None, None, flow, model),
         "LTX-Video": lambda model: diffusers.LTXPipeline(flow, None, None, None, model),
         "Qwen-Image": lambda model: diffusers.QwenImagePipeline(flow, None, None, None, model),
+        "HunyuanVideo": lambda model: diffusers.HunyuanVideoPipeline(None, None, model, None, flow, None, None),
+        "CogVideoX": lambda model: diffusers.CogVideoXPipeline(
+            None, None, None, model, diffusers.CogVideoXDDIMScheduler()
+        ),
     }
     calls: dict[str, dict[str, Any]] = {
         "DiT": {"class_labels": [1, 3], "output_type": "np"},
@@ -115,6 +120,8 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "Wan 2.1": small | said | {"num_frames": 9},
         "LTX-Video": small | said | masks | {"num_frames": 17},
         "Qwen-Image": small | said | {"true_cfg_scale": 3.0},
+        "HunyuanVideo": small | said | pooled | masks | {"num_frames": 9, "true_cfg_scale": 3.0},
+        "CogVideoX": small | said | {"num_frames": 9},
     }
     as_its_pipeline_says = {"num_embeds_ada_norm": 1000, "out_channels": 8}
     dit = replace(MODELS["DiT"], config=MODELS["DiT"].config | as_its_pipeline_says)
@@ -186,6 +193,11 @@ def try_spoilt(name: str, option: str) -> Outcomes:
         ("Flux 2", "replicated"),
         ("LTX-Video", "scale"),
         ("Qwen-Image", "replicated"),
+        ("Qwen-Image, texts of two lengths", "replicated"),
+        ("HunyuanVideo", "replicated"),
+        ("HunyuanVideo 1.5", "scale"),
+        ("CogVideoX", "replicated"),
+        ("Wan 2.1, VACE", "scale"),
     ],
 )
 def test_an_option_that_is_dropped_shows(threads: Ranks, name: str, option: str) -> None:
@@ -220,8 +232,11 @@ def test_single_precision(threads: Ranks) -> None:
 
 
 def in_turn() -> list[float]:
-    """Forwards of three models, checkpointed, of other numbers of tokens; then their backwards, which compute again."""
-    names = ("SD3", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image")
+    """Forwards of models, checkpointed, of other numbers of tokens; then their backwards, which compute again."""
+    names = (
+        "SD3", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image, zero_cond_t", "HunyuanVideo, from an image",
+        "HunyuanVideo 1.5", "CogVideoX, rotary", "Wan 2.1, VACE",
+    )  # fmt: skip
     expected, losses, models = [], [], []
     for name in names:
         model, inputs = MODELS[name].made(), MODELS[name].called_with(even=False)
@@ -252,11 +267,19 @@ def refusal(call: Callable[[], Any]) -> str:
     return "went through"
 
 
+def hidden(mask: torch.Tensor, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Another mask for attention, of the shape that it has."""
+    del module
+    shape = torch.broadcast_shapes(kwargs["attention_mask"].shape, mask.shape)
+    return args, kwargs | {"attention_mask": mask.expand(shape).contiguous()}
+
+
 def refused_calls() -> dict[str, str]:
     """On every rank: what models say to calls that would be silently wrong, or that are not known to be right."""
     mesh, rank = set_up(), dist.get_rank()
-    flux, pixart, dit = (MODELS[name].made().eval() for name in ("Flux", "PixArt", "DiT"))
-    given = {m: MODELS[name].called_with(even=True) for m, name in ((flux, "Flux"), (pixart, "PixArt"), (dit, "DiT"))}
+    names = "Flux", "PixArt", "DiT", "HunyuanVideo", "CogVideoX, rotary"
+    flux, pixart, dit, hunyuan, cog = models = [MODELS[name].made().eval() for name in names]
+    given = {model: MODELS[name].called_with(even=True) for model, name in zip(models, names, strict=True)}
     handles = {model: context_parallel(model, mesh) for model in given}
     said = {}
 
@@ -275,6 +298,22 @@ def refused_calls() -> dict[str, str]:
         say("a mask of the image", pixart, attention_mask=torch.ones(2, 24))
         say("no text", flux, encoder_hidden_states=None)
         say("too few tokens", dit, hidden_states=torch.zeros(2, 4, 2, 2).double())
+        say(
+            "another text on a rank",
+            hunyuan,
+            encoder_attention_mask=given[hunyuan]["encoder_attention_mask"] * (rank != 1),
+        )
+        say(
+            "another table on a rank",
+            cog,
+            image_rotary_emb=tuple(x + (rank == 1) for x in given[cog]["image_rotary_emb"]),
+        )
+        masks = {"no image": torch.zeros(1, 1, 1, 1).bool(), "biases": torch.zeros(1, 1, 1, 1),
+                 "a row each": torch.ones(1, 1, 2, 1).bool()}  # fmt: skip
+        for what, mask in masks.items():
+            hide = partial(hidden, mask)
+            with hunyuan.transformer_blocks[0].attn.register_forward_pre_hook(hide, with_kwargs=True):
+                say(f"a mask of {what}", hunyuan)
         say("places of another image", flux, img_ids=given[flux]["img_ids"][1:])
         block, tokens, ones = dit.transformer_blocks[0], torch.zeros(2, 9, 32).double(), torch.ones(2).long()
         say_of("a block", lambda: block(tokens, timestep=ones, class_labels=ones))
@@ -319,6 +358,11 @@ SAYS = {
     "a mask of the image": "called with attention_mask",
     "no text": "encoder_hidden_states must be the text",
     "too few tokens": "1 tokens are too few for 4 ranks: dealt out as (1, 0, 0, 0)",
+    "another text on a rank": "what encoder_attention_mask holds must be the same on every rank",
+    "another table on a rank": "what image_rotary_emb[0] holds must be the same on every rank",
+    "a mask of no image": "let all of the image be seen",
+    "a mask of biases": "which must be bool",
+    "a mask of a row each": "(B, T) or (B, 1, 1, T + L)",
     "places of another image": "the tables of pos_embed are of 23 tokens, where the model has 24",
     "a block": "transformer_blocks.0.attn1 was called outside a forward",
     "a module": "was called by itself",
@@ -591,7 +635,14 @@ def mixed(name: str) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("name", few(["Flux", "Flux 2", "SD3", "LTX-Video", "Qwen-Image"], {"SD3", "Qwen-Image"}))
+@pytest.mark.parametrize(
+    "name",
+    few(
+        ["Flux", "Flux 2", "SD3", "LTX-Video", "Qwen-Image, texts of two lengths", "HunyuanVideo, from an image",
+         "HunyuanVideo 1.5", "CogVideoX, rotary", "Wan 2.1, VACE"],
+        {"SD3", "HunyuanVideo, from an image"},
+    ),
+)  # fmt: skip
 def test_fsdp_may_cast(ranks: Ranks, name: str) -> None:
     for alone, on_mesh in ranks(RANKS).run(mixed, name):
         assert on_mesh < 2 * alone
@@ -613,7 +664,10 @@ def compiled(name: str, is_whole: bool) -> list[float]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("name", "is_whole"), [("SD3", False), ("Flux", True), ("Wan 2.1", False)])
+@pytest.mark.parametrize(("name", "is_whole"), [
+    ("SD3", False), ("Flux", True), ("Wan 2.1", False), ("HunyuanVideo, from an image", False),
+    ("Qwen-Image, zero_cond_t", True), ("CogVideoX, rotary", False),
+])  # fmt: skip
 def test_compiled_round_attention(ranks: Ranks, name: str, is_whole: bool) -> None:
     for errors in ranks(2).run(compiled, name, is_whole):
         assert max(errors) < 1e-5
@@ -703,7 +757,7 @@ def test_adapters_that_are_refused(ranks: Ranks, kind: str, options: dict[str, A
         assert ranks(RANKS).run(in_training, kind, options, True) == [["went through"] * 2] * RANKS
 
 
-def trained(name: str, kind: str, options: dict[str, Any]) -> float:
+def trained(name: str, kind: str, options: dict[str, Any], turns: tuple[str, ...] = ("before", "after")) -> float:
     """How far gradients of adapters are off, as a step in which the model is whole comes between."""
     inputs, errors = MODELS[name].called_with(even=False), []
 
@@ -714,7 +768,7 @@ def trained(name: str, kind: str, options: dict[str, Any]) -> float:
         return {name: grad for name, grad in grads.items() if name in trained}
 
     expected = found(adapted(name, "", kind, **options)[0].get_base_model())
-    for turn in ("before", "after"):
+    for turn in turns:
         wrapped, handle = adapted(name, turn, kind, **options)
         model = wrapped.get_base_model()
         with wrapped.disable_adapter(), torch.no_grad():
@@ -726,6 +780,21 @@ def trained(name: str, kind: str, options: dict[str, Any]) -> float:
                 loss_of(model, inputs).backward()
                 model.zero_grad()
     return max(errors)
+
+
+def copied_later(part: str) -> str:
+    """What a model says whose block is copied after it was set up, which is told of the first frame."""
+    name = "HunyuanVideo, from an image"
+    wrapped, _ = adapted(name, "before", "LoraConfig", target_modules=["net.2"], modules_to_save=[part])
+    return refusal(lambda: wrapped.get_base_model()(**MODELS[name].called_with(even=False)))
+
+
+def test_blocks_that_peft_copies_are_told_of_the_first_frame(ranks: Ranks) -> None:
+    part = "single_transformer_blocks.0"
+    options = {"target_modules": ["net.2"], "modules_to_save": [part]}
+    assert max(ranks(RANKS).run(trained, "HunyuanVideo, from an image", "LoraConfig", options, ("after",))) < 1e-12
+    for said in ranks(RANKS).run(copied_later, part):
+        assert f"{part} is another module than context_parallel has seen: call it after adapters are added" in said
 
 
 @pytest.mark.parametrize(("name", "part"), [("Flux", "attn"), ("Wan 2.1", "attn1"), ("Flux", "transformer_blocks.0")])
@@ -741,6 +810,7 @@ def test_attention_that_peft_copies(ranks: Ranks, name: str, part: str) -> None:
         ("Flux", "IA3Config", {"feedforward_modules": [], "init_ia3_weights": False}),
         ("Flux", "LoKrConfig", {"init_weights": False}),
         ("Wan 2.1", "OFTConfig", {"oft_block_size": 4, "init_weights": False}),
+        ("HunyuanVideo", "LoraConfig", {"init_lora_weights": False}),
         ("SD3", "BOFTConfig", {"boft_block_size": 4, "init_weights": False}),
     ],
 )
@@ -772,7 +842,23 @@ def offloaded(name: str) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    few(["Flux", "Flux 2", "LTX-Video", "PixArt", "Qwen-Image", "SD3", "Wan 2.1", "Wan 2.2"], {"Flux", "Wan 2.1"}),
+    few(
+        [
+            "Flux",
+            "Flux 2",
+            "LTX-Video",
+            "PixArt",
+            "Qwen-Image, zero_cond_t",
+            "SD3",
+            "Wan 2.1",
+            "Wan 2.2",
+            "HunyuanVideo, from an image",
+            "HunyuanVideo 1.5",
+            "CogVideoX, rotary",
+            "Wan 2.1, VACE",
+        ],
+        {"Flux", "Wan 2.1"},
+    ),
 )
 def test_models_may_be_offloaded(ranks: Ranks, name: str) -> None:
     assert max(ranks(RANKS).run(offloaded, name)) < 1e-14

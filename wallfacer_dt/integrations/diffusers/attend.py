@@ -5,11 +5,17 @@ A processor projects, normalises and rotates tokens, and then calls ``scaled_dot
 it is, and that one call is replaced, which a mode of torch functions sees; so nothing of a processor is written here a
 second time, and the queries that are attended are its own. A processor that computes attention otherwise, as with
 another of diffusers' backends, is refused: no call was seen.
+
+Note [Masked text]
+Where some of a sample's text is padding, attention is computed of the other tokens only, of samples alike together: its
+kernels see no mask, and ranks send nothing more. What it gives for padding is zero, where a processor would compute it:
+nothing looks at that, neither attention as a key nor what comes after the blocks.
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +28,8 @@ from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.compiler import untraced
-from wallfacer_dt.integrations.diffusers.plans import Text
-from wallfacer_dt.integrations.diffusers.sequence import ForwardPass, RotaryTables
+from wallfacer_dt.integrations.diffusers.plans import Plan
+from wallfacer_dt.integrations.diffusers.sequence import ForwardPass, Texts, forward_of
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.options import AttentionKeywords
 
@@ -38,14 +44,14 @@ class ProcessorOnMesh:
         processor: diffusers' own.
         mesh: context mesh.
         options: of attention that are the same at every call.
-        text: how attention sees text, as in a plan.
+        plan: of the model.
         path: of the module, by which its calls are counted and messages name it.
     """
 
     processor: Any
     mesh: DeviceMesh
     options: AttentionKeywords
-    text: Text
+    plan: Plan
     path: str
 
     def __new__(cls, *given: Any, **named: Any) -> "ProcessorOnMesh":
@@ -88,16 +94,13 @@ class ProcessorOnMesh:
         kwargs |= {name: x for name, x in named.items() if x is not None}
         given = attn, hidden_states, *args
         known = _signature(type(self.processor)).bind(self.processor, *given, **kwargs).arguments
-        text, mask = known.get("encoder_hidden_states"), known.get("attention_mask")
-        if self.text == "cross" and text is not None:
+        text = known.get("encoder_hidden_states")
+        if self.plan.text == "cross" and text is not None:
             return self.processor(*given, **kwargs)
         with refusing_together(name_of(self.mesh)):
-            rotary = next((x for x in (*args, *kwargs.values()) if isinstance(x, RotaryTables)), None)
-            forward = sharded_sequence if rotary is None else rotary.forward_pass
-            self._check(forward, text, mask)
-        assert forward is not None, "checked"
-        has_text = self.text == "before" or (self.text == "after" and text is not None)
-        mode = _Attending(self, forward, forward.text if has_text else 0)
+            forward = forward_of((sharded_sequence, *args, *kwargs.values()), self.path)
+            tokens = text.shape[1] if text is not None else forward.text if self.plan.text == "before" else 0
+            mode = _Attending(self, forward, tokens, self._texts(forward, tokens, known))
         with mode:
             out = self.processor(*given, **kwargs)
         with refusing_together(name_of(self.mesh)):
@@ -117,17 +120,19 @@ class ProcessorOnMesh:
         """Nothing of it changes; a copy of the model refuses to be called."""
         return self
 
-    def _check(self, forward: ForwardPass | None, text: Tensor | None, mask: Tensor | None) -> None:
-        if forward is None:
-            raise ValueError(
-                f"{self.path} was called outside a forward of the model that context_parallel was given, or by a hook "
-                "that makes tuples of rotary tables: call that model, not a part of it"
-            )
-        if mask is not None:
-            raise ValueError(f"{self.path} was called with an attention_mask, which would be of one rank's tokens")
-        if text is not None and self.text == "none":
+    def _texts(self, forward: ForwardPass, tokens: int, known: Mapping[str, Any]) -> tuple[Texts, ...] | None:
+        """Of the text's mask, if there is one; or a refusal (ValueError) of what this model is known not to have."""
+        if known.get("encoder_hidden_states") is not None and self.plan.text == "none":
             raise ValueError(f"{self.path} was called with encoder_hidden_states, of which this model is known to have "
                              "none")  # fmt: skip
+        masks = {name: known.get(name) for name in ("attention_mask", "encoder_hidden_states_mask")}
+        mask = masks.pop(self.plan.text_mask, None)
+        if any(other is not None for other in masks.values()):
+            raise ValueError(f"{self.path} was called with an attention_mask, which would be of one rank's tokens")
+        if mask is None:
+            return None
+        start = 0 if self.plan.text == "before" else mask.shape[-1] - tokens
+        return forward.texts(mask, slice(start, start + tokens), self.path)
 
 
 @lru_cache(maxsize=64)
@@ -139,9 +144,9 @@ def _signature(kind: type) -> inspect.Signature:
 class _Attending(TorchFunctionMode):
     """The one call of scaled_dot_product_attention, on the mesh."""
 
-    def __init__(self, on: ProcessorOnMesh, forward: ForwardPass, text: int) -> None:
+    def __init__(self, on: ProcessorOnMesh, forward: ForwardPass, text: int, texts: tuple[Texts, ...] | None) -> None:
         super().__init__()
-        self.on, self.forward, self.text, self.calls = on, forward, text, 0
+        self.on, self.forward, self.text, self.texts, self.calls = on, forward, text, texts, 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         del types
@@ -162,18 +167,34 @@ class _Attending(TorchFunctionMode):
         del enable_gqa  # heads of keys are never expanded
         self.calls += 1
         with refusing_together(name_of(self.on.mesh)):
-            asked = {"attn_mask": attn_mask is not None, "dropout_p": bool(dropout_p), "is_causal": is_causal}
+            is_masked = attn_mask is not None and self.texts is None
+            asked = {"attn_mask": is_masked, "dropout_p": bool(dropout_p), "is_causal": is_causal}
             if refused := [name for name, is_asked in asked.items() if is_asked]:
                 raise ValueError(f"{self.on.path} calls attention with {refused[0]}, which is not implemented here")
-        is_last = self.on.text == "after"
+        is_last = self.on.plan.text == "after"
         if is_last:  # the text's rows are the first to attention on a mesh
             query, key, value = (self._rolled(x, x.shape[_TOKENS] - self.text) for x in (query, key, value))
         with Within(self.on.path):
-            out = context_parallel_attention(
-                query, key, value, self.on.mesh, scale=scale, replicated=self.text, length=self.forward.length,
-                **self.on.options,
-            )  # fmt: skip
+            out = self._on_mesh(query, key, value, scale)
         return self._rolled(out, self.text) if is_last else out
+
+    def _on_mesh(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """See Note [Masked text]."""
+        compute = partial(
+            context_parallel_attention, mesh=self.on.mesh, scale=scale, length=self.forward.length, **self.on.options
+        )
+        if not self.texts:
+            return compute(query, key, value, replicated=self.text)
+        outs, order = [], []
+        for texts in self.texts:
+            samples = torch.tensor(texts.samples, device=query.device)
+            rows = torch.tensor([*texts.tokens, *range(self.text, query.shape[_TOKENS])], device=query.device)
+            own = (x.index_select(0, samples).index_select(_TOKENS, rows) for x in (query, key, value))
+            out = compute(*own, replicated=len(texts.tokens))
+            whole = out.new_zeros(*out.shape[:_TOKENS], query.shape[_TOKENS], out.shape[-1])
+            outs.append(whole.index_copy(_TOKENS, rows, out))
+            order += texts.samples
+        return torch.cat(outs).index_select(0, torch.tensor(order, device=query.device).argsort())
 
     def _rolled(self, x: Tensor, rows: int) -> Tensor:
         """The first rows after the others."""

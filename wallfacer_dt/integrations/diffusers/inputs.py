@@ -68,6 +68,8 @@ def _told(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Hashable]]:
             yield f"the kind of {name}", _kind(value)
             if not value.requires_grad:  # a trained encoder's may differ by rounding, and cannot be shared
                 yield f"what {name} holds", _digest(value)
+        elif isinstance(value, tuple) and any(isinstance(x, Tensor) for x in value):
+            yield from _told({f"{name}[{number}]": x for number, x in enumerate(value)})
         elif isinstance(value, Mapping):
             yield from _told({f"{name}[{key!r}]": value[key] for key in value})
         else:

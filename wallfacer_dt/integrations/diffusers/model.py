@@ -10,8 +10,9 @@ arguments of blocks: blocks that are computed again in a backward, after other f
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -26,14 +27,14 @@ from wallfacer_dt.integrations.diffusers.attend import ProcessorOnMesh
 from wallfacer_dt.integrations.diffusers.inputs import compare_inputs
 from wallfacer_dt.integrations.diffusers.plans import Plan, plan_of
 from wallfacer_dt.integrations.diffusers.refusals import (
-    NO_MASKS,
     attention_modules,
     attentions_of,
     check_model_is_known,
     check_model_may_run,
+    told_blocks,
     why_refused,
 )
-from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, RotaryTables
+from wallfacer_dt.integrations.diffusers.sequence import PASSED, ForwardPass, RotaryTables, forward_of
 from wallfacer_dt.integrations.handle import Handle, make_way
 from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.mesh import context_groups, name_of
@@ -79,24 +80,31 @@ class ContextParallel(Handle[ModelMixin]):
             yield model
 
     def _turn_on(self, model: ModelMixin) -> None:
-        plan, modules = self._plan, attention_modules(model)
+        plan, modules = self._plan, attention_modules(model, self._plan)
         paths = {module: adapters.without_copies(path) for path, module in modules.items()}
         blocks = attentions_of(model, plan).values()
         self._attends = Counter(paths.get(x, path) for block in blocks for path, x in block.items())
         self._leave_on(model)
         for module in modules.values():
-            module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan.text, paths[module]))
-        at = {plan.tokens: self._deal, plan.rotary: self._deal_rotary, plan.output: self._put_together}
-        self._hooked = {path: model.get_submodule(path) for path in at if path}
+            module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan, paths[module]))
+        at: dict[str, Callable[..., Any]] = {plan.output: self._put_together, **dict.fromkeys(plan.tokens, self._deal)}
+        if plan.rotary:
+            at[plan.rotary] = self._deal_rotary
+        told = told_blocks(model, plan)
+        self._hooked = {path: model.get_submodule(path) for path in at} | told
         self._hooks = [
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
-            *(module.register_forward_hook(at[path]) for path, module in self._hooked.items()),
+            *(self._hooked[path].register_forward_hook(hook) for path, hook in at.items()),
+            *(
+                block.register_forward_pre_hook(partial(self._tell, path), with_kwargs=True)
+                for path, block in told.items()
+            ),
         ]
 
     def _turn_off(self, model: ModelMixin) -> None:
         self._remove_hooks()
-        for module in attention_modules(model).values():
+        for module in attention_modules(model, self._plan).values():
             if isinstance(module.processor, ProcessorOnMesh):
                 module.set_processor(module.processor.processor)
         self._hooked, self._forward = {}, None
@@ -107,7 +115,8 @@ class ContextParallel(Handle[ModelMixin]):
         self._forward = None
         with refusing_together(name_of(self.mesh)):
             self._check_still_set_up(model)
-            processors = {path: module.processor.processor for path, module in attention_modules(model).items()}
+            modules = attention_modules(model, self._plan)
+            processors = {path: module.processor.processor for path, module in modules.items()}
             check_model_may_run(model, processors)
             given = self._known(args, kwargs)
             forward = ForwardPass(self._order)
@@ -121,6 +130,10 @@ class ContextParallel(Handle[ModelMixin]):
                     given[name] = forward.shard(given[name], 1, name)
                 elif shape.numel() > given["hidden_states"].shape[0]:
                     raise ValueError(f"{name} must be (B,) or (B, N), got {tuple(shape)}")
+            rotary = self._plan.rotary_given
+            if rotary in given:
+                tables = (forward.shard(table, 0, rotary) for table in given[rotary])
+                given[rotary] = RotaryTables(tables, forward)
         if self._plan.keywords:
             given[self._plan.keywords] = {PASSED: forward}
         self._forward = forward
@@ -128,10 +141,13 @@ class ContextParallel(Handle[ModelMixin]):
 
     @untraced(_UNTRACED)
     def _deal(self, module: nn.Module, args: Any, tokens: Tensor) -> Tensor:
-        """This rank's tokens, of all (B, N, D); of a grid (B, D, ...) a line of as many dims."""
+        """This rank's tokens, of all (B, N, D), or (B, T + N, D); of a grid (B, D, ...) a line of as many dims."""
         del module, args
         forward = self._in_forward()
         with refusing_together(name_of(self.mesh)):
+            if self._plan.tokens_after_text:
+                text, tokens = tokens.tensor_split([forward.text], 1)
+                return torch.cat([text, forward.shard(tokens, 1, "tokens")], 1)
             if tokens.ndim == 3:
                 return forward.shard(tokens, 1, "tokens")
             line = forward.shard(tokens.flatten(2), 2, "tokens")
@@ -153,6 +169,15 @@ class ContextParallel(Handle[ModelMixin]):
                 text, tokens = table.tensor_split([forward.text if where == "first" else 0], dim)
                 parts.append(torch.cat([text, forward.shard(tokens, dim, f"the tables of {self._plan.rotary}")], dim))
         return RotaryTables((*parts, *apart), forward)
+
+    @untraced(_UNTRACED)
+    def _tell(self, path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Before a block, also where it is computed again: what it is told of all tokens, of this rank's."""
+        given, name = inspect.signature(block.forward).bind(*args, **kwargs).arguments, self._plan.told_in_blocks
+        with refusing_together(name_of(self.mesh)):
+            forward, told = forward_of(given.values(), path), given[name]
+            given[name] = forward.shard(told, 1, name) if isinstance(told, Tensor) else forward.among_own(told)
+        return (), given
 
     @untraced(_UNTRACED)
     def _put_together(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -191,7 +216,7 @@ class ContextParallel(Handle[ModelMixin]):
 
     def _check_still_set_up(self, model: ModelMixin) -> None:
         self._check_is_of(model)
-        for path, module in attention_modules(model).items():
+        for path, module in attention_modules(model, self._plan).items():
             if not isinstance(module.processor, ProcessorOnMesh) or module.processor.mesh is not self.mesh:
                 raise ValueError(
                     f"the attention processor of {path} is another than context_parallel has set: call remove() before "
@@ -209,9 +234,7 @@ class ContextParallel(Handle[ModelMixin]):
         for name, value in given.items():
             if name in self._plan.takes or name == "return_dict":
                 continue
-            if name in NO_MASKS and isinstance(value, Tensor) and bool(value.all()):
-                given[name] = None
-            elif isinstance(value, Tensor) or value not in (None, False, {}):
+            if isinstance(value, Tensor) or value not in (None, False, {}):
                 raise ValueError(f"the model was called with {name}, which is not implemented: {why_refused(name)}")
         parameters = self._signature.parameters
         return {name: x for name, x in given.items() if x is not None or parameters[name].default is not None}
@@ -225,8 +248,8 @@ def context_parallel(model: ModelMixin, mesh: DeviceMesh, **options: Unpack[WayK
     or divide the loss by P where they are summed. A second call on a model takes the place of the first.
 
     Args:
-        model: DiT, PixArt, SD3, Flux, Flux 2, Qwen-Image, Wan or LTX-Video, before or after ``fully_shard``; it is
-            called as a whole.
+        model: DiT, PixArt, SD3, Flux, Flux 2, Qwen-Image, HunyuanVideo, CogVideoX, Wan or LTX-Video, before or after
+            ``fully_shard``; it is called as a whole.
         mesh: context mesh; see :func:`context_mesh`.
         **options: ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``, as :class:`AttentionOptions` has them;
             what else is an option there, the model says.

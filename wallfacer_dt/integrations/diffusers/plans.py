@@ -6,27 +6,35 @@ the sources of diffusers 0.41.0 to 0.42.1.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from diffusers import (
+    CogVideoXTransformer3DModel,
     DiTTransformer2DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     ModelMixin,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
+    WanVACETransformer3DModel,
 )
 from diffusers.models.attention_processor import (
     AttnProcessor2_0,
+    CogVideoXAttnProcessor2_0,
     FusedAttnProcessor2_0,
+    FusedCogVideoXAttnProcessor2_0,
     FusedJointAttnProcessor2_0,
     JointAttnProcessor2_0,
 )
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
@@ -36,7 +44,8 @@ Text = Literal["none", "cross", "before", "after"]
 PROCESSORS = {
     AttnProcessor2_0, FusedAttnProcessor2_0, JointAttnProcessor2_0, FusedJointAttnProcessor2_0, FluxAttnProcessor,
     WanAttnProcessor, LTXVideoAttnProcessor, QwenDoubleStreamAttnProcessor2_0, Flux2AttnProcessor,
-    Flux2ParallelSelfAttnProcessor,
+    Flux2ParallelSelfAttnProcessor, CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0,
+    HunyuanVideoAttnProcessor2_0, HunyuanVideo15AttnProcessor2_0,
 }  # fmt: skip
 """Attention processors that compute projections token by token, and one attention by scaled_dot_product_attention."""
 
@@ -50,31 +59,39 @@ class Plan:
         takes: arguments of a call that are known; of others it is not known what they do with tokens.
         blocks: lists of blocks, in order.
         attends: the attention of a block in which the image's tokens see each other; some blocks lack the second.
-        tokens: the module that gives tokens (B, N, D), or a grid of them (B, D, ...).
+        tokens: modules that give tokens (B, N, D), or a grid of them (B, D, ...).
         output: the module that gives every token's part of the image, (B, N, C).
         text: whether attention has none; sees it by cross attention; or together with the image, before it or after.
+        tokens_after_text: whether these modules give (B, T + N, D), the text before the image.
+        text_mask: the argument by which attention is told which tokens of the text it sees.
         keywords: the argument of a call that is handed down to attention; where there is none, that is
         rotary: the module whose tables are handed down to it,
         rotary_dim: and the dim of their tokens;
-        rotary_text: where those of text in joint attention are: first, in a last table, or what the module is called
-            for after the image.
+        rotary_text: where those of text in joint attention are: nowhere, first, in a last table, or what the module is
+            called for after the image.
+        rotary_given: in place of the module, the argument of a call that has the image's tables (N, H).
         per_token: arguments that may be (B, N), with a value for every token.
-        not_set: options of the config which make, of what a call is given, something for every token.
+        told_in_blocks: an argument of blocks that is (B, N) likewise, or says how many tokens come first;
+        told_if: an option of the config, and its value, with which blocks are given it.
     """
 
     kind: type[ModelMixin]
     takes: frozenset[str]
     blocks: tuple[str, ...]
     attends: tuple[str, ...]
-    tokens: str
+    tokens: tuple[str, ...]
     output: str
     text: Text
+    tokens_after_text: bool = False
+    text_mask: str = ""
     keywords: str = ""
     rotary: str = ""
     rotary_dim: int = 0
-    rotary_text: Literal["first", "last table", "next call"] = "first"
+    rotary_text: Literal["nowhere", "first", "last table", "next call"] = "nowhere"
+    rotary_given: str = ""
     per_token: frozenset[str] = frozenset()
-    not_set: tuple[str, ...] = ()
+    told_in_blocks: str = ""
+    told_if: tuple[str, Any] = ("", None)
 
     @property
     def is_joint(self) -> bool:
@@ -86,52 +103,82 @@ PLANS = (
     Plan(
         DiTTransformer2DModel, frozenset({"hidden_states", "timestep", "class_labels"}), ("transformer_blocks",),
         ("attn1",),
-        tokens="pos_embed", output="proj_out_2", text="none", keywords="cross_attention_kwargs",
+        tokens=("pos_embed",), output="proj_out_2", text="none", keywords="cross_attention_kwargs",
     ),
     Plan(
         PixArtTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "timestep", "added_cond_kwargs",
                    "encoder_attention_mask"}),
-        ("transformer_blocks",), ("attn1",), tokens="pos_embed", output="proj_out", text="cross",
+        ("transformer_blocks",), ("attn1",), tokens=("pos_embed",), output="proj_out", text="cross",
         keywords="cross_attention_kwargs",
     ),
     Plan(
         SD3Transformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"}),
-        ("transformer_blocks",), ("attn", "attn2"), tokens="pos_embed", output="proj_out", text="after",
+        ("transformer_blocks",), ("attn", "attn2"), tokens=("pos_embed",), output="proj_out", text="after",
         keywords="joint_attention_kwargs",
     ),
     Plan(
         FluxTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids",
                    "guidance"}),
-        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens="x_embedder", output="proj_out",
-        text="before", rotary="pos_embed", rotary_dim=0,
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
+        text="before", rotary="pos_embed", rotary_text="first",
     ),
     Plan(
         Flux2Transformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "guidance"}),
-        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens="x_embedder", output="proj_out",
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
         text="before", keywords="joint_attention_kwargs", rotary="pos_embed", rotary_text="next call",
     ),
     Plan(
         WanTransformer3DModel,
         frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"}),
-        ("blocks",), ("attn1",), tokens="patch_embedding", output="proj_out", text="cross", rotary="rope", rotary_dim=1,
-        per_token=frozenset({"timestep"}),
+        ("blocks",), ("attn1",), tokens=("patch_embedding",), output="proj_out", text="cross", rotary="rope",
+        rotary_dim=1, per_token=frozenset({"timestep"}),
+    ),
+    Plan(
+        WanVACETransformer3DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image",
+                   "control_hidden_states", "control_hidden_states_scale"}),
+        ("blocks", "vace_blocks"), ("attn1",), tokens=("patch_embedding", "vace_patch_embedding"), output="proj_out",
+        text="cross", rotary="rope", rotary_dim=1,
     ),
     Plan(
         LTXVideoTransformer3DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "num_frames",
                    "height", "width", "rope_interpolation_scale", "video_coords"}),
-        ("transformer_blocks",), ("attn1",), tokens="proj_in", output="proj_out", text="cross", rotary="rope",
+        ("transformer_blocks",), ("attn1",), tokens=("proj_in",), output="proj_out", text="cross", rotary="rope",
         rotary_dim=1, per_token=frozenset({"timestep"}),
     ),
     Plan(
         QwenImageTransformer2DModel,
-        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_shapes", "additional_t_cond"}),
-        ("transformer_blocks",), ("attn",), tokens="img_in", output="proj_out", text="before", rotary="pos_embed",
-        rotary_text="last table", not_set=("zero_cond_t",),
+        frozenset({"hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "timestep", "img_shapes",
+                   "additional_t_cond"}),
+        ("transformer_blocks",), ("attn",), tokens=("img_in",), output="proj_out", text="before",
+        text_mask="encoder_hidden_states_mask", rotary="pos_embed", rotary_text="last table",
+        told_in_blocks="modulate_index", told_if=("zero_cond_t", True),
+    ),
+    Plan(
+        HunyuanVideoTransformer3DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask",
+                   "pooled_projections", "guidance"}),
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
+        text="after", text_mask="attention_mask", rotary="rope", told_in_blocks="num_tokens",
+        told_if=("image_condition_type", "token_replace"),
+    ),
+    Plan(
+        HunyuanVideo15Transformer3DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "timestep_r",
+                   "encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"}),
+        ("transformer_blocks",), ("attn",), tokens=("x_embedder",), output="proj_out", text="after",
+        text_mask="attention_mask", rotary="rope",
+    ),
+    Plan(
+        CogVideoXTransformer3DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs", "image_rotary_emb"}),
+        ("transformer_blocks",), ("attn1",), tokens=("patch_embed",), output="proj_out", text="before",
+        tokens_after_text=True, keywords="attention_kwargs", rotary_given="image_rotary_emb",
     ),
 )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What attention on a mesh would make silently wrong, refused by name before anything runs."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -16,7 +17,6 @@ _KEYWORDS = "what adapters, guidance and others are told by it is not known (a L
 _RESIDUALS = "a ControlNet's residuals are of all tokens"
 _REFUSED = {
     "attention_mask": "a mask of the image would be of all tokens",
-    "encoder_hidden_states_mask": "text that is attended with the image has no mask here: give texts of one length",
     "attention_kwargs": _KEYWORDS,
     "cross_attention_kwargs": _KEYWORDS,
     "joint_attention_kwargs": _KEYWORDS,
@@ -25,8 +25,6 @@ _REFUSED = {
     "block_controlnet_hidden_states": _RESIDUALS,
     "skip_layers": "blocks that are left out would attend nowhere",
 }
-NO_MASKS = frozenset({"encoder_hidden_states_mask"})
-"""Masks that must let everything through."""
 _MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.MultiheadAttention)
 
 
@@ -35,9 +33,16 @@ def why_refused(argument: str) -> str:
     return _REFUSED.get(argument, "what it does with a part of the tokens is not known")
 
 
-def attention_modules(model: ModelMixin) -> dict[str, Any]:
-    """By path, all modules of a model that have an attention processor; what wraps some passes on theirs."""
-    return {path: module for path, module in model.named_modules() if hasattr(type(module), "set_processor")}
+def attention_modules(model: ModelMixin, plan: Plan) -> dict[str, Any]:
+    """By path, modules of blocks that have an attention processor; what wraps some passes on theirs. What lies outside
+    blocks attends to the text alone, of which all ranks hold all.
+    """
+    return {
+        path: module
+        for blocks in plan.blocks
+        for path, module in model.get_submodule(blocks).named_modules(prefix=blocks)
+        if hasattr(type(module), "set_processor")
+    }
 
 
 def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, dict[str, nn.Module]]:
@@ -52,6 +57,19 @@ def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, dict[str, nn.Modul
     return found
 
 
+def told_blocks(model: ModelMixin, plan: Plan) -> dict[str, nn.Module]:
+    """By path, blocks that are told something of all tokens, also within what wraps them."""
+    option, value = plan.told_if
+    if not option or getattr(model.config, option) != value:
+        return {}
+    return {
+        path: module
+        for blocks in plan.blocks
+        for path, module in model.get_submodule(blocks).named_modules(prefix=blocks)
+        if plan.told_in_blocks in inspect.signature(module.forward).parameters
+    }
+
+
 def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
     """Refuse (ValueError) a model in which more than attention looks at several tokens, or attention is not known."""
     why = next(_reasons(model, plan), None)
@@ -62,10 +80,7 @@ def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
 def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     if getattr(model.config, "attention_type", "default") != "default":
         yield f"attention_type={model.config.attention_type!r} (GLIGEN) is not implemented"
-    for name in plan.not_set:
-        if getattr(model.config, name, False):
-            yield f"{name} of its config is not implemented: it makes something of every token of a call"
-    have_processors = attention_modules(model)
+    have_processors = attention_modules(model, plan)
     yield from _unknown({path: module.processor for path, module in have_processors.items()})
     for path, attentions in attentions_of(model, plan).items():
         if not attentions:

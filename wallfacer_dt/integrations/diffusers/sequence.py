@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from wallfacer_dt.integrations.carried import carried
@@ -13,6 +15,19 @@ from wallfacer_dt.sequence import shard_sequence
 
 PASSED = "sharded_sequence"
 """The keyword by which attention is told, where models hand keywords down to it."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Samples of a batch of whose text the same tokens are valid.
+
+    Attributes:
+        samples: which of the batch.
+        tokens: which of T are valid.
+    """
+
+    samples: tuple[int, ...]
+    tokens: tuple[int, ...]
 
 
 @carried
@@ -37,6 +52,7 @@ class ForwardPass:
     calls: Counter[str] = field(default_factory=Counter)
     has_rotary: bool = False
     gathered: bool = False
+    _known: tuple[Tensor, tuple[Texts, ...]] | None = None
 
     def shard(self, x: Tensor, dim: int, what: str) -> Tensor:
         """This rank's part of something with a place for every token, or a refusal (ValueError) of what has not."""
@@ -51,6 +67,54 @@ class ForwardPass:
             )
         self.length = length
         return shard_sequence(x, self.order, dim=dim)
+
+    def among_own(self, first: int) -> int:
+        """How many of this rank's tokens are among the first of the sequence, as they are in its shard, too."""
+        return int((self.shard(torch.arange(self.length, device="cpu"), 0, "tokens") < first).sum())
+
+    def texts(self, mask: Tensor, text: slice, path: str) -> tuple[Texts, ...]:
+        """Samples whose texts are alike. A mask is read once, though all blocks are given it.
+
+        Args:
+            mask: bool (B, T), or (B, 1, 1, T + L) of text and this rank's tokens; of keys, true where they are seen.
+            text: where the text's T are in it.
+            path: of the attention that was given it.
+
+        Returns:
+            All samples, or nothing where all tokens of all texts are valid.
+
+        Raises:
+            ValueError: a mask of another form, or one that hides tokens of the image.
+        """
+        if self._known is None or self._known[0] is not mask:
+            held = mask.flatten(1).cpu()
+            others = held.clone()
+            others[:, text] = True
+            if mask.dtype != torch.bool or mask.shape[1:-1] not in ((), (1, 1)) or not others.all():
+                raise ValueError(
+                    f"{path} was given a mask {tuple(mask.shape)} of {mask.dtype}, which must be bool, (B, T) or "
+                    "(B, 1, 1, T + L), and let all of the image be seen"
+                )
+            alike: dict[tuple[bool, ...], list[int]] = {}
+            for sample, valid in enumerate(held[:, text].tolist()):
+                alike.setdefault(tuple(valid), []).append(sample)
+            found = [
+                Texts(tuple(samples), tuple(n for n, is_valid in enumerate(valid) if is_valid))
+                for valid, samples in alike.items()
+            ]
+            self._known = mask, () if all(all(valid) for valid in alike) else tuple(found)
+        return self._known[1]
+
+
+def forward_of(given: Iterable[Any], path: str) -> ForwardPass:
+    """The forward that arguments of a module, by its path, tell of; or a refusal (ValueError)."""
+    for x in given:
+        if isinstance(x, ForwardPass | RotaryTables):
+            return x if isinstance(x, ForwardPass) else x.forward_pass
+    raise ValueError(
+        f"{path} was called outside a forward of the model that context_parallel was given, or by a hook that makes "
+        "tuples of rotary tables: call that model, not a part of it"
+    )
 
 
 class RotaryTables:
