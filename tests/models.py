@@ -40,6 +40,7 @@ MLA = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
     "v_head_dim": 6,
 }  # fmt: skip
+ESM = NO_DROPOUT | {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 14}
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 13}
 
 
@@ -173,6 +174,8 @@ MODELS: dict[str, Model] = {
         {"local_attention": 26, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}, shift=False,
         has="not causal, window",
     ),
+    "ESM-2": Model("EsmForMaskedLM", ESM, shift=False, has="not causal, masked tokens"),
+    "ESM C": Model("EsmcForMaskedLM", {"num_key_value_heads": 4}, shift=False, has="not causal"),
     "RoBERTa": Model("RobertaForMaskedLM", NO_DROPOUT, shift=False, has="not causal"),
     "Falcon": Model("FalconForCausalLM"),
     "Bloom": Model("BloomForCausalLM"),

@@ -69,6 +69,8 @@ from tests.models import (
     Key,
     Outcomes,
     document,
+    errors_of,
+    gradients,
     own_flag,
     summed,
     tokens_of,
@@ -713,6 +715,37 @@ def packed_by_transformers(name: str) -> float:
 @pytest.mark.parametrize("name", ["head_tail", "document_head_tail"])
 def test_padding(ranks: Ranks, name: str, has_padding: bool) -> None:
     assert max(ranks(RANKS).run(padded, name, has_padding)) < 1e-6
+
+
+def masked(name: str, has_checkpoints: bool) -> float:
+    """ESM-2, of padded rows of which masks lie on one rank, all of whose tokens they may be, beside one process."""
+    mesh = context_mesh("cpu", ring=2, team=2)
+    order, model = TokenOrder(name, mesh), MODELS["ESM-2"].made()
+    if has_checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    tokens, labels = tokens_of(64)
+    tokens[0, :16] = tokens[1, 20:24] = model.config.mask_token_id
+    seen = torch.ones(2, 64).long()
+    seen[0, 50:] = seen[1, :9] = 0
+    labels = labels.masked_fill(seen == 0, -100)
+
+    summed(model(input_ids=tokens, attention_mask=seen).logits, labels).backward()
+    expected = gradients(model)
+    context_parallel(model, mesh, order=order)
+    batch = shard_inputs(mesh, tokens, order=order, labels=labels, shift=False, attention_mask=seen)
+    wanted = batch.pop("labels")
+    del batch["num_items_in_batch"]
+    summed(model(**batch).logits, wanted).backward()
+    found = gradients(model)
+    for grad in found.values():
+        dist.all_reduce(grad)
+    return max(errors_of(found, expected).values())
+
+
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+@pytest.mark.parametrize("name", ["contiguous", "document_head_tail"])
+def test_masked_tokens_are_counted_over_ranks(ranks: Ranks, name: str, has_checkpoints: bool) -> None:
+    assert max(ranks(RANKS).run(masked, name, has_checkpoints)) < 1e-12
 
 
 def fully_sharded() -> float:

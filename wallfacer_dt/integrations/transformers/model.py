@@ -28,6 +28,7 @@ from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
 from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_labels
+from wallfacer_dt.integrations.transformers.masked_tokens import count_masked_tokens
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
 from wallfacer_dt.integrations.transformers.refusals import (
     ROUTER,
@@ -120,6 +121,7 @@ class ContextParallel(Handle[PreTrainedModel]):
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
             *tell_largest_position(model, self._in_forward),
+            *count_masked_tokens(model, self._in_forward),
         ]
 
     def _turn_off(self, model: PreTrainedModel, implementation: str | None = None) -> None:

@@ -71,7 +71,14 @@ def counts_from_padding(module: nn.Module) -> bool:
     name = "create_position_ids_from_input_ids"
     kind = type(module)
     asks = "position_ids" in inspect.signature(kind.forward).parameters and hasattr(module, "padding_idx")
+    if getattr(module, "position_embedding_type", "") == "rotary":  # ESM's, which does not look at them here
+        return False
     return asks and (hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name))
+
+
+def scales_by_masked_tokens(module: nn.Module) -> bool:
+    """Whether a module scales embeddings by how many tokens of a row are masked."""
+    return type(module).__name__ == "EsmEmbeddings" and bool(getattr(module, "token_dropout", False))
 
 
 def counts_for_itself(model: PreTrainedModel) -> bool:
