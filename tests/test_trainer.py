@@ -41,10 +41,10 @@ FOR_KERNELS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q",
 class Rows(Dataset):
     """Rows of tokens, of which some labels do not count; remembers which were asked for.
 
-    Some end early or, packed, are of two documents, which positions say.
+    Some end early or, packed, are of two documents, which positions say. Masked, labels are of tokens that are hidden.
     """
 
-    def __init__(self, *, packed: bool = False) -> None:
+    def __init__(self, *, packed: bool = False, masked: bool = False) -> None:
         generator = torch.Generator().manual_seed(5)
         self.tokens = torch.randint(3, 97, (16, LENGTH), generator=generator)
         self.labels = self.tokens.masked_fill(torch.rand(16, LENGTH, generator=generator) < 0.3, -100)
@@ -58,6 +58,11 @@ class Rows(Dataset):
             self.labels[::3, 40] = -100  # which the other document would predict
             self.said = {"position_ids": positions}
             self.labels[:7] = -100  # whole batches of a step, of which others count
+        self.shift = not masked
+        if masked:
+            self.labels[torch.rand(16, LENGTH, generator=generator) < 0.6] = -100
+            self.tokens[self.mask == 0] = 0  # of what padding is one process would count, too
+            self.tokens[self.labels != -100] = MODELS["ESM-2"].options["mask_token_id"]
         self.asked: list[int] = []
 
     def __len__(self) -> int:
@@ -84,20 +89,24 @@ def arguments(**options: Any) -> TrainingArguments:
 
 
 def counted(rows: Rows, some: list[int]) -> Tensor:
-    return (rows.labels[some][:, 1:] != -100).sum()
+    return (rows.labels[some][:, int(rows.shift) :] != -100).sum()
 
 
 def loss_of(model: Any, rows: Rows, some: list[int]) -> Tensor:
     """The mean over all counted labels, of one process and whole rows."""
     said = {name: x[some] for name, x in rows.said.items()}
-    logits = model(input_ids=rows.tokens[some], use_cache=False, **said).logits
-    summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows.labels[some][:, 1:].flatten(), reduction="sum")
+    if rows.shift:
+        said["use_cache"] = False
+    logits = model(input_ids=rows.tokens[some], **said).logits
+    last = -1 if rows.shift else None
+    wanted = rows.labels[some][:, int(rows.shift) :]
+    summed = F.cross_entropy(logits[:, :last].flatten(0, 1), wanted.flatten(), reduction="sum")
     return summed / counted(rows, some)
 
 
-def one_process(rows: Rows, steps: list[list[int]]) -> tuple[Any, list[float]]:
+def one_process(name: str, rows: Rows, steps: list[list[int]]) -> tuple[Any, list[float]]:
     """The model, and its losses in steps of these rows."""
-    model = MODELS["Mistral"].made()
+    model = MODELS[name].made()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses = []
     for some in steps:
@@ -117,38 +126,48 @@ def evaluated(model: Any, rows: Rows, many: int, batch: int) -> float:
         return sum(loss_of(model, rows, part).item() * len(part) for part in parts) / many
 
 
-def trained(groups: int, order: str) -> tuple[list[int], float, float]:
+def trained(name: str, groups: int, order: str) -> tuple[list[int], float, float]:
     """Which rows this rank read (packed, on two meshes), and how far parameters and losses are from one process."""
-    rows, world = Rows(packed=groups == 2), dist.get_world_size()
+    masked, world = not MODELS[name].shift, dist.get_world_size()
+    rows = Rows(packed=groups == 2 and not masked, masked=masked)
     whole = init_device_mesh("cpu", (groups, world // groups, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     mesh = whole["cp_ring", "cp_team"]
-    model = MODELS["Mistral"].made()
+    model, held_out = MODELS[name].made(), Rows(masked=masked)
     context_parallel(model, mesh, order=TokenOrder(order, mesh))
     with of_torchrun():
-        trainer = ContextParallelTrainer(model, arguments(), train_dataset=rows, eval_dataset=Rows())
+        trainer = ContextParallelTrainer(model, arguments(), train_dataset=rows, eval_dataset=held_out)
         trainer.train()
         asked: list[Any] = [None] * world
         dist.all_gather_object(asked, rows.asked)
         logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         # On two meshes accelerate repeats rows, in the last batch of one mesh or of both.
         sizes = (16, 13)[:groups]
-        logged += [trainer.evaluate(Subset(Rows(), range(many)))["eval_loss"] for many in sizes]
+        logged += [trainer.evaluate(Subset(held_out, range(many)))["eval_loss"] for many in sizes]
         divided = arguments(accelerator_config={"split_batches": True}, per_device_eval_batch_size=4)
         trainer = ContextParallelTrainer(model, divided)
-        logged.append(trainer.evaluate(Subset(Rows(), range(13)))["eval_loss"])
+        logged.append(trainer.evaluate(Subset(held_out, range(13)))["eval_loss"])
     by_group = asked[:: world // groups]
     steps = [[row for group in by_group for row in group[4 * step :][:4]] for step in range(3)]
-    expected, losses = one_process(rows, steps)
-    losses += [evaluated(expected, Rows(), many, 5 * groups) for many in sizes] + [evaluated(expected, Rows(), 13, 4)]
+    expected, losses = one_process(name, rows, steps)
+    losses += [evaluated(expected, held_out, many, 5 * groups) for many in sizes]
+    losses.append(evaluated(expected, held_out, 13, 4))
     found = dict(trainer.model.named_parameters())
     pairs = {name: (found[name].detach(), p.detach()) for name, p in expected.named_parameters()}
     told = torch.tensor(logged), torch.tensor(losses)
     return asked[dist.get_rank()], worst_error(pairs, relative_to="largest"), worst_error([told])
 
 
-@pytest.mark.parametrize(("groups", "order"), [(1, "head_tail"), (2, "head_tail"), (2, "document_head_tail")])
-def test_trainer(ranks: Ranks, groups: int, order: str) -> None:
-    told = ranks(RANKS).run(trained, groups, order)
+@pytest.mark.parametrize(
+    ("name", "groups", "order"),
+    [
+        ("Mistral", 1, "head_tail"),
+        ("Mistral", 2, "head_tail"),
+        ("Mistral", 2, "document_head_tail"),
+        ("ESM-2", 2, "head_tail"),
+    ],
+)
+def test_trainer(ranks: Ranks, name: str, groups: int, order: str) -> None:
+    told = ranks(RANKS).run(trained, name, groups, order)
     assert len({tuple(asked) for asked, _, _ in told}) == groups
     for _, parameters, losses in told:
         assert parameters < 1e-6

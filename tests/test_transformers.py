@@ -717,6 +717,49 @@ def test_padding(ranks: Ranks, name: str, has_padding: bool) -> None:
     assert max(ranks(RANKS).run(padded, name, has_padding)) < 1e-6
 
 
+def losses_of_bert() -> tuple[float, dict[str, str]]:
+    """How far BERT's own loss, and its gradients, are from one process; and what is refused."""
+    mesh, order, _ = set_up()
+    model = MODELS["BERT"].made()
+    tokens, labels = tokens_of(64)
+    expected = model(input_ids=tokens, labels=labels)
+    expected.loss.backward()
+    grads = gradients(model)
+    context_parallel(model, mesh, order=order)
+    batch = shard_inputs(mesh, tokens, order=order, labels=labels, shift=False)
+    found, listed = model(**batch), model(**batch, return_dict=False)
+    found.loss.backward()
+    assert list(found) == ["loss", "logits"]
+    assert listed[0].equal(found.loss)
+    assert listed[1].equal(found.logits)
+    loss, its = found.loss.detach(), gradients(model)
+    for x in (loss, *its.values()):
+        dist.all_reduce(x)
+    error = max(worst_error([(loss[None], expected.loss.detach()[None])]), *errors_of(its, grads).values())
+    shifted = shard_inputs(mesh, tokens, order=order, labels=labels)
+    said = {
+        "no count": refusal(lambda: model(**batch | {"num_items_in_batch": None})),
+        "shifted labels": refusal(lambda: model(**shifted)),
+    }
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    said["a forward of one's own"] = refusal(lambda: model(**batch))
+    return error, said
+
+
+def test_means_that_heads_take_are_sums_of_ranks(ranks: Ranks) -> None:
+    says = {
+        "no count": "labels without num_items_in_batch",
+        "shifted labels": "BertForMaskedLM does not predict the next token",
+        "a forward of one's own": "BertForMaskedLM computes its loss by itself",
+    }
+    for error, told in ranks(RANKS).run(losses_of_bert):
+        assert error < 1e-12
+        assert told.keys() == says.keys()
+        for name, what in says.items():
+            assert what in told[name], (name, told[name])
+
+
 def masked(name: str, has_checkpoints: bool) -> float:
     """ESM-2, of padded rows of which masks lie on one rank, all of whose tokens they may be, beside one process."""
     mesh = context_mesh("cpu", ring=2, team=2)
@@ -727,8 +770,8 @@ def masked(name: str, has_checkpoints: bool) -> float:
     tokens[0, :16] = tokens[1, 20:24] = model.config.mask_token_id
     seen = torch.ones(2, 64).long()
     seen[0, 50:] = seen[1, :9] = 0
+    tokens[seen == 0] = 0  # of what padding is one process would count, too
     labels = labels.masked_fill(seen == 0, -100)
-
     summed(model(input_ids=tokens, attention_mask=seen).logits, labels).backward()
     expected = gradients(model)
     context_parallel(model, mesh, order=order)

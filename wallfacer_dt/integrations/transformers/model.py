@@ -27,7 +27,7 @@ from wallfacer_dt.integrations.handle import Handle, found_on, make_way
 from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
-from wallfacer_dt.integrations.transformers.loss import SummedLoss, shifts_labels
+from wallfacer_dt.integrations.transformers.loss import SummedLoss, SumOfLogits, shifts_labels
 from wallfacer_dt.integrations.transformers.masked_tokens import count_masked_tokens
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
 from wallfacer_dt.integrations.transformers.refusals import (
@@ -91,6 +91,12 @@ class ContextParallel(Handle[PreTrainedModel]):
         """Whether the model's own loss predicts the next token."""
         model = self._model()
         return model is not None and shifts_labels(self._loss or upstream.own_loss(model))
+
+    @property
+    def sums_loss(self) -> bool:
+        """Whether the loss is computed here, of a head that would take a mean of its own logits."""
+        model = self._model()
+        return model is not None and upstream.takes_mean_of_logits(model)
 
     @contextmanager
     def whole(self, attn_implementation: str | None = None) -> Iterator[PreTrainedModel]:
@@ -176,7 +182,9 @@ class ContextParallel(Handle[PreTrainedModel]):
                 kwargs = {name: value for name, value in kwargs.items() if value is not sequence}
             else:
                 sequence = None
-            self._check_passes_on(kwargs)
+            takes_mean = upstream.takes_mean_of_logits(model)
+            if not takes_mean:
+                self._check_passes_on(kwargs)
             sequence = self._checked(sequence, self._named(args, kwargs))
             if sequence.is_padded_before and upstream.counts_from_mask(model):
                 raise ValueError(
@@ -197,14 +205,18 @@ class ContextParallel(Handle[PreTrainedModel]):
                 told.append((adapters.STATE, adapters.random_state()))
             agree(f"a forward of {type(model).__name__}", told, name_of(self.mesh))
             self._forward = ForwardPass(sequence)
+            if takes_mean and (labels := given.get("labels")) is not None:
+                self._forward.own_loss = SumOfLogits.taken_from(given, type(model).__name__)
+                args = tuple(None if x is labels else x for x in args)
+                kwargs = {name: x for name, x in kwargs.items() if name not in _OF_LOSS}
         return args, kwargs
 
     @untraced(_UNTRACED)
-    def _end(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _end(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """After each forward: whether attention and loss were computed where they should be."""
         forward, self._forward = self._forward, None
         if forward is None or output is None:  # it has raised
-            return
+            return None
         with refusing_together(name_of(self.mesh)):
             layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
             if forward.calls < layers:
@@ -219,6 +231,7 @@ class ContextParallel(Handle[PreTrainedModel]):
                     "forward that TRL or Liger put in its place (leave that out): leave labels out, and compute it "
                     "from logits, divided by num_items_in_batch"
                 )
+        return None if forward.own_loss is None else forward.own_loss.added_to(output)
 
     def _check_still_set_up(self, model: PreTrainedModel) -> None:
         self._check_is_of(model)

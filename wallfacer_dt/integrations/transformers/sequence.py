@@ -98,8 +98,10 @@ class ForwardPass:
         sequence: the whole one.
         calls: of attention on the mesh, as yet.
         losses: calls of the model's loss function, as yet.
+        own_loss: what is to be added to the output, of a head that would take a mean by itself.
     """
 
     sequence: ShardedSequence
     calls: int = 0
     losses: int = 0
+    own_loss: Any = None

@@ -69,6 +69,7 @@ class ContextParallelTrainer(Trainer):
             told = args[0] if args else kwargs.get("args")
             _check_parallelism(getattr(told, "parallelism_config", None))  # of which accelerate has errors of its own
         super().__init__(model, *args, **kwargs)
+        self.model_accepts_loss_kwargs |= self.context.sums_loss
         with refusing_together(everyone):
             self._check_settings()
             groups = sorted(set(hear_all("Trainer's meshes", mesh_ranks(self.context.mesh), everyone).values()))

@@ -5,8 +5,10 @@ A mask reaches an attention implementation as a function of four positions, made
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 _LOCAL = ".<locals>."
+_MEAN = re.compile(r"CrossEntropyLoss\(\)[^\n]*\n(?:\s*(?:#.*|labels = labels\.to\(\w+\.device\))?\n)*"
+                   r"\s*\w+ = \w+\(\s*(\w+)\.view\(-1, self\.[\w.]+\),\s*labels\.view\(-1\),?\s*\)")  # fmt: skip
 
 
 class Leaf(NamedTuple):
@@ -119,6 +123,23 @@ def called_by(model: PreTrainedModel) -> str:
 def own_loss(model: PreTrainedModel) -> Callable[..., Any]:
     """The loss function that a model has by its kind; to ask its property would warn where it has no labels either."""
     return LOSS_MAPPING[model.loss_type if model.loss_type in LOSS_MAPPING else "ForCausalLM"]
+
+
+def takes_mean_of_logits(model: PreTrainedModel) -> bool:
+    """Whether a head computes its loss in its forward, as the mean of cross entropy of the logits that it gives."""
+    its, own = inspect.unwrap(model.forward), inspect.unwrap(type(model).forward)
+    is_replaced = getattr(its, "__func__", its) is not own  # accelerate wraps it
+    kinds = "ForMaskedLM", "ForTokenClassification"
+    return type(model).__name__.endswith(kinds) and not is_replaced and _is_mean_of_logits(own)
+
+
+@lru_cache
+def _is_mean_of_logits(forward: Callable[..., Any]) -> bool:
+    if not forward.__module__.startswith("transformers."):
+        return False
+    source = inspect.getsource(forward)
+    means = _MEAN.findall(source)
+    return len(means) == source.count("CrossEntropyLoss") == 1 and f"logits={means[0]}," in source
 
 
 def swap_loss(model: PreTrainedModel, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
