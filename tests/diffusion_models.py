@@ -288,7 +288,8 @@ MODELS: dict[str, Model] = {
         "video, joint attention, masked, rotary tables",
     ),
     "HunyuanVideo 1.5, from an image": Model(
-        "HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15, "joint attention, masked",
+        "HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15,
+        "video, joint attention, masked, rotary tables",
     ),
     "CogVideoX": Model("CogVideoXTransformer3DModel", COG, cog, "video, joint attention"),
     "CogVideoX, rotary": Model(

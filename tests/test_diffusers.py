@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 from wallfacer_dt import EquivalenceError, TokenOrder, check_model, context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
@@ -44,7 +50,7 @@ from tests.diffusion_models import (
 from tests.models import RANKS, verdict
 from tests.pairwise import few
 from wallfacer_dt.integrations.diffusers import attend, context_parallel, share_inputs
-from wallfacer_dt.integrations.diffusers.sequence import RotaryTables
+from wallfacer_dt.integrations.diffusers.sequence import RotaryTables, Texts
 
 Ranks = Callable[[int], RankPool]
 PIPELINES = ("DiT", "PixArt", "SD3.5", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image", "HunyuanVideo",
@@ -274,6 +280,12 @@ def hidden(mask: torch.Tensor, module: nn.Module, args: Any, kwargs: dict[str, A
     return args, kwargs | {"attention_mask": mask.expand(shape).contiguous()}
 
 
+def of_one_sample(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The mask of the first sample for all, as scaled_dot_product_attention would take it."""
+    del module
+    return args, kwargs | {"attention_mask": kwargs["attention_mask"][:1]}
+
+
 def refused_calls() -> dict[str, str]:
     """On every rank: what models say to calls that would be silently wrong, or that are not known to be right."""
     mesh, rank = set_up(), dist.get_rank()
@@ -314,6 +326,14 @@ def refused_calls() -> dict[str, str]:
             hide = partial(hidden, mask)
             with hunyuan.transformer_blocks[0].attn.register_forward_pre_hook(hide, with_kwargs=True):
                 say(f"a mask of {what}", hunyuan)
+        with hunyuan.transformer_blocks[0].attn.register_forward_pre_hook(of_one_sample, with_kwargs=True):
+            say("a mask of one sample", hunyuan)
+        flipped = [
+            x * (1 - 2 * (rank == 1) * (torch.arange(len(x)) == 10))[:, None] for x in given[cog]["image_rotary_emb"]
+        ]
+        say("a list of tables, another on a rank", cog, image_rotary_emb=flipped)
+        say("a list of tables", cog, image_rotary_emb=list(given[cog]["image_rotary_emb"]))
+        say("an array", dit, timestep=given[dit]["timestep"].numpy())
         say("places of another image", flux, img_ids=given[flux]["img_ids"][1:])
         block, tokens, ones = dit.transformer_blocks[0], torch.zeros(2, 9, 32).double(), torch.ones(2).long()
         say_of("a block", lambda: block(tokens, timestep=ones, class_labels=ones))
@@ -363,6 +383,10 @@ SAYS = {
     "a mask of no image": "let all of the image be seen",
     "a mask of biases": "which must be bool",
     "a mask of a row each": "(B, T) or (B, 1, 1, T + L)",
+    "a mask of one sample": "was given a mask (1, 1, 1, ",
+    "a list of tables, another on a rank": "what image_rotary_emb[0] holds must be the same on every rank",
+    "a list of tables": "went through",
+    "an array": "timestep is an array",
     "places of another image": "the tables of pos_embed are of 23 tokens, where the model has 24",
     "a block": "transformer_blocks.0.attn1 was called outside a forward",
     "a module": "was called by itself",
@@ -686,9 +710,54 @@ def compilations(name: str) -> list[int]:
     return found
 
 
-def test_forwards_are_compiled_once(ranks: Ranks) -> None:
-    for first, *others in ranks(2).run(compilations, "Wan 2.1"):
+@pytest.mark.parametrize("name", few(["Wan 2.1", "HunyuanVideo, from an image"], {"Wan 2.1"}))
+def test_forwards_are_compiled_once(ranks: Ranks, name: str) -> None:
+    for first, *others in ranks(2).run(compilations, name):
         assert others == [first] * 2
+
+
+def wrapped(name: str) -> tuple[dict[str, float], list[int]]:
+    """How far gradients are where blocks are wrapped after all else, and how often masks are read."""
+    inputs, errors, read = MODELS[name].called_with(even=False), {}, []
+    expected = MODELS[name].made()
+    loss_of(expected, inputs).backward()
+    grads = gradients(expected)
+
+    def compiled_blocks(model: Any) -> None:
+        for number, block in enumerate(model.transformer_blocks):
+            model.transformer_blocks[number] = torch.compile(block, backend="eager")
+
+    def checkpointed(reentrant: CheckpointImpl, model: Any) -> None:
+        wrap = partial(checkpoint_wrapper, checkpoint_impl=reentrant)
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrap, check_fn=set(model.transformer_blocks).__contains__
+        )
+
+    ways: dict[str, Callable[[Any], None]] = {"compiled": compiled_blocks} | {
+        impl.name: partial(checkpointed, impl) for impl in CheckpointImpl
+    }
+    for way, wrap in ways.items():
+        model = MODELS[name].made()
+        context_parallel(model, set_up())
+        wrap(model)
+        with mock.patch.object(Texts, "of", wraps=Texts.of) as reads:
+            loss_of(model, inputs).backward()
+        read.append(reads.call_count)
+        found = {
+            n.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): g
+            for n, g in averaged(model).items()
+        }
+        errors[way] = max(errors_of(found, grads).values())
+    return errors, read
+
+
+@pytest.mark.parametrize(
+    "name", few(["HunyuanVideo, from an image", "Qwen-Image, zero_cond_t"], {"HunyuanVideo, from an image"})
+)
+def test_blocks_may_be_wrapped_afterwards(ranks: Ranks, name: str) -> None:
+    for errors, read in ranks(RANKS).run(wrapped, name):
+        assert max(errors.values()) < 1e-12, errors
+        assert read == [int(name.startswith("Hunyuan"))] * 3
 
 
 def run_page(program: str) -> tuple[float, float]:
@@ -794,7 +863,9 @@ def test_blocks_that_peft_copies_are_told_of_the_first_frame(ranks: Ranks) -> No
     options = {"target_modules": ["net.2"], "modules_to_save": [part]}
     assert max(ranks(RANKS).run(trained, "HunyuanVideo, from an image", "LoraConfig", options, ("after",))) < 1e-12
     for said in ranks(RANKS).run(copied_later, part):
-        assert f"{part} is another module than context_parallel has seen: call it after adapters are added" in said
+        assert (
+            f"{part}.modules_to_save.default is told of tokens, and is no module that context_parallel has seen" in said
+        )
 
 
 @pytest.mark.parametrize(("name", "part"), [("Flux", "attn"), ("Wan 2.1", "attn1"), ("Flux", "transformer_blocks.0")])

@@ -8,12 +8,13 @@ another of diffusers' backends, is refused: no call was seen.
 
 Note [Masked text]
 Where some of a sample's text is padding, attention is computed of the other tokens only, of samples alike together: its
-kernels see no mask, and ranks send nothing more. What it gives for padding is zero, where a processor would compute it:
-nothing looks at that, neither attention as a key nor what comes after the blocks.
+kernels see no mask, and ranks send no more bytes, but those of each kind of sample by themselves. What it gives for
+padding is zero, where a processor would compute it: nothing looks at that, neither attention as a key nor what comes
+after the blocks.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -100,7 +101,7 @@ class ProcessorOnMesh:
         with refusing_together(name_of(self.mesh)):
             forward = forward_of((sharded_sequence, *args, *kwargs.values()), self.path)
             tokens = text.shape[1] if text is not None else forward.text if self.plan.text == "before" else 0
-            mode = _Attending(self, forward, tokens, self._texts(forward, tokens, known))
+            mode = _Attending(self, forward, tokens, self._texts(forward, tokens, len(hidden_states), known))
         with mode:
             out = self.processor(*given, **kwargs)
         with refusing_together(name_of(self.mesh)):
@@ -120,19 +121,19 @@ class ProcessorOnMesh:
         """Nothing of it changes; a copy of the model refuses to be called."""
         return self
 
-    def _texts(self, forward: ForwardPass, tokens: int, known: Mapping[str, Any]) -> tuple[Texts, ...] | None:
+    def _texts(self, forward: ForwardPass, tokens: int, batch: int, known: Mapping[str, Any]) -> Texts | None:
         """Of the text's mask, if there is one; or a refusal (ValueError) of what this model is known not to have."""
         if known.get("encoder_hidden_states") is not None and self.plan.text == "none":
             raise ValueError(f"{self.path} was called with encoder_hidden_states, of which this model is known to have "
                              "none")  # fmt: skip
         masks = {name: known.get(name) for name in ("attention_mask", "encoder_hidden_states_mask")}
         mask = masks.pop(self.plan.text_mask, None)
-        if any(other is not None for other in masks.values()):
-            raise ValueError(f"{self.path} was called with an attention_mask, which would be of one rank's tokens")
+        if others := [name for name, other in masks.items() if other is not None]:
+            raise ValueError(f"{self.path} was called with {others[0]}, which would be of one rank's tokens")
         if mask is None:
             return None
         start = 0 if self.plan.text == "before" else mask.shape[-1] - tokens
-        return forward.texts(mask, slice(start, start + tokens), self.path)
+        return forward.texts(mask, slice(start, start + tokens), batch, self.path)
 
 
 @lru_cache(maxsize=64)
@@ -144,7 +145,7 @@ def _signature(kind: type) -> inspect.Signature:
 class _Attending(TorchFunctionMode):
     """The one call of scaled_dot_product_attention, on the mesh."""
 
-    def __init__(self, on: ProcessorOnMesh, forward: ForwardPass, text: int, texts: tuple[Texts, ...] | None) -> None:
+    def __init__(self, on: ProcessorOnMesh, forward: ForwardPass, text: int, texts: Texts | None) -> None:
         super().__init__()
         self.on, self.forward, self.text, self.texts, self.calls = on, forward, text, texts, 0
 
@@ -171,32 +172,40 @@ class _Attending(TorchFunctionMode):
             asked = {"attn_mask": is_masked, "dropout_p": bool(dropout_p), "is_causal": is_causal}
             if refused := [name for name, is_asked in asked.items() if is_asked]:
                 raise ValueError(f"{self.on.path} calls attention with {refused[0]}, which is not implemented here")
-        is_last = self.on.plan.text == "after"
-        if is_last:  # the text's rows are the first to attention on a mesh
-            query, key, value = (self._rolled(x, x.shape[_TOKENS] - self.text) for x in (query, key, value))
-        with Within(self.on.path):
-            out = self._on_mesh(query, key, value, scale)
-        return self._rolled(out, self.text) if is_last else out
-
-    def _on_mesh(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """See Note [Masked text]."""
         compute = partial(
             context_parallel_attention, mesh=self.on.mesh, scale=scale, length=self.forward.length, **self.on.options
         )
-        if not self.texts:
-            return compute(query, key, value, replicated=self.text)
-        outs, order = [], []
-        for texts in self.texts:
-            samples = torch.tensor(texts.samples, device=query.device)
-            rows = torch.tensor([*texts.tokens, *range(self.text, query.shape[_TOKENS])], device=query.device)
-            own = (x.index_select(0, samples).index_select(_TOKENS, rows) for x in (query, key, value))
-            out = compute(*own, replicated=len(texts.tokens))
-            whole = out.new_zeros(*out.shape[:_TOKENS], query.shape[_TOKENS], out.shape[-1])
-            outs.append(whole.index_copy(_TOKENS, rows, out))
-            order += texts.samples
-        return torch.cat(outs).index_select(0, torch.tensor(order, device=query.device).argsort())
+        with Within(self.on.path):
+            if self.texts and self.texts.alike:
+                return self._of_valid(compute, query, key, value)
+            if self.on.plan.text == "before" or not self.text:
+                return compute(query, key, value, replicated=self.text)
+            # The text's rows are the first to attention on a mesh.
+            own = (torch.cat(self._parts(x), _TOKENS) for x in (query, key, value))
+            return self._together(*compute(*own, replicated=self.text).tensor_split([self.text], _TOKENS))
 
-    def _rolled(self, x: Tensor, rows: int) -> Tensor:
-        """The first rows after the others."""
-        first, others = x.split([rows, x.shape[_TOKENS] - rows], _TOKENS)
-        return torch.cat([others, first], _TOKENS) if self.text else x
+    def _of_valid(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """See Note [Masked text]."""
+        assert self.texts is not None
+        outs = []
+        for one in self.texts.alike:
+            own = []
+            for text, image in map(self._parts, tensors):
+                if one.samples is not None:
+                    text, image = text.index_select(0, one.samples), image.index_select(0, one.samples)
+                own.append(torch.cat([text.index_select(_TOKENS, one.tokens), image], _TOKENS))
+            valid, image = compute(*own, replicated=len(one.tokens)).tensor_split([len(one.tokens)], _TOKENS)
+            text = valid.new_zeros(*valid.shape[:_TOKENS], self.text, valid.shape[-1])
+            outs.append(self._together(text.index_copy(_TOKENS, one.tokens, valid), image))
+        return outs[0] if self.texts.back is None else torch.cat(outs).index_select(0, self.texts.back)
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The text's rows and the image's."""
+        if self.on.plan.text == "before":
+            return x[:, :, : self.text], x[:, :, self.text :]
+        image = x.shape[_TOKENS] - self.text
+        return x[:, :, image:], x[:, :, :image]
+
+    def _together(self, text: Tensor, image: Tensor) -> Tensor:
+        """In the order that the processor has them."""
+        return torch.cat([text, image] if self.on.plan.text == "before" else [image, text], _TOKENS)

@@ -68,10 +68,14 @@ def _told(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Hashable]]:
             yield f"the kind of {name}", _kind(value)
             if not value.requires_grad:  # a trained encoder's may differ by rounding, and cannot be shared
                 yield f"what {name} holds", _digest(value)
-        elif isinstance(value, tuple) and any(isinstance(x, Tensor) for x in value):
+        elif isinstance(value, list | tuple) and any(isinstance(x, Tensor) for x in tree_leaves(value)):
             yield from _told({f"{name}[{number}]": x for number, x in enumerate(value)})
         elif isinstance(value, Mapping):
             yield from _told({f"{name}[{key!r}]": value[key] for key in value})
+        elif any(isinstance(x, Tensor | np.ndarray) for x in tree_leaves(value)):
+            raise ValueError(
+                f"{name} is an array, or holds one or tensors, of which it is not known how to compare them"
+            )
         else:
             yield name, value
 

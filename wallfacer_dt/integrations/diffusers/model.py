@@ -62,6 +62,7 @@ class ContextParallel(Handle[ModelMixin]):
         self._forward: ForwardPass | None = None
         self._options = options
         self._hooked: dict[str, nn.Module] = {}
+        self._told: set[nn.Module] = set()
         self._attends: Counter[str] = Counter()  # how often a forward calls each attention, by path
         self._turn_on(model)
 
@@ -87,11 +88,13 @@ class ContextParallel(Handle[ModelMixin]):
         self._leave_on(model)
         for module in modules.values():
             module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan, paths[module]))
-        at: dict[str, Callable[..., Any]] = {plan.output: self._put_together, **dict.fromkeys(plan.tokens, self._deal)}
+        at: dict[str, Callable[..., Any]] = {path: partial(self._deal, path) for path in plan.tokens}
+        at[plan.output] = self._put_together
         if plan.rotary:
             at[plan.rotary] = self._deal_rotary
         told = told_blocks(model, plan)
-        self._hooked = {path: model.get_submodule(path) for path in at} | told
+        self._hooked = {path: model.get_submodule(path) for path in at}
+        self._told = set(told.values())
         self._hooks = [
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
@@ -107,7 +110,7 @@ class ContextParallel(Handle[ModelMixin]):
         for module in attention_modules(model, self._plan).values():
             if isinstance(module.processor, ProcessorOnMesh):
                 module.set_processor(module.processor.processor)
-        self._hooked, self._forward = {}, None
+        self._hooked, self._told, self._forward = {}, set(), None
 
     @untraced(_UNTRACED)
     def _begin(self, model: ModelMixin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -140,17 +143,17 @@ class ContextParallel(Handle[ModelMixin]):
         return (), given
 
     @untraced(_UNTRACED)
-    def _deal(self, module: nn.Module, args: Any, tokens: Tensor) -> Tensor:
+    def _deal(self, path: str, module: nn.Module, args: Any, tokens: Tensor) -> Tensor:
         """This rank's tokens, of all (B, N, D), or (B, T + N, D); of a grid (B, D, ...) a line of as many dims."""
         del module, args
-        forward = self._in_forward()
+        forward, what = self._in_forward(), f"those that {path} gives"
         with refusing_together(name_of(self.mesh)):
             if self._plan.tokens_after_text:
                 text, tokens = tokens.tensor_split([forward.text], 1)
-                return torch.cat([text, forward.shard(tokens, 1, "tokens")], 1)
+                return torch.cat([text, forward.shard(tokens, 1, what)], 1)
             if tokens.ndim == 3:
-                return forward.shard(tokens, 1, "tokens")
-            line = forward.shard(tokens.flatten(2), 2, "tokens")
+                return forward.shard(tokens, 1, what)
+            line = forward.shard(tokens.flatten(2), 2, what)
         return line.view(*line.shape, *(1,) * (tokens.ndim - 3))
 
     @untraced(_UNTRACED)
@@ -226,6 +229,12 @@ class ContextParallel(Handle[ModelMixin]):
             if model.get_submodule(path) is not module:
                 raise ValueError(
                     f"{path} is another module than context_parallel has seen: call it after adapters are added"
+                )
+        for path, block in told_blocks(model, self._plan).items():
+            if block not in self._told:
+                raise ValueError(
+                    f"{path} is told of tokens, and is no module that context_parallel has seen: call it after blocks "
+                    "are copied, as peft's modules_to_save does"
                 )
 
     def _known(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -66,8 +67,13 @@ def told_blocks(model: ModelMixin, plan: Plan) -> dict[str, nn.Module]:
         path: module
         for blocks in plan.blocks
         for path, module in model.get_submodule(blocks).named_modules(prefix=blocks)
-        if plan.told_in_blocks in inspect.signature(module.forward).parameters
+        if _takes(type(module), plan.told_in_blocks)
     }
+
+
+@lru_cache(maxsize=1024)
+def _takes(kind: type[nn.Module], name: str) -> bool:
+    return name in inspect.signature(kind.forward).parameters
 
 
 def check_model_is_known(model: ModelMixin, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,16 +19,48 @@ PASSED = "sharded_sequence"
 
 
 @dataclass(frozen=True)
-class Texts:
+class Alike:
     """Samples of a batch of whose text the same tokens are valid.
 
     Attributes:
-        samples: which of the batch.
-        tokens: which of T are valid.
+        samples: which of the batch; None for all.
+        tokens: which of the text.
     """
 
-    samples: tuple[int, ...]
-    tokens: tuple[int, ...]
+    samples: Tensor | None
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What attention is to see of the texts of a batch.
+
+    Attributes:
+        alike: all samples; nothing where all tokens of all texts are valid.
+        back: where in these, one after the other, each sample of the batch is; None where they are in order.
+    """
+
+    alike: tuple[Alike, ...] = ()
+    back: Tensor | None = None
+
+    @classmethod
+    def of(cls, valid: Tensor) -> "Texts":
+        """Of bool (B, T)."""
+        rows: dict[tuple[bool, ...], list[int]] = {}
+        for sample, row in enumerate(valid.tolist()):
+            rows.setdefault(tuple(row), []).append(sample)
+        if all(map(all, rows)):
+            return cls()
+        device = valid.device
+        alike = [
+            Alike(
+                torch.tensor(samples, device=device) if len(rows) > 1 else None,
+                torch.tensor(row, device=device).nonzero()[:, 0],
+            )
+            for row, samples in rows.items()
+        ]
+        back = torch.tensor([*chain(*rows.values())], device=device).argsort() if len(rows) > 1 else None
+        return cls(tuple(alike), back)
 
 
 @carried
@@ -52,7 +85,8 @@ class ForwardPass:
     calls: Counter[str] = field(default_factory=Counter)
     has_rotary: bool = False
     gathered: bool = False
-    _known: tuple[Tensor, tuple[Texts, ...]] | None = None
+    _read: tuple[Tensor, Texts] | None = None
+    _among_own: dict[int, int] = field(default_factory=dict)
 
     def shard(self, x: Tensor, dim: int, what: str) -> Tensor:
         """This rank's part of something with a place for every token, or a refusal (ValueError) of what has not."""
@@ -70,40 +104,38 @@ class ForwardPass:
 
     def among_own(self, first: int) -> int:
         """How many of this rank's tokens are among the first of the sequence, as they are in its shard, too."""
-        return int((self.shard(torch.arange(self.length, device="cpu"), 0, "tokens") < first).sum())
+        if first not in self._among_own:
+            places = self.shard(torch.arange(self.length, device="cpu"), 0, "tokens")
+            self._among_own[first] = int((places < first).sum())
+        return self._among_own[first]
 
-    def texts(self, mask: Tensor, text: slice, path: str) -> tuple[Texts, ...]:
-        """Samples whose texts are alike. A mask is read once, though all blocks are given it.
+    def texts(self, mask: Tensor, text: slice, batch: int, path: str) -> Texts:
+        """What attention is to see of texts. A mask is read once, though all blocks are given it, again in a backward.
 
         Args:
             mask: bool (B, T), or (B, 1, 1, T + L) of text and this rank's tokens; of keys, true where they are seen.
             text: where the text's T are in it.
+            batch: B.
             path: of the attention that was given it.
 
         Returns:
-            All samples, or nothing where all tokens of all texts are valid.
+            It.
 
         Raises:
             ValueError: a mask of another form, or one that hides tokens of the image.
         """
-        if self._known is None or self._known[0] is not mask:
-            held = mask.flatten(1).cpu()
-            others = held.clone()
+        if self._read is None or not self._read[0].is_set_to(mask):
+            flat = mask.flatten(1)
+            others = flat.clone()
             others[:, text] = True
-            if mask.dtype != torch.bool or mask.shape[1:-1] not in ((), (1, 1)) or not others.all():
+            is_right = mask.dtype == torch.bool and len(mask) == batch and mask.shape[1:-1] in ((), (1, 1))
+            if not is_right or not others.all():
                 raise ValueError(
                     f"{path} was given a mask {tuple(mask.shape)} of {mask.dtype}, which must be bool, (B, T) or "
                     "(B, 1, 1, T + L), and let all of the image be seen"
                 )
-            alike: dict[tuple[bool, ...], list[int]] = {}
-            for sample, valid in enumerate(held[:, text].tolist()):
-                alike.setdefault(tuple(valid), []).append(sample)
-            found = [
-                Texts(tuple(samples), tuple(n for n, is_valid in enumerate(valid) if is_valid))
-                for valid, samples in alike.items()
-            ]
-            self._known = mask, () if all(all(valid) for valid in alike) else tuple(found)
-        return self._known[1]
+            self._read = mask, Texts.of(flat[:, text])
+        return self._read[1]
 
 
 def forward_of(given: Iterable[Any], path: str) -> ForwardPass:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.utils import ModelOutput
 
 from wallfacer_dt.integrations.transformers.sequence import ForwardPass
 
@@ -63,11 +62,11 @@ class SumOfLogits:
         return cls(given["labels"], given["num_items_in_batch"])
 
     def added_to(self, output: Any) -> Any:
-        """The output of the model, with this rank's part of the loss, which is in float32 at least."""
-        logits = output["logits"] if isinstance(output, ModelOutput) else output[0]
+        """The output of the model, by name or a tuple, with this rank's part of the loss, in float32 at least."""
+        logits = output[0] if isinstance(output, tuple) else output["logits"]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
         loss = F.cross_entropy(logits, self.labels.flatten().to(logits.device), reduction="sum") / self.counted
-        return type(output)(loss=loss, **output) if isinstance(output, ModelOutput) else (loss, *output)
+        return (loss, *output) if isinstance(output, tuple) else type(output)(loss=loss, **output)
 
 
 def _check_labels(given: dict[str, Any], name: str, *, shifts: bool) -> None:
