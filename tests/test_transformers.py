@@ -785,6 +785,28 @@ def masked(name: str, has_checkpoints: bool) -> float:
     return max(errors_of(found, expected).values())
 
 
+def dropped_later() -> tuple[str, float]:
+    """What is said where ESM-2 is to drop masked tokens later, and how far outputs are where it no longer does."""
+    mesh, order, _ = set_up()
+    model = MODELS["ESM-2"].made().requires_grad_(False)
+    tokens, _ = tokens_of(64)
+    batch = shard_inputs(mesh, tokens, order=order)
+    model.esm.embeddings.token_dropout = False
+    expected = shard_sequence(model(input_ids=tokens).logits, order, dim=1)
+    context_parallel(model, mesh, order=order)
+    model.esm.embeddings.token_dropout = True
+    said = refusal(lambda: model(**batch))
+    context_parallel(model, mesh, order=order)
+    model.esm.embeddings.token_dropout = False
+    return said, worst_error([(model(**batch).logits, expected)])
+
+
+def test_token_dropout_may_be_set_later(ranks: Ranks) -> None:
+    for said, error in ranks(RANKS).run(dropped_later):
+        assert "esm.embeddings (EsmEmbeddings) looks at several tokens" in said
+        assert error < 1e-12
+
+
 @pytest.mark.parametrize("has_checkpoints", [False, True])
 @pytest.mark.parametrize("name", ["contiguous", "document_head_tail"])
 def test_masked_tokens_are_counted_over_ranks(ranks: Ranks, name: str, has_checkpoints: bool) -> None:

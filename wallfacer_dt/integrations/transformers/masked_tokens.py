@@ -39,7 +39,7 @@ def count_masked_tokens(model: nn.Module, in_forward: Callable[[], ForwardPass])
     def scale(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         given = inspect.signature(module.forward).bind(*args, **kwargs)
         ids = given.arguments.get("input_ids")
-        if ids is not None:
+        if ids is not None and upstream.scales_by_masked_tokens(module):
             masked = ids == module.mask_token_id
             kept = (1 - _ratios(masked, in_forward().sequence))[..., None]
             embeddings = module.word_embeddings(ids).masked_fill(masked[..., None], 0.0)

@@ -122,7 +122,9 @@ class ContextParallel(Handle[PreTrainedModel]):
         self._leave_on(model)
         self._loss = upstream.swap_loss(model, None)
         upstream.swap_loss(model, SummedLoss(self._loss or upstream.own_loss(model), self._in_forward))
-        self._told = weakref.WeakSet(module for module in model.modules() if largest_matters(module))
+        self._told = weakref.WeakSet(
+            module for module in model.modules() if largest_matters(module) or upstream.scales_by_masked_tokens(module)
+        )
         self._hooks = [
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),

@@ -50,11 +50,12 @@ def check_modules(model: PreTrainedModel, told: Container[nn.Module]) -> None:
 
     Args:
         model: whose.
-        told: those that are told the largest position.
+        told: those that are told the largest position, or of masked tokens.
     """
     for module in model.modules():
-        has_rope = "rope_type" in vars(module) and largest_matters(module) and module not in told
-        if has_rope or isinstance(module, _MIXING):
+        has_rope = "rope_type" in vars(module) and largest_matters(module)
+        is_to_be_told = has_rope or upstream.scales_by_masked_tokens(module)
+        if (is_to_be_told and module not in told) or isinstance(module, _MIXING):
             path = next(path for path, one in model.named_modules() if one is module)
             raise ValueError(
                 f"{path} ({type(module).__name__}) looks at several tokens, or at the largest position, and came or "
