@@ -51,8 +51,10 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
+    LlamaModel,
     MobileBertConfig,
     MobileBertForMaskedLM,
+    MoshiDepthConfig,
     OPTConfig,
     OPTForCausalLM,
     PhimoeConfig,
@@ -60,6 +62,7 @@ from transformers import (
     masking_utils,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.moshi.modeling_moshi import MoshiDepthDecoder
 
 from tests.models import (
     DOCUMENTS,
@@ -424,6 +427,19 @@ def calls_with_pictures() -> tuple[dict[str, str], float]:
     sizes = {"num_codebooks": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     deaf = CsmDepthDecoderModel(CsmDepthDecoderConfig(**sizes, num_attention_heads=4, head_dim=8, vocab_size=97))
     said["positions that a model ignores"] = refusal(lambda: context_parallel(deaf, mesh, order=order))
+    speaking = MoshiDepthConfig(
+        **sizes, vocab_size=97, num_attention_heads=4, head_dim=8, audio_vocab_size=50, ffn_dim=48
+    )
+    with torch.device("meta"):
+        said["positions that another ignores"] = refusal(
+            lambda: context_parallel(MoshiDepthDecoder(speaking), mesh, order=order)
+        )
+    bamba = MODELS["Llama"].made()
+    two_heads = type("LlamaForTwoHeads", (LlamaModel,), {})(bamba.config)
+    said["a head of no known kind"] = refusal(lambda: context_parallel(two_heads, mesh, order=order))
+    bamba.config = copy.copy(bamba.config)
+    bamba.config.z_loss_coefficient = 0.1
+    said["a mean in the loss"] = refusal(lambda: context_parallel(bamba, mesh, order=order))
     return said, worst_error([(found, shard_sequence(expected, order, dim=1))])
 
 
@@ -435,6 +451,9 @@ def test_pictures_are_refused(ranks: Ranks) -> None:
         "a tower's mask on a rank": "a mask of 16 tokens for Gemma4VisionConfig",
         "a token that is pooled": "it pools tokens (pooler_output)",
         "positions that a model ignores": "it counts positions from 0 on every rank",
+        "positions that another ignores": "it counts positions from 0 on every rank",
+        "a head of no known kind": "a head of that kind is not known",
+        "a mean in the loss": "z_loss_coefficient adds a mean over this rank's tokens",
     }
     for told, error in ranks(RANKS).run(calls_with_pictures):
         assert told.keys() == says.keys()
@@ -783,6 +802,42 @@ def masked(name: str, has_checkpoints: bool) -> float:
     for grad in found.values():
         dist.all_reduce(grad)
     return max(errors_of(found, expected).values())
+
+
+def sharded_embeddings(comes_first: bool) -> tuple[float, str]:
+    """ESM-2, whose embeddings FSDP2 makes a class of its own of, beside one process; what positions of another say."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, order, _ = set_up()
+    tokens, labels = tokens_of(64)
+    kind = replace(MODELS["ESM-2"], options=MODELS["ESM-2"].options | {"tie_word_embeddings": False})
+    model = kind.made()
+    summed(model(input_ids=tokens).logits, labels).backward()
+    expected = gradients(model)
+    if not comes_first:
+        context_parallel(model, mesh, order=order)
+    for module in (model.esm.embeddings, *model.esm.encoder.layer, model):
+        fully_shard(module, mesh=mesh._flatten("tokens"))
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if comes_first:
+        context_parallel(model, mesh, order=order)
+    batch = shard_inputs(mesh, tokens, order=order, labels=labels, shift=False)
+    wanted = batch.pop("labels")
+    del batch["num_items_in_batch"]
+    summed(model(**batch).logits, wanted).backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    absolute = replace(kind, options=kind.options | {"position_embedding_type": "absolute"}).made()
+    fully_shard(absolute.esm.embeddings, mesh=mesh._flatten("tokens"))
+    said = refusal(lambda: context_parallel(absolute, mesh, order=order))
+    return max(errors_of(found, {name: expected[name] for name in found}).values()), said
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_masked_tokens_of_embeddings_that_are_sharded(ranks: Ranks, comes_first: bool) -> None:
+    for error, said in ranks(RANKS).run(sharded_embeddings, comes_first):
+        assert error < 1e-12
+        assert "esm.embeddings counts positions from padding_idx + 1" in said
 
 
 def dropped_later() -> tuple[str, float]:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def reasons(model: nn.Module, alora: str | None = "leave it out") -> Iterator[st
         In words.
     """
     for layer in _layers(model):
-        package = type(layer).__module__.split(".")[2]
+        package = _package(type(layer))
         if package in _MIXING:
             yield _MIXING[package]
         inits: dict[str, str] = getattr(layer, "lora_velora_init_type", {})
@@ -56,7 +57,7 @@ def draw_for_all(model: nn.Module) -> bool:
 
 def draw_for_each(model: nn.Module) -> bool:
     """Whether adapters draw noise for every token, but for dropout."""
-    layers = (layer for layer in _layers(model) if type(layer).__module__.startswith("peft.tuners.pvera."))
+    layers = (layer for layer in _layers(model) if _package(type(layer)) == "pvera")
     return any(layer.training or any(getattr(layer, "sample_at_inference", {}).values()) for layer in layers)
 
 
@@ -71,11 +72,18 @@ def without_copies(path: str) -> str:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if type(module).__module__.startswith("peft.tuners."))
+    return (module for module in model.modules() if _package(type(module)))
+
+
+@lru_cache(maxsize=1024)
+def _package(kind: type[nn.Module]) -> str:
+    """Of peft, that a class is of, or one of which it was made, as fully_shard makes some; or nothing."""
+    modules = (base.__module__ for base in kind.__mro__)
+    return next((name.split(".")[2] for name in modules if name.startswith("peft.tuners.")), "")
 
 
 def _drops(layer: nn.Module) -> bool:
-    if type(layer).__name__ == "MultiplicativeDropoutLayer":
+    if any(base.__name__ == "MultiplicativeDropoutLayer" for base in type(layer).__mro__):
         return bool(layer.p)
     if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False):
         return False

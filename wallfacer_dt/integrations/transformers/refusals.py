@@ -88,6 +88,8 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
             yield "trigram_input joins the embeddings of neighbouring tokens, of which other ranks hold some"
         if getattr(config, "output_router_logits", False):
             yield ROUTER
+        if getattr(config, "z_loss_coefficient", 0):
+            yield "z_loss_coefficient adds a mean over this rank's tokens to the loss: set it to 0 in its config"
         if getattr(config, "output_attentions", False):
             yield "probabilities are never put together: set output_attentions=False"
     if leaves_layers_out(model):
@@ -107,7 +109,7 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
         yield "its pooler takes the first token, which one rank holds: add_pooling_layer=False"
     if upstream.pools_within(model):
         yield "it pools tokens (pooler_output), which one rank holds, or of which it holds some"
-    if model.base_model is not model and not name.endswith(_HEADS):
+    if upstream.is_head(model) and not name.endswith(_HEADS):
         yield (
             f"a head of that kind is not known to look at tokens one by one (known are {', '.join(_HEADS)}): give "
             "context_parallel the model inside it, call that by itself, and compute the head from what it gives, on "

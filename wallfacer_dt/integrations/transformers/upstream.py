@@ -77,17 +77,25 @@ def counts_from_padding(module: nn.Module) -> bool:
     asks = "position_ids" in inspect.signature(kind.forward).parameters and hasattr(module, "padding_idx")
     if getattr(module, "position_embedding_type", "") == "rotary":  # ESM's, which does not look at them here
         return False
-    return asks and (hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name))
+    # A class that fully_shard makes of it is of another module.
+    return asks and (hasattr(kind, name) or any(hasattr(sys.modules.get(k.__module__), name) for k in kind.__mro__))
 
 
 def scales_by_masked_tokens(module: nn.Module) -> bool:
     """Whether a module scales embeddings by how many tokens of a row are masked."""
-    return type(module).__name__ == "EsmEmbeddings" and bool(getattr(module, "token_dropout", False))
+    return getattr(module, "token_dropout", False) is True and hasattr(module, "mask_token_id")
 
 
 def counts_for_itself(model: PreTrainedModel) -> bool:
     """Whether a model takes positions, and does not go by them."""
-    return any(type(part).__name__ == "CsmDepthDecoderModel" for part in model.modules())
+    names = {kind.__name__ for part in model.modules() for kind in type(part).__mro__}
+    return not names.isdisjoint({"CsmDepthDecoderModel", "MoshiDepthDecoder"})
+
+
+def is_head(model: PreTrainedModel) -> bool:
+    """Whether a model has another inside, which it names, or would by its name."""
+    is_named = re.search(r"For[A-Z]", type(model).__name__) and not hasattr(model, model.base_model_prefix)
+    return model.base_model is not model or bool(model.base_model_prefix and is_named)
 
 
 def pools_within(model: PreTrainedModel) -> bool:
