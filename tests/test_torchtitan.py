@@ -68,12 +68,14 @@ SMALL = (
 class Curve(NamedTuple):
     """One run by step: losses, gradient norms computed in float64 and as torchtitan reports them.
 
-    And how often, after the first step, attention sent round the ring or exchanged in the team.
+    And how many tokens were seen as torchtitan reports them, and how often, after the first step, attention sent round
+    the ring or exchanged in the team.
     """
 
     losses: list[float]
     norms: list[float]
     reported: list[float]
+    tokens: list[int]
     sent: int
 
 
@@ -180,12 +182,13 @@ def train(
     fit_to_cpu()
     from torchtitan.distributed.utils import clip_grad_norm_
 
-    curve = Curve([], [], [], sent=0)
+    curve = Curve([], [], [], [], sent=0)
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
-    def log(step: int, loss: float, _: float, norm: float, **__: Any) -> None:
+    def log(step: int, loss: float, _: float, norm: float, *, extra_metrics: dict[str, Any]) -> None:
         curve.losses.append(loss)
         curve.reported.append(norm)
+        curve.tokens.append(int(extra_metrics["n_tokens_seen"]))
         # What compilers trace in the first step is not sent.
         if step == 1:
             profile.start()
@@ -428,7 +431,7 @@ def differences(curves: list[Curve], expected: Curve) -> tuple[float, float, flo
 
 @pytest.mark.parametrize("what", ["losses", "norms", "reported"])
 def test_a_curve_that_ends_in_nan_equals_none(what: str) -> None:
-    fine = Curve([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 0)
+    fine = Curve([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1, 2, 3], 0)
     assert differences([fine, fine], fine) == (0, 0, 0)
     for bad in (math.nan, math.inf):
         ended = fine._replace(**{what: [getattr(fine, what)[0], bad, bad]})
@@ -503,7 +506,7 @@ def assert_trains_alike(
     assert {curve.sent for curve in curves} == {SIZES[size].sends(layers)}
 
 
-@pytest.mark.parametrize("then", few(["ring 2, FSDP 2", "2x2", "ulysses 2 x ring 2"], {"ring 2, FSDP 2"}))
+@pytest.mark.parametrize("then", few(["ring 2, FSDP 2", "2x2", "ulysses 2 x ring 2", "ring 2, TP 2"], {"ring 2, TP 2"}))
 def test_a_checkpoint_is_resumed(titans, alone: Curve, tmp_path: Path, then: str) -> None:
     assert_resumes(titans, alone, tmp_path, SIZES["ring 2, FSDP 2"], SIZES[then])
 
@@ -615,6 +618,7 @@ def assert_resumes(titans, alone: Curve, tmp_path: Path, size: Size, then: Size)
         assert len(curve.losses) == 1
         assert worst_error([(curve.losses, alone.losses[2:])]) < 1e-5
         assert worst_error([(curve.norms, alone.norms[2:])], relative_to="each") < 1e-6
+        assert curve.tokens == alone.tokens[2:]
 
 
 def test_what_is_sent_tells_when_checkpointing_runs_the_ring_again(titans, alone: Curve) -> None:
@@ -746,6 +750,10 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
             context(2, 1, "--parallelism.tensor_parallel_degree 0"),
             "--parallelism.tensor_parallel_degree must be at least 1, got 0",
         ),
+        (context(1, 1, "--parallelism.context_parallel_kernel fast"), "kernel must be one of"),
+        (context(2, 1, "--training.seq_len -64"), "--training.seq_len must be at least 1, got -64"),
+        (context(1, 1, "--training.local_batch_size 0"), "--training.local_batch_size must be at least 1, got 0"),
+        (context(1, 1, "--training.global_batch_size 0"), "--training.global_batch_size must be at least 1, got 0"),
         (context(2, 1, "--loss.num_chunks 0"), "--loss.num_chunks must be at least 1, got 0"),
         (
             context(

@@ -4,6 +4,7 @@ What depends on the model, its modules or the ranks is checked in `parallelize`.
 """
 
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import TrainingConfig
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
@@ -11,6 +12,7 @@ from torchtitan.trainer import Trainer
 from recipes.torchtitan.checkpointing import FullACSavingAttention, SelectiveACSavingAttention
 from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import is_cpu
+from wallfacer_dt.kernels.registry import check_kernel
 
 # torch's, by name as torch looks them up.
 _SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
@@ -27,6 +29,8 @@ def check_config(config: Trainer.Config) -> None:
         raise ValueError(f"parallelism must be a ContextParallelism, got {type(parallelism).__qualname__}")
     _check_parallelism(parallelism)
     context_sizes(parallelism)
+    check_kernel(parallelism.context_parallel_kernel)
+    _check_sizes(config.training)
     _check_length(config.training.seq_len, parallelism)
     _check_chunks(config)
     model = config.model_spec and config.model_spec.model
@@ -67,7 +71,8 @@ def _check_parallelism(parallelism: ContextParallelism) -> None:
     if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule.lower() in _SPLIT_BACKWARD:
         raise ValueError(
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule} splits the backward, "
-            "in which torchtitan's loss in chunks leaves the last norm without a gradient: take 1F1B or Interleaved1F1B"
+            "in which torchtitan's loss in chunks leaves the last norm without a gradient: take 1F1B, Interleaved1F1B, "
+            "GPipe or LoopedBFS"
         )
     if parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
@@ -84,6 +89,14 @@ def _check_parallelism(parallelism: ContextParallelism) -> None:
             f"--parallelism.spmd_backend must be partial_dtensor, got {parallelism.spmd_backend}: the others declare "
             "that keys and values are gathered"
         )
+
+
+def _check_sizes(training: TrainingConfig) -> None:
+    """Of others torchtitan asserts, or divides by them, later."""
+    for name in ("seq_len", "local_batch_size", "global_batch_size"):
+        value = getattr(training, name)
+        if value < 1 and (name, value) != ("global_batch_size", -1):
+            raise ValueError(f"--training.{name} must be at least 1, got {value}")
 
 
 def _check_length(length: int, parallelism: ContextParallelism) -> None:
