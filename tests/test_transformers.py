@@ -234,6 +234,9 @@ def refused_calls() -> dict[str, str]:
     other = TokenOrder("contiguous", mesh)
     rank = dist.get_rank()
     bare = {name: batch[name] for name in ("input_ids", "position_ids")}
+    embeds = {name: x for name, x in batch.items() if name != "input_ids"} | {
+        "inputs_embeds": torch.zeros(2, 16, 32, dtype=torch.float64)
+    }
     calls = {
         "no positions": {"input_ids": batch["input_ids"]},
         "positions that count from 0": {**batch, "position_ids": torch.arange(16)[None]},
@@ -256,6 +259,7 @@ def refused_calls() -> dict[str, str]:
         "labels that are not shifted": {**batch, "shift_labels": None},
         "labels without a count": {**batch, "num_items_in_batch": None},
         "no tokens": {"position_ids": batch["position_ids"]},
+        "no tokens on a rank": embeds if rank == 1 else batch,
         "no count on a rank": {**batch, "num_items_in_batch": None if rank == 1 else batch["num_items_in_batch"]},
         "a count of a rank's own": {**batch, "num_items_in_batch": (batch["labels"] != -100).sum()},
         "no number for a count": {**batch, "num_items_in_batch": math.nan},
@@ -333,6 +337,7 @@ SAYS = {
     "labels that are not shifted": "labels without shift_labels",
     "labels without a count": "where the model's head does not hand it on, leave labels out",
     "no tokens": "must be called with input_ids",
+    "no tokens on a rank": "whether input_ids are given must be the same on every rank",
     "no count on a rank": "whether num_items_in_batch are given must be the same on every rank",
     "a count of a rank's own": "num_items_in_batch must be that of the whole batch, of which 97 labels count, got",
     "no number for a count": "of which 97 labels count, got nan",

@@ -199,7 +199,7 @@ class ContextParallel(Handle[PreTrainedModel]):
             # loss, which refuses what is not given, in a backward.
             given = self._named(args, kwargs)
             told: list[tuple[str, Any]] = [
-                (f"whether {name} are given", given.get(name) is not None) for name in _OF_LOSS
+                (f"whether {name} are given", given.get(name) is not None) for name in ("input_ids", *_OF_LOSS)
             ]
             if (items := given.get("num_items_in_batch")) is not None:
                 told.append(("num_items_in_batch", _checked_count(items, sequence.counted)))
