@@ -126,7 +126,7 @@ def evaluated(model: Any, rows: Rows, many: int, batch: int) -> float:
         return sum(loss_of(model, rows, part).item() * len(part) for part in parts) / many
 
 
-def trained(name: str, groups: int, order: str) -> tuple[list[int], float, float]:
+def trained(name: str, groups: int, order: str, evaluates_first: bool) -> tuple[list[int], float, float]:
     """Which rows this rank read (packed, on two meshes), and how far parameters and losses are from one process."""
     masked, world = not MODELS[name].shift, dist.get_world_size()
     rows = Rows(packed=groups == 2 and not masked, masked=masked)
@@ -136,6 +136,8 @@ def trained(name: str, groups: int, order: str) -> tuple[list[int], float, float
     context_parallel(model, mesh, order=TokenOrder(order, mesh))
     with of_torchrun():
         trainer = ContextParallelTrainer(model, arguments(), train_dataset=rows, eval_dataset=held_out)
+        if evaluates_first:
+            trainer.evaluate()
         trainer.train()
         asked: list[Any] = [None] * world
         dist.all_gather_object(asked, rows.asked)
@@ -158,16 +160,17 @@ def trained(name: str, groups: int, order: str) -> tuple[list[int], float, float
 
 
 @pytest.mark.parametrize(
-    ("name", "groups", "order"),
+    ("name", "groups", "order", "evaluates_first"),
     [
-        ("Mistral", 1, "head_tail"),
-        ("Mistral", 2, "head_tail"),
-        ("Mistral", 2, "document_head_tail"),
-        ("ESM-2", 2, "head_tail"),
+        ("Mistral", 1, "head_tail", False),
+        ("Mistral", 1, "head_tail", True),
+        ("Mistral", 2, "head_tail", True),
+        ("Mistral", 2, "document_head_tail", False),
+        ("ESM-2", 2, "head_tail", False),
     ],
 )
-def test_trainer(ranks: Ranks, name: str, groups: int, order: str) -> None:
-    told = ranks(RANKS).run(trained, name, groups, order)
+def test_trainer(ranks: Ranks, name: str, groups: int, order: str, evaluates_first: bool) -> None:
+    told = ranks(RANKS).run(trained, name, groups, order, evaluates_first)
     assert len({tuple(asked) for asked, _, _ in told}) == groups
     for _, parameters, losses in told:
         assert parameters < 1e-6

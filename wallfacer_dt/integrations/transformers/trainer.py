@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -102,7 +103,15 @@ class ContextParallelTrainer(Trainer):
                     f"{found} is a DTensor already, and Trainer would put the model into DDP: leave fully_shard out, "
                     "or write a loop of your own, as docs/transformers.md has it"
                 )
+            agree("Trainer's training", (), self._everyone)  # DDP waits for all, and hears no refusal
+            if not shards and not self._averages():
+                # Evaluated before, it is marked as prepared, and accelerate would put it into no DDP.
+                self.model_wrapped, self.model._is_accelerate_prepared = self.model, False
         return super().train(*args, **kwargs)
+
+    def _averages(self) -> bool:
+        """Whether the model is in DDP, perhaps compiled."""
+        return isinstance(getattr(self.model_wrapped, "_orig_mod", self.model_wrapped), DistributedDataParallel)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -118,10 +127,16 @@ class ContextParallelTrainer(Trainer):
             This rank's parts, and the counted labels of all ranks' parts.
 
         Raises:
-            ValueError: on every rank: a batch of some mesh is refused, or a setting, or no label of the step counts.
+            ValueError: on every rank: a batch of some mesh is refused, or a setting, or no label of the step counts, or
+                nothing averages gradients.
         """
         with refusing_together(self._everyone):  # the other meshes would wait for this one
             self._check_settings()  # a callback may have set them
+            if not self.is_fsdp_enabled and not self._averages():
+                raise ValueError(
+                    f"the model is in no DistributedDataParallel, got {type(self.model_wrapped).__name__}: ranks would "
+                    "train by their own gradients"
+                )
             batches = [self._shard(batch)[0] for batch in islice(epoch_iterator, num_batches)]
             agree("a step's batches", [("how many", len(batches))], self._everyone)
         batches, counted = super().get_batch_samples(iter(batches), len(batches), device)
