@@ -1,6 +1,7 @@
 """Models of transformers on a mesh: each gives what docs/models.md says, and what a call brings is never swallowed."""
 
 import copy
+import functools
 import math
 import pickle
 import re
@@ -768,6 +769,15 @@ def losses_of_bert() -> tuple[float, dict[str, str]]:
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     said["a forward of one's own"] = refusal(lambda: model(**batch))
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    said["one that looks like the model's"] = refusal(lambda: model(**batch))
+    del model.forward
+    smooth = partial(torch.nn.CrossEntropyLoss, label_smoothing=0.1)
+    with mock.patch("transformers.models.bert.modeling_bert.CrossEntropyLoss", smooth):
+        said["another loss"] = refusal(lambda: model(**batch))
+    if dist.get_rank() == 1:
+        model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    said["another forward on a rank"] = refusal(lambda: model(**batch))
     return error, said
 
 
@@ -776,6 +786,9 @@ def test_means_that_heads_take_are_sums_of_ranks(ranks: Ranks) -> None:
         "no count": "labels without num_items_in_batch",
         "shifted labels": "BertForMaskedLM does not predict the next token",
         "a forward of one's own": "BertForMaskedLM computes its loss by itself",
+        "one that looks like the model's": "BertForMaskedLM computes its loss by itself",
+        "another loss": "BertForMaskedLM computes its loss by itself",
+        "another forward on a rank": "whether the loss is the mean of logits must be the same on every rank",
     }
     for error, told in ranks(RANKS).run(losses_of_bert):
         assert error < 1e-12

@@ -45,13 +45,18 @@ class ContextTrainer(Trainer):
             a_rank = config.training.local_batch_size * self.gradient_accumulation_steps
             self.dataloader.check_step(a_rank * self.dataloader.dp_world_size)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torchtitan's, but for the tokens seen, which are those of all ranks: they may be others later."""
+        told = super().state_dict()
+        return told | {"ntokens_seen": told["ntokens_seen"] * self._loss_ranks()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torchtitan's, but for the tokens seen: one rank's were saved, of ranks that may have been others."""
-        super().load_state_dict(state_dict)
-        if isinstance(self.dataloader, TextLoader):
-            training, ranks = self.config.training, self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
-            sequences = training.local_batch_size * self.gradient_accumulation_steps * self.dataloader.dp_world_size
-            self.ntokens_seen = self.step * sequences * training.seq_len // (ranks * self.parallel_dims.cp)
+        """Likewise."""
+        super().load_state_dict(state_dict | {"ntokens_seen": state_dict["ntokens_seen"] // self._loss_ranks()})
+
+    def _loss_ranks(self) -> int:
+        dims = self.parallel_dims
+        return dims.dp_replicate * dims.dp_shard * dims.cp
 
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor

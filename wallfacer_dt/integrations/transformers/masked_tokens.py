@@ -41,7 +41,9 @@ def count_masked_tokens(model: nn.Module, in_forward: Callable[[], ForwardPass])
         ids = given.arguments.get("input_ids")
         if ids is not None and upstream.scales_by_masked_tokens(module):
             masked = ids == module.mask_token_id
-            kept = (1 - _ratios(masked, in_forward().sequence))[..., None]
+            kept = 1 - _ratios(masked, in_forward().sequence)
+            # Of padding that is masked, too; but for that, of a document of masks alone one process makes NaN.
+            kept = kept.masked_fill(kept == 0, 1.0)[..., None]
             embeddings = module.word_embeddings(ids).masked_fill(masked[..., None], 0.0)
             scaled = (embeddings * (1 - _IN_TRAINING) / kept).to(embeddings.dtype)
             given.arguments.update(input_ids=None, inputs_embeds=scaled)

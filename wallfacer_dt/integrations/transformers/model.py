@@ -203,13 +203,18 @@ class ContextParallel(Handle[PreTrainedModel]):
             ]
             if (items := given.get("num_items_in_batch")) is not None:
                 told.append(("num_items_in_batch", _checked_count(items, sequence.counted)))
+            told.append(("whether the loss is the mean of logits", takes_mean))
+            told.append(
+                ("how many modules count masked tokens", sum(map(upstream.scales_by_masked_tokens, self._told)))
+            )
             if adapters.draw_for_all(model):
                 told.append((adapters.STATE, adapters.random_state()))
             agree(f"a forward of {type(model).__name__}", told, name_of(self.mesh))
             self._forward = ForwardPass(sequence)
-            if takes_mean and (labels := given.get("labels")) is not None:
+            if takes_mean and given.get("labels") is not None:
                 self._forward.own_loss = SumOfLogits.taken_from(given, type(model).__name__)
-                args = tuple(None if x is labels else x for x in args)
+                place = [*self._signature.parameters].index("labels")
+                args = tuple(None if number == place else x for number, x in enumerate(args))
                 kwargs = {name: x for name, x in kwargs.items() if name not in _OF_LOSS}
         return args, kwargs
 

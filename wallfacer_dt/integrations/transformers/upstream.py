@@ -134,17 +134,27 @@ def own_loss(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def takes_mean_of_logits(model: PreTrainedModel) -> bool:
-    """Whether a head computes its loss in its forward, as the mean of cross entropy of the logits that it gives."""
-    its, own = inspect.unwrap(model.forward), inspect.unwrap(type(model).forward)
-    is_replaced = getattr(its, "__func__", its) is not own  # accelerate wraps it
-    kinds = "ForMaskedLM", "ForTokenClassification"
-    return type(model).__name__.endswith(kinds) and not is_replaced and _is_mean_of_logits(own)
+    """Whether a head computes its loss in its forward, as the mean of cross entropy of the logits that it gives.
+
+    Nothing of anybody else's may be around that forward, nor another loss in its module.
+    """
+    if not type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification")):
+        return False
+    forward: Any = model.forward
+    while True:
+        forward = getattr(forward, "__func__", forward)
+        told = getattr(forward, "__globals__", {"__name__": type(forward).__module__})
+        if told["__name__"].split(".")[0] not in ("transformers", "accelerate", "torch"):
+            return False
+        if not hasattr(forward, "__wrapped__"):
+            break
+        forward = forward.__wrapped__
+    is_torchs = told.get("CrossEntropyLoss", nn.CrossEntropyLoss) is nn.CrossEntropyLoss
+    return is_torchs and told["__name__"].startswith("transformers.") and _is_mean_of_logits(forward)
 
 
 @lru_cache
 def _is_mean_of_logits(forward: Callable[..., Any]) -> bool:
-    if not forward.__module__.startswith("transformers."):
-        return False
     source = inspect.getsource(forward)
     means = _MEAN.findall(source)
     return len(means) == source.count("CrossEntropyLoss") == 1 and f"logits={means[0]}," in source
