@@ -416,6 +416,27 @@ REFUSED = {
 }
 
 
+class Unwrapping(TrainerCallback):
+    """Takes the model out of DDP as training begins, on one rank."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if dist.get_rank() == 1:
+            self.trainer.model_wrapped = self.trainer.model
+
+
+def unwrapped() -> str:
+    mesh, model, callback = context_mesh("cpu", ring=2, team=2), MODELS["Llama"].made(), Unwrapping()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    with of_torchrun():
+        callback.trainer = ContextParallelTrainer(model, arguments(), train_dataset=Rows(), callbacks=[callback])
+        return refusal(callback.trainer.train)
+
+
+def test_a_model_that_nothing_averages_is_refused(ranks: Ranks) -> None:
+    for said in ranks(RANKS).run(unwrapped):
+        assert "the model is in no DistributedDataParallel, got LlamaForCausalLM" in said
+
+
 def test_trainers_that_are_refused(ranks: Ranks) -> None:
     for told in ranks(RANKS).run(refused):
         assert told.keys() == REFUSED.keys()

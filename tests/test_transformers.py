@@ -858,7 +858,7 @@ def test_masked_tokens_of_embeddings_that_are_sharded(ranks: Ranks, comes_first:
         assert "esm.embeddings counts positions from padding_idx + 1" in said
 
 
-def dropped_later() -> tuple[str, float]:
+def dropped_later() -> tuple[str, str, float]:
     """What is said where ESM-2 is to drop masked tokens later, and how far outputs are where it no longer does."""
     mesh, order, _ = set_up()
     model = MODELS["ESM-2"].made().requires_grad_(False)
@@ -870,13 +870,16 @@ def dropped_later() -> tuple[str, float]:
     model.esm.embeddings.token_dropout = True
     said = refusal(lambda: model(**batch))
     context_parallel(model, mesh, order=order)
+    model.esm.embeddings.token_dropout = dist.get_rank() != 1
+    on_a_rank = refusal(lambda: model(**batch))
     model.esm.embeddings.token_dropout = False
-    return said, worst_error([(model(**batch).logits, expected)])
+    return said, on_a_rank, worst_error([(model(**batch).logits, expected)])
 
 
 def test_token_dropout_may_be_set_later(ranks: Ranks) -> None:
-    for said, error in ranks(RANKS).run(dropped_later):
+    for said, on_a_rank, error in ranks(RANKS).run(dropped_later):
         assert "esm.embeddings (EsmEmbeddings) looks at several tokens" in said
+        assert "how many modules count masked tokens must be the same on every rank" in on_a_rank
         assert error < 1e-12
 
 

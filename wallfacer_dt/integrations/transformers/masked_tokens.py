@@ -56,9 +56,7 @@ def count_masked_tokens(model: nn.Module, in_forward: Callable[[], ForwardPass])
 def _ratios(masked: Tensor, sequence: ShardedSequence) -> Tensor:
     """(B, L) float32: of the document of each of this rank's tokens the part that is masked."""
     order, documents = sequence.order, sequence.document_ids
-    numbers = torch.zeros(1, sequence.length, dtype=torch.int64)
-    if documents is not None:
-        numbers = nn.functional.pad((documents.diff(dim=-1) != 0).long(), (1, 0)).cumsum(-1).view(-1, sequence.length)
+    numbers = (sequence.whole_positions().cpu() == 0).long().cumsum(-1).view(-1, sequence.length) - 1
     by_document = {"document_ids": documents} if order.name == BY_DOCUMENT else {}
     mine = local_shard(numbers, order, dim=1, **by_document).to(masked.device).expand_as(masked)
     lengths = torch.zeros(len(numbers), int(numbers.max()) + 1).scatter_add_(1, numbers, torch.ones(numbers.shape))

@@ -24,6 +24,7 @@ from transformers.trainer_utils import has_length
 
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.agreement.worlds import name_mesh
+from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.inputs import IGNORED, shard_inputs
 from wallfacer_dt.integrations.transformers.model import handle_of
 from wallfacer_dt.integrations.transformers.sequence import positions_within
@@ -105,8 +106,8 @@ class ContextParallelTrainer(Trainer):
                 )
             agree("Trainer's training", (), self._everyone)  # DDP waits for all, and hears no refusal
             if not shards and not self._averages():
-                # Evaluated before, it is marked as prepared, and accelerate would put it into no DDP.
-                self.model_wrapped, self.model._is_accelerate_prepared = self.model, False
+                self.model_wrapped = self.model
+                upstream.forget_evaluation(self.model)  # or it would be put into no DDP
         return super().train(*args, **kwargs)
 
     def _averages(self) -> bool:

@@ -111,6 +111,11 @@ def counts_from_mask(model: PreTrainedModel) -> bool:
     return any(config.model_type == "opt" for config in configs(model))
 
 
+def forget_evaluation(model: Any) -> None:
+    """Have accelerate prepare a model for training that it prepared for evaluation, which it would leave as it is."""
+    model._is_accelerate_prepared = False
+
+
 def is_hooked_by_accelerate(module: nn.Module) -> bool:
     """Whether accelerate changes what a module is called with, as it does under its context parallelism."""
     hooks = module._forward_pre_hooks.values()
