@@ -39,7 +39,7 @@ from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.predict import attention_cost, least_attention, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
-from wallfacer_dt.planning.search import _because, _order, _Search
+from wallfacer_dt.planning.search import _because, _by_mesh, _order, _Search
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle, last_of, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, arrivals, into_ranks, wires
@@ -528,6 +528,19 @@ def test_memory_is_asked_of_few_where_it_binds() -> None:
     assert asked.call_count <= 12 < too_large
     with pytest.raises(ValueError, match=f"least that any plan needs is {format_size(min(sizes.values()))}"):
         plan(layers, SEQUENCE, replace(where, memory=1000))
+
+
+def test_where_nothing_fits_memory_is_not_asked_of_every_mesh() -> None:
+    """Here it is the loss that holds most, whatever the mesh."""
+    large, where = replace(MODEL, ffn=4096, layers=8, vocab=2**16), cluster(4, 2)
+    some = list(attentions(large, SEQUENCE, where))
+    least = min(stack_memory(one, large, SEQUENCE).peak for it in some for one in with_layers(it, large))
+    with (
+        mock.patch.object(_Search, "_memory", autospec=True, side_effect=_Search._memory) as asked,
+        pytest.raises(ValueError, match=f"least that any plan needs is {format_size(least)}"),
+    ):
+        plan(large, SEQUENCE, replace(where, memory=1000))
+    assert asked.call_count < len(_by_mesh(some))
 
 
 @pytest.mark.parametrize("window", [None, (100, 0)])

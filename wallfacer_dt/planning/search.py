@@ -390,9 +390,12 @@ class _Search:
         return replace(choice.ranked, prediction=predict(candidate, *told, cost), handicap=handicap)
 
     def run(self, keep: int | None) -> tuple[list[Ranked], list[Ranked]]:
-        """Those that fit, best first, of every mesh one; and those of which no choice fits, as small as can be."""
+        """Those that fit, best first, of every mesh one; and, as small as can be, of those of which no choice fits.
+
+        If nothing fits, of the latter only the smallest.
+        """
         limit = self.cluster.memory
-        ranked, dropped = [], []
+        ranked: list[Ranked] = []
         too_large: dict[int, list[tuple[int, _Choice]]] = {}
         is_done = [False] * len(self.left)
         heapq.heapify(self.queue)
@@ -413,15 +416,16 @@ class _Search:
             if limit is not None and memory > limit:
                 too_large.setdefault(mesh, []).append((memory, choice))
                 self.left[mesh] -= 1
-                if not self.left[mesh]:
-                    dropped.append(self._smallest(too_large[mesh]))
             elif not choice.is_predicted:
                 one = self._ranked(choice)
                 heapq.heappush(self.queue, (_order(one), mesh, turn, replace(choice, ranked=one, is_predicted=True)))
             else:
                 ranked.append(_with_memory(choice.ranked, memory))
                 is_done[mesh] = True
-        return ranked, dropped
+        dropped = [some for mesh, some in too_large.items() if not self.left[mesh]]
+        # Where nothing fits, the least of all is asked for alone: what each mesh holds takes longer to say than all else.
+        asked = dropped if ranked else [[*chain.from_iterable(dropped)]]
+        return ranked, [self._smallest(some) for some in asked]
 
     def _smallest(self, some: list[tuple[int, _Choice]]) -> Ranked:
         """Of choices, by what they hold at least, the one that holds the least."""
