@@ -10,6 +10,7 @@ from wallfacer_dt.planning.candidates import Candidate, attentions
 from wallfacer_dt.planning.dividing import divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
+from wallfacer_dt.planning.predict import AttentionCost, attention_costs
 
 KERNELS = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10, launch=0.0)
 HOSTS = st.sampled_from([0.0, 1e-5, 1e-4])  # seconds of an operation
@@ -57,12 +58,16 @@ def attentions_of(division: Division, heads: ModelShape, sequence: SequenceShape
     return [one for one in some if division.context.projections == "plain" or one.ulysses == 1]
 
 
-def cost_of(layer: Layer) -> object:
-    """Of the layer's attention."""
-    from wallfacer_dt.planning.predict import attention_cost
+def cost_of(layer: Layer) -> AttentionCost:
+    """Of the layer's attention, where all layers have the same."""
+    (cost,) = costs_of(layer)
+    return cost
 
+
+def costs_of(layer: Layer) -> tuple[AttentionCost, ...]:
+    """Of the attention of each kind of layers."""
     division = layer.division
-    return attention_cost(
+    return attention_costs(
         division.context, division.heads_of(layer.model), layer.sequence, division.context_cluster(layer.cluster),
         siblings=division.groups(layer.cluster)["context"].siblings,
     )  # fmt: skip

@@ -326,6 +326,33 @@ def test_the_code_makes_the_plans_mesh_and_styles(one: Ranked, gated: bool) -> N
     assert ("save_attention" in code) == (one.candidate.checkpoint == "attention")
 
 
+@pytest.mark.parametrize("one", [SMALL.ranked[0], ALONE], ids=lambda one: str(one.candidate))
+def test_the_code_asks_which_layers_have_a_window(one: Ranked) -> None:
+    """As it is printed it raises, rather than give all layers one mask."""
+    plan = replace(
+        SMALL, ranked=(one,), model=replace(SMALL.model, layers=4, windowed_layers=2),
+        sequence=replace(SMALL.sequence, is_causal=True, window_size=(100, 0)),
+        cluster=replace(SMALL.cluster, device_type="cpu"),
+    )  # fmt: skip
+    code = code_of(plan)
+    asked = "windows = ...  # the 2 of 4 layers that have one, by number"
+    assert asked in code.splitlines()
+    made, _ = code.split("parallelize_module")
+    found: dict = {}
+    with fake_world(4):
+        with pytest.raises(TypeError, match="ellipsis"):
+            exec(made, {})
+        exec(made.replace(asked, "windows = {1, 2}"), found)
+        order = plan.order(plan.mesh("cpu"))
+    kind = "projections" if one.candidate.projections == "metp" else "attention"
+    path = "layers.{}.attention" + ".inner_attention" * (kind == "attention")
+    styles: dict = {}
+    for i in range(4):
+        styles |= plan.styles(order, windowed=i in (1, 2), **{kind: path.format(i)})
+    assert told(found["styles"]) == told(styles)
+    assert code_of(replace(plan, model=replace(plan.model, windowed_layers=0))).count("window") == 0
+
+
 def told(styles: dict) -> dict:
     """What styles were told, and the styles within them."""
     return {name: (type(x), told(vars(x))) if isinstance(x, ParallelStyle) else x for name, x in styles.items()}

@@ -36,7 +36,8 @@ from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.attention import attention_events, head_patterns, programs_of
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.division import Division
-from wallfacer_dt.planning.predict import attention_cost, least_attention, predict
+from wallfacer_dt.planning.flops import model_flops
+from wallfacer_dt.planning.predict import attention_cost, attention_costs, least_attention, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import program_of
 from wallfacer_dt.planning.search import _because, _by_mesh, _order, _Search
@@ -164,6 +165,7 @@ def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last(
     (0.0, 0.0),
     1,
     1,
+    None,
 )  # the sequence that stands for it hops further
 @example(
     (
@@ -178,6 +180,7 @@ def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last(
     (0.0, 0.0),
     1,
     1,
+    None,
 )  # ranks with other heads have other groups
 @example(
     (Candidate(6, rotate="q", rotate_forward="q"), ModelShape(8, 4, 1, 8), SequenceShape(36, is_causal=True), 3),
@@ -187,20 +190,21 @@ def test_what_only_others_of_a_node_receive_has_its_link_and_is_waited_for_last(
     (0.0, 0.0),
     2,
     1,
+    1,
 )  # not every rank receives from its own node what one does
 @examples(60)
 @given(
     planned(12), st.tuples(st.integers(0, 40), st.integers(0, 40)), st.sampled_from([1e5, 1e8, 1e11]),
     st.tuples(*2 * [st.sampled_from([1e4, 1e6, 1e9])]), st.tuples(*2 * [st.sampled_from([0.0, 1e-6, 1e-3, 0.1])]),
-    st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]),
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]), st.sampled_from([None, 0, 1]),
 )  # fmt: skip
 def test_ranks_that_run_together_take_no_less_than_they_need(
     drawn, window: tuple[int | None, int], rate: float, rates: tuple[float, float], latencies: tuple[float, float],
-    nics: int, siblings: int,
+    nics: int, siblings: int, windowed: int | None,
 ) -> None:  # fmt: skip
     """Than any computes, or receives from its node, or its node from others; the search goes by it, of layers too."""
     candidate, model, sequence, per_node = drawn
-    model = replace(model, ffn=4096, layers=2)
+    model = replace(model, ffn=4096, layers=2, windowed_layers=windowed)
     sequence = replace(sequence, window_size=(window[0], 0 if sequence.is_causal else window[1]))
     links, kernels = map(Link, rates, latencies), Kernels(rate, rate, 1e12, 0.0, 1e12)
     where = Cluster(candidate.size, per_node, *links, nics, kernels=kernels, striped_gathers=siblings == 1)
@@ -222,20 +226,22 @@ def test_ranks_that_run_together_take_no_less_than_they_need(
     )
     assert (least.rank_bytes, least.node_bytes) == (together.rank_bytes, together.node_bytes)
     search = _Search(model, sequence, where, None, 0.0)
-    for one in with_layers(candidate, model):
-        took = predict(one, model, sequence, where, attention_cost(one, model, sequence, where))
-        assert search._least_step(one, least.spent) <= took.seconds * (1 + 1e-9)
+    for choice in search._choices(candidate):
+        assert choice.ranked.prediction.seconds <= search._predicted(choice).prediction.seconds
+
+
+LAYERS = ModelShape(192, 3, 1, 64, ffn=1024, layers=2)
 
 
 @example(ModelShape(192, 3, 1, 64), SequenceShape(780, is_causal=True), (12, 4), 64, 1e-3, 64.0, 0.0, 2)
 @example(ModelShape(192, 3, 1, 64), SequenceShape(780, is_causal=True), (12, 4), 64, 0.0, 0.0, 1.0, 2)
 @example(
-    ModelShape(192, 3, 1, 64, ffn=1024, layers=2), SequenceShape(400, is_causal=True, window_size=(30, 0)), (8, 8), 2,
+    LAYERS, SequenceShape(400, is_causal=True, window_size=(30, 0)), (8, 8), 2,
     1e-3, 64.0, 0.0, 8,
 )  # fmt: skip
 @examples(15)
 @given(
-    st.sampled_from([MODEL, ModelShape(192, 3, 1, 64, ffn=1024, layers=2)]),
+    st.sampled_from([MODEL, LAYERS, replace(LAYERS, windowed_layers=1), replace(LAYERS, windowed_layers=0)]),
     st.builds(
         SequenceShape, st.integers(64, 700), is_causal=st.booleans(),
         window_size=st.none() | st.tuples(st.integers(0, 200), st.just(0)),
@@ -560,6 +566,63 @@ def test_of_what_is_as_fast_few_are_predicted(window: tuple[int, int] | None) ->
     assert len({_order(one)[2] for one in made.ranked}) == 1
     assert predicted.call_count < 10
     assert opened.call_count < len({(it.axes, it.schedule, it.order) for it in attentions(layers, sequence, where)}) / 3
+
+
+def test_some_layers_have_a_window() -> None:
+    """Each takes what it would take among its like; of memory it is said what there is where all see all."""
+    windowed, where = SequenceShape(256, is_causal=True, window_size=(40, 0)), cluster(4, 2)
+    full, layers = replace(windowed, window_size=None), ModelShape(64, 4, layers=6)
+    ways = [*attentions(layers, windowed, where)][::4]
+    for model in (layers, replace(layers, ffn=256, vocab=1000)):
+        with mock.patch("wallfacer_dt.planning.search.stack_memory", return_value=mock.Mock(peak=0)):
+            made = {
+                n: plan(replace(model, windowed_layers=n), windowed, where, only=ways, keep=None).ranked
+                for n in (None, 0, 2)
+            }
+            assert made[0] == plan(model, full, where, only=ways, keep=None).ranked
+        has, has_not = ({one.candidate: one.prediction for one in made[n]} for n in (None, 0))
+        compared = [one for one in made[2] if one.candidate in has and one.candidate in has_not]
+        assert len(compared) > 3
+        for one in compared:
+            mine, all_have, none_has = (
+                [getattr(p, name) for name in _SUMMED]
+                for p in (one.prediction, has[one.candidate], has_not[one.candidate])
+            )
+            assert mine == pytest.approx(
+                [x / 3 + y * 2 / 3 for x, y in zip(all_have, none_has, strict=True)], abs=1e-12
+            )
+            assert one.prediction.hops == max(has[one.candidate].hops, has_not[one.candidate].hops)
+        some = compared[0].candidate
+        assert stack_memory(some, replace(model, windowed_layers=2), windowed) == stack_memory(some, model, full)
+        seconds = [one.prediction.seconds + one.handicap for one in made[2]]
+        assert all(before <= after * (1 + 1e-3) for before, after in pairwise(seconds))
+    costs = attention_costs(ways[0], replace(layers, windowed_layers=2), windowed, where)
+    assert [cost.seconds for cost in costs] == [
+        attention_cost(ways[0], layers, it, where).seconds for it in (full, windowed)
+    ]
+    flops = [model_flops(replace(layers, windowed_layers=n), windowed) for n in range(7)]
+    assert {after - before for before, after in pairwise(flops)} == {
+        12 * layers.hidden * (windowed.pairs() - full.pairs())
+    }
+
+
+_SUMMED = ("seconds", "compute", "exposed", "overlapped", "host", "rank_bytes", "node_bytes")
+
+
+def test_styles_of_layers_with_and_without_a_window() -> None:
+    sequence = replace(SEQUENCE, window_size=(100, 0), is_causal=True)
+    made = plan(ModelShape(64, 8, layers=4, windowed_layers=1), sequence, cluster(device_type="cpu"), keep=1)
+    with fake_world(16):
+        order = made.order(made.mesh("cpu"))
+    for is_windowed, window in ((True, (100, 0)), (False, None)):
+        (style,) = made.styles(order, windowed=is_windowed).values()
+        assert (style.options.window_size, style.options.is_causal) == (window, True)
+    for some, asked in ((1, None), (0, True), (None, False)):
+        other = replace(made, model=replace(made.model, windowed_layers=some))
+        with pytest.raises(ValueError, match=f"windowed must be said where .* got {asked} of {some} of 4 layers"):
+            other.styles(order, windowed=asked)
+    (style,) = replace(made, model=replace(made.model, windowed_layers=0)).styles(order).values()
+    assert style.options.window_size is None
 
 
 def test_layers_are_chosen_for_every_attention() -> None:

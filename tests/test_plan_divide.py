@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, divided, layer_of
+from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, costs_of, divided, layer_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
@@ -348,21 +348,21 @@ def test_six_attentions_of_each_token_order_are_tried() -> None:
 @examples(8)
 @given(
     size=st.sampled_from([(4, 4), (8, 2), (8, 8)]), window=st.sampled_from([None, 20, 100]), launch=HOSTS,
-    half_rows=st.sampled_from([0.0, 64.0]), causal=st.booleans(),
+    half_rows=st.sampled_from([0.0, 64.0]), causal=st.booleans(), windowed=st.sampled_from([None, 1]),
 )  # fmt: skip
 def test_attentions_that_are_not_looked_at_take_longer(
-    size: tuple[int, int], window: int | None, launch: float, half_rows: float, causal: bool
+    size: tuple[int, int], window: int | None, launch: float, half_rows: float, causal: bool, windowed: int | None
 ) -> None:
     """What is said of some at least, they take at least, alone: by devices, and by hosts as well."""
     where = cluster(*size, kernels=replace(KERNELS, launch=launch, half_rows=half_rows))
     bounds = None if window is None else (window, 0 if causal else window)
-    sequence = replace(SEQUENCE, is_causal=causal, window_size=bounds)
+    sequence, model = replace(SEQUENCE, is_causal=causal, window_size=bounds), replace(MODEL, windowed_layers=windowed)
     kinds: dict[tuple, list[Candidate]] = {}
-    for one in attentions(MODEL, sequence, where):
+    for one in attentions(model, sequence, where):
         kinds.setdefault((one.order, one.axes, one.schedule), []).append(one)
     for alike in map(tuple, kinds.values()):
-        ways = least_computing(alike, MODEL, sequence, where.kernels, together=False)
-        (device, _), (both, _) = _alone(alike, MODEL, where, 1, sequence)
+        ways = least_computing(alike, model, sequence, where.kernels, together=False)
+        (device, _), (both, _) = _alone(alike, model, where, 1, sequence)
         assert sum(way.seconds for way in ways) <= device[0] * (1 + 1e-9)
         assert sum(max(way.seconds, way.host) for way in ways) <= both[0] * (1 + 1e-9)
 
@@ -386,13 +386,15 @@ def test_other_rotations_are_tried_where_the_fastest_do_not_fit() -> None:
     window=st.sampled_from([None, 20, 100]),
     launch=HOSTS,
     experts=st.sampled_from([0, 0, 4]),
+    windowed=st.sampled_from([None, None, 1]),
 )
 def test_the_chosen_is_the_fastest_that_fits(
-    size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None, launch: float, experts: int
-) -> None:
+    size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None, launch: float, experts: int,
+    windowed: int | None,
+) -> None:  # fmt: skip
     """Every division with every attention predicted: none that fits is faster by more than 1% (see _TRIED)."""
     bounds = None if window is None else (window, 0 if causal else window)
-    model = replace(MODEL, experts=experts, experts_per_token=experts // 2)
+    model = replace(MODEL, experts=experts, experts_per_token=experts // 2, windowed_layers=windowed)
     where = cluster(*size, kernels=replace(KERNELS, launch=launch))
     sequence = replace(SEQUENCE, is_causal=causal, window_size=bounds)
     typical = division_memory(next(divisions(model, sequence, where, sequences)), model, sequence).peak
@@ -403,7 +405,7 @@ def test_the_chosen_is_the_fastest_that_fits(
         for attention in attentions_of(division, heads, sequence, where):
             one = replace(division, context=replace(attention, **division.context.layers))
             layer = Layer(one, model, taken, where)
-            every.append((predict_division(one, model, taken, where, cost_of(layer)).seconds, one, taken))
+            every.append((predict_division(one, model, taken, where, *costs_of(layer)).seconds, one, taken))
     best: dict[int, float] = {}
     for seconds, one, taken in sorted(every, key=lambda it: it[0]):
         size = one.context.size

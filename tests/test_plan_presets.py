@@ -8,6 +8,7 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -66,9 +67,42 @@ def test_a_token_meets_as_many_weights_as_are_published(name: str, billions: flo
 
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_alone_is_that_of_the_model(name: str) -> None:
-    it, alone = MODELS[name].shape, make_model(name, ffn=0, vocab=0, layers=1).shape
+    it = MODELS[name].shape
+    windowed = None if it.windowed_layers is None else 1
+    alone = make_model(name, ffn=0, vocab=0, layers=1, windowed_layers=windowed).shape
     assert alone == it.attention_alone
     assert (alone.heads, alone.keys, alone.dim, alone.experts) == (it.heads, it.keys, it.dim, 0)
+
+
+def test_with_other_layers_it_must_be_said_how_many_have_a_window() -> None:
+    with pytest.raises(OptionError, match="--windowed-layers is missing: 12 of the model's 24 layers have a window"):
+        make_model("gpt-oss-20b", layers=12)
+    with pytest.raises(OptionError, match="--windowed-layers must be at most --layers, got 5 and 4"):
+        make_model("llama3-8b", layers=4, windowed_layers=5)
+    assert make_model("gpt-oss-20b", layers=4, windowed_layers=2).shape.windowed_layers == 2
+
+
+def test_the_window_is_the_models_unless_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(options: str, model: str = "gpt-oss-20b") -> tuple[object, object, float]:
+        sizes = f"--model {model} --layers 4 --experts 0 --vocab 0 --cluster h100x2 --seq 16k --causal --top 1 --json"
+        assert main(["plan", *sizes.split(), *options.split()]) == 0
+        found = json.loads(capsys.readouterr().out)
+        seconds = found["ranked"][0]["prediction"]["seconds"]
+        return found["sequence"]["window_size"], found["model"]["windowed_layers"], seconds
+
+    assert planned("--windowed-layers 2")[:2] == ([127, 0], 2)
+    assert planned("--windowed-layers 2 --window 31")[:2] == ([31, 0], 2)
+    assert planned("--windowed-layers 4")[:2] == ([127, 0], None)
+    *none, without = planned("--windowed-layers 0")
+    assert none == [None, None]
+    assert planned("--windowed-layers 2")[2] < 0.9 * without
+    assert planned("--window 31", model="llama3-8b")[:2] == ([31, 0], None)
+    options = "--model gpt-oss-20b --cluster h100x2 --seq 4k --causal --top 1 --experts 0"
+    assert main(["plan", *options.split()]) == 0
+    assert "causal, window 127 in 12 of 24 layers, batch 1" in capsys.readouterr().out
+    without_window = "--model llama3-8b --cluster h100x2 --seq 4k --causal --windowed-layers 2"
+    assert main(["plan", *without_window.split()]) == 2
+    assert capsys.readouterr().err == "wallfacer plan: --windowed-layers: there is no window; give --window\n"
 
 
 def test_without_experts_a_model_has_one_feed_forward() -> None:
@@ -382,8 +416,6 @@ def test_configs(tmp_path: Path) -> None:
     assert make_model(written(tmp_path, {k: v for k, v in qwen.items() if k != "use_sliding_window"})).left_out == (
         "norms of queries and keys",
     )
-    windowed = make_model(written(tmp_path, qwen | {"use_sliding_window": True}))
-    assert windowed.left_out[0].startswith("its sliding window of 4096 tokens")
     gpt = make_model(written(tmp_path, GPT2))
     assert gpt.shape == ModelShape(768, 12, ffn=3072, gated=False, layers=12, vocab=50257)
     assert (gpt.activation, gpt.left_out) == (
@@ -397,8 +429,8 @@ def test_configs(tmp_path: Path) -> None:
     assert "attention to another sequence, with its projections" in crossed.left_out
     gemma = make_model(written(tmp_path, GEMMA))
     assert (gemma.shape.dim, gemma.activation) == (256, "gelu_tanh")
+    assert (gemma.window, gemma.shape.windowed_layers) == (4095, 16)
     assert gemma.left_out == (
-        "its sliding window of 4096 tokens, itself among them, unless --window gives it to all layers",
         "its soft cap of 30.0 of the logits",
         "its soft cap of 50.0, which the style must be told",
         "its scale of attention, 144^-0.5, which the style must be told",
@@ -424,7 +456,8 @@ def test_configs(tmp_path: Path) -> None:
     assert make_model(written(tmp_path, old)).shape.keys == 32
     with pytest.raises(OptionError, match="num_key_value_heads is missing"):
         make_model(written(tmp_path, old | {"model_type": "mistral"}))
-    assert make_model(written(tmp_path, LLAMA | {"model_type": "mistral"})).shape.dim == 128
+    mistral = make_model(written(tmp_path, LLAMA | {"model_type": "mistral"}))
+    assert (mistral.shape.dim, mistral.window, mistral.shape.windowed_layers) == (128, 4095, None)  # all
     with pytest.raises(OptionError, match="head_dim is missing"):
         make_model(written(tmp_path, LLAMA | {"model_type": "qwen3"}))
 
@@ -436,9 +469,8 @@ def test_configs_of_experts(tmp_path: Path) -> None:
     unsaid = {key: value for key, value in QWEN3_MOE.items() if key != "head_dim"} | {"mlp_only_layers": None}
     assert make_model(written(tmp_path, unsaid)).shape.dim == 2048 // 32
     gpt_oss = make_model(written(tmp_path, GPT_OSS))
-    assert gpt_oss.shape == MODELS["gpt-oss-20b"].shape
+    assert (gpt_oss.shape, gpt_oss.window) == (MODELS["gpt-oss-20b"].shape, MODELS["gpt-oss-20b"].window)
     assert gpt_oss.left_out == (
-        "its sliding window of 128 tokens, itself among them, unless --window gives it to all layers",
         "biases of attention",
         "sinks, which the style must be told",
         "biases",
@@ -447,9 +479,65 @@ def test_configs_of_experts(tmp_path: Path) -> None:
     assert make_model(written(tmp_path, LLAMA | {"num_local_experts": 8})) == MODELS["llama3-8b"]
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWS: list[dict[str, Any]] = [
+    {"model_type": "gpt_oss"}, {"model_type": "gpt_oss", "sliding_window": 1},
+    {"model_type": "gpt_oss", "num_hidden_layers": 5}, {"model_type": "gpt_oss", "num_hidden_layers": 1},
+    {"model_type": "gpt_oss", "num_hidden_layers": 3, "layer_types": [FULL, SLIDING, FULL]},
+    {"model_type": "gemma2", "num_hidden_layers": 7}, {"model_type": "gemma2", "sliding_window": 13},
+    {"model_type": "gemma3_text", "num_hidden_layers": 13}, {"model_type": "gemma3_text", "num_hidden_layers": 5},
+    {"model_type": "gemma3_text", "sliding_window_pattern": 4},
+    {"model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": [FULL, FULL]},
+    {"model_type": "mistral"}, {"model_type": "mistral", "sliding_window": None}, {"model_type": "mixtral"},
+    {"model_type": "mixtral", "sliding_window": 9}, {"model_type": "qwen2", "sliding_window": 9},
+    {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 30},
+    {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 7},
+    {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 99},
+    {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1},
+    {"model_type": "qwen3", "use_sliding_window": False, "max_window_layers": 1},
+    {"model_type": "qwen3_moe", "use_sliding_window": True}, {"model_type": "qwen3_moe", "sliding_window": 9},
+    {"model_type": "gemma"}, {"model_type": "llama", "sliding_window": 9},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", WINDOWS, ids=str)
+def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    experts = QWEN3_MOE if config["model_type"] == "qwen3_moe" else MIXTRAL
+    sizes = {key: value for key, value in experts.items() if key != "sliding_window"}
+    sizes |= {"num_hidden_layers": 8, "head_dim": 128}
+    known = make_model(written(tmp_path, sizes | config))
+    given = {key: value for key, value in config.items() if key != "model_type"}
+    theirs = transformers.AutoConfig.for_model(config["model_type"], **{"num_hidden_layers": 8} | given)
+    size = None if config["model_type"] == "llama" else getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or [SLIDING] * theirs.num_hidden_layers
+    windowed = kinds.count(SLIDING) if size else 0
+    mine = (known.shape.layers if known.shape.windowed_layers is None else known.shape.windowed_layers) * (
+        known.window is not None
+    )
+    assert mine == windowed
+    assert known.window == (size - 1 if windowed else None)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        *(
+            (GPT_OSS | {"sliding_window": bad}, "sliding_window must be a whole number from 1 to 10000000, got ")
+            for bad in (0, True, "128", [128])
+        ),
+        *(
+            (GPT_OSS | {"layer_types": bad}, "layer_types must be 24 of full_attention, sliding_attention")
+            for bad in ([SLIDING], 24 * ["chunked_attention"], 24 * [[SLIDING]], SLIDING, {})
+        ),
+        (
+            GEMMA | {"model_type": "gemma3_text", "sliding_window_pattern": 0},
+            "sliding_window_pattern must be a whole number from 1 to 10000000, got 0",
+        ),
+        (
+            QWEN3_MOE | {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": -1},
+            "max_window_layers must be a whole number from 0 to 10000000, got -1",
+        ),
         ({}, "model_type is missing, known are gemma, "),
         (LLAMA | {"model_type": "mamba"}, "model_type is 'mamba', known are gemma, "),
         (LLAMA | {"model_type": ["llama"]}, r"model_type is \['llama'\], known"),

@@ -20,13 +20,14 @@ from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, mean_of_layers
 from wallfacer_dt.planning.predict import (
     AttentionCost,
     Prediction,
-    attention_cost,
+    attention_costs,
     least_computing,
     least_projections,
+    mean_spent,
     predict_division,
 )
 from wallfacer_dt.planning.reasons import longer
@@ -244,7 +245,7 @@ class _Choice:
     """A division in the queue: of all attentions, of one, and with what that takes."""
 
     division: Division
-    cost: AttentionCost | None = None
+    costs: tuple[AttentionCost, ...] = ()
     prediction: Prediction | None = None
 
 
@@ -280,10 +281,10 @@ class _Search:
                 del self.left[size]
             if _kind(choice.division) in self.kinds or (len(self.ranked) >= keep and size in self.by_context):
                 continue
-            if choice.cost is None:
+            if not choice.costs:
                 self._expand(choice.division)
             elif choice.prediction is None:
-                self._predict(choice.division, choice.cost)
+                self._predict(choice.division, choice.costs)
             else:
                 self._rank(choice.division, choice.prediction)
 
@@ -305,13 +306,12 @@ class _Search:
         for attention in offered:
             one = replace(division, context=replace(attention, **division.context.layers))
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
-            cost = _cost(alone, heads, self._taken(division), where, siblings=siblings)
-            spent = [Spent.of(way.line) for way in cost.ways]
-            self._push(least_step(self.layer(one), *spent), _Choice(one, cost))
+            costs = _costs(alone, heads, self._taken(division), where, siblings=siblings)
+            self._push(least_step(self.layer(one), *mean_spent(heads, self.sequence, costs)), _Choice(one, costs))
 
-    def _predict(self, division: Division, cost: AttentionCost) -> None:
-        prediction = predict_division(division, self.model, self._taken(division), self.cluster, cost)
-        self._push(prediction.seconds, _Choice(division, cost, prediction))
+    def _predict(self, division: Division, costs: tuple[AttentionCost, ...]) -> None:
+        prediction = predict_division(division, self.model, self._taken(division), self.cluster, *costs)
+        self._push(prediction.seconds, _Choice(division, costs, prediction))
 
     def _rank(self, division: Division, prediction: Prediction) -> None:
         peak = division_memory(division, self.model, self._taken(division)).peak
@@ -342,7 +342,10 @@ class _Search:
     def _ideal(self, division: Division) -> tuple[Spent, Spent]:
         """Attention that has nothing to wait for, whose ranks have equally much to do; under METP its projections."""
         kernels, heads = self.cluster.kernels, division.heads_of(self.model)
-        pairs = division.microbatch * self.sequence.pairs() * heads.heads * heads.dim / division.context.size
+        seen = mean_of_layers(
+            self.model, self.sequence, [one.pairs() for _, one in kinds_of_layers(self.model, self.sequence)]
+        )
+        pairs = division.microbatch * seen * heads.heads * heads.dim / division.context.size
         forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
         ideal = Spent(forward, forward), Spent(backward, backward)
         if division.context.projections == "plain":
@@ -410,14 +413,15 @@ def _alone(
     """Of these the fastest, with its seconds: by devices that never wait for a host, and by those that do."""
     by_device, by_both = [], []
     for number, one in enumerate(alike):
-        cost = attention_cost(one, model, sequence, cluster, siblings=siblings, together=False)
-        alone = cost.forward.seconds + cost.backward.seconds
+        costs = attention_costs(one, model, sequence, cluster, siblings=siblings, together=False)
+        alone = sum(way.seconds for way in mean_spent(model, sequence, costs))
+        both = mean_of_layers(model, sequence, [cost.seconds for cost in costs])
         by_device.append(((alone,), number, one))
-        by_both.append(((cost.seconds, alone), number, one))
+        by_both.append(((both, alone), number, one))
     return [(seconds, one) for seconds, _, one in map(min, (by_device, by_both))]
 
 
-_cost = lru_cache(maxsize=1024)(attention_cost)
+_costs = lru_cache(maxsize=1024)(attention_costs)
 
 
 def _kind(division: Division) -> tuple[int, ...]:

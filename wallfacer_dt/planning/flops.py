@@ -1,6 +1,6 @@
 """Floating point operations of a model, and what share of the peak they are."""
 
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers
 
 
 def model_flops(model: ModelShape, sequence: SequenceShape) -> int:
@@ -20,8 +20,9 @@ def model_flops(model: ModelShape, sequence: SequenceShape) -> int:
     """
     tokens = sequence.batch * sequence.length
     weights = model.attention_weights + model.ffn_products if model.ffn else 0
-    attention = 12 * sequence.batch * sequence.pairs() * model.heads * model.dim
-    return model.layers * (6 * tokens * weights + attention) + 6 * tokens * model.hidden * model.vocab
+    pairs = sum(layers * one.pairs() for layers, one in kinds_of_layers(model, sequence))
+    attention = 12 * sequence.batch * pairs * model.heads * model.dim
+    return model.layers * 6 * tokens * weights + attention + 6 * tokens * model.hidden * model.vocab
 
 
 def flops_utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:

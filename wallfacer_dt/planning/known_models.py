@@ -15,11 +15,13 @@ class KnownModel:
         shape: sizes.
         activation: of the feed-forward, as :class:`wallfacer_dt.METPParallel` names it.
         left_out: what the model has and the planner does not count.
+        window: tokens back that layers with a window see; None where no layer has one.
     """
 
     shape: ModelShape
     activation: str = "silu"
     left_out: tuple[str, ...] = ()
+    window: int | None = None
 
 
 def _llama3(hidden: int, heads: int, ffn: int, layers: int) -> KnownModel:
@@ -35,8 +37,11 @@ def _qwen3(hidden: int, heads: int, ffn: int, layers: int) -> KnownModel:
 
 def _gpt_oss(experts: int, layers: int) -> KnownModel:
     """The config.json of openai/gpt-oss-20b and openai/gpt-oss-120b."""
-    shape = ModelShape(2880, 64, 8, 64, 2880, layers=layers, vocab=201088, experts=experts, experts_per_token=4)
-    return KnownModel(shape, left_out=("biases", "sinks", "the window of every other layer, taken as full"))
+    shape = ModelShape(
+        2880, 64, 8, 64, 2880, layers=layers, vocab=201088, experts=experts, experts_per_token=4,
+        windowed_layers=layers // 2,
+    )  # fmt: skip
+    return KnownModel(shape, left_out=("biases", "sinks"), window=127)
 
 
 MODELS = {

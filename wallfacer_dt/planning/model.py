@@ -1,7 +1,11 @@
 """What is to be computed: the sizes of a model and of its sequences."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Any
 
 import torch
 
@@ -31,6 +35,7 @@ class ModelShape:
         vocab: entries of the output projection, 0 to leave it and the embedding out.
         experts: among which a router deals tokens out (a mixture of experts), 0 for one feed-forward that takes all.
         experts_per_token: experts that each token goes to.
+        windowed_layers: of ``layers``, those that a sequence's ``window_size`` is for, whatever their order; None: all.
     """
 
     hidden: int
@@ -43,6 +48,7 @@ class ModelShape:
     vocab: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    windowed_layers: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) sizes that are none, or do not divide."""
@@ -65,10 +71,19 @@ class ModelShape:
             raise ValueError(f"experts_per_token must be from 1 to experts, or both 0, got {given}")
         if self.experts and not self.ffn:
             raise ValueError(f"experts must be 0 where ffn is, got {self.experts}")
+        if self.windowed_layers is not None:
+            check_length(self.windowed_layers, "windowed_layers", least=0)
+            if self.windowed_layers > self.layers:
+                raise ValueError(
+                    f"windowed_layers must be at most layers, got {self.windowed_layers} and {self.layers}"
+                )
         # Written out, so that the same sizes are equal.
         object.__setattr__(self, "kv_heads", self.keys)
         object.__setattr__(self, "head_dim", self.dim)
         object.__setattr__(self, "gated", self.gated or not self.ffn)
+        object.__setattr__(
+            self, "windowed_layers", None if self.windowed_layers == self.layers else self.windowed_layers
+        )
 
     @property
     def keys(self) -> int:
@@ -83,7 +98,7 @@ class ModelShape:
     @property
     def attention_alone(self) -> "ModelShape":
         """The same attention, without layers round it."""
-        return replace(self, ffn=0, layers=1, vocab=0, experts=0, experts_per_token=0)
+        return replace(self, ffn=0, layers=1, vocab=0, experts=0, experts_per_token=0, windowed_layers=None)
 
     @property
     def attention_weights(self) -> int:
@@ -166,3 +181,28 @@ class SequenceShape:
         before = self.length - 1 if left is None else min(left, self.length - 1)
         after = 0 if self.is_causal else self.length - 1 if right is None else min(right, self.length - 1)
         return self.length * (1 + before + after) - math.comb(before + 1, 2) - math.comb(after + 1, 2)
+
+
+def kinds_of_layers(model: ModelShape, sequence: SequenceShape) -> tuple[tuple[int, SequenceShape], ...]:
+    """What layers attend, and how many of them that: first those that see most.
+
+    Args:
+        model: sizes.
+        sequence: what a step takes.
+
+    Returns:
+        One; or, where some layers alone have the window, two, of which that is the second.
+    """
+    if model.windowed_layers is None or sequence.window_size is None:
+        return ((model.layers, sequence),)
+    every = (
+        (model.layers - model.windowed_layers, replace(sequence, window_size=None)),
+        (model.windowed_layers, sequence),
+    )
+    return tuple(kind for kind in every if kind[0])
+
+
+def mean_of_layers(model: ModelShape, sequence: SequenceShape, some: Iterable[Any]) -> Any:
+    """The mean over layers of what can be added up, given for each of :func:`kinds_of_layers`."""
+    kinds = kinds_of_layers(model, sequence)
+    return reduce(add, [layers / model.layers * one for (layers, _), one in zip(kinds, some, strict=True)])

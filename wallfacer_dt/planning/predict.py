@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from wallfacer_dt.planning.candidates import Candidate, node_of
 from wallfacer_dt.planning.cluster import Cluster, Kernels
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, mean_of_layers
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 from wallfacer_dt.planning.timeline import Event, Lag, Timeline, last_of, launches, run, work
@@ -40,7 +41,8 @@ class Prediction:
         rank_bytes: received by attention on the rank that receives most, weights and gradients under METP among it, and
             by METP's feed-forward.
         node_bytes: the same into the node that receives most from other nodes, of queries, keys and values only.
-        hops: transfers that one rank's blocks take in one call of attention, forward and backward, of all head groups.
+        hops: transfers that one rank's blocks take in one call of attention, forward and backward, of all head groups;
+            the most of any layer.
         memory: the most bytes a rank holds; 0 before anyone has asked, which takes longest.
         host: seconds in which a rank's device waits for its host to launch attention and METP.
     """
@@ -134,6 +136,20 @@ def attention_cost(
     return AttentionCost((forward, backward))
 
 
+def attention_costs(
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, **told: Any
+) -> tuple[AttentionCost, ...]:
+    """:func:`attention_cost` of a call in each of a model's :func:`kinds_of_layers`."""
+    return tuple(attention_cost(candidate, model, one, cluster, **told) for _, one in kinds_of_layers(model, sequence))
+
+
+def mean_spent(model: ModelShape, sequence: SequenceShape, costs: Iterable[AttentionCost]) -> tuple[Spent, Spent]:
+    """What a layer's attention takes alone, forward and backward, in the mean of all layers."""
+    ways = zip(*[[Spent.of(way.line) for way in cost.ways] for cost in costs], strict=True)
+    forward, backward = (mean_of_layers(model, sequence, way) for way in ways)
+    return forward, backward
+
+
 def _of_ways(candidate: Candidate) -> tuple[Candidate, Candidate]:
     """A candidate for the forward and for the backward: what moves the other way does not matter, nor do layers."""
     alike = replace(candidate, feed_forward="plain", checkpoint="none")
@@ -143,11 +159,11 @@ def _of_ways(candidate: Candidate) -> tuple[Candidate, Candidate]:
 def least_computing(
     alike: Sequence[Candidate], model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, together: bool = True
 ) -> list[Spent]:
-    """What no call of attention is below, forward and backward: what it computes, and launches.
+    """What attention takes at least, forward and backward: what it computes, and launches, in the mean of all layers.
 
     Args:
         alike: attentions that differ in placement and rotations.
-        model: whose heads.
+        model: whose layers.
         sequence: what is attended.
         kernels: rates.
         together: as of :func:`attention_cost`.
@@ -155,6 +171,15 @@ def least_computing(
     Returns:
         The seconds.
     """
+    of_kinds = [
+        _least_computing(alike, model, one, kernels, together=together) for _, one in kinds_of_layers(model, sequence)
+    ]
+    return [mean_of_layers(model, sequence, way) for way in zip(*of_kinds, strict=True)]
+
+
+def _least_computing(
+    alike: Sequence[Candidate], model: ModelShape, sequence: SequenceShape, kernels: Kernels, *, together: bool
+) -> list[Spent]:
     ways = []
     for backward, kinds in enumerate(zip(*map(_of_ways, alike), strict=True)):
         unlike = {replace(one, placement=alike[0].placement) for one in kinds}
@@ -203,7 +228,7 @@ def least_attention(
     return LeastAttention(spent, rank_bytes, node_bytes)
 
 
-@lru_cache(maxsize=8)  # as of what is run below
+@lru_cache(maxsize=16)  # as of what is run below
 def _least(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, backward: bool
 ) -> tuple[Spent, int, int]:
@@ -225,7 +250,14 @@ def _least(
 
 
 def least_node_bytes(some: Iterable[Candidate], model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> int:
-    """Received by the node that receives most in a call of attention, no more than of any candidate, both ways."""
+    """Received in a step by the node that receives most, both ways, no more than of any candidate."""
+    some = list(some)
+    return sum(
+        layers * _least_node_bytes(some, model, one, cluster) for layers, one in kinds_of_layers(model, sequence)
+    )
+
+
+def _least_node_bytes(some: Sequence[Candidate], model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> int:
     least: tuple[list[int], list[int]] = ([], [])
     for way, kind in dict.fromkeys((way, kind) for one in some for way, kind in enumerate(_of_ways(one))):
         arrived = one_way(kind, model, sequence, backward=bool(way)).values()
@@ -238,7 +270,7 @@ def _received(arrived: Mapping[Key, Arrivals], ranks: int, node: np.ndarray) -> 
     return int(into_ranks(arrived.values(), ranks).max()), int(into_nodes(arrived.values(), node).max())
 
 
-@lru_cache(maxsize=8)  # what differs in one way only comes in a row
+@lru_cache(maxsize=16)  # what differs in one way only comes in a row, of each kind of layers
 def _one_way(
     candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, siblings: int, together: bool,
     backward: bool,
@@ -318,7 +350,7 @@ def _least_projections(
 
 
 def predict(
-    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, cost: AttentionCost
+    candidate: Candidate, model: ModelShape, sequence: SequenceShape, cluster: Cluster, *costs: AttentionCost
 ) -> Prediction:
     """:func:`predict_division` where all ranks share each sequence.
 
@@ -327,31 +359,35 @@ def predict(
         model: sizes.
         sequence: what a step takes.
         cluster: where.
-        cost: of the candidate's attention.
+        *costs: of the candidate's attention, as :func:`attention_costs` has them.
 
     Returns:
         The prediction.
     """
-    return predict_division(Division(candidate, microbatch=sequence.batch), model, sequence, cluster, cost)
+    return predict_division(Division(candidate, microbatch=sequence.batch), model, sequence, cluster, *costs)
 
 
 def predict_division(
-    division: Division, model: ModelShape, sequence: SequenceShape, cluster: Cluster, cost: AttentionCost
+    division: Division, model: ModelShape, sequence: SequenceShape, cluster: Cluster, *costs: AttentionCost
 ) -> Prediction:
     """Predict a step, but for its memory, which is :func:`division_memory`'s.
+
+    Where some layers alone have a window it is the mean of a step in which none has it and of one in which all have,
+    by how many have: as if a layer of each kind were where any is.
 
     Args:
         division: of the cluster's ranks.
         model: sizes.
         sequence: what a context group takes at a time.
         cluster: where.
-        cost: of the context ranks' attention, with a tensor rank's heads.
+        *costs: of the context ranks' attention, with a tensor rank's heads, as :func:`attention_costs` has them.
 
     Returns:
         The prediction.
     """
-    step = simulated_step(Layer(division, model, sequence, cluster), cost.ways)
-    rank_bytes, node_bytes = step_bytes(division, model, sequence, cost)
+    layer = Layer(division, model, sequence, cluster)
+    step = mean_of_layers(model, sequence, [simulated_step(layer, cost.ways) for cost in costs])
+    rank_bytes, node_bytes = step_bytes(division, model, sequence, *costs)
     return Prediction(
         step.seconds,
         step.compute,
@@ -359,20 +395,25 @@ def predict_division(
         step.overlapped,
         rank_bytes,
         node_bytes,
-        cost.hops,
+        max(cost.hops for cost in costs),
         host=step.hosted,
     )
 
 
 def step_bytes(
-    division: Division, model: ModelShape, sequence: SequenceShape, cost: AttentionCost | LeastAttention
+    division: Division, model: ModelShape, sequence: SequenceShape, *costs: AttentionCost | LeastAttention
 ) -> tuple[int, int]:
     """A :class:`Prediction`'s ``rank_bytes`` and ``node_bytes``, which are quick to say.
 
-    Under METP's attention ``cost`` may be of plain projections: a rank then receives at least what is said of it.
+    Under METP's attention ``costs`` may be of plain projections: a rank then receives at least what is said of it.
     """
-    calls, received = division.microbatches * model.layers // division.pipeline, received_bytes(division.context, cost)
-    return calls * (received[0] + _feed_forward_bytes(division.context, model, sequence)), calls * received[1]
+    received = [received_bytes(division.context, cost) for cost in costs]
+    layers = [count for count, _ in kinds_of_layers(model, sequence)]
+    rank_bytes, node_bytes = (
+        division.microbatches * sum(map(mul, layers, some)) // division.pipeline for some in zip(*received, strict=True)
+    )
+    calls = division.microbatches * model.layers // division.pipeline
+    return rank_bytes + calls * _feed_forward_bytes(division.context, model, sequence), node_bytes
 
 
 def received_bytes(candidate: Candidate, cost: AttentionCost | LeastAttention) -> tuple[int, int]:

@@ -25,15 +25,16 @@ from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, mean_of_layers
 from wallfacer_dt.planning.predict import (
     AttentionCost,
     Prediction,
-    attention_cost,
+    attention_costs,
     least_attention,
     least_computing,
     least_node_bytes,
     least_projections,
+    mean_spent,
     predict,
     step_bytes,
 )
@@ -119,15 +120,23 @@ class Plan:
         return context_mesh(device_type, it.ring, it.team, ulysses=it.ulysses, placement=it.placement)
 
     @property
+    def has_two_masks(self) -> bool:
+        """Whether some layers alone have the sequence's window."""
+        return len(kinds_of_layers(self.model, self.sequence)) > 1
+
+    @property
     def attention_options(self) -> dict[str, Any]:
-        """Arguments of :class:`wallfacer_dt.WallFacerParallel` that say what was chosen; all but the order."""
+        """Arguments of :class:`wallfacer_dt.WallFacerParallel` that say what was chosen; all but the order.
+
+        Where some layers alone have the window, of these.
+        """
         it, sequence = self.chosen, self.sequence
         return {
             "is_causal": sequence.is_causal,
             "schedule": it.schedule,
             "rotate": it.rotate,
             "rotate_forward": it.rotate_forward,
-            "window_size": sequence.window_size,
+            "window_size": kinds_of_layers(self.model, sequence)[-1][1].window_size,
             "length": sequence.length if sequence.length % it.size else None,
             "kernel": self.cluster.kernels.attention,
         }
@@ -163,6 +172,7 @@ class Plan:
         kernel: str | None = None,
         layout: str = "BLNH",
         check: bool = True,
+        windowed: bool | None = None,
     ) -> dict[str, ParallelStyle]:
         """The chosen plan for ``parallelize_module``; names are by default those of torchtitan's Llama 3.
 
@@ -189,11 +199,22 @@ class Plan:
             kernel: likewise; None: that of the cluster's rates.
             layout: likewise.
             check: compare modules with their styles first.
+            windowed: names are those of layers that have the window; False: of the others. Said where some layers
+                alone have one (``plan.model.windowed_layers``), and there only: call it for both.
 
         Returns:
             ``{fully qualified name: style}``.
+
+        Raises:
+            ValueError: ``windowed`` was not said where it must be, or where it must not.
         """
+        if (windowed is not None) != self.has_two_masks:
+            raise ValueError(
+                "windowed must be said where some layers alone have a window, and there only, got "
+                f"{windowed} of {self.model.windowed_layers} of {self.model.layers} layers"
+            )
         told: dict[str, Any] = self.attention_options | ({} if kernel is None else {"kernel": kernel})
+        told |= {"window_size": None} if windowed is False else {}
         inner = WallFacerParallel(**told, order=order, scale=scale, layout=layout, check=check)
         styles: dict[str, ParallelStyle] = {attention: inner}
         if self.chosen.projections == "metp":
@@ -290,7 +311,7 @@ class _Choice:
     """A candidate in the queue, with the least that it can take and receive until it has been predicted."""
 
     ranked: Ranked
-    cost: AttentionCost | None  # of attention, as if its projections were plain, where that is known
+    costs: tuple[AttentionCost, ...] = ()  # of attention, as if its projections were plain, where that is known
     is_predicted: bool = False
 
 
@@ -343,7 +364,7 @@ class _Search:
     def _least_node_bytes(self, meshes: "_Meshes") -> int:
         """Bytes into a node below which none of them is."""
         some = chain.from_iterable(meshes.values())
-        return self.model.layers * least_node_bytes(some, self.model, self.sequence, self.cluster)
+        return least_node_bytes(some, self.model, self.sequence, self.cluster)
 
     def _open(self, meshes: "_Meshes") -> None:
         """Have the choices of some meshes wait for their turn."""
@@ -355,14 +376,17 @@ class _Search:
 
     def _choices(self, attention: Candidate) -> Iterator["_Choice"]:
         model, sequence, profile = self.model, self.sequence, self.profile
-        least = least_attention(attention, model, sequence, self.cluster)
-        handicap = self._handicap(attention, sum(spent.seconds for spent in least.spent) * (1 - 1e-9))
+        least = [least_attention(attention, model, one, self.cluster) for _, one in kinds_of_layers(model, sequence)]
+        ways = zip(*[one.spent for one in least], strict=True)
+        ideal = [mean_of_layers(model, sequence, way) for way in ways]
+        exact = tuple(one.cost for one in least if one.cost is not None)
+        handicap = self._handicap(attention, sum(spent.seconds for spent in ideal) * (1 - 1e-9))
         for candidate in with_layers(attention, model):
             measured = profile.seconds(candidate, model, sequence) if profile else None
-            seconds = self._least_step(candidate, least.spent) * (1 - 1e-9)
-            received = step_bytes(self._division(candidate), model, sequence, least)
+            seconds = self._least_step(candidate, ideal) * (1 - 1e-9)
+            received = step_bytes(self._division(candidate), model, sequence, *least)
             no_more = Prediction(seconds, 0.0, 0.0, 0.0, *received, 0)
-            yield _Choice(Ranked(candidate, no_more, "", measured, handicap), least.cost)
+            yield _Choice(Ranked(candidate, no_more, "", measured, handicap), exact if len(exact) == len(least) else ())
 
     def _least_step(self, candidate: Candidate, attention: Sequence[Spent]) -> float:
         """Seconds that no step of a candidate is below if attention takes this at least."""
@@ -384,10 +408,11 @@ class _Search:
 
     def _predicted(self, choice: "_Choice") -> Ranked:
         candidate, told = choice.ranked.candidate, (self.model, self.sequence, self.cluster)
-        plain = choice.cost or attention_cost(replace(candidate, projections="plain"), *told)
-        cost = plain if candidate.projections == "plain" else attention_cost(candidate, *told)
-        handicap = self._handicap(candidate, plain.forward.seconds + plain.backward.seconds)
-        return replace(choice.ranked, prediction=predict(candidate, *told, cost), handicap=handicap)
+        plain = choice.costs or attention_costs(replace(candidate, projections="plain"), *told)
+        costs = plain if candidate.projections == "plain" else attention_costs(candidate, *told)
+        seconds = sum(spent.seconds for spent in mean_spent(self.model, self.sequence, plain))
+        handicap = self._handicap(candidate, seconds)
+        return replace(choice.ranked, prediction=predict(candidate, *told, *costs), handicap=handicap)
 
     def run(self, keep: int | None) -> tuple[list[Ranked], list[Ranked]]:
         """Those that fit, best first, of every mesh one; and, as small as can be, of those of which no choice fits.
@@ -423,7 +448,7 @@ class _Search:
                 ranked.append(_with_memory(choice.ranked, memory))
                 is_done[mesh] = True
         dropped = [some for mesh, some in too_large.items() if not self.left[mesh]]
-        # Where nothing fits, the least of all is asked for alone: what each mesh holds takes longer to say than all else.
+        # Where nothing fits, only the least of all is asked for: what each mesh holds takes longest to say.
         asked = dropped if ranked else [[*chain.from_iterable(dropped)]]
         return ranked, [self._smallest(some) for some in asked]
 

@@ -25,7 +25,7 @@ from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import Peaks, feed_forward_peak
 from wallfacer_dt.planning.memory import attention_memory, projected_memory
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers
 
 _MOMENTS, _MASTER = 2 * 4, 4  # Adam's two in float32; of weights in 16 bits, what it updates
 
@@ -248,6 +248,7 @@ class _Layer:
         self, division: Division, model: ModelShape, sequence: SequenceShape, *, is_least: bool = False
     ) -> None:
         candidate, tensor = division.context, division.tensor
+        (_, sequence), *_ = kinds_of_layers(model, sequence)  # what layers hold that see most
         self.division, self.candidate, self.model, self.sequence = division, candidate, model, sequence
         self.rows = -(-sequence.length // candidate.size) * sequence.batch
         own = -(-self.rows // tensor)

@@ -96,7 +96,7 @@ class Spent:
     def __add__(self, other: "Spent") -> "Spent":
         return Spent(*map(add, _amounts(self), _amounts(other)))
 
-    def __rmul__(self, times: int) -> "Spent":
+    def __rmul__(self, times: float) -> "Spent":
         return Spent(*[times * one for one in _amounts(self)])
 
     def between(self, other: "Spent") -> "Spent":

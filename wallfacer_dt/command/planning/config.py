@@ -27,6 +27,13 @@ _MAY_BE_MISSING = {
     "kv_heads": ("gpt2", "llama"),
     "head_dim": ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe"),
 }
+# Which types have a window, and of how many tokens, itself among them, where nothing is said.
+_WINDOWS = {
+    "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128, "mistral": 4096, "mixtral": None, "qwen2": 4096, "qwen3": 4096,
+    "qwen3_moe": 4096,
+}  # fmt: skip
+_ALL_WINDOWED = ("mistral", "mixtral", "qwen3_moe")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Keys that transformers' GPT-2 passes over.
 _NOT_GPT2S = ("intermediate_size", "num_key_value_heads", "head_dim")
 _ACTIVATIONS = {
@@ -36,7 +43,6 @@ _ACTIVATIONS = {
 # Gemma's configs name what they compute under a key of its own, and under the usual one something else.
 _ACTIVATION_KEYS = ("hidden_activation", "hidden_act", "activation_function")
 _LEFT_OUT = {
-    "sliding_window": "its sliding window of {} tokens, itself among them, unless --window gives it to all layers",
     "final_logit_softcapping": "its soft cap of {} of the logits",
     "attn_logit_softcapping": "its soft cap of {}, which the style must be told",
     "query_pre_attn_scalar": "its scale of attention, {}^-0.5, which the style must be told",
@@ -82,9 +88,7 @@ def read_config(path: str) -> KnownModel:
             continue
         if value is None:
             raise ValueError(f"{path}: {' or '.join(keys)} is missing")
-        if type(value) is not int or not 1 <= value <= _MOST:  # a bool is no size
-            raise ValueError(f"{path}: {key} must be a whole number from 1 to {_MOST}, got {shown(value)}")
-        sizes[name] = value
+        sizes[name] = _whole(path, key, value)
     key, said = next(((key, config[key]) for key in _ACTIVATION_KEYS if config.get(key) is not None), ("", None))
     if not key:
         raise ValueError(f"{path}: {' or '.join(_ACTIVATION_KEYS[1:])} is missing")
@@ -92,11 +96,42 @@ def read_config(path: str) -> KnownModel:
         raise ValueError(f"{path}: {key} must be one of {', '.join(_ACTIVATIONS)}, got {shown(said)}")
     if (kind, key, said) == ("gemma", "hidden_act", "gelu"):  # what the first releases said, and did not mean
         said = "gelu_pytorch_tanh"
+    window, windowed = _windows(path, kind, config, sizes["layers"])
     try:
-        shape = ModelShape(**sizes, gated=kind in _GATED)
+        shape = ModelShape(**sizes, gated=kind in _GATED, windowed_layers=windowed)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape)))
+    return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape)), window)
+
+
+def _windows(path: str, kind: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
+    """How many tokens back layers with a window see, and how many layers these are; None where no layer is one."""
+    if kind not in _WINDOWS:
+        return None, None
+    # Transformers' own sizes where nothing is said; Qwen has a window only if it says so.
+    size = config.get("sliding_window", _WINDOWS[kind])
+    if size is None or (kind.startswith("qwen") and not config.get("use_sliding_window", False)):
+        return None, None
+    _whole(path, "sliding_window", size)
+    kinds = config.get("layer_types")
+    if kinds is not None and kind not in _ALL_WINDOWED:
+        if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= _LAYER_TYPES:
+            raise ValueError(f"{path}: layer_types must be {layers} of {', '.join(sorted(_LAYER_TYPES))}")
+        windowed = kinds.count("sliding_attention")
+    elif kind in _ALL_WINDOWED:
+        windowed = layers
+    elif kind.startswith("qwen"):
+        windowed = max(0, layers - _whole(path, "max_window_layers", config.get("max_window_layers", 28), least=0))
+    else:
+        said = config.get("sliding_window_pattern", 6) if kind == "gemma3_text" else 2
+        windowed = layers - layers // _whole(path, "sliding_window_pattern", said)
+    return (size - 1, windowed) if windowed else (None, None)
+
+
+def _whole(path: str, key: str, value: Any, least: int = 1) -> int:
+    if type(value) is not int or not least <= value <= _MOST:  # a bool is no size
+        raise ValueError(f"{path}: {key} must be a whole number from {least} to {_MOST}, got {shown(value)}")
+    return value
 
 
 def _check_all_have_experts(path: str, config: Mapping[str, Any]) -> None:
@@ -109,12 +144,9 @@ def _check_all_have_experts(path: str, config: Mapping[str, Any]) -> None:
 
 def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     """What the config says and the planner does not count."""
-    # What is taken unless it is said: Gemma and GPT-2 share embeddings, and Qwen has no window.
-    has_window = not kind.startswith("qwen")
-    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2")), "use_sliding_window": has_window}
+    # What is taken unless it is said: Gemma and GPT-2 share embeddings.
+    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2"))}
     said |= {"attn_pdrop": 0.1 * (kind == "gpt2")} | dict(config)
-    if not said["use_sliding_window"]:
-        said.pop("sliding_window", None)
     if said.get("query_pre_attn_scalar") == shape.dim:
         said.pop("query_pre_attn_scalar")
     found = [text.format(shown(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]

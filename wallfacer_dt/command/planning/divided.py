@@ -79,7 +79,7 @@ def print_division(plan: DivisionPlan, figures: Figures, console: Console) -> No
     for line in summary_of_cluster(plan.cluster, figures.origins):
         console.print(line)
     sequence, number = plan.sequence, f"{plan.sequences} sequence{'s' * (plan.sequences > 1)}"
-    console.print(f"{number} in a step, of {sequence.length} tokens{mask_of(sequence)}, {sequence.dtype_name}")
+    console.print(f"{number} in a step, of {sequence.length} tokens{mask_of(plan)}, {sequence.dtype_name}")
     console.print(summary_of_model(plan.model))
     if figures.source:
         console.print(figures.source)

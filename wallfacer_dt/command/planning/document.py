@@ -23,7 +23,8 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
     nothing is renamed or taken away::
 
         version     1
-        model       hidden, heads, kv_heads, head_dim, ffn, gated, layers, vocab, experts, experts_per_token
+        model       hidden, heads, kv_heads, head_dim, ffn, gated, layers, vocab, experts, experts_per_token,
+                    windowed_layers (those that window_size is for; null: all)
         sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype
         cluster     ranks, ranks_per_node, nics, memory (or null)
           intra, inter  bandwidth, latency

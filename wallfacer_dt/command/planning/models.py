@@ -41,6 +41,12 @@ def make_model(name: str | None, **sizes: Any) -> KnownModel:
             f"--heads must be a multiple of the model's {own} key heads unless --kv-heads is given, got "
             f"{given['heads']}"
         )
+    windowed = known.shape.windowed_layers
+    if "layers" in given and "windowed_layers" not in given and windowed is not None:
+        raise OptionError(
+            f"--windowed-layers is missing: {windowed} of the model's {known.shape.layers} layers have a window; how "
+            f"many of --layers {given['layers']}?"
+        )
     with as_options():
         return replace(known, shape=replace(known.shape, **given))
 

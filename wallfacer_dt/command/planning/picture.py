@@ -11,6 +11,7 @@ from wallfacer_dt.command.explain.ink import FAINT, INK, check_file, save, tidy
 from wallfacer_dt.command.options import OptionError
 from wallfacer_dt.command.planning.lanes import COMPUTE, draw_kinds, draw_lanes
 from wallfacer_dt.planning import Candidate, Plan, Ranked
+from wallfacer_dt.planning.model import kinds_of_layers
 from wallfacer_dt.planning.predict import attention_cost
 
 _WAITING = "#E69F00"
@@ -46,12 +47,17 @@ def draw_plan(plan: Plan, top: int, path: Path) -> None:
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.6), layout="constrained")
     bars, *timelines = figure.subplots(3, 1, height_ratios=heights)
     _draw_times(bars, plan, best)
-    cost = attention_cost(plan.chosen, plan.model, plan.sequence, plan.cluster)
+    (_, seen), *others = kinds_of_layers(plan.model, plan.sequence)
+    cost = attention_cost(plan.chosen, plan.model, seen, plan.cluster)
+    where = " without a window" if others else ""
     lines = {"forward": cost.forward, "backward": cost.backward}
     longest = max(line.seconds for line in lines.values())
     for axes, (phase, line) in zip(timelines, lines.items(), strict=True):
         draw_lanes(axes, line.bars, longest)
-        tidy(axes, f"Attention of plan 1, one layer's {phase}: {line.exposed / (line.seconds or 1):.0%} is waiting")
+        tidy(
+            axes,
+            f"Attention of plan 1, one layer's {phase}{where}: {line.exposed / (line.seconds or 1):.0%} is waiting",
+        )
         axes.tick_params(axis="y", length=0)
     draw_kinds(figure, [bar for line in lines.values() for bar in line.bars])
     save(figure, path)

@@ -26,7 +26,7 @@ from wallfacer_dt.command.planning.shape import (
     KVHeads,
     Memory,
     Model,
-    Window,
+    WindowOfSome,
     check_size,
     make_sequence,
 )
@@ -71,6 +71,10 @@ def plan(
         int | None, typer.Option(help="Experts that a token goes to. [default: 0, or the model's]")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Number of layers. [default: 1, or the model's]")] = None,
+    windowed_layers: Annotated[
+        int | None,
+        typer.Option(help="Of these, those that --window is for; others see all. [default: all, or the model's]"),
+    ] = None,
     vocab: Annotated[
         int | None, typer.Option(help="Entries of the vocabulary; 0 leaves it out. [default: 0, or the model's]")
     ] = None,
@@ -84,7 +88,7 @@ def plan(
     ] = None,
     causal: Causal = False,
     full: Full = False,
-    window: Window = None,
+    window: WindowOfSome = None,
     dtype: DType = "bfloat16",
     cluster: Annotated[
         str | None,
@@ -177,8 +181,13 @@ def plan(
         check_picture(picture, top)
     known = make_model(
         model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=gated, layers=layers,
-        vocab=vocab, experts=experts, experts_per_token=experts_per_token,
+        vocab=vocab, experts=experts, experts_per_token=experts_per_token, windowed_layers=windowed_layers,
     )  # fmt: skip
+    window = known.window if window is None else window
+    if windowed_layers is not None and window is None:
+        raise OptionError("--windowed-layers: there is no window; give --window")
+    if known.shape.windowed_layers == 0:
+        known, window = replace(known, shape=replace(known.shape, windowed_layers=None)), None
     if gated is not None and not known.shape.ffn:
         raise OptionError("--gated/--no-gated: there is no feed-forward; give --ffn")
     is_longest = seq == "longest"

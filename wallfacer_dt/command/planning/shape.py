@@ -35,6 +35,13 @@ Full = Annotated[bool, typer.Option("--full", help="Every query sees every key."
 Window = Annotated[
     int | None, typer.Option(help="How many tokens back (and ahead, if not causal) a query sees. [default: all]")
 ]
+WindowOfSome = Annotated[
+    int | None,
+    typer.Option(
+        help="How many tokens back (and ahead, if not causal) a query sees, in all layers or those of "
+        "--windowed-layers. [default: all, or the model's]"
+    ),
+]
 DType = Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of activations.")]
 Memory = Annotated[
     str | None,
@@ -44,7 +51,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 _MOST_ELEMENTS = 2**56
 _FIELDS = re.compile(
-    r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|layers|vocab|experts_per_token|experts|length|batch)\b"
+    r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|windowed_layers|layers|vocab|experts_per_token|experts|length|batch)\b"
 )
 
 

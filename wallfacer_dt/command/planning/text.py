@@ -14,7 +14,9 @@ from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.machines import MEASURED
 from wallfacer_dt.command.planning.share import print_figures
 from wallfacer_dt.command.planning.usage import code_of
-from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, Plan, Profile, Ranked, SequenceShape
+from wallfacer_dt.planning import Candidate, Cluster, Link, ModelShape, Plan, Profile, Ranked
+from wallfacer_dt.planning.dividing import DivisionPlan
+from wallfacer_dt.planning.model import kinds_of_layers
 from wallfacer_dt.planning.units import format_rate, format_size, format_speed, format_time
 
 _WIDTH = 100
@@ -78,7 +80,7 @@ def _summary(plan: Plan, origins: Mapping[str, str]) -> Iterator[str]:
     yield from summary_of_cluster(plan.cluster, origins)
     orders = sorted({one.candidate.order for one in plan.ranked})
     yield (
-        f"{sequence.length} tokens in {' or '.join(orders)} order{mask_of(sequence)}, batch {sequence.batch}, "
+        f"{sequence.length} tokens in {' or '.join(orders)} order{mask_of(plan)}, batch {sequence.batch}, "
         f"{sequence.dtype_name}"
     )
     yield summary_of_model(plan.model)
@@ -112,9 +114,13 @@ def summary_of_cluster(cluster: Cluster, origins: Mapping[str, str]) -> Iterator
         yield f"the host launches an operation of attention in {format_time(kernels.launch)} ({origins['launch']})"
 
 
-def mask_of(sequence: SequenceShape) -> str:
+def mask_of(plan: Plan | DivisionPlan) -> str:
     """What is seen, after a comma."""
-    return (", causal" if sequence.is_causal else ", full") + _window(sequence.window_size)
+    seen = ", causal" if plan.sequence.is_causal else ", full"
+    *others, (layers, sequence) = kinds_of_layers(plan.model, plan.sequence)
+    if sequence.window_size is None:
+        return seen
+    return f"{seen}, window {sequence.window_size[0]}" + f" in {layers} of {plan.model.layers} layers" * bool(others)
 
 
 def summary_of_model(model: ModelShape) -> str:
@@ -127,10 +133,6 @@ def summary_of_model(model: ModelShape) -> str:
 
 def _link(link: Link) -> str:
     return f"{format_rate(link.bandwidth)} and {format_time(link.latency)}"
-
-
-def _window(size: tuple[int | None, int | None] | None) -> str:
-    return "" if size is None else f", window {size[0]}"
 
 
 def _costs(best: Sequence[Ranked], figures: Figures) -> Table:

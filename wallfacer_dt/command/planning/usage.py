@@ -2,6 +2,8 @@
 
 import json
 import textwrap
+from collections.abc import Mapping
+from typing import Any
 
 from wallfacer_dt.planning import Plan
 
@@ -26,8 +28,7 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
         Lines of Python.
     """
     it = plan.chosen
-    has_metp = it.feed_forward == "metp"
-    has_projections = it.projections == "metp"
+    has_metp, has_projections = it.feed_forward == "metp", it.projections == "metp"
     names = ["METPAttentionParallel"] * has_projections + ["METPParallel"] * has_metp
     names += ["TokenOrder", "WallFacerParallel", "context_mesh", "shard_sequence"]
     lines = [
@@ -35,17 +36,25 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
         f'mesh = context_mesh("{plan.cluster.device_type}", ring={it.ring}, team={it.team}, ulysses={it.ulysses}, '
         f'placement="{it.placement}")',
         f'order = TokenOrder("{it.order}", mesh)',
-        _attention_line(plan),
     ]
-    if has_projections:
+    where, inner = (_PROJECTIONS, "projected") if has_projections else (_ATTENTION, "attention")
+    if plan.has_two_masks:
         lines += [
-            f"projected = METPAttentionParallel(\n"
-            f'    query="wq", key="wk", value="wv", output="wo", head_dim={plan.model.dim}, rotary="interleaved",\n'
-            "    attention=attention\n)",
-            f'styles = {{"{_PROJECTIONS}": projected}}  # called with cos and sin, and without a mask',
+            _attention_line("windowed", plan.attention_options),
+            _attention_line("unwindowed", plan.attention_options | {"window_size": None}),
+            f"windows = ...  # the {plan.model.windowed_layers} of {plan.model.layers} layers that have one, by number",
         ]
+        each = "windowed if i in windows else unwindowed"
+        made = _projected(plan, each) if has_projections else each
+        # Nobody knows here which layers these are: as it stands the code raises.
+        names = f'f"{where.replace("*", "{i}")}"'
+        lines.append(f"styles = {{\n    {names}: {made} for i in range({plan.model.layers})\n}}")
     else:
-        lines.append(f'styles = {{"{_ATTENTION}": attention}}')
+        lines.append(_attention_line("attention", plan.attention_options))
+        lines += [f"projected = {_projected(plan, 'attention')}"] * has_projections
+        lines.append(f'styles = {{"{where}": {inner}}}')
+    if has_projections:
+        lines[-1] += "  # called with cos and sin, and without a mask"
     if has_metp:
         weights = 'up="w3", down="w2", gate="w1"' if plan.model.gated else 'up="w1", down="w2"'
         lines.append(f'styles["{_FEED_FORWARD}"] = METPParallel({weights}, activation="{activation}")')
@@ -56,8 +65,16 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
     return "\n".join(lines)
 
 
-def _attention_line(plan: Plan) -> str:
-    options = {name: value for name, value in plan.attention_options.items() if value is not None}
+def _projected(plan: Plan, attention: str) -> str:
+    return (
+        "METPAttentionParallel(\n"
+        f'    query="wq", key="wk", value="wv", output="wo", head_dim={plan.model.dim}, rotary="interleaved",\n'
+        f"    attention={attention}\n)"
+    )
+
+
+def _attention_line(name: str, options: Mapping[str, Any]) -> str:
+    options = {name: value for name, value in options.items() if value is not None}
     if options["kernel"] == "auto":
         del options["kernel"]
     # A kernel's name may be anyone's, from the file of a profile.
@@ -66,11 +83,11 @@ def _attention_line(plan: Plan) -> str:
         for name, value in options.items()
     ]
     arguments = ["order=order", *said]
-    line = f"attention = WallFacerParallel({', '.join(arguments)})"
+    line = f"{name} = WallFacerParallel({', '.join(arguments)})"
     if len(line) <= _WIDTH:
         return line
     indent = "    "
     # A line ends between arguments, not within the pair of a window.
     whole = ", ".join(argument.replace(" ", "\0") for argument in arguments)
     filled = textwrap.fill(whole, _WIDTH, initial_indent=indent, subsequent_indent=indent).replace("\0", " ")
-    return f"attention = WallFacerParallel(\n{filled}\n)"
+    return f"{name} = WallFacerParallel(\n{filled}\n)"
