@@ -69,6 +69,9 @@ class Sharded(nn.Module):
 KINDS = {"_allgather_base_": "gathered", "_reduce_scatter_base_": "reduced", "allreduce_": "replicated"}
 
 
+_COPIES = ("split_with_sizes_copy", "chunk_cat", "cat", "chunk_cat_mixed_dtype")  # the last torch 2.15's
+
+
 class Watched(TorchDispatchMode):
     """Elements of what is sent, by kind, in order; and bytes that are copied whole, and in sums of gradients."""
 
@@ -86,7 +89,7 @@ class Watched(TorchDispatchMode):
         written = [result] if name in ("_to_copy", "cat") and "out" not in (kwargs or {}) else []
         is_sum = given and given[0].ndim == 2 and name in ("add_", "_to_copy")  # of whole gradients
         is_own = name in ("copy_", "_to_copy") and given[0].ndim == 1 and given[0].numel() in self.own
-        if name in ("split_with_sizes_copy", "chunk_cat", "cat") or is_sum or is_own:
+        if name in _COPIES or is_sum or is_own:
             again = given[0].nbytes if name == "add_" else 0  # read and written
             self.copied += sum(x.nbytes for x in (*given, *written)) + again
         return result
