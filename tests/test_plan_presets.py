@@ -22,6 +22,7 @@ from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import OptionError
 from wallfacer_dt.command.planning.flags import flags_of
 from wallfacer_dt.command.planning.machines import Machines
+from wallfacer_dt.command.planning.config import TYPES
 from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.kernels import aten
@@ -496,14 +497,42 @@ WINDOWS: list[dict[str, Any]] = [
     {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1},
     {"model_type": "qwen3", "use_sliding_window": False, "max_window_layers": 1},
     {"model_type": "qwen3_moe", "use_sliding_window": True}, {"model_type": "qwen3_moe", "sliding_window": 9},
-    {"model_type": "gemma"}, {"model_type": "llama", "sliding_window": 9},
+    {"model_type": "gemma"}, {"model_type": "llama", "sliding_window": 9}, {"model_type": "olmo3"},
+    {"model_type": "olmo3", "num_hidden_layers": 6, "sliding_window": 5}, {"model_type": "phi3"},
+    {"model_type": "phi3", "sliding_window": 2047}, {"model_type": "ministral"},
+    {"model_type": "ministral", "num_hidden_layers": 2, "layer_types": [FULL, SLIDING]}, {"model_type": "smollm3"},
+    {"model_type": "smollm3", "sliding_window": 9},
+    {
+        "model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 2,
+        "layer_types": [FULL, SLIDING],
+    },
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_weights_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    """Of all matrices of a small model of each type, as transformers makes and saves it: no more, and no fewer."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160}
+    sizes |= {"head_dim": 24, "num_hidden_layers": 3, "vocab_size": 50, "pad_token_id": 0}
+    sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    if kind == "gpt2":
+        sizes = {"n_embd": 96, "n_head": 6, "n_layer": 3, "vocab_size": 50}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    matrices = {name: weight.numel() for name, weight in model.named_parameters(remove_duplicate=False)
+                if weight.ndim > 1 and not name.endswith(("_bias", "wpe.weight"))}  # fmt: skip
+    shape = make_model(str(tmp_path / "config.json")).shape
+    embeddings = 2 * shape.vocab * shape.hidden
+    assert sum(matrices.values()) == shape.layers * (shape.attention_weights + shape.ffn_weights) + embeddings
 
 
 @pytest.mark.parametrize("config", WINDOWS, ids=str)
 def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
-    experts = QWEN3_MOE if config["model_type"] == "qwen3_moe" else MIXTRAL
+    experts = QWEN3_MOE if "moe" in config["model_type"] else MIXTRAL
     sizes = {key: value for key, value in experts.items() if key != "sliding_window"}
     sizes |= {"num_hidden_layers": 8, "head_dim": 128}
     known = make_model(written(tmp_path, sizes | config))
@@ -511,7 +540,8 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
     theirs = transformers.AutoConfig.for_model(config["model_type"], **{"num_hidden_layers": 8} | given)
     size = None if config["model_type"] == "llama" else getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or [SLIDING] * theirs.num_hidden_layers
-    windowed = kinds.count(SLIDING) if size else 0
+    is_windowed = getattr(theirs, "use_sliding_window", True)  # SmolLM3 keeps a size that it does not use
+    windowed = kinds.count(SLIDING) if size and is_windowed else 0
     mine = (known.shape.layers if known.shape.windowed_layers is None else known.shape.windowed_layers) * (
         known.window is not None
     )

@@ -9,9 +9,12 @@ from wallfacer_dt.reading import read_json, shown
 
 _MOST_BYTES = 2**20
 _MOST = 10**7  # of any size
-_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
-_GATED = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", *_EXPERTS)
-_TYPES = (*_GATED, "gpt2")
+_EXPERTS = ("gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+_GATED = (
+    "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3", "phi3",
+    "qwen2", "qwen3", "seed_oss", "smollm3", *_EXPERTS,
+)  # fmt: skip
+TYPES = (*_GATED, "gpt2")
 _KEYS = {
     "hidden": ("hidden_size", "n_embd"),
     "heads": ("num_attention_heads", "n_head"),
@@ -24,15 +27,20 @@ _KEYS = {
 _KEYS_OF_EXPERTS = {"experts": ("num_local_experts", "num_experts"), "experts_per_token": ("num_experts_per_tok",)}
 # As many key heads as query heads, and hidden / heads; other types have numbers of their own where nothing is said.
 _MAY_BE_MISSING = {
-    "kv_heads": ("gpt2", "llama"),
-    "head_dim": ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe"),
-}
+    "kv_heads": ("gpt2", "granite", "llama", "olmo2", "olmo3", "olmoe", "phi3"),
+    "head_dim": (
+        "gpt2", "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
+        "qwen3_moe", "smollm3",
+    ),
+}  # fmt: skip
 # Which types have a window, and of how many tokens, itself among them, where nothing is said.
 _WINDOWS = {
-    "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128, "mistral": 4096, "mixtral": None, "qwen2": 4096, "qwen3": 4096,
-    "qwen3_moe": 4096,
+    "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128, "ministral": 4096, "mistral": 4096, "mixtral": None,
+    "olmo3": 4096, "phi3": None, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096, "smollm3": None,
 }  # fmt: skip
-_ALL_WINDOWED = ("mistral", "mixtral", "qwen3_moe")
+_MAY_WINDOW = ("qwen2", "qwen3", "qwen3_moe", "smollm3")  # if use_sliding_window says so
+_ALL_WINDOWED = ("mistral", "mixtral", "phi3", "qwen3_moe")  # whatever layer_types say
+_EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4}  # of which layers the last has no window
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Keys that transformers' GPT-2 passes over.
 _NOT_GPT2S = ("intermediate_size", "num_key_value_heads", "head_dim")
@@ -46,6 +54,7 @@ _LEFT_OUT = {
     "final_logit_softcapping": "its soft cap of {} of the logits",
     "attn_logit_softcapping": "its soft cap of {}, which the style must be told",
     "query_pre_attn_scalar": "its scale of attention, {}^-0.5, which the style must be told",
+    "attention_multiplier": "its scale of attention, {}, which the style must be told",
     "attention_dropout": "its dropout of {} in attention, which styles refuse",
     "attn_pdrop": "its dropout of {} in attention, which styles refuse",
     "scale_attn_by_inverse_layer_idx": "its scale of attention by layers, which styles must be told",
@@ -70,9 +79,9 @@ def read_config(path: str) -> KnownModel:
     """
     config = read_json(path, _MOST_BYTES)
     kind = config.get("model_type")
-    if kind not in _TYPES:
+    if kind not in TYPES:
         said = "is missing" if kind is None else f"is {shown(kind)}"
-        raise ValueError(f"{path}: model_type {said}, known are {', '.join(_TYPES)}; give sizes as options instead")
+        raise ValueError(f"{path}: model_type {said}, known are {', '.join(TYPES)}; give sizes as options instead")
     if kind == "gpt2":
         config = {key: value for key, value in config.items() if key not in _NOT_GPT2S}
     asked = _KEYS | _KEYS_OF_EXPERTS if kind in _EXPERTS else _KEYS
@@ -108,9 +117,8 @@ def _windows(path: str, kind: str, config: Mapping[str, Any], layers: int) -> tu
     """How many tokens back layers with a window see, and how many layers these are; None where no layer is one."""
     if kind not in _WINDOWS:
         return None, None
-    # Transformers' own sizes where nothing is said; Qwen has a window only if it says so.
     size = config.get("sliding_window", _WINDOWS[kind])
-    if size is None or (kind.startswith("qwen") and not config.get("use_sliding_window", False)):
+    if size is None or (kind in _MAY_WINDOW and not config.get("use_sliding_window", False)):
         return None, None
     _whole(path, "sliding_window", size)
     kinds = config.get("layer_types")
@@ -118,12 +126,14 @@ def _windows(path: str, kind: str, config: Mapping[str, Any], layers: int) -> tu
         if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= _LAYER_TYPES:
             raise ValueError(f"{path}: layer_types must be {layers} of {', '.join(sorted(_LAYER_TYPES))}")
         windowed = kinds.count("sliding_attention")
-    elif kind in _ALL_WINDOWED:
+    elif kind in _ALL_WINDOWED or kind == "ministral":
         windowed = layers
+    elif kind == "smollm3":
+        raise ValueError(f"{path}: layer_types is missing, which says which layers have the window")
     elif kind.startswith("qwen"):
         windowed = max(0, layers - _whole(path, "max_window_layers", config.get("max_window_layers", 28), least=0))
     else:
-        said = config.get("sliding_window_pattern", 6) if kind == "gemma3_text" else 2
+        said = config.get("sliding_window_pattern", _EVERY[kind]) if kind == "gemma3_text" else _EVERY[kind]
         windowed = layers - layers // _whole(path, "sliding_window_pattern", said)
     return (size - 1, windowed) if windowed else (None, None)
 
@@ -144,15 +154,16 @@ def _check_all_have_experts(path: str, config: Mapping[str, Any]) -> None:
 
 def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     """What the config says and the planner does not count."""
-    # What is taken unless it is said: Gemma and GPT-2 share embeddings.
-    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2"))}
-    said |= {"attn_pdrop": 0.1 * (kind == "gpt2")} | dict(config)
+    # What transformers takes unless it is said.
+    said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2", "smollm3"))}
+    said |= {"attn_pdrop": 0.1 * (kind == "gpt2"), "attention_dropout": 0.1 * (kind == "seed_oss")}
+    said |= {"attention_bias": kind in ("glm4", "seed_oss"), "attention_multiplier": kind == "granite"} | dict(config)
     if said.get("query_pre_attn_scalar") == shape.dim:
         said.pop("query_pre_attn_scalar")
     found = [text.format(shown(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "olmoe"):
         found.append("norms of queries and keys")
-    if kind in ("gemma2", "gemma3_text"):
+    if kind in ("gemma2", "gemma3_text", "glm4"):
         found.append("two more norms of a layer, and what is kept of them")
     if kind == "gpt_oss":
         found.append("sinks, which the style must be told")
