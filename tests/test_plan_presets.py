@@ -20,9 +20,9 @@ from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import OptionError
+from wallfacer_dt.command.planning.config import TYPES
 from wallfacer_dt.command.planning.flags import flags_of
 from wallfacer_dt.command.planning.machines import Machines
-from wallfacer_dt.command.planning.config import TYPES
 from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.usage import code_of
 from wallfacer_dt.kernels import aten
