@@ -22,6 +22,7 @@ from tests.cases import Inner, mesh_of, told
 from tests.metp_refusals import Attention as Projections
 from tests.metp_refusals import D, FeedForward, H, WithOptions, attention, metp, with_tp
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
+from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.calls import Call
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.kernels.block import Need
@@ -379,7 +380,22 @@ def backward_for_a_forward() -> None:
         attend()
 
 
+def layers_of_others(manager: Callable[[], Any] = nullcontext) -> Tensor:
+    """Of three layers one rank leaves out the first, and the others the second: all call as often, with what is alike."""
+    layers = nn.ModuleList(Inner() for _ in range(3))
+    parallelize_module(layers, mesh(), {"*": w.WallFacerParallel(layout="BNLH", check=False)})
+    y = x(requires_grad=True)
+    for layer in layers:  # as where all of them have been called
+        y = layer(y, y, y)
+    with manager():
+        for number in (1, 2) if is_odd() else (0, 2):
+            y = layers[number](y, y, y)
+        return w.unshard_sequence(y, w.TokenOrder("contiguous", mesh()), dim=2)
+
+
 DIFFERENCES: dict[str, Callable[[], Any]] = {
+    "layers of others": layers_of_others,
+    "layers of others, on a device, each seen before": partial(layers_of_others, as_on_a_device),
     "is_causal, on a device, each seen before": causal_on_one_rank,
     "a refusal on a device": refused_by_one_rank,
     "another version of the package": another_version,
@@ -474,6 +490,16 @@ def outcome(name: str) -> tuple[str, str]:
         kind, said = type(error).__name__, str(error)
     attend()
     return kind, said
+
+
+def some_know_their_layer() -> list[int]:
+    """As where on one rank a compiler has given up, and attention runs as it does without; forward and backward."""
+    numbers = []
+    for _ in range(2):
+        with Within("layers.0" if is_odd() else ""):
+            number = agree("attention", [("scale", 1.0)], name_of(mesh()))
+        numbers += [number, agree("the backward of attention", [], name_of(mesh()), forward=number)]
+    return numbers
 
 
 def documents_of_other_integers() -> float:

@@ -23,6 +23,7 @@ from tests.disagreements import (
     in_a_new_world,
     one_does_not_come,
     outcome,
+    some_know_their_layer,
 )
 from wallfacer_dt import context_mesh
 from wallfacer_dt.agreement.agree import _naming_call, agree, hear_all
@@ -95,6 +96,8 @@ MESSAGES = {
     "a backward where others are at a forward": f"it {SAME}attention, rank 1: attention, rank 2: the backward of",
     "schedule": f"schedule {SAME}2d, rank 1: 2d, rank 2: published",
     "length": f"length {SAME}None, rank 1: None, rank 2: 16",
+    "layers of others": f"the layer {SAME}0, rank 1: 0, rank 2: 1, rank 3: 0",
+    "layers of others, on a device, each seen before": f"the layer {SAME}0, rank 1: 0, rank 2: 1, rank 3: 0",
 }  # fmt: skip
 
 
@@ -106,6 +109,12 @@ def test_found_on_every_rank_by_name(ranks: Ranks, name: str) -> None:
         assert text in message
         if SAME in text:
             assert message.startswith("call ")
+
+
+def test_a_rank_may_not_know_in_which_layer_it_is(ranks: Ranks) -> None:
+    (first, *others) = ranks(4).run(some_know_their_layer)
+    assert first == [first[0] + n for n in range(4)]
+    assert others == [first] * 3
 
 
 def test_equal_documents_are_equal_whatever_holds_them(ranks: Ranks) -> None:

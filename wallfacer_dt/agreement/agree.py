@@ -40,12 +40,13 @@ _HEARD = 256
 
 
 class _Said(NamedTuple):
-    """What a rank tells of a call: why it cannot make it, or what it is and its arguments by name."""
+    """What a rank tells of a call: why it cannot make it, or what it is and its arguments by name; and in which layer."""
 
     error: str
     what: str
     names: tuple[str, ...]
     values: tuple[str, ...]
+    layer: str
 
 
 def agree(
@@ -81,13 +82,15 @@ def agree(
     known = int(forward.view(-1)[0]) if isinstance(forward, Tensor) else forward
     if known:
         names, values = (*names, _FORWARD), (*values, str(known))
-    if known or error:
-        record = _digest((likeness, known, error))
     meeting.number += 1
     layer = meeting.layer_of(known)
+    if known or error:
+        record = _digest((likeness, known, error))
+    elif layer:
+        record = _likeness((likeness, layer))
     meeting.call = f"call {meeting.number} on the {text}, {what or error}" + f", in {layer}" * bool(layer)
     meeting.whereabouts.call = meeting.call
-    meeting.open = _Said(error, what, names, values), likeness, meeting.post(record)
+    meeting.open = _Said(error, what, names, values, layer), likeness, meeting.post(record)
     if x is None or waits_at_once(x.device) or error or likeness not in meeting.seen:
         _settle(meeting)
     return meeting.number
@@ -112,6 +115,9 @@ def _settle(meeting: Meeting) -> None:
             return
         told = [_Said(*json.loads(text)) for text in meeting.exchange(json.dumps(said).encode())]
     difference = _difference(dict(zip(meeting.ranks, told, strict=True)))
+    if not difference:
+        meeting.remember(likeness)
+        return
     raise _met(ValueError(f"call {meeting.number} on this mesh: {difference}"), meeting.ranks)
 
 
@@ -226,7 +232,10 @@ def named(mesh: str) -> Named:
 
 
 def _difference(told: dict[int, _Said]) -> str:
-    """What differs, and where."""
+    """What differs, and where; nothing, where all there is to it is that some ranks know in which layer they are.
+
+    As compiled code does not, where another rank's compiler has given up.
+    """
     refusing = {rank: said.error for rank, said in told.items() if said.error}
     if refusing:
         rank = min(refusing)
@@ -235,13 +244,16 @@ def _difference(told: dict[int, _Said]) -> str:
     names = dict.fromkeys(name for pairs in by_rank.values() for name in pairs)
     # What some ranks have no value for follows from something else that differs.
     ordered = sorted(names, key=lambda name: not all(name in pairs for pairs in by_rank.values()))
-    differing = {"it": {rank: said.what for rank, said in told.items()}}
-    differing |= {name: {rank: pairs.get(name, "nothing") for rank, pairs in by_rank.items()} for name in ordered}
+    differing = [("it", {rank: said.what for rank, said in told.items()})]
+    differing += [(name, {rank: pairs.get(name, "nothing") for rank, pairs in by_rank.items()}) for name in ordered]
+    differing.append(("the layer", {rank: said.layer for rank, said in told.items() if said.layer}))
     # As the projections of a module, told by name, of which a rank takes one for another.
-    order = {rank: ", ".join(pairs) for rank, pairs in by_rank.items()}
-    name, values = next((found for found in differing.items() if len(set(found[1].values())) > 1), ("it", order))
-    listing = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-    return f"{name} must be the same on every rank of the mesh, got {listing}"
+    differing.append(("it", {rank: ", ".join(pairs) for rank, pairs in by_rank.items()}))
+    for name, values in differing:
+        if len(set(values.values())) > 1:
+            listing = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+            return f"{name} must be the same on every rank of the mesh, got {listing}"
+    return ""
 
 
 def _digest(what: object) -> int:
