@@ -381,7 +381,7 @@ def backward_for_a_forward() -> None:
 
 
 def layers_of_others(manager: Callable[[], Any] = nullcontext) -> Tensor:
-    """Of three layers one rank leaves out the first, and the others the second: all call as often, with what is alike."""
+    """Of three layers one rank leaves out the first, the others the second: all call as often, with what is alike."""
     layers = nn.ModuleList(Inner() for _ in range(3))
     parallelize_module(layers, mesh(), {"*": w.WallFacerParallel(layout="BNLH", check=False)})
     y = x(requires_grad=True)

@@ -136,6 +136,15 @@ def another_name_on_one_rank() -> w.TokenOrder:
     return w.TokenOrder("head_tail" if dist.get_rank() == 1 else "contiguous", mesh())
 
 
+def given_later(**held: Any) -> Tensor:
+    """A module that is given a tensor after the style was, in place of what it holds."""
+    module = styled(Holding(**held))
+    module(x(), x(), x())
+    for name in held:
+        setattr(module, name, torch.zeros(4, 4))
+    return module(x(), x(), x())
+
+
 def styled_twice() -> None:
     styled(styled())
 
@@ -355,6 +364,8 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "module that holds a window": lambda: styled(Holding(sliding_window=64)),
     "module that holds dropout": lambda: styled(Holding(drop=nn.Dropout(0.5))),
     "module that holds a mask": with_a_mask_buffer,
+    "module that is given a bias later": lambda: given_later(bias=None),
+    "module that is given another bias later": lambda: given_later(bias=torch.zeros(4, 4)),
     "unknown schedule of a style": lambda: w.WallFacerParallel(schedule="3d"),
     "unknown rotation of a style": lambda: w.RingParallel(rotate="k"),
     "forward-mode differentiation": forward_mode,

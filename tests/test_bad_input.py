@@ -197,6 +197,14 @@ MESSAGES = {
         "ValueError",
         "does not implement dropout of attention; Holding has drop: set its p to 0",
     ),
+    "module that is given a bias later": (
+        "ValueError",
+        "Holding was given bias, a tensor of shape (4, 4), after the style was applied",
+    ),
+    "module that is given another bias later": (
+        "ValueError",
+        "Holding was given bias, a tensor of shape (4, 4), after the style was applied",
+    ),
     "module that holds a mask": ("ValueError", "no parameters, buffers or submodules; Inner has hidden"),
     "unknown schedule of a style": ("ValueError", "schedule must be one of ('2d', 'rings', 'published'), got '3d'"),
     "unknown rotation of a style": ("ValueError", "rotate must be one of ('auto', 'kv', 'q'), got 'k'"),

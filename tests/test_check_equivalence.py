@@ -83,6 +83,8 @@ class Causal(nn.Module):
             k = q[:, : k.shape[1]]
         if self.secret == "v":
             v = v * self.value
+        if self.secret == "learned":
+            v = v * self.value[0]
         if self.secret == "norm":
             q = F.normalize(q, dim=-1)
         if self.secret == "heads":
@@ -186,6 +188,10 @@ SECRETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "deaf": (Deaf, {}, "the module has no mask, the style a causal mask"),
     "causal": (lambda: Causal(), {"is_causal": False}, "the module has a causal mask (is_causal=True), the style no"),
     "dropout": (lambda: Causal("dropout", 0.1), {}, "is there dropout?"),
+    "a gate that is learned elsewhere, and is 1 as yet": (
+        lambda: Causal("learned", [nn.Parameter(torch.ones(2, 1, 16))[:1]]), {},
+        "the module's output has a gradient by a tensor of shape (2, 1, 16) beside q, k and v, which it finds outside",
+    ),
     "keys of itself": (lambda: Causal("keys of itself"), {}, ""),
     "norm": (lambda: Causal("norm"), {}, "the same keys are seen, but"),
     "layout": (InBNLH, {}, "the module's layout is 'BNLH', the style was given layout='BLNH'"),

@@ -304,7 +304,9 @@ def attributes_that_change(compiled: bool, how: str) -> tuple[float, list[str]]:
     torch._dynamo.reset()
     mesh = mesh_of(2, 1)
     q, k, v = (torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    module = parallelize_module(SDPAShaped(), mesh, RingParallel(layout="BNLH", check=False))
+    module = SDPAShaped()
+    module.table = torch.zeros(3)  # which a copy has a copy of
+    module = parallelize_module(module, mesh, RingParallel(layout="BNLH", check=False))
     order = TokenOrder("contiguous", mesh)
     local = [shard_sequence(x, order, dim=2) for x in (q, k, v)]
     attend = (

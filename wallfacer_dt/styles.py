@@ -127,7 +127,8 @@ class _ContextParallel(AttentionStyle):
         """
         names, defaults = self._read_module(module)
         kind = _Forward if names[:3] == ["q", "k", "v"] else _ForwardByName
-        return kind(attention, copy.copy(self), self, module, names, defaults, name, modes).forward
+        held = {what: x for what, x in vars(module).items() if isinstance(x, Tensor)}
+        return kind(attention, copy.copy(self), self, module, names, defaults, name, modes, held).forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, who = name_of(device_mesh), type(self).__name__
@@ -297,10 +298,12 @@ class _Forward:
     defaults: dict[str, Any]  # of its options
     name: str  # of the module in its model
     modes: tuple[bool, ...]  # of training, in which it computes what it did when it was tried
+    held: dict[str, Tensor]  # what it had beside parameters and buffers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         """That of the module's copy, which is on the same mesh."""
-        return replace(self, module=copy.deepcopy(self.module, memo))
+        module, held = (copy.deepcopy(x, memo) for x in (self.module, self.held))
+        return replace(self, module=module, held=held)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Attention on this rank's shards, laid out as the style was told."""
@@ -317,6 +320,7 @@ class _Forward:
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         attention = self.attention
         try:
+            self._check_still_holds()
             scale, tensors, mask, length = self._read(q, k, args, kwargs)
             attention = attention if length is None else attention.of_length(length)
             masked = attention if mask is None else attention.with_mask(mask)
@@ -342,6 +346,16 @@ class _Forward:
                 return refuse_in_graph(q, v.shape[-1], str(error), attention.mesh)
             raise
         return attention.run(inputs, attention.resolve(inputs, scale).told())
+
+    def _check_still_holds(self) -> None:
+        """Refuse (ValueError) tensors that the module was given later, as a bias, which its own code may take."""
+        for what, x in vars(self.module).items():
+            if isinstance(x, Tensor) and self.held.get(what) is not x:
+                raise ValueError(
+                    f"{type(self.style).__name__}: {type(self.module).__name__} was given {what}, {_short(x)}, after "
+                    "the style was applied, which would be left out: hand tensors to attention when it is called, "
+                    "where they are taken or refused by name"
+                )
 
     def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
         told = self.style._translated(self.module, self._named(args, kwargs)) if args or kwargs else {}

@@ -40,7 +40,7 @@ _HEARD = 256
 
 
 class _Said(NamedTuple):
-    """What a rank tells of a call: why it cannot make it, or what it is and its arguments by name; and in which layer."""
+    """What a rank tells of a call: why it cannot make it, or what it is, its arguments by name, and its layer."""
 
     error: str
     what: str

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._pytree import tree_leaves
 
 from wallfacer_dt.attention import ContextAttention
 from wallfacer_dt.autocast import computed_dtype
@@ -94,11 +95,13 @@ class Trial:
             else:
                 self._check_rows(module, sizes)
                 return reference
+        by_token = self.style.options.mask_mod is not None and self.style.options.length is None
         what = " or ".join(str((sizes.heads, sizes.kv_heads)) for sizes in self.sizes)
         raise EquivalenceError(
             f"{type(self.module).__name__} could not be run on q, k, v of {self.sizes[0].length} tokens, {what} heads "
             f"of {self.sizes[0].head_dim}, layout {self.style.layout!r}: {type(errors[0]).__name__}: {errors[0]}. "
-            "Call check_equivalence with length=, heads=, head_dim= or kwargs= that fit, or give the style check=False"
+            "Call check_equivalence with length=, heads=, head_dim= or kwargs= that fit, or give the style "
+            + ("length=, as a mask_mod needs that reads something of every token" if by_token else "check=False")
         ) from errors[0]
 
     def run_style(self, reference: Reference) -> Shard:
@@ -239,11 +242,30 @@ def run(
         raise EquivalenceError(f"the module returns {out.dtype} for q of {leaves[0].dtype}, a style {computed}")
     if not (backward and out.requires_grad):
         return Results(_gathered(out, layout))
+    _check_leaves(out, [*leaves, *tree_leaves(dict(kwargs))])
     grads = torch.autograd.grad(out, leaves, grad_out.to(computed), retain_graph=True, allow_unused=True)
     seen = torch.autograd.grad(out, leaves[2], probe.to(computed), allow_unused=True)
     found = zip((*leaves, leaves[2]), (*grads, *seen), strict=True)
     filled = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in found)
     return Results(*(_gathered(x, layout) for x in (out, *filled)))
+
+
+def _check_leaves(out: Tensor, given: Iterable[Any]) -> None:
+    """Refuse (EquivalenceError) an output with a gradient by what was not given: as it is now it may be neutral."""
+    known, seen, nodes = {id(x) for x in given}, set(), [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise EquivalenceError(
+                f"the module's output has a gradient by a tensor of shape {tuple(leaf.shape)} beside q, k and v, which "
+                "it finds outside of itself, as a learned bias or gate: under a style it would get none, and would not "
+                "be trained. Apply it outside of the inner attention"
+            )
+        nodes += [before for before, _ in node.next_functions]
 
 
 def copy_of(module: nn.Module) -> nn.Module:
