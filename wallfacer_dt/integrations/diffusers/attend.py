@@ -47,6 +47,7 @@ class ProcessorOnMesh:
         options: of attention that are the same at every call.
         plan: of the model.
         path: of the module, by which its calls are counted and messages name it.
+        running: gives the forward that runs, if any; asked where models hand none down.
     """
 
     processor: Any
@@ -54,6 +55,7 @@ class ProcessorOnMesh:
     options: AttentionKeywords
     plan: Plan
     path: str
+    running: Callable[[], ForwardPass | None]
 
     def __new__(cls, *given: Any, **named: Any) -> "ProcessorOnMesh":
         """Refuse (ValueError) to be made of nothing, as diffusers does where an IP-Adapter comes or goes."""
@@ -88,19 +90,26 @@ class ProcessorOnMesh:
         # Names of keywords, which diffusers reads here to hand no others down.
         image_rotary_emb: Any = None,
         encoder_hidden_states_mask: Any = None,
+        freqs_cis: Any = None,
+        kv_cache: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As diffusers calls a processor. Cross attention is as it was: a rank's tokens see all of the text here."""
-        named = {"image_rotary_emb": image_rotary_emb, "encoder_hidden_states_mask": encoder_hidden_states_mask}
+        named = {"image_rotary_emb": image_rotary_emb, "encoder_hidden_states_mask": encoder_hidden_states_mask,
+                 "freqs_cis": freqs_cis, "kv_cache": kv_cache}  # fmt: skip
         kwargs |= {name: x for name, x in named.items() if x is not None}
         given = attn, hidden_states, *args
         known = _signature(type(self.processor)).bind(self.processor, *given, **kwargs).arguments
+        if known.get("encoder_hidden_states") is hidden_states:
+            del known["encoder_hidden_states"]  # what a token sees are tokens, which some say so
         text = known.get("encoder_hidden_states")
         if self.plan.text == "cross" and text is not None:
             return self.processor(*given, **kwargs)
         with refusing_together(name_of(self.mesh)):
-            forward = forward_of((sharded_sequence, *args, *kwargs.values()), self.path)
-            tokens = text.shape[1] if text is not None else forward.text if self.plan.text == "before" else 0
+            running = None if self.plan.hands_down else self.running()
+            forward = forward_of((sharded_sequence, *args, *kwargs.values(), running), self.path)
+            joined = forward.text if self.plan.is_joined(self.path) else 0
+            tokens = joined if text is None else text.shape[1]
             mode = _Attending(self, forward, tokens, self._texts(forward, tokens, len(hidden_states), known))
         with mode:
             out = self.processor(*given, **kwargs)
@@ -172,6 +181,13 @@ class _Attending(TorchFunctionMode):
             asked = {"attn_mask": is_masked, "dropout_p": bool(dropout_p), "is_causal": is_causal}
             if refused := [name for name, is_asked in asked.items() if is_asked]:
                 raise ValueError(f"{self.on.path} calls attention with {refused[0]}, which is not implemented here")
+        if key.shape[_TOKENS] > query.shape[_TOKENS]:  # text that asks nothing: what its rows are given nobody wants
+            query = self._together(query.new_zeros(*query.shape[:_TOKENS], self.text, query.shape[-1]), query)
+            return self._parts(self._attend_all(query, key, value, scale))[1]
+        return self._attend_all(query, key, value, scale)
+
+    def _attend_all(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Of the text's rows and the image's."""
         compute = partial(
             context_parallel_attention, mesh=self.on.mesh, scale=scale, length=self.forward.length, **self.on.options
         )

@@ -10,7 +10,7 @@ arguments of blocks: blocks that are computed again in a backward, after other f
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Unpack
@@ -60,6 +60,7 @@ class ContextParallel(Handle[ModelMixin]):
         self.mesh, self._plan, self._order = mesh, plan, TokenOrder("contiguous", mesh)
         self._signature = inspect.signature(model.forward)
         self._forward: ForwardPass | None = None
+        self._checkpoint: Any = None  # what the model has for it, while a forward runs
         self._options = options
         self._hooked: dict[str, nn.Module] = {}
         self._told: set[nn.Module] = set()
@@ -87,7 +88,10 @@ class ContextParallel(Handle[ModelMixin]):
         self._attends = Counter(paths.get(x, path) for block in blocks for path, x in block.items())
         self._leave_on(model)
         for module in modules.values():
-            module.set_processor(ProcessorOnMesh(module.processor, self.mesh, self._options, plan, paths[module]))
+            on_mesh = ProcessorOnMesh(
+                module.processor, self.mesh, self._options, plan, paths[module], lambda: self._forward
+            )
+            module.set_processor(on_mesh)
         at: dict[str, Callable[..., Any]] = {path: partial(self._deal, path) for path in plan.tokens}
         at[plan.output] = self._put_together
         if plan.rotary:
@@ -124,7 +128,9 @@ class ContextParallel(Handle[ModelMixin]):
             given = self._known(args, kwargs)
             forward = ForwardPass(self._order)
             if self._plan.is_joint:
-                forward.text = _tokens(given.get("encoder_hidden_states"))
+                forward.text = _tokens(self._plan.text_given, given.get(self._plan.text_given))
+                if self._plan.more_text:
+                    forward.text += model.get_parameter(self._plan.more_text).shape[1]
             states = {adapters.STATE: adapters.random_state()} if adapters.draw_for_all(model) else {}
             compare_inputs(f"a forward of {type(model).__name__}", given | states, name_of(self.mesh))
             for name in self._plan.per_token & given.keys():
@@ -137,10 +143,29 @@ class ContextParallel(Handle[ModelMixin]):
             if rotary in given:
                 tables = (forward.shard(table, 0, rotary) for table in given[rotary])
                 given[rotary] = RotaryTables(tables, forward)
+            elif rotary and not self._plan.keywords:
+                raise ValueError(
+                    f"the model was called without {rotary}, with which attention is told of a rank's tokens"
+                )
         if self._plan.keywords:
             given[self._plan.keywords] = {PASSED: forward}
+        if not self._plan.hands_down:
+            self._checkpoint = model._gradient_checkpointing_func
+            model._gradient_checkpointing_func = partial(self._run_again, self._checkpoint, forward)
         self._forward = forward
         return (), given
+
+    def _run_again(self, checkpoint: Callable[..., Any], forward: ForwardPass, block: Any, *args: Any) -> Any:
+        """A block, checkpointed; where it is computed again, that is of its own forward."""
+
+        def run(*args: Any) -> Any:
+            before, self._forward = self._forward, forward
+            try:
+                return block(*args)
+            finally:
+                self._forward = before
+
+        return checkpoint(run, *args)
 
     @untraced(_UNTRACED)
     def _deal(self, path: str, module: nn.Module, args: Any, tokens: Tensor) -> Tensor:
@@ -157,20 +182,26 @@ class ContextParallel(Handle[ModelMixin]):
         return line.view(*line.shape, *(1,) * (tokens.ndim - 3))
 
     @untraced(_UNTRACED)
-    def _deal_rotary(self, module: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> Iterable[Tensor]:
+    def _deal_rotary(self, module: nn.Module, args: Any, given: Any) -> Any:
         """Tables for the text, which is whole, and for this rank's tokens."""
         del module, args
         forward, dim = self._in_forward(), self._plan.rotary_dim
+        tables = (given,) if isinstance(given, Tensor) else given
         with refusing_together(name_of(self.mesh)):
-            where = self._plan.rotary_text
-            if where == "next call" and forward.has_rotary:
-                return tables
+            where, is_first = self._plan.rotary_text, not forward.has_rotary
             forward.has_rotary = True
+            if where == ("first call" if is_first else "next call"):
+                return given
             apart = tables[-1:] if where == "last table" else ()
             parts = []
             for table in tables[: len(tables) - len(apart)]:
-                text, tokens = table.tensor_split([forward.text if where == "first" else 0], dim)
-                parts.append(torch.cat([text, forward.shard(tokens, dim, f"the tables of {self._plan.rotary}")], dim))
+                start = forward.text if where == "first" else 0
+                end = table.shape[dim] - (forward.text if where == "last" else 0)
+                text, tokens, after = table.tensor_split([start, end], dim)
+                tokens = forward.shard(tokens, dim, f"the tables of {self._plan.rotary}")
+                parts.append(torch.cat([text, tokens, after], dim))
+        if not self._plan.hands_down:
+            return parts[0] if isinstance(given, Tensor) else (*parts, *apart)
         return RotaryTables((*parts, *apart), forward)
 
     @untraced(_UNTRACED)
@@ -178,8 +209,16 @@ class ContextParallel(Handle[ModelMixin]):
         """Before a block, also where it is computed again: what it is told of all tokens, of this rank's."""
         given, name = inspect.signature(block.forward).bind(*args, **kwargs).arguments, self._plan.told_in_blocks
         with refusing_together(name_of(self.mesh)):
-            forward, told = forward_of(given.values(), path), given[name]
-            given[name] = forward.shard(told, 1, name) if isinstance(told, Tensor) else forward.among_own(told)
+            running = None if self._plan.hands_down else self._forward
+            forward, told = forward_of((*given.values(), running), path), given[name]
+            if isinstance(told, tuple):
+                tables, of_text = told
+                given[name] = tuple(forward.shard(table, 0, name) for table in tables), of_text
+            else:
+                given[name] = forward.shard(told, 1, name) if isinstance(told, Tensor) else forward.among_own(told)
+            if self._plan.tokens_in_blocks and f"{path}.".startswith(f"{self._plan.blocks[0]}.0."):
+                first = next(iter(given))
+                given[first] = forward.shard(given[first], 1, f"those that {path} is given")
         return (), given
 
     @untraced(_UNTRACED)
@@ -188,6 +227,8 @@ class ContextParallel(Handle[ModelMixin]):
         del module, args
         forward = self._in_forward()
         forward.gathered = True
+        if self._plan.output_before_text:
+            return unshard_sequence(output[: len(output) - forward.text], self._order, dim=0, grad=True)
         return unshard_sequence(output, self._order, dim=1, grad=True)
 
     @untraced(_UNTRACED)
@@ -195,6 +236,8 @@ class ContextParallel(Handle[ModelMixin]):
         """After each forward: whether attention was computed where it should be."""
         del args
         forward, self._forward = self._forward, None
+        if forward is not None and not self._plan.hands_down:
+            model._gradient_checkpointing_func = self._checkpoint
         if forward is None or output is None:  # it has raised
             return
         with refusing_together(name_of(self.mesh)):
@@ -257,7 +300,7 @@ def context_parallel(model: ModelMixin, mesh: DeviceMesh, **options: Unpack[WayK
     or divide the loss by P where they are summed. A second call on a model takes the place of the first.
 
     Args:
-        model: DiT, PixArt, SD3, Flux, Flux 2, Qwen-Image, HunyuanVideo, CogVideoX, Wan or LTX-Video, before or after
+        model: of a kind that is known, as DiT, SD3, Flux, Qwen-Image, Z-Image or Wan, before or after
             ``fully_shard``; it is called as a whole.
         mesh: context mesh; see :func:`context_mesh`.
         **options: ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``, as :class:`AttentionOptions` has them;
@@ -290,7 +333,8 @@ def context_parallel(model: ModelMixin, mesh: DeviceMesh, **options: Unpack[WayK
 context_parallel.__signature__ = with_options(context_parallel, NOT_WAYS)  # pyrefly: ignore[missing-attribute]
 
 
-def _tokens(text: Any) -> int:
-    if not isinstance(text, Tensor) or text.ndim != 3:
-        raise ValueError("encoder_hidden_states must be the text (B, T, D) that attention sees beside the image")
+def _tokens(name: str, text: Any) -> int:
+    if not isinstance(text, Tensor) or text.ndim not in (3, 4):
+        raise ValueError(f"{name} must be the text (B, T, D) that attention sees beside the image, or of layers "
+                         "(B, T, K, D)")  # fmt: skip
     return text.shape[1]

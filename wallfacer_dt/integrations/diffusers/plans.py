@@ -60,19 +60,28 @@ class Plan:
         blocks: lists of blocks, in order.
         attends: the attention of a block in which the image's tokens see each other; some blocks lack the second.
         tokens: modules that give tokens (B, N, D), or a grid of them (B, D, ...).
-        output: the module that gives every token's part of the image, (B, N, C).
+        tokens_in_blocks: whether text and image are one sequence, dealt out where the first block is given it; there
+            is no such module then.
+        output: the module that gives every token's part of the image, (B, N, C);
+        output_before_text: or (N + T, B, C), the text after the image.
         text: whether attention has none; sees it by cross attention; or together with the image, before it or after.
         tokens_after_text: whether these modules give (B, T + N, D), the text before the image.
+        alone: lists of blocks in which the image's tokens see each other only, where those of others see text as well.
+        text_given: the argument of a call that has the text.
+        more_text: a parameter (1, R, D) of tokens that every text is given beside its own.
         text_mask: the argument by which attention is told which tokens of the text it sees.
         keywords: the argument of a call that is handed down to attention; where there is none, that is
         rotary: the module whose tables are handed down to it,
         rotary_dim: and the dim of their tokens;
-        rotary_text: where those of text in joint attention are: nowhere, first, in a last table, or what the module is
-            called for after the image.
+        rotary_text: where those of text in joint attention are: nowhere, first, last, in a last table, or what the
+            module is called for after the image, or before it.
         rotary_given: in place of the module, the argument of a call that has the image's tables (N, H).
         per_token: arguments that may be (B, N), with a value for every token.
-        told_in_blocks: an argument of blocks that is (B, N) likewise, or says how many tokens come first;
-        told_if: an option of the config, and its value, with which blocks are given it.
+        hands_down: whether the model hands anything down to attention from which that learns of which forward it is;
+            where it does not, it is of the one that runs.
+        told_in_blocks: an argument of blocks that is (B, N, ...) likewise, or a pair of the image's tables and the
+            text's, or says how many tokens come first;
+        told_if: an option of the config, and its value, with which blocks are given it; else they always are.
     """
 
     kind: type[ModelMixin]
@@ -83,15 +92,27 @@ class Plan:
     output: str
     text: Text
     tokens_after_text: bool = False
+    tokens_in_blocks: bool = False
+    output_before_text: bool = False
+    alone: tuple[str, ...] = ()
+    text_given: str = "encoder_hidden_states"
+    more_text: str = ""
     text_mask: str = ""
     keywords: str = ""
     rotary: str = ""
     rotary_dim: int = 0
-    rotary_text: Literal["nowhere", "first", "last table", "next call"] = "nowhere"
+    rotary_text: Literal["nowhere", "first", "last", "last table", "next call", "first call"] = "nowhere"
     rotary_given: str = ""
     per_token: frozenset[str] = frozenset()
+    hands_down: bool = True
     told_in_blocks: str = ""
     told_if: tuple[str, Any] = ("", None)
+
+    def is_joined(self, path: str) -> bool:
+        """Whether attention, by its path, that is given tokens only is given those of text among them."""
+        return (self.text == "before" or self.output_before_text) and not any(
+            f".{name}." in f".{path}." for name in self.alone
+        )
 
     @property
     def is_joint(self) -> bool:

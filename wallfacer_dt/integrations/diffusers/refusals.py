@@ -61,13 +61,13 @@ def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, dict[str, nn.Modul
 def told_blocks(model: ModelMixin, plan: Plan) -> dict[str, nn.Module]:
     """By path, blocks that are told something of all tokens, also within what wraps them."""
     option, value = plan.told_if
-    if not option or getattr(model.config, option) != value:
+    if not plan.told_in_blocks or (option and getattr(model.config, option) != value):
         return {}
     return {
         path: module
         for blocks in plan.blocks
         for path, module in model.get_submodule(blocks).named_modules(prefix=blocks)
-        if _takes(type(module), plan.told_in_blocks)
+        if _takes(type(module), plan.told_in_blocks) and not hasattr(type(module), "set_processor")
     }
 
 
@@ -86,6 +86,11 @@ def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
 def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     if getattr(model.config, "attention_type", "default") != "default":
         yield f"attention_type={model.config.attention_type!r} (GLIGEN) is not implemented"
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for path in (*plan.tokens, plan.output):
+        if path not in paths:
+            yield f"it has no {path}, where tokens are dealt out or put together"
+            return
     have_processors = attention_modules(model, plan)
     yield from _unknown({path: module.processor for path, module in have_processors.items()})
     for path, attentions in attentions_of(model, plan).items():

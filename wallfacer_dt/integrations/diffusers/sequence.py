@@ -145,7 +145,8 @@ def forward_of(given: Iterable[Any], path: str) -> ForwardPass:
             return x if isinstance(x, ForwardPass) else x.forward_pass
     raise ValueError(
         f"{path} was called outside a forward of the model that context_parallel was given, or by a hook that makes "
-        "tuples of rotary tables: call that model, not a part of it"
+        "tuples of rotary tables, or again in a checkpoint that is not diffusers' own, which some models need: call "
+        "that model, not a part of it"
     )
 
 
