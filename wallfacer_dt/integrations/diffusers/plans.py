@@ -9,35 +9,74 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from diffusers import (
+    AuraFlowTransformer2DModel,
+    BriaFiboTransformer2DModel,
+    BriaTransformer2DModel,
+    ChromaTransformer2DModel,
     CogVideoXTransformer3DModel,
+    CogView3PlusTransformer2DModel,
+    CogView4Transformer2DModel,
     DiTTransformer2DModel,
+    ErnieImageTransformer2DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    GlmImageTransformer2DModel,
+    HunyuanDiT2DModel,
+    HunyuanImageTransformer2DModel,
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
+    JoyImageEditTransformer3DModel,
+    Krea2Transformer2DModel,
+    LongCatImageTransformer2DModel,
     LTXVideoTransformer3DModel,
+    Lumina2Transformer2DModel,
     ModelMixin,
+    OvisImageTransformer2DModel,
     PixArtTransformer2DModel,
+    PRXTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
+    ZImageTransformer2DModel,
 )
 from diffusers.models.attention_processor import (
     AttnProcessor2_0,
+    AuraFlowAttnProcessor2_0,
     CogVideoXAttnProcessor2_0,
     FusedAttnProcessor2_0,
     FusedCogVideoXAttnProcessor2_0,
+    FusedHunyuanAttnProcessor2_0,
     FusedJointAttnProcessor2_0,
+    HunyuanAttnProcessor2_0,
     JointAttnProcessor2_0,
 )
+from diffusers.models.transformers.transformer_bria import BriaAttnProcessor
+from diffusers.models.transformers.transformer_bria_fibo import BriaFiboAttnProcessor
+from diffusers.models.transformers.transformer_cogview4 import CogView4AttnProcessor
+from diffusers.models.transformers.transformer_ernie_image import ErnieImageSingleStreamAttnProcessor
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
+from diffusers.models.transformers.transformer_glm_image import GlmImageAttnProcessor
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
+from diffusers.models.transformers.transformer_hunyuanimage import HunyuanImageAttnProcessor
+from diffusers.models.transformers.transformer_joyimage import JoyImageAttnProcessor
+from diffusers.models.transformers.transformer_krea2 import Krea2AttnProcessor
+from diffusers.models.transformers.transformer_longcat_image import LongCatImageAttnProcessor
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
+from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
+from diffusers.models.transformers.transformer_ovis_image import OvisImageAttnProcessor
+from diffusers.models.transformers.transformer_prx import PRXAttnProcessor2_0
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
+
+try:
+    from diffusers import Flux3Transformer2DModel
+    from diffusers.models.transformers.transformer_flux3 import Flux3AttnProcessor
+except ImportError:  # diffusers 0.41 has none
+    Flux3Transformer2DModel = Flux3AttnProcessor = None  # pyrefly: ignore[bad-assignment]
 
 Text = Literal["none", "cross", "before", "after"]
 
@@ -45,7 +84,11 @@ PROCESSORS = {
     AttnProcessor2_0, FusedAttnProcessor2_0, JointAttnProcessor2_0, FusedJointAttnProcessor2_0, FluxAttnProcessor,
     WanAttnProcessor, LTXVideoAttnProcessor, QwenDoubleStreamAttnProcessor2_0, Flux2AttnProcessor,
     Flux2ParallelSelfAttnProcessor, CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0,
-    HunyuanVideoAttnProcessor2_0, HunyuanVideo15AttnProcessor2_0,
+    HunyuanVideoAttnProcessor2_0, HunyuanVideo15AttnProcessor2_0, BriaAttnProcessor, BriaFiboAttnProcessor,
+    CogView4AttnProcessor, FusedHunyuanAttnProcessor2_0, GlmImageAttnProcessor, HunyuanAttnProcessor2_0,
+    HunyuanImageAttnProcessor, Krea2AttnProcessor, LongCatImageAttnProcessor, OvisImageAttnProcessor,
+    AuraFlowAttnProcessor2_0, PRXAttnProcessor2_0, ErnieImageSingleStreamAttnProcessor, JoyImageAttnProcessor,
+    Lumina2AttnProcessor2_0, ZSingleStreamAttnProcessor, *filter(None, [Flux3AttnProcessor]),
 }  # fmt: skip
 """Attention processors that compute projections token by token, and one attention by scaled_dot_product_attention."""
 
@@ -201,6 +244,120 @@ PLANS = (
         ("transformer_blocks",), ("attn1",), tokens=("patch_embed",), output="proj_out", text="before",
         tokens_after_text=True, keywords="attention_kwargs", rotary_given="image_rotary_emb",
     ),
+    Plan(
+        ChromaTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids"}),
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
+        text="before", rotary="pos_embed", rotary_text="first",
+    ),
+    Plan(
+        LongCatImageTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "guidance"}),
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
+        text="before", rotary="pos_embed", rotary_text="first",
+    ),
+    Plan(
+        OvisImageTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids"}),
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
+        text="before", rotary="pos_embed", rotary_text="first",
+    ),
+    Plan(
+        BriaTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids"}),
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
+        text="before", rotary="pos_embed", rotary_text="first",
+    ),
+    Plan(
+        BriaFiboTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "text_encoder_layers", "pooled_projections", "timestep",
+                   "img_ids", "txt_ids", "guidance"}),
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
+        text="before", rotary="pos_embed", rotary_text="first",
+    ),
+    Plan(
+        CogView4Transformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "original_size", "target_size",
+                   "crop_coords"}),
+        ("transformer_blocks",), ("attn1",), tokens=("patch_embed.proj",), output="proj_out", text="before",
+        rotary="rope",
+    ),
+    Plan(
+        GlmImageTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "prior_token_id", "prior_token_drop", "timestep",
+                   "target_size", "crop_coords"}),
+        ("transformer_blocks",), ("attn1",), tokens=("image_projector", "prior_projector"), output="proj_out",
+        text="before", rotary="rope",
+    ),
+    Plan(
+        HunyuanImageTransformer2DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "timestep_r",
+                   "encoder_hidden_states_2", "encoder_attention_mask_2", "guidance"}),
+        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
+        text="after", text_mask="attention_mask", rotary="rope",
+    ),
+    Plan(
+        HunyuanDiT2DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "text_embedding_mask",
+                   "encoder_hidden_states_t5", "text_embedding_mask_t5", "image_meta_size", "style",
+                   "image_rotary_emb"}),
+        ("blocks",), ("attn1",), tokens=("pos_embed",), output="proj_out", text="cross",
+        rotary_given="image_rotary_emb",
+    ),
+    Plan(
+        Krea2Transformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "position_ids", "encoder_attention_mask"}),
+        ("transformer_blocks",), ("attn",), tokens=("img_in",), output="final_layer", text="before",
+        text_mask="attention_mask", rotary="rotary_emb", rotary_text="first",
+    ),
+    Plan(
+        CogView3PlusTransformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "original_size", "target_size",
+                   "crop_coords"}),
+        ("transformer_blocks",), ("attn1",), tokens=("patch_embed",), output="proj_out", text="before",
+        tokens_after_text=True, hands_down=False,
+    ),
+    Plan(
+        AuraFlowTransformer2DModel, frozenset({"hidden_states", "encoder_hidden_states", "timestep"}),
+        ("joint_transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("pos_embed",), output="proj_out",
+        text="before", more_text="register_tokens", hands_down=False,
+    ),
+    Plan(
+        PRXTransformer2DModel, frozenset({"hidden_states", "timestep", "encoder_hidden_states", "attention_mask"}),
+        ("blocks",), ("attention",), tokens=("img_in",), output="final_layer", text="before",
+        text_mask="attention_mask", rotary="pe_embedder", rotary_dim=2, hands_down=False,
+    ),
+    Plan(
+        ErnieImageTransformer2DModel, frozenset({"hidden_states", "timestep", "text_bth", "text_lens"}),
+        ("layers",), ("self_attention",), tokens=("x_embedder",), output="final_linear", output_before_text=True,
+        text="after", text_given="text_bth", text_mask="attention_mask", rotary="pos_embed", rotary_dim=1,
+        rotary_text="last", hands_down=False,
+    ),
+    Plan(
+        JoyImageEditTransformer3DModel, frozenset({"hidden_states", "timestep", "encoder_hidden_states"}),
+        ("double_blocks",), ("attn",), tokens=("img_in",), output="proj_out", text="after",
+        told_in_blocks="image_rotary_emb", hands_down=False,
+    ),
+    Plan(
+        Lumina2Transformer2DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"}),
+        ("layers",), ("attn",), tokens=(), tokens_in_blocks=True, output="norm_out", text="none",
+        told_in_blocks="image_rotary_emb", hands_down=False,
+    ),
+    Plan(
+        ZImageTransformer2DModel, frozenset({"x", "t", "cap_feats"}),
+        ("layers",), ("attention",), tokens=(), tokens_in_blocks=True, output="all_final_layer.2-1", text="none",
+        told_in_blocks="freqs_cis", hands_down=False,
+    ),
+    *([Plan(
+        Flux3Transformer2DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "target_timestep"}),
+        ("mode_blocks.image", "single_transformer_blocks"), ("attn",),
+        tokens=("x_embedders.image", "early_stream_modulations.image", "single_stream_modulations.image",
+                "norm_out.linear"),
+        output="proj_out", text="before", alone=("mode_blocks.image",), rotary="pos_embed", rotary_text="first call",
+        hands_down=False,
+    )] if Flux3Transformer2DModel else []),
 )  # fmt: skip
 
 
