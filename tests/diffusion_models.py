@@ -57,6 +57,8 @@ class Model:
             for name, p in model.named_parameters():
                 if any(what in name for what in ("to_q.w", "add_q_proj.w", "norm_q.w", "norm_added_q.w")):
                     p.mul_(4)
+                if p.ndim > 1 and not p.any():  # else nothing of what comes before it would show
+                    p.normal_(std=0.2)
         if not self.labels:
             for module in model.modules():
                 if hasattr(module, "dropout_prob"):
@@ -203,6 +205,149 @@ def vace(draw: Draw, even: bool) -> dict[str, Any]:
             "control_hidden_states_scale": torch.tensor([0.5]).double()}  # fmt: skip
 
 
+def without(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: x for name, x in given.items() if name not in names}
+
+
+def chroma(draw: Draw, even: bool) -> dict[str, Any]:
+    return without(flux(draw, even), "pooled_projections", "guidance")
+
+
+def chroma_masked(draw: Draw, even: bool) -> dict[str, Any]:
+    given = chroma(draw, even)
+    return {**given, "attention_mask": torch.ones(2, TEXT + given["hidden_states"].shape[1], dtype=torch.bool)}
+
+
+def longcat(draw: Draw, even: bool) -> dict[str, Any]:
+    given = chroma(draw, even)
+    return {**given, "txt_ids": F.pad(torch.arange(TEXT).double()[:, None], (0, 2)), "guidance": None}
+
+
+def fibo(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**without(flux(draw, even), "pooled_projections"), "text_encoder_layers": [draw(2, TEXT, 12)] * 4}
+
+
+def cogview(draw: Draw, even: bool) -> dict[str, Any]:
+    return {"hidden_states": draw(2, 4, *OBLONG[even]), "encoder_hidden_states": draw(2, TEXT, 24),
+            "timestep": torch.tensor([3, 700]), "original_size": torch.tensor([[16, 24], [8, 8]]),
+            "target_size": torch.tensor([[16, 24], [32, 8]]),
+            "crop_coords": torch.tensor([[0, 0], [2, 1]])}  # fmt: skip
+
+
+def glm(draw: Draw, even: bool) -> dict[str, Any]:
+    given = without(cogview(draw, even), "original_size")
+    height, width = (n // 2 for n in OBLONG[even])
+    prior = torch.arange(2 * height * width).view(2, -1) % 13
+    return {**given, "prior_token_id": prior, "prior_token_drop": prior < torch.tensor([[3], [13]])}
+
+
+def hunyuan_image(draw: Draw, even: bool) -> dict[str, Any]:
+    mask = torch.ones(2, TEXT, dtype=torch.long)
+    mask[1, 3:] = 0
+    return {"hidden_states": draw(2, 4, *OBLONG[even]), "timestep": torch.tensor([3, 700]).double(),
+            "encoder_hidden_states": draw(2, TEXT, 24), "encoder_attention_mask": mask}  # fmt: skip
+
+
+def hunyuan_image_glyphs(draw: Draw, even: bool) -> dict[str, Any]:
+    other = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 0, 1, 0]])
+    return {**hunyuan_image(draw, even), "encoder_hidden_states_2": draw(2, 5, 20), "encoder_attention_mask_2": other,
+            "timestep_r": torch.tensor([1, 400]).double(), "guidance": torch.tensor([3500, 1000]).double()}  # fmt: skip
+
+
+def hunyuan_image_refiner(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**hunyuan_image(draw, even), "hidden_states": draw(2, 4, 3, *((8, 8) if even else (6, 6)))}
+
+
+def hunyuan_dit(draw: Draw, even: bool) -> dict[str, Any]:
+    height, width = (n // 2 for n in OBLONG[even])
+    angles = draw(height * width, 4).repeat_interleave(2, dim=1)
+    mask = torch.ones(2, TEXT)
+    mask[0, 4:] = 0
+    return {"hidden_states": draw(2, 4, *OBLONG[even]), "timestep": torch.tensor([3, 700]).double(),
+            "encoder_hidden_states": draw(2, TEXT, 24), "text_embedding_mask": mask,
+            "encoder_hidden_states_t5": draw(2, 5, 16), "text_embedding_mask_t5": torch.tensor([[1, 1, 1, 0, 0]] * 2),
+            "image_meta_size": torch.arange(12).view(2, 6), "style": torch.zeros(2, dtype=torch.long),
+            "image_rotary_emb": (angles.cos(), angles.sin())}  # fmt: skip
+
+
+def hunyuan_dit_no_rotary(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**hunyuan_dit(draw, even), "image_rotary_emb": None}
+
+
+def krea(draw: Draw, even: bool) -> dict[str, Any]:
+    given = flux(draw, even)
+    return {"hidden_states": given["hidden_states"], "encoder_hidden_states": draw(2, TEXT, 3, 24),
+            "timestep": given["timestep"], "position_ids": torch.cat([given["txt_ids"], given["img_ids"]])}  # fmt: skip
+
+
+def krea_masked(draw: Draw, even: bool) -> dict[str, Any]:
+    mask = torch.ones(2, TEXT, dtype=torch.bool)
+    mask[0, 4:] = False
+    return {**krea(draw, even), "encoder_attention_mask": mask}
+
+
+def aura(draw: Draw, even: bool) -> dict[str, Any]:
+    return without(sd3(draw, even), "pooled_projections") | {"timestep": torch.tensor([0.003, 0.7]).double()}
+
+
+def prx(draw: Draw, even: bool) -> dict[str, Any]:
+    return without(sd3(draw, even), "pooled_projections") | {"timestep": torch.tensor([0.003, 0.7]).double()}
+
+
+def prx_masked(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**prx(draw, even), "attention_mask": krea_masked(draw, even)["encoder_attention_mask"]}
+
+
+def ernie(draw: Draw, even: bool) -> dict[str, Any]:
+    return {"hidden_states": draw(2, 4, *OBLONG[even]), "timestep": torch.tensor([3, 700]),
+            "text_bth": draw(2, TEXT, 24), "text_lens": torch.tensor([TEXT, TEXT])}  # fmt: skip
+
+
+def ernie_masked(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**ernie(draw, even), "text_lens": torch.tensor([4, TEXT])}
+
+
+def joy(draw: Draw, even: bool) -> dict[str, Any]:
+    side = 8 if even else 6
+    return {"hidden_states": draw(2, 3, 4, 1, side, side), "timestep": torch.tensor([3, 700]),
+            "encoder_hidden_states": draw(2, TEXT, 24)}  # fmt: skip
+
+
+def lumina(draw: Draw, even: bool) -> dict[str, Any]:
+    given = cogview(draw, even)
+    mask = (torch.arange(TEXT) < 4).long()  # with which ranks divide text and image where they do the image
+    return {**{name: given[name] for name in ("hidden_states", "encoder_hidden_states")},
+            "timestep": torch.tensor([0.3, 0.7]).double(), "encoder_attention_mask": mask.expand(2, -1)}  # fmt: skip
+
+
+def lumina_masked(draw: Draw, even: bool) -> dict[str, Any]:
+    mask = (torch.arange(TEXT) < torch.tensor([[3], [5]])).long()
+    return {**lumina(draw, even), "encoder_attention_mask": mask}
+
+
+def z_image(draw: Draw, even: bool) -> dict[str, Any]:
+    height, width = OBLONG[even]
+    return {"x": [*draw(2, 4, 1, height, width)], "t": torch.tensor([0.3, 0.7]).double(),
+            "cap_feats": [draw(TEXT, 24), draw(TEXT + 2, 24)]}  # fmt: skip
+
+
+def z_image_masked(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**z_image(draw, even), "cap_feats": [draw(TEXT, 24), draw(40, 24)]}
+
+
+def flux3(draw: Draw, even: bool) -> dict[str, Any]:
+    return without(flux2(draw, even), "guidance")
+
+
+def flux3_map(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**flux3(draw, even), "target_timestep": torch.tensor([0.001, 0.3]).double()}
+
+
+def flux3_edits(draw: Draw, even: bool) -> dict[str, Any]:
+    given = flux3(draw, even)
+    return {**given, "image_cond_hidden_states": given["hidden_states"], "image_cond_ids": given["img_ids"]}
+
+
 DIT = HEADS | {"sample_size": 12, "num_embeds_ada_norm": 10}
 PIXART = HEADS | {"sample_size": 12, "cross_attention_dim": 32, "caption_channels": 24, "interpolation_scale": 1}
 SD3 = HEADS | {
@@ -238,6 +383,61 @@ COG = HEADS | {
 AURA = {
     "sample_size": 8, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8,
     "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 32, "pos_embed_max_size": 64,
+}  # fmt: skip
+FLUX_LIKE = HEADS | {
+    "in_channels": 8, "num_single_layers": 2, "joint_attention_dim": 24, "axes_dims_rope": (2, 2, 4),
+}  # fmt: skip
+CHROMA = FLUX_LIKE | {"approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 1}
+FIBO = FLUX_LIKE | {"text_encoder_dim": 12, "guidance_embeds": True}
+COGVIEW = HEADS | {
+    "in_channels": 4, "out_channels": 4, "text_embed_dim": 24, "time_embed_dim": 16, "condition_dim": 8,
+}  # fmt: skip
+GLM = COGVIEW | {"prior_vq_quantizer_codebook_size": 13}
+HUNYUAN_IMAGE = HEADS | {
+    "in_channels": 4, "out_channels": 4, "num_single_layers": 2, "num_refiner_layers": 1, "patch_size": (2, 2),
+    "text_embed_dim": 24, "rope_axes_dim": (4, 4),
+}  # fmt: skip
+GLYPHS = HUNYUAN_IMAGE | {"text_embed_2_dim": 20, "guidance_embeds": True, "use_meanflow": True}
+REFINER = HUNYUAN_IMAGE | {"patch_size": (1, 2, 2), "rope_axes_dim": (2, 2, 4)}
+HUNYUAN_DIT = HEADS | {
+    "num_layers": 4, "in_channels": 4, "patch_size": 2, "sample_size": 8, "hidden_size": 32, "cross_attention_dim": 24,
+    "cross_attention_dim_t5": 16, "pooled_projection_dim": 16, "text_len": TEXT, "text_len_t5": 5,
+}  # fmt: skip
+KREA = HEADS | {
+    "in_channels": 8, "num_key_value_heads": 2, "intermediate_size": 48, "timestep_embed_dim": 16,
+    "text_hidden_dim": 24, "num_text_layers": 3, "text_num_attention_heads": 4, "text_num_key_value_heads": 2,
+    "text_intermediate_size": 32, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1,
+    "axes_dims_rope": (2, 2, 4),
+}  # fmt: skip
+COGVIEW3 = COGVIEW | {"pos_embed_max_size": 8, "sample_size": 12}
+PRX = {
+    "in_channels": 4, "context_in_dim": 24, "hidden_size": 32, "num_heads": 4, "depth": 2, "axes_dim": [4, 4],
+}  # fmt: skip
+NUCLEUS = HEADS | {
+    "in_channels": 8, "out_channels": 2, "joint_attention_dim": 24, "axes_dims_rope": (2, 2, 4), "num_experts": 2,
+    "moe_intermediate_dim": 16, "dense_moe_strategy": "all_moe",
+    "capacity_factors": 1.0,
+}  # fmt: skip
+ERNIE = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_layers": 2, "ffn_hidden_size": 48, "in_channels": 4,
+    "out_channels": 4, "patch_size": 2, "text_in_dim": 24, "rope_axes_dim": (2, 2, 4),
+}  # fmt: skip
+JOY = {
+    "in_channels": 4, "hidden_size": 32, "num_attention_heads": 4, "text_dim": 24, "num_layers": 2,
+    "rope_dim_list": [2, 2, 4],
+}  # fmt: skip
+LUMINA = {
+    "sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 2, "num_refiner_layers": 1,
+    "num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 16, "axes_dim_rope": (2, 2, 4),
+    "axes_lens": (32, 16, 16), "cap_feat_dim": 24,
+}  # fmt: skip
+Z_IMAGE = {
+    "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4,
+    "cap_feat_dim": 24, "axes_dims": [2, 2, 4], "axes_lens": [128, 16, 16],
+}  # fmt: skip
+FLUX3 = HEADS | {
+    "in_channels": 8, "cond_in_channels": 8, "num_single_layers": 2, "joint_attention_dim": 24, "timestep_channels": 16,
+    "axes_dims_rope": (2, 2, 2, 2),
 }  # fmt: skip
 MODELS: dict[str, Model] = {
     "DiT": Model("DiTTransformer2DModel", DIT, dit),
@@ -296,13 +496,66 @@ MODELS: dict[str, Model] = {
         "CogVideoXTransformer3DModel", COG | {"use_rotary_positional_embeddings": True}, cog_rotary,
         "video, joint attention, rotary tables",
     ),
-    "AuraFlow": Model("AuraFlowTransformer2DModel", AURA, sd3),
+    "Chroma": Model("ChromaTransformer2DModel", CHROMA, chroma, "joint attention, rotary tables"),
+    "Chroma, masked": Model("ChromaTransformer2DModel", CHROMA, chroma_masked),
+    "LongCat-Image": Model("LongCatImageTransformer2DModel", FLUX_LIKE, longcat, "joint attention, rotary tables"),
+    "Ovis-Image": Model("OvisImageTransformer2DModel", FLUX_LIKE, chroma, "joint attention, rotary tables"),
+    "Bria 3.2": Model("BriaTransformer2DModel", FLUX_LIKE, chroma, "joint attention, rotary tables"),
+    "Bria FIBO": Model(
+        "BriaFiboTransformer2DModel", FIBO, fibo, "joint attention, rotary tables, text of every layer",
+    ),
+    "CogView4": Model(
+        "CogView4Transformer2DModel", COGVIEW | {"rope_axes_dim": (6, 6)}, cogview, "joint attention, rotary tables",
+    ),
+    "GLM-Image": Model("GlmImageTransformer2DModel", GLM, glm, "joint attention, rotary tables, prior tokens"),
+    "HunyuanImage 2.1": Model(
+        "HunyuanImageTransformer2DModel", GLYPHS, hunyuan_image_glyphs, "joint attention, masked, rotary tables",
+    ),
+    "HunyuanImage 2.1, refiner": Model(
+        "HunyuanImageTransformer2DModel", REFINER, hunyuan_image_refiner, "joint attention, masked, rotary tables",
+    ),
+    "HunyuanDiT": Model("HunyuanDiT2DModel", HUNYUAN_DIT, hunyuan_dit, "cross attention, rotary tables, skips"),
+    "HunyuanDiT, no rotary tables": Model("HunyuanDiT2DModel", HUNYUAN_DIT, hunyuan_dit_no_rotary),
+    "Krea 2": Model("Krea2Transformer2DModel", KREA, krea, "joint attention, rotary tables"),
+    "Krea 2, texts of two lengths": Model(
+        "Krea2Transformer2DModel", KREA, krea_masked, "joint attention, masked, rotary tables",
+    ),
+    "CogView3-Plus": Model("CogView3PlusTransformer2DModel", COGVIEW3, cogview, "joint attention"),
+    "AuraFlow": Model("AuraFlowTransformer2DModel", AURA, aura, "joint attention"),
+    "PRX": Model("PRXTransformer2DModel", PRX, prx, "text of keys alone, rotary tables"),
+    "PRX, texts of two lengths": Model(
+        "PRXTransformer2DModel", PRX | {"bottleneck_size": 8, "resolution_embeds": True}, prx_masked,
+        "text of keys alone, masked, rotary tables",
+    ),
+    "Ernie-Image": Model("ErnieImageTransformer2DModel", ERNIE, ernie, "joint attention, rotary tables"),
+    "Ernie-Image, texts of two lengths": Model(
+        "ErnieImageTransformer2DModel", ERNIE, ernie_masked, "joint attention, masked, rotary tables",
+    ),
+    "JoyImage-Edit": Model(
+        "JoyImageEditTransformer3DModel", JOY, joy, "joint attention, rotary tables, several images",
+    ),
+    "JoyImage-Edit, mrope": Model(
+        "JoyImageEditTransformer3DModel", JOY | {"rope_type": "mrope"}, joy,
+        "joint attention, rotary tables, several images",
+    ),
+    "Lumina 2": Model("Lumina2Transformer2DModel", LUMINA, lumina, "text and image in one sequence, rotary tables"),
+    "Lumina 2, texts of two lengths": Model("Lumina2Transformer2DModel", LUMINA, lumina_masked),
+    "Z-Image": Model("ZImageTransformer2DModel", Z_IMAGE, z_image, "text and image in one sequence, rotary tables"),
+    "Z-Image, texts of two lengths": Model("ZImageTransformer2DModel", Z_IMAGE, z_image_masked),
+    "Flux 3": Model("Flux3Transformer2DModel", FLUX3, flux3, "joint attention, rotary tables"),
+    "Flux 3, flow map": Model(
+        "Flux3Transformer2DModel", FLUX3 | {"flow_map": True}, flux3_map, "joint attention, rotary tables",
+    ),
+    "Flux 3, edits": Model("Flux3Transformer2DModel", FLUX3, flux3_edits),
+    "NucleusMoE-Image": Model("NucleusMoEImageTransformer2DModel", NUCLEUS, qwen),
 }  # fmt: skip
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """That of all of the output, against something random."""
     found = model(**inputs, return_dict=False)[0]
+    if isinstance(found, list):
+        found = torch.stack(found)
     generator = torch.Generator().manual_seed(2)
     wanted = torch.randn(found.shape, generator=generator, dtype=torch.float64).to(found.dtype)
     return F.mse_loss(found, wanted)  # no comparison: a loss

@@ -204,6 +204,18 @@ def try_spoilt(name: str, option: str) -> Outcomes:
         ("HunyuanVideo 1.5", "scale"),
         ("CogVideoX", "replicated"),
         ("Wan 2.1, VACE", "scale"),
+        ("HunyuanImage 2.1", "replicated"),
+        ("Krea 2", "replicated"),
+        ("HunyuanDiT", "scale"),
+        ("AuraFlow", "replicated"),
+        ("PRX", "replicated"),
+        ("Ernie-Image", "replicated"),
+        ("JoyImage-Edit", "replicated"),
+        ("Flux 3", "replicated"),
+        ("Z-Image", "scale"),
+        ("Lumina 2", "scale"),
+        ("CogView4", "replicated"),
+        ("GLM-Image", "replicated"),
     ],
 )
 def test_an_option_that_is_dropped_shows(threads: Ranks, name: str, option: str) -> None:
@@ -241,7 +253,8 @@ def in_turn() -> list[float]:
     """Forwards of models, checkpointed, of other numbers of tokens; then their backwards, which compute again."""
     names = (
         "SD3", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image, zero_cond_t", "HunyuanVideo, from an image",
-        "HunyuanVideo 1.5", "CogVideoX, rotary", "Wan 2.1, VACE",
+        "HunyuanVideo 1.5", "CogVideoX, rotary", "Wan 2.1, VACE", "Krea 2, texts of two lengths", "AuraFlow", "Z-Image",
+        "Flux 3", "JoyImage-Edit", "PRX, texts of two lengths",
     )  # fmt: skip
     expected, losses, models = [], [], []
     for name in names:
