@@ -59,6 +59,8 @@ class Model:
                     p.mul_(4)
                 if p.ndim > 1 and not p.any():  # else nothing of what comes before it would show
                     p.normal_(std=0.2)
+        if getattr(model, "learnable_pos_embed", None) is not None:
+            model.learnable_pos_embed.float()  # Cosmos adds no float64 ones
         if not self.labels:
             for module in model.modules():
                 if hasattr(module, "dropout_prob"):
@@ -197,6 +199,37 @@ def cog_rotary(draw: Draw, even: bool) -> dict[str, Any]:
     given = cog(draw, even)
     angles = draw(3 * (16 if even else 9), 4).repeat_interleave(2, dim=1)
     return {**given, "image_rotary_emb": (angles.cos(), angles.sin())}
+
+
+def skyreels_at_a_rate(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**wan(draw, even), "fps": [0, 1]}
+
+
+def chronoedit(draw: Draw, even: bool) -> dict[str, Any]:
+    # Two frames have places of their own.
+    return {**wan(draw, even), "hidden_states": draw(2, 4, 2, *((8, 8) if even else (6, 6)))}
+
+
+def cosmos(draw: Draw, even: bool) -> dict[str, Any]:
+    mask = torch.ones(2, TEXT, dtype=torch.bool)
+    mask[0, 4:] = False
+    given = wan(draw, even)
+    return {**given, "condition_mask": draw(2, 1, *given["hidden_states"].shape[2:]), "attention_mask": mask,
+            "fps": 16}  # fmt: skip
+
+
+def cosmos_by_frame(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**cosmos(draw, even), "timestep": torch.tensor([[0, 300, 600], [10, 20, 900]]).view(2, 1, 3, 1, 1)}
+
+
+def cosmos_with_image(draw: Draw, even: bool) -> dict[str, Any]:
+    given = cosmos_by_frame(draw, even)
+    both = given["encoder_hidden_states"], draw(2, 5, 20)
+    return {n: x for n, x in given.items() if n != "attention_mask"} | {"encoder_hidden_states": both}
+
+
+def consisid(draw: Draw, even: bool) -> dict[str, Any]:
+    return {**cog_rotary(draw, even), "id_cond": draw(2, 20), "id_vit_hidden": [draw(2, 5, 16) for _ in range(2)]}
 
 
 def vace(draw: Draw, even: bool) -> dict[str, Any]:
@@ -380,6 +413,16 @@ COG = HEADS | {
     "in_channels": 4, "out_channels": 4, "time_embed_dim": 16, "text_embed_dim": 24, "sample_width": 8,
     "sample_height": 8, "sample_frames": 9, "max_text_seq_length": TEXT,
 }  # fmt: skip
+COSMOS = HEADS | {
+    "in_channels": 5, "out_channels": 4, "attention_head_dim": 12, "text_embed_dim": 24, "adaln_lora_dim": 16,
+    "max_size": (4, 8, 8), "concat_padding_mask": False,
+}  # fmt: skip
+CONSISID = COG | {"use_rotary_positional_embeddings": True}
+FACES = CONSISID | {
+    "is_train_face": True, "cross_attn_interval": 1, "cross_attn_dim_head": 8, "cross_attn_num_heads": 2,
+    "LFE_id_dim": 20, "LFE_vit_dim": 16, "LFE_depth": 2, "LFE_dim_head": 8, "LFE_num_heads": 2, "LFE_num_id_token": 2,
+    "LFE_num_querie": 3, "LFE_output_dim": 21, "LFE_ff_mult": 2, "LFE_num_scale": 2,
+}  # fmt: skip
 AURA = {
     "sample_size": 8, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8,
     "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 32, "pos_embed_max_size": 64,
@@ -521,6 +564,39 @@ MODELS: dict[str, Model] = {
         "Krea2Transformer2DModel", KREA, krea_masked, "joint attention, masked, rotary tables",
     ),
     "CogView3-Plus": Model("CogView3PlusTransformer2DModel", COGVIEW3, cogview, "joint attention"),
+    "ChronoEdit": Model("ChronoEditTransformer3DModel", WAN, chronoedit, "two frames far apart"),
+    "ChronoEdit, from an image": Model(
+        "ChronoEditTransformer3DModel", WAN | {"image_dim": 20, "added_kv_proj_dim": 48}, wan_with_image,
+        "two cross attentions",
+    ),
+    "SkyReels V2": Model("SkyReelsV2Transformer3DModel", WAN, wan, "video, cross attention, rotary tables"),
+    "SkyReels V2, from an image": Model(
+        "SkyReelsV2Transformer3DModel", WAN | {"image_dim": 20, "added_kv_proj_dim": 48}, wan_with_image,
+        "two cross attentions",
+    ),
+    "SkyReels V2, at a rate": Model(
+        "SkyReelsV2Transformer3DModel", WAN | {"inject_sample_info": True}, skyreels_at_a_rate, "frames per second",
+    ),
+    "SkyReels V2, causal": Model(
+        "SkyReelsV2Transformer3DModel", WAN | {"num_frame_per_block": 3}, wan, "a causal mask of frames",
+    ),
+    "Cosmos": Model(
+        "CosmosTransformer3DModel", COSMOS, cosmos, "video, cross attention, masked, rotary tables, learned places",
+    ),
+    "Cosmos 2, by frame": Model(
+        "CosmosTransformer3DModel", COSMOS | {"extra_pos_embed_type": None}, cosmos_by_frame,
+        "a timestep for every frame",
+    ),
+    "Cosmos 2.5, with an image": Model(
+        "CosmosTransformer3DModel",
+        COSMOS | {"img_context_dim_in": 20, "img_context_dim_out": 48, "use_crossattn_projection": True,
+                  "crossattn_proj_in_channels": 24, "encoder_hidden_states_channels": 24},
+        cosmos_with_image, "two cross attentions, a timestep for every frame",
+    ),
+    "ConsisID": Model("ConsisIDTransformer3DModel", CONSISID, cog_rotary, "video, joint attention, rotary tables"),
+    "ConsisID, faces": Model(
+        "ConsisIDTransformer3DModel", FACES, consisid, "joint attention, cross attention between blocks",
+    ),
     "AuraFlow": Model("AuraFlowTransformer2DModel", AURA, aura, "joint attention"),
     "PRX": Model("PRXTransformer2DModel", PRX, prx, "text of keys alone, rotary tables"),
     "PRX, texts of two lengths": Model(

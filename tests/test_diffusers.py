@@ -80,6 +80,8 @@ def check_row(name: str, tried: Outcomes) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(threads: Ranks, name: str) -> None:
+    if not hasattr(diffusers, MODELS[name].kind):
+        pytest.skip("an older diffusers")
     for _, tried in try_all(threads(RANKS), [name], one):
         check_row(name, tried)
 
@@ -216,6 +218,9 @@ def try_spoilt(name: str, option: str) -> Outcomes:
         ("Lumina 2", "scale"),
         ("CogView4", "replicated"),
         ("GLM-Image", "replicated"),
+        ("SkyReels V2", "scale"),
+        ("Cosmos", "scale"),
+        ("ConsisID", "replicated"),
     ],
 )
 def test_an_option_that_is_dropped_shows(threads: Ranks, name: str, option: str) -> None:
@@ -254,7 +259,8 @@ def in_turn() -> list[float]:
     names = (
         "SD3", "Flux", "Flux 2", "Wan 2.1", "LTX-Video", "Qwen-Image, zero_cond_t", "HunyuanVideo, from an image",
         "HunyuanVideo 1.5", "CogVideoX, rotary", "Wan 2.1, VACE", "Krea 2, texts of two lengths", "AuraFlow", "Z-Image",
-        "Flux 3", "JoyImage-Edit", "PRX, texts of two lengths",
+        "Flux 3", "JoyImage-Edit", "PRX, texts of two lengths", "ChronoEdit", "SkyReels V2",
+        "Cosmos 2.5, with an image", "ConsisID, faces",
     )  # fmt: skip
     expected, losses, models = [], [], []
     for name in names:
@@ -284,6 +290,53 @@ def refusal(call: Callable[[], Any]) -> str:
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "went through"
+
+
+def said_of_other_calls() -> dict[str, str]:
+    """On every rank: what models say to another path of theirs, or to a shape that does not fit."""
+    names = "SkyReels V2", "Cosmos", "ConsisID", "Chroma", "Krea 2", "Z-Image", "HunyuanDiT"
+    models = {name: MODELS[name].made().eval() for name in names}
+    for model in models.values():
+        context_parallel(model, set_up())
+    by_frame = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    calls: dict[str, tuple[str, dict[str, Any]]] = {
+        "timesteps of frames": ("SkyReels V2", {"timestep": by_frame}),
+        "diffusion forcing": ("SkyReels V2", {"timestep": by_frame, "enable_diffusion_forcing": True}),
+        "timesteps of other frames": ("Cosmos", {"timestep": by_frame[:, None, :2, None, None]}),
+        "residuals": ("Cosmos", {"block_controlnet_hidden_states": [torch.zeros(1).double()]}),
+        "no tables": ("ConsisID", {"image_rotary_emb": None}),
+        "no tables for an image": ("HunyuanDiT", {"image_rotary_emb": None}),
+        "a mask in the model's dtype": ("Chroma", {"attention_mask": torch.ones(2, 31).double()}),
+        "a text without its layers": ("Krea 2", {"encoder_hidden_states": torch.zeros(2, 7).double()}),
+        "ControlNet": ("Z-Image", {"controlnet_block_samples": {0: torch.zeros(1).double()}}),
+    }
+    with torch.no_grad():
+        said = {
+            what: refusal(partial(models[name], **MODELS[name].called_with(even=True) | changes))
+            for what, (name, changes) in calls.items()
+        }
+        skyreels = models["SkyReels V2"]
+        skyreels._set_ar_attention(3)
+        given = MODELS["SkyReels V2"].called_with(even=True)
+        return said | {"blocks of frames": refusal(partial(skyreels, **given))}
+
+
+def test_other_calls_that_are_refused(threads: Ranks) -> None:
+    expected = {
+        "timesteps of frames": "timestep must be (B,), got (2, 3)",
+        "diffusion forcing": "called with enable_diffusion_forcing",
+        "timesteps of other frames": "embedded_timestep are of 32 tokens, where the model has 48",
+        "residuals": "called with block_controlnet_hidden_states",
+        "no tables": "called without image_rotary_emb",
+        "no tables for an image": "called without image_rotary_emb",
+        "a mask in the model's dtype": "called with attention_mask",
+        "a text without its layers": "must be the text (B, T, D), or of K layers",
+        "ControlNet": "called with controlnet_block_samples",
+        "blocks of frames": "num_frame_per_block=3 is not implemented",
+    }
+    for said in threads(RANKS).run(said_of_other_calls):
+        assert said.keys() == expected.keys()
+        assert [what for what, part in expected.items() if part not in said[what]] == [], said
 
 
 def hidden(mask: torch.Tensor, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -676,7 +729,7 @@ def mixed(name: str) -> list[float]:
     "name",
     few(
         ["Flux", "Flux 2", "SD3", "LTX-Video", "Qwen-Image, texts of two lengths", "HunyuanVideo, from an image",
-         "HunyuanVideo 1.5", "CogVideoX, rotary", "Wan 2.1, VACE"],
+         "HunyuanVideo 1.5", "CogVideoX, rotary", "Wan 2.1, VACE", "Flux 3", "AuraFlow", "Krea 2", "SkyReels V2"],
         {"SD3", "HunyuanVideo, from an image"},
     ),
 )  # fmt: skip
@@ -703,7 +756,8 @@ def compiled(name: str, is_whole: bool) -> list[float]:
 @pytest.mark.whole
 @pytest.mark.parametrize(("name", "is_whole"), [
     ("SD3", False), ("Flux", True), ("Wan 2.1", False), ("HunyuanVideo, from an image", False),
-    ("Qwen-Image, zero_cond_t", True), ("CogVideoX, rotary", False),
+    ("Qwen-Image, zero_cond_t", True), ("CogVideoX, rotary", False), ("AuraFlow", False), ("Flux 3", True),
+    ("JoyImage-Edit", False), ("Cosmos 2, by frame", False),
 ])  # fmt: skip
 def test_compiled_round_attention(ranks: Ranks, name: str, is_whole: bool) -> None:
     for errors in ranks(2).run(compiled, name, is_whole):
@@ -940,6 +994,10 @@ def offloaded(name: str) -> float:
             "HunyuanVideo 1.5",
             "CogVideoX, rotary",
             "Wan 2.1, VACE",
+            "Flux 3",
+            "JoyImage-Edit",
+            "Cosmos 2.5, with an image",
+            "ConsisID, faces",
         ],
         {"Flux", "Wan 2.1"},
     ),

@@ -5,7 +5,9 @@ A call of the model is that of one process: whole latents in, the whole output o
 where the model has made them of patches, rotary tables with them, and put together before it makes an image of them, by
 forward hooks of the modules that give them. Every rank computes a part of what lies between, and nothing that comes
 after it has parameters; so all gradients of parameters are parts of a sum. What attention needs to know goes with the
-arguments of blocks: blocks that are computed again in a backward, after other forwards, find their own.
+arguments of blocks: blocks that are computed again in a backward, after other forwards, find their own. Where a model
+hands nothing down to attention that could tell it, attention asks which forward runs, and diffusers' own checkpoints
+are told which that was; a block that others' checkpoints compute again is refused.
 """
 
 import inspect
@@ -31,6 +33,7 @@ from wallfacer_dt.integrations.diffusers.refusals import (
     attentions_of,
     check_model_is_known,
     check_model_may_run,
+    token_modules,
     told_blocks,
     why_refused,
 )
@@ -92,7 +95,7 @@ class ContextParallel(Handle[ModelMixin]):
                 module.processor, self.mesh, self._options, plan, paths[module], lambda: self._forward
             )
             module.set_processor(on_mesh)
-        at: dict[str, Callable[..., Any]] = {path: partial(self._deal, path) for path in plan.tokens}
+        at: dict[str, Callable[..., Any]] = {path: partial(self._deal, path) for path in token_modules(model, plan)}
         at[plan.output] = self._put_together
         if plan.rotary:
             at[plan.rotary] = self._deal_rotary
@@ -124,7 +127,7 @@ class ContextParallel(Handle[ModelMixin]):
             self._check_still_set_up(model)
             modules = attention_modules(model, self._plan)
             processors = {path: module.processor.processor for path, module in modules.items()}
-            check_model_may_run(model, processors)
+            check_model_may_run(model, self._plan, processors)
             given = self._known(args, kwargs)
             forward = ForwardPass(self._order)
             if self._plan.is_joint:
@@ -139,6 +142,10 @@ class ContextParallel(Handle[ModelMixin]):
                     given[name] = forward.shard(given[name], 1, name)
                 elif shape.numel() > given["hidden_states"].shape[0]:
                     raise ValueError(f"{name} must be (B,) or (B, N), got {tuple(shape)}")
+            steps = given.get("timestep")
+            is_of_images = not (self._plan.told_ndim or self._plan.per_token)
+            if is_of_images and isinstance(steps, Tensor) and steps.ndim > 1:
+                raise ValueError(f"timestep must be (B,), got {tuple(steps.shape)}")
             rotary = self._plan.rotary_given
             if rotary in given:
                 tables = (forward.shard(table, 0, rotary) for table in given[rotary])
@@ -178,6 +185,9 @@ class ContextParallel(Handle[ModelMixin]):
                 return torch.cat([text, forward.shard(tokens, 1, what)], 1)
             if tokens.ndim == 3:
                 return forward.shard(tokens, 1, what)
+            if self._plan.features_last:
+                line = forward.shard(tokens.flatten(1, -2), 1, what)
+                return line.view(*line.shape[:2], *(1,) * (tokens.ndim - 3), line.shape[2])
             line = forward.shard(tokens.flatten(2), 2, what)
         return line.view(*line.shape, *(1,) * (tokens.ndim - 3))
 
@@ -207,16 +217,20 @@ class ContextParallel(Handle[ModelMixin]):
     @untraced(_UNTRACED)
     def _tell(self, path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before a block, also where it is computed again: what it is told of all tokens, of this rank's."""
-        given, name = inspect.signature(block.forward).bind(*args, **kwargs).arguments, self._plan.told_in_blocks
+        given, plan = inspect.signature(block.forward).bind(*args, **kwargs).arguments, self._plan
         with refusing_together(name_of(self.mesh)):
-            running = None if self._plan.hands_down else self._forward
-            forward, told = forward_of((*given.values(), running), path), given[name]
-            if isinstance(told, tuple):
-                tables, of_text = told
-                given[name] = tuple(forward.shard(table, 0, name) for table in tables), of_text
-            else:
-                given[name] = forward.shard(told, 1, name) if isinstance(told, Tensor) else forward.among_own(told)
-            if self._plan.tokens_in_blocks and f"{path}.".startswith(f"{self._plan.blocks[0]}.0."):
+            running = None if plan.hands_down and path != plan.told_after else self._forward
+            forward = forward_of((*given.values(), running), path)
+            for name in plan.told_in_blocks:
+                told = given[name]
+                if isinstance(told, tuple):
+                    tables, of_text = told
+                    given[name] = tuple(forward.shard(table, 0, name) for table in tables), of_text
+                elif not isinstance(told, Tensor):
+                    given[name] = forward.among_own(told)
+                elif told.ndim == (plan.told_ndim or told.ndim):
+                    given[name] = forward.shard(told, 1, name)
+            if plan.tokens_in_blocks and f"{path}.".startswith(f"{plan.blocks[0]}.0."):
                 first = next(iter(given))
                 given[first] = forward.shard(given[first], 1, f"those that {path} is given")
         return (), given
@@ -335,6 +349,6 @@ context_parallel.__signature__ = with_options(context_parallel, NOT_WAYS)  # pyr
 
 def _tokens(name: str, text: Any) -> int:
     if not isinstance(text, Tensor) or text.ndim not in (3, 4):
-        raise ValueError(f"{name} must be the text (B, T, D) that attention sees beside the image, or of layers "
-                         "(B, T, K, D)")  # fmt: skip
+        said = "the text (B, T, D), or of K layers (B, T, K, D), that attention sees beside the image"
+        raise ValueError(f"{name} must be {said}")
     return text.shape[1]

@@ -13,9 +13,12 @@ from diffusers import (
     BriaFiboTransformer2DModel,
     BriaTransformer2DModel,
     ChromaTransformer2DModel,
+    ChronoEditTransformer3DModel,
     CogVideoXTransformer3DModel,
     CogView3PlusTransformer2DModel,
     CogView4Transformer2DModel,
+    ConsisIDTransformer3DModel,
+    CosmosTransformer3DModel,
     DiTTransformer2DModel,
     ErnieImageTransformer2DModel,
     Flux2Transformer2DModel,
@@ -36,6 +39,7 @@ from diffusers import (
     PRXTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
+    SkyReelsV2Transformer3DModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
     ZImageTransformer2DModel,
@@ -53,7 +57,9 @@ from diffusers.models.attention_processor import (
 )
 from diffusers.models.transformers.transformer_bria import BriaAttnProcessor
 from diffusers.models.transformers.transformer_bria_fibo import BriaFiboAttnProcessor
+from diffusers.models.transformers.transformer_chronoedit import WanAttnProcessor as ChronoEditAttnProcessor
 from diffusers.models.transformers.transformer_cogview4 import CogView4AttnProcessor
+from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0, CosmosAttnProcessor2_5
 from diffusers.models.transformers.transformer_ernie_image import ErnieImageSingleStreamAttnProcessor
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
@@ -69,6 +75,7 @@ from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcess
 from diffusers.models.transformers.transformer_ovis_image import OvisImageAttnProcessor
 from diffusers.models.transformers.transformer_prx import PRXAttnProcessor2_0
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2AttnProcessor
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
 
@@ -88,7 +95,8 @@ PROCESSORS = {
     CogView4AttnProcessor, FusedHunyuanAttnProcessor2_0, GlmImageAttnProcessor, HunyuanAttnProcessor2_0,
     HunyuanImageAttnProcessor, Krea2AttnProcessor, LongCatImageAttnProcessor, OvisImageAttnProcessor,
     AuraFlowAttnProcessor2_0, PRXAttnProcessor2_0, ErnieImageSingleStreamAttnProcessor, JoyImageAttnProcessor,
-    Lumina2AttnProcessor2_0, ZSingleStreamAttnProcessor, *filter(None, [Flux3AttnProcessor]),
+    Lumina2AttnProcessor2_0, ZSingleStreamAttnProcessor, ChronoEditAttnProcessor,
+    SkyReelsV2AttnProcessor, CosmosAttnProcessor2_0, CosmosAttnProcessor2_5, *filter(None, [Flux3AttnProcessor]),
 }  # fmt: skip
 """Attention processors that compute projections token by token, and one attention by scaled_dot_product_attention."""
 
@@ -102,7 +110,8 @@ class Plan:
         takes: arguments of a call that are known; of others it is not known what they do with tokens.
         blocks: lists of blocks, in order.
         attends: the attention of a block in which the image's tokens see each other; some blocks lack the second.
-        tokens: modules that give tokens (B, N, D), or a grid of them (B, D, ...).
+        tokens: modules that give tokens (B, N, D), or a grid of them (B, D, ...); some models lack the second;
+        features_last: or a grid (B, ..., D).
         tokens_in_blocks: whether text and image are one sequence, dealt out where the first block is given it; there
             is no such module then.
         output: the module that gives every token's part of the image, (B, N, C);
@@ -122,9 +131,12 @@ class Plan:
         per_token: arguments that may be (B, N), with a value for every token.
         hands_down: whether the model hands anything down to attention from which that learns of which forward it is;
             where it does not, it is of the one that runs.
-        told_in_blocks: an argument of blocks that is (B, N, ...) likewise, or a pair of the image's tables and the
-            text's, or says how many tokens come first;
-        told_if: an option of the config, and its value, with which blocks are given it; else they always are.
+        told_in_blocks: arguments of blocks that are (B, N, ...) likewise, or a pair of the image's tables and the
+            text's, or say how many tokens come first;
+        told_ndim: how many dims they have where they are of tokens; 0 where they always are.
+        told_if: an option of the config, and its value, with which blocks are given them; else they always are.
+        told_after: a module after the blocks that is given them, too.
+        only: options of the config, and of each the one value that is known.
     """
 
     kind: type[ModelMixin]
@@ -134,6 +146,7 @@ class Plan:
     tokens: tuple[str, ...]
     output: str
     text: Text
+    features_last: bool = False
     tokens_after_text: bool = False
     tokens_in_blocks: bool = False
     output_before_text: bool = False
@@ -148,8 +161,11 @@ class Plan:
     rotary_given: str = ""
     per_token: frozenset[str] = frozenset()
     hands_down: bool = True
-    told_in_blocks: str = ""
+    told_in_blocks: tuple[str, ...] = ()
+    told_ndim: int = 0
     told_if: tuple[str, Any] = ("", None)
+    told_after: str = ""
+    only: tuple[tuple[str, Any], ...] = ()
 
     def is_joined(self, path: str) -> bool:
         """Whether attention, by its path, that is given tokens only is given those of text among them."""
@@ -221,14 +237,14 @@ PLANS = (
                    "additional_t_cond"}),
         ("transformer_blocks",), ("attn",), tokens=("img_in",), output="proj_out", text="before",
         text_mask="encoder_hidden_states_mask", rotary="pos_embed", rotary_text="last table",
-        told_in_blocks="modulate_index", told_if=("zero_cond_t", True),
+        told_in_blocks=("modulate_index",), told_if=("zero_cond_t", True),
     ),
     Plan(
         HunyuanVideoTransformer3DModel,
         frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask",
                    "pooled_projections", "guidance"}),
         ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
-        text="after", text_mask="attention_mask", rotary="rope", told_in_blocks="num_tokens",
+        text="after", text_mask="attention_mask", rotary="rope", told_in_blocks=("num_tokens",),
         told_if=("image_condition_type", "token_replace"),
     ),
     Plan(
@@ -336,18 +352,45 @@ PLANS = (
     Plan(
         JoyImageEditTransformer3DModel, frozenset({"hidden_states", "timestep", "encoder_hidden_states"}),
         ("double_blocks",), ("attn",), tokens=("img_in",), output="proj_out", text="after",
-        told_in_blocks="image_rotary_emb", hands_down=False,
+        told_in_blocks=("image_rotary_emb",), hands_down=False,
     ),
     Plan(
         Lumina2Transformer2DModel,
         frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"}),
         ("layers",), ("attn",), tokens=(), tokens_in_blocks=True, output="norm_out", text="none",
-        told_in_blocks="image_rotary_emb", hands_down=False,
+        told_in_blocks=("image_rotary_emb",), hands_down=False,
     ),
     Plan(
         ZImageTransformer2DModel, frozenset({"x", "t", "cap_feats"}),
         ("layers",), ("attention",), tokens=(), tokens_in_blocks=True, output="all_final_layer.2-1", text="none",
-        told_in_blocks="freqs_cis", hands_down=False,
+        told_in_blocks=("freqs_cis",), hands_down=False,
+    ),
+    Plan(
+        ChronoEditTransformer3DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"}),
+        ("blocks",), ("attn1",), tokens=("patch_embedding",), output="proj_out", text="cross", rotary="rope",
+        rotary_dim=1, per_token=frozenset({"timestep"}),
+    ),
+    Plan(
+        SkyReelsV2Transformer3DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image", "fps"}),
+        ("blocks",), ("attn1",), tokens=("patch_embedding",), output="proj_out", text="cross", rotary="rope",
+        rotary_dim=1, only=(("num_frame_per_block", 1),),
+    ),
+    Plan(
+        ConsisIDTransformer3DModel,
+        frozenset({"hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "image_rotary_emb",
+                   "id_cond", "id_vit_hidden"}),
+        ("transformer_blocks",), ("attn1",), tokens=("patch_embed",), output="proj_out", text="before",
+        tokens_after_text=True, rotary_given="image_rotary_emb",
+    ),
+    Plan(
+        CosmosTransformer3DModel,
+        frozenset({"hidden_states", "timestep", "encoder_hidden_states", "attention_mask", "fps", "condition_mask",
+                   "padding_mask"}),
+        ("transformer_blocks",), ("attn1",), tokens=("patch_embed", "learnable_pos_embed"), features_last=True,
+        output="proj_out", text="cross", rotary="rope", told_in_blocks=("embedded_timestep", "temb"), told_ndim=3,
+        told_after="norm_out",
     ),
     *([Plan(
         Flux3Transformer2DModel,
@@ -366,10 +409,9 @@ def plan_of(model: ModelMixin) -> Plan:
     name = type(model).__name__
     found = next((plan for plan in PLANS if isinstance(model, plan.kind)), None)
     if found is None:
-        known = ", ".join(plan.kind.__name__ for plan in PLANS)
         raise ValueError(
             f"{name} cannot be made context parallel: it is not known where its tokens are made, attended and put "
-            f"together; known are {known}"
+            "together; docs/models.md has the models of which it is"
         )
     # A class that fully_shard makes of a known one has its forward.
     if type(model).forward is not found.kind.forward:

@@ -46,6 +46,11 @@ def attention_modules(model: ModelMixin, plan: Plan) -> dict[str, Any]:
     }
 
 
+def token_modules(model: ModelMixin, plan: Plan) -> list[str]:
+    """Paths of the modules that give tokens, without those that the model could have, and has not."""
+    return [path for path in plan.tokens if getattr(model, path, path) is not None]
+
+
 def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, dict[str, nn.Module]]:
     """By a block's path, its attention in which the image's tokens see each other, by path; of a block that comes twice
     by each of its paths.
@@ -59,21 +64,22 @@ def attentions_of(model: ModelMixin, plan: Plan) -> dict[str, dict[str, nn.Modul
 
 
 def told_blocks(model: ModelMixin, plan: Plan) -> dict[str, nn.Module]:
-    """By path, blocks that are told something of all tokens, also within what wraps them."""
+    """By path, blocks that are told something of all tokens, also within what wraps them, and what comes after them."""
     option, value = plan.told_if
     if not plan.told_in_blocks or (option and getattr(model.config, option) != value):
         return {}
-    return {
-        path: module
-        for blocks in plan.blocks
-        for path, module in model.get_submodule(blocks).named_modules(prefix=blocks)
-        if _takes(type(module), plan.told_in_blocks) and not hasattr(type(module), "set_processor")
-    }
+    told: dict[str, nn.Module] = {}
+    for blocks in plan.blocks:
+        for path, module in model.get_submodule(blocks).named_modules(prefix=blocks):
+            # What is within a block is told by it.
+            if _takes(type(module), plan.told_in_blocks) and not any(path.startswith(f"{outer}.") for outer in told):
+                told[path] = module
+    return told | ({plan.told_after: model.get_submodule(plan.told_after)} if plan.told_after else {})
 
 
 @lru_cache(maxsize=1024)
-def _takes(kind: type[nn.Module], name: str) -> bool:
-    return name in inspect.signature(kind.forward).parameters
+def _takes(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
+    return inspect.signature(kind.forward).parameters.keys() >= set(names)
 
 
 def check_model_is_known(model: ModelMixin, plan: Plan) -> None:
@@ -87,7 +93,7 @@ def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
     if getattr(model.config, "attention_type", "default") != "default":
         yield f"attention_type={model.config.attention_type!r} (GLIGEN) is not implemented"
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
-    for path in (*plan.tokens, plan.output):
+    for path in (*token_modules(model, plan), plan.output):
         if path not in paths:
             yield f"it has no {path}, where tokens are dealt out or put together"
             return
@@ -104,15 +110,15 @@ def _reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
             if isinstance(module, _MIXING):
                 kind = type(module).__name__
                 yield f"{path} ({kind}) looks at several tokens, of which a rank would see its own only"
-    yield from _passing_reasons(model)
+    yield from _passing_reasons(model, plan)
 
 
-def check_model_may_run(model: ModelMixin, processors: Mapping[str, Any]) -> None:
+def check_model_may_run(model: ModelMixin, plan: Plan, processors: Mapping[str, Any]) -> None:
     """Refuse (ValueError) what may be set between forwards, and makes ranks differ or skips attention.
 
     Processors, by path, are diffusers' own, which may have been set within ``whole()``.
     """
-    why = next(chain(_unknown(processors), _passing_reasons(model)), None)
+    why = next(chain(_unknown(processors), _passing_reasons(model, plan)), None)
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot run context parallel: {why}")
 
@@ -124,7 +130,10 @@ def _unknown(processors: Mapping[str, Any]) -> Iterator[str]:
             yield f"the processor {type(processor).__name__} of {path} is not known; known are {known}"
 
 
-def _passing_reasons(model: ModelMixin) -> Iterator[str]:
+def _passing_reasons(model: ModelMixin, plan: Plan) -> Iterator[str]:
+    for option, known in plan.only:
+        if getattr(model.config, option) != known:
+            yield f"{option}={getattr(model.config, option)!r} is not implemented, which must be {known!r}"
     yield from adapters.reasons(model)
     if adapters.draw_for_each(model):
         yield "noise of PVeRA would be drawn by every rank for itself, also for text, which all hold: leave it out"
