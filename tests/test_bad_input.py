@@ -205,7 +205,10 @@ MESSAGES = {
         "ValueError",
         "Holding was given bias, a tensor of shape (4, 4), after the style was applied",
     ),
-    "module that holds a mask": ("ValueError", "no parameters, buffers or submodules; Inner has hidden"),
+    "module that holds a mask": (
+        "ValueError",
+        "no parameters, buffers or submodules; Inner has hidden: keep that in the module around it",
+    ),
     "unknown schedule of a style": ("ValueError", "schedule must be one of ('2d', 'rings', 'published'), got '3d'"),
     "unknown rotation of a style": ("ValueError", "rotate must be one of ('auto', 'kv', 'q'), got 'k'"),
     "forward-mode differentiation": ("NotImplementedError", "no forward-mode derivative, but q has a tangent"),

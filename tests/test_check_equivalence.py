@@ -83,6 +83,13 @@ class Causal(nn.Module):
             k = q[:, : k.shape[1]]
         if self.secret == "v":
             v = v * self.value
+        if self.secret == "rotary":
+            angles = torch.arange(q.shape[2]).unsqueeze(1) / 10.0 ** torch.arange(q.shape[3] // 2)
+            turn = torch.polar(torch.ones_like(angles), angles)
+            q, k = (
+                torch.view_as_real(torch.view_as_complex(x.unflatten(3, (-1, 2)).contiguous()) * turn).flatten(3)
+                for x in (q, k)
+            )
         if self.secret == "learned":
             v = v * self.value[0]
         if self.secret == "norm":
@@ -194,6 +201,7 @@ SECRETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "keys of itself": (lambda: Causal("keys of itself"), {}, ""),
     "norm": (lambda: Causal("norm"), {}, "the same keys are seen, but"),
+    "rotary": (lambda: Causal("rotary"), {}, "q k^T: is there a bias, or are q and k changed, as by rotary"),
     "layout": (InBNLH, {}, "the module's layout is 'BNLH', the style was given layout='BLNH'"),
     "layout, no grouped heads": (InBNLHWithoutGroups, {}, "the module's layout is 'BNLH', the style was given"),
     "other layout": (lambda: Causal(), {"layout": "BNLH"}, "the module's layout is 'BLNH'"),

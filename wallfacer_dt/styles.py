@@ -199,8 +199,8 @@ class _ContextParallel(AttentionStyle):
         if held:
             raise ValueError(
                 f"{type(self).__name__} replaces an inner attention called as attention(q, k, v), which has no "
-                f"parameters, buffers or submodules; {type(module).__name__} has {', '.join(held[:3])}: name the "
-                "module inside it in the plan"
+                f"parameters, buffers or submodules; {type(module).__name__} has {', '.join(held[:3])}: "
+                + ("name the module inside it in the plan" if children else "keep that in the module around it")
             )
 
     def _read_attributes(self, module: nn.Module) -> dict[str, Any]:

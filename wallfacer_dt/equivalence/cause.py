@@ -128,6 +128,12 @@ def _band(rows: list[tuple[int, Tensor]]) -> str:
     return f"a sliding window of {left + 1}, {window}" if right == 0 else window
 
 
+_UNLIKE = (
+    "the same keys are seen, but with probabilities that do not follow q k^T: is there a bias, or are q and k changed, "
+    "as by rotary positions?"
+)
+
+
 def _hint(rows: list[Row], rtol: float) -> str:
     """What may make the module's probabilities p of the style's s: log(p / s) of a row is fitted by a line in log s."""
     fits = [fit for row in rows if (fit := _fit(*row.pair))]
@@ -137,10 +143,7 @@ def _hint(rows: list[Row], rtol: float) -> str:
     if moved.max() <= rtol:
         return "probabilities agree, so look at what is done to v or to the output"
     if (rests > 0.3 * moved).float().mean() > 0.5:
-        return (
-            "the same keys are seen, but with probabilities that do not follow q k^T: is there a bias, or are q and k "
-            "changed?"
-        )
+        return _UNLIKE
     return _hint_of_slopes(slopes, rtol) or _hint_of_levels(levels, rtol)
 
 
@@ -152,6 +155,8 @@ def _hint_of_slopes(slopes: Tensor, rtol: float) -> str:
         return ""
     if high - low < 0.2 * steepest:
         factor = 1 + float(slopes.median())
+        if factor < 0.01:  # no scale, but scores of something else
+            return _UNLIKE
         return f"the same keys are seen, but scores are {factor:.3g} times the style's: another scale?"
     return "the same keys are seen, but low and high scores count otherwise: is there a soft cap, or a norm of q or k?"
 
