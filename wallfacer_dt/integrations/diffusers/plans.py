@@ -110,14 +110,14 @@ class Plan:
         takes: arguments of a call that are known; of others it is not known what they do with tokens.
         blocks: lists of blocks, in order.
         attends: the attention of a block in which the image's tokens see each other; some blocks lack the second.
-        tokens: modules that give tokens (B, N, D), or a grid of them (B, D, ...); some models lack the second;
-        features_last: or a grid (B, ..., D).
-        tokens_in_blocks: whether text and image are one sequence, dealt out where the first block is given it; there
-            is no such module then.
-        output: the module that gives every token's part of the image, (B, N, C);
-        output_before_text: or (N + T, B, C), the text after the image.
+        tokens: modules that give tokens (B, N, D), or a grid of them (B, D, ...); some models lack the second.
+        output: the module that gives every token's part of the image, (B, N, C).
         text: whether attention has none; sees it by cross attention; or together with the image, before it or after.
-        tokens_after_text: whether these modules give (B, T + N, D), the text before the image.
+        features_last: whether a grid is (B, ..., D).
+        tokens_after_text: whether modules of tokens give (B, T + N, D), the text before the image.
+        tokens_in_blocks: whether text and image are one sequence, dealt out where the first block is given it; there
+            is no module of tokens then.
+        output_before_text: whether the output is (N + T, B, C), the text after the image.
         alone: lists of blocks in which the image's tokens see each other only, where those of others see text as well.
         text_given: the argument of a call that has the text.
         more_text: a parameter (1, R, D) of tokens that every text is given beside its own.
