@@ -588,7 +588,7 @@ def one_rank_alone(name: str) -> tuple[str, str]:
     [
         ("window", "EquivalenceError", "the module has a sliding window of 25"),
         ("raises", "EquivalenceError", "could not be run"),
-        ("parameter", "ValueError", "Causal has weight: name the module inside it"),
+        ("parameter", "ValueError", "Causal has weight: keep that in the module around it"),
     ],
 )
 def test_what_one_rank_finds_all_raise(ranks: Ranks, name: str, kind: str, text: str) -> None:

@@ -302,7 +302,6 @@ def said_of_other_calls() -> dict[str, str]:
     calls: dict[str, tuple[str, dict[str, Any]]] = {
         "timesteps of frames": ("SkyReels V2", {"timestep": by_frame}),
         "diffusion forcing": ("SkyReels V2", {"timestep": by_frame, "enable_diffusion_forcing": True}),
-        "timesteps of other frames": ("Cosmos", {"timestep": by_frame[:, None, :2, None, None]}),
         "residuals": ("Cosmos", {"block_controlnet_hidden_states": [torch.zeros(1).double()]}),
         "no tables": ("ConsisID", {"image_rotary_emb": None}),
         "no tables for an image": ("HunyuanDiT", {"image_rotary_emb": None}),
@@ -325,7 +324,6 @@ def test_other_calls_that_are_refused(threads: Ranks) -> None:
     expected = {
         "timesteps of frames": "timestep must be (B,), got (2, 3)",
         "diffusion forcing": "called with enable_diffusion_forcing",
-        "timesteps of other frames": "embedded_timestep are of 32 tokens, where the model has 48",
         "residuals": "called with block_controlnet_hidden_states",
         "no tables": "called without image_rotary_emb",
         "no tables for an image": "called without image_rotary_emb",
