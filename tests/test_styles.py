@@ -579,11 +579,14 @@ class WithSinks(Whatever):
 
 def own_sinks() -> float:
     mesh = mesh_of(2, 1)
-    with pytest.raises(ValueError, match="WithSinks has sinks: name the module inside it"):
+    with pytest.raises(ValueError, match="WithSinks has sinks: keep that in the module"):
         unchecked(RingParallel(check=False), mesh, WithSinks(parameter=True))
     q, k, v = tensors()
     module = unchecked(RingParallel(check=False, layout="BNLH"), mesh, WithSinks(parameter=False))
-    error = worst_error([(module(q, k, v), context_parallel_attention(q, k, v, mesh, sinks=torch.arange(4.0)))])
+    pairs = [(module(q, k, v), context_parallel_attention(q, k, v, mesh, sinks=torch.arange(4.0)))]
+    module.sinks = torch.ones(HEADS)  # as they are now
+    pairs.append((module(q, k, v), context_parallel_attention(q, k, v, mesh, sinks=torch.ones(HEADS))))
+    error = worst_error(pairs)
     # Nor do they become one; what is None is nothing.
     del module.sinks
     module.register_buffer("mask", None)
@@ -596,7 +599,7 @@ def own_sinks() -> float:
         for call in calls:
             call(q, k, v)
             add()
-            with pytest.raises(ValueError, match="WithSinks has sinks: name the module inside it"):
+            with pytest.raises(ValueError, match="WithSinks has sinks: keep that in the module"):
                 call(q, k, v)
             del module.sinks
     return error

@@ -348,9 +348,9 @@ class _Forward:
         return attention.run(inputs, attention.resolve(inputs, scale).told())
 
     def _check_still_holds(self) -> None:
-        """Refuse (ValueError) tensors that the module was given later, as a bias, which its own code may take."""
+        """Refuse (ValueError) tensors that the module was given later, as a bias; options are read at every call."""
         for what, x in vars(self.module).items():
-            if isinstance(x, Tensor) and self.held.get(what) is not x:
+            if isinstance(x, Tensor) and self.held.get(what) is not x and what not in _NAMES:
                 raise ValueError(
                     f"{type(self.style).__name__}: {type(self.module).__name__} was given {what}, {_short(x)}, after "
                     "the style was applied, which would be left out: hand tensors to attention when it is called, "
