@@ -22,6 +22,7 @@ from tests.cases import Inner, mesh_of, told
 from tests.metp_refusals import Attention as Projections
 from tests.metp_refusals import D, FeedForward, H, WithOptions, attention, metp, with_tp
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
+from wallfacer_dt.agreement.meeting import Meeting
 from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.calls import Call
 from wallfacer_dt.checkpoint import save_attention
@@ -492,14 +493,18 @@ def outcome(name: str) -> tuple[str, str]:
     return kind, said
 
 
-def some_know_their_layer() -> list[int]:
-    """As where on one rank a compiler has given up, and attention runs as it does without; forward and backward."""
-    numbers = []
-    for _ in range(2):
-        with Within("layers.0" if is_odd() else ""):
-            number = agree("attention", [("scale", 1.0)], name_of(mesh()))
-        numbers += [number, agree("the backward of attention", [], name_of(mesh()), forward=number)]
-    return numbers
+def some_know_their_layer() -> tuple[list[int], int]:
+    """As where on one rank a compiler has given up, and attention runs as it does without; forward and backward.
+
+    Calls' numbers, and how often ranks told each other all that they know.
+    """
+    numbers, on = [], name_of(mesh())
+    with mock.patch.object(Meeting, "exchange", autospec=True, side_effect=Meeting.exchange) as exchanged:
+        for _ in range(2):
+            with Within("layers.0" if is_odd() else ""):
+                number = agree("attention of some", [("scale", 1.0)], on)
+            numbers += [number, agree("the backward of attention", [], on, forward=number)]
+    return numbers, exchanged.call_count
 
 
 def documents_of_other_integers() -> float:

@@ -141,7 +141,7 @@ def given_later(**held: Any) -> Tensor:
     module = styled(Holding(**held))
     module(x(), x(), x())
     for name in held:
-        setattr(module, name, torch.zeros(4, 4))
+        setattr(module, name, torch.zeros(4, 4, requires_grad=True))
     return module(x(), x(), x())
 
 

@@ -113,7 +113,9 @@ def test_found_on_every_rank_by_name(ranks: Ranks, name: str) -> None:
 
 def test_a_rank_may_not_know_in_which_layer_it_is(ranks: Ranks) -> None:
     (first, *others) = ranks(4).run(some_know_their_layer)
-    assert first == [first[0] + n for n in range(4)]
+    numbers, exchanges = first
+    assert numbers == [numbers[0] + n for n in range(4)]
+    assert exchanges == 1  # which is remembered
     assert others == [first] * 3
 
 

@@ -199,11 +199,11 @@ MESSAGES = {
     ),
     "module that is given a bias later": (
         "ValueError",
-        "Holding was given bias, a tensor of shape (4, 4), after the style was applied",
+        "Holding was given bias, a tensor of shape (4, 4) that needs a gradient, after",
     ),
     "module that is given another bias later": (
         "ValueError",
-        "Holding was given bias, a tensor of shape (4, 4), after the style was applied",
+        "Holding was given bias, a tensor of shape (4, 4) that needs a gradient, after",
     ),
     "module that holds a mask": (
         "ValueError",

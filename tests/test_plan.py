@@ -569,7 +569,7 @@ def test_of_what_is_as_fast_few_are_predicted(window: tuple[int, int] | None) ->
 
 
 def test_some_layers_have_a_window() -> None:
-    """Each takes what it would take among its like; of memory it is said what there is where all see all."""
+    """Each takes what it would take among its like; of memory the most is said that there is where all are alike."""
     windowed, where = SequenceShape(256, is_causal=True, window_size=(40, 0)), cluster(4, 2)
     full, layers = replace(windowed, window_size=None), ModelShape(64, 4, layers=6)
     ways = [*attentions(layers, windowed, where)][::4]
@@ -593,7 +593,8 @@ def test_some_layers_have_a_window() -> None:
             )
             assert one.prediction.hops == max(has[one.candidate].hops, has_not[one.candidate].hops)
         some = compared[0].candidate
-        assert stack_memory(some, replace(model, windowed_layers=2), windowed) == stack_memory(some, model, full)
+        peaks = [stack_memory(some, model, sequence).peak for sequence in (windowed, full)]
+        assert stack_memory(some, replace(model, windowed_layers=2), windowed).peak == max(peaks)
         seconds = [one.prediction.seconds + one.handicap for one in made[2]]
         assert all(before <= after * (1 + 1e-3) for before, after in pairwise(seconds))
     costs = attention_costs(ways[0], replace(layers, windowed_layers=2), windowed, where)

@@ -377,6 +377,22 @@ def test_other_rotations_are_tried_where_the_fastest_do_not_fit() -> None:
     assert eight.seconds == pytest.approx(0.05875, rel=1e-3)
 
 
+@pytest.mark.parametrize(("pipeline", "windowed", "like"), [(4, 2, [0]), (2, 2, [0, 4]), (4, 4, [4]), (2, 3, [0, 4])])
+def test_of_stages_that_with_most_layers_without_a_window_counts(pipeline: int, windowed: int, like: list[int]) -> None:
+    """It takes as long as one of which all layers are so, or as the mean of both."""
+    division = Division(Candidate(2, order="head_tail"), pipeline=pipeline, microbatches=4)
+    sequence, where = replace(SEQUENCE, window_size=(20, 0)), cluster(2 * pipeline, 2)
+
+    def predicted(layers: int) -> tuple[float, float]:
+        layer = Layer(division, replace(MODEL, windowed_layers=layers), sequence, where)
+        found = predict_division(division, layer.model, sequence, where, *costs_of(layer))
+        return found.seconds, found.rank_bytes
+
+    assert predicted(4)[0] < 0.95 * predicted(0)[0]
+    expected = [sum(some) / len(like) for some in zip(*map(predicted, like), strict=True)]
+    assert predicted(windowed) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("size", [(4, 2), *(pytest.param(more, marks=pytest.mark.whole) for more in ((4, 4), (8, 4)))])
 @examples(5)
 @given(

@@ -488,6 +488,7 @@ WINDOWS: list[dict[str, Any]] = [
     {"model_type": "gemma2", "num_hidden_layers": 7}, {"model_type": "gemma2", "sliding_window": 13},
     {"model_type": "gemma3_text", "num_hidden_layers": 13}, {"model_type": "gemma3_text", "num_hidden_layers": 5},
     {"model_type": "gemma3_text", "sliding_window_pattern": 4},
+    {"model_type": "gemma3_text", "use_bidirectional_attention": True, "sliding_window": 512},
     {"model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": [FULL, FULL]},
     {"model_type": "mistral"}, {"model_type": "mistral", "sliding_window": None}, {"model_type": "mixtral"},
     {"model_type": "mixtral", "sliding_window": 9}, {"model_type": "qwen2", "sliding_window": 9},

@@ -1,5 +1,6 @@
 """Profiling on real ranks: all end with one plan, the fastest of those run, or with one error."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -165,6 +166,17 @@ def test_a_file_is_written_whole_and_stays_as_readable_as_it_was(tmp_path: Path)
         Profile(replace(WHERE, nics=2)).save(path)
     assert path.read_text() == before
     assert {one.name for one in tmp_path.iterdir()} == {"profile.json", "other"}
+
+
+def test_a_file_that_says_nothing_of_windows_of_some_layers_is_read(tmp_path: Path) -> None:
+    """As earlier versions wrote them."""
+    path = tmp_path / "profile.json"
+    profile = Profile(WHERE, (Measured(ModelShape(64, 4), SequenceShape(256), Candidate(WHERE.ranks), 1.0),))
+    profile.save(path)
+    found = json.loads(path.read_text())
+    del found["measured"][0]["model"]["windowed_layers"]
+    path.write_text(json.dumps(found))
+    assert Profile.load(path) == profile
 
 
 def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path) -> None:

@@ -348,13 +348,13 @@ class _Forward:
         return attention.run(inputs, attention.resolve(inputs, scale).told())
 
     def _check_still_holds(self) -> None:
-        """Refuse (ValueError) tensors that the module was given later, as a bias; options are read at every call."""
+        """Refuse (ValueError) what the module was given later to learn, as a bias; options are read at every call."""
         for what, x in vars(self.module).items():
-            if isinstance(x, Tensor) and self.held.get(what) is not x and what not in _NAMES:
+            if isinstance(x, Tensor) and x.requires_grad and self.held.get(what) is not x and what not in _NAMES:
                 raise ValueError(
-                    f"{type(self.style).__name__}: {type(self.module).__name__} was given {what}, {_short(x)}, after "
-                    "the style was applied, which would be left out: hand tensors to attention when it is called, "
-                    "where they are taken or refused by name"
+                    f"{type(self.style).__name__}: {type(self.module).__name__} was given {what}, {_short(x)} that "
+                    "needs a gradient, after the style was applied, and would be left out: hand tensors to attention "
+                    "when it is called, where they are taken or refused by name; what a hook notes may be detached"
                 )
 
     def _read(self, q: Tensor, k: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:

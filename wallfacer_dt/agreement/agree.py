@@ -46,7 +46,7 @@ class _Said(NamedTuple):
     what: str
     names: tuple[str, ...]
     values: tuple[str, ...]
-    layer: str
+    layer: str = ""  # earlier versions do not say it
 
 
 def agree(
@@ -86,7 +86,7 @@ def agree(
     layer = meeting.layer_of(known)
     if known or error:
         record = _digest((likeness, known, error))
-    elif layer:
+    elif layer and likeness not in meeting.unlayered:
         record = _likeness((likeness, layer))
     meeting.call = f"call {meeting.number} on the {text}, {what or error}" + f", in {layer}" * bool(layer)
     meeting.whereabouts.call = meeting.call
@@ -116,7 +116,7 @@ def _settle(meeting: Meeting) -> None:
         told = [_Said(*json.loads(text)) for text in meeting.exchange(json.dumps(said).encode())]
     difference = _difference(dict(zip(meeting.ranks, told, strict=True)))
     if not difference:
-        meeting.remember(likeness)
+        meeting.remember(likeness, is_layered=False)
         return
     raise _met(ValueError(f"call {meeting.number} on this mesh: {difference}"), meeting.ranks)
 

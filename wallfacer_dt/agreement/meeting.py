@@ -89,6 +89,7 @@ class Meeting:
         self.call = ""  # what that is, in words
         self.open: Any = None  # that call, as long as nobody has looked whether all ranks make the same
         self.seen: dict[int, None] = {}  # what all ranks have called, the latest last
+        self.unlayered: dict[int, None] = {}  # of these, calls of which not all ranks knew their layer
         self.layers: dict[int, str] = {}  # in which forwards were called, by number
         self.heard: dict[Hashable, dict[int, Any]] = {}  # what ranks have said once, the latest last
         # Not through torch's collectives: what is compared is nobody's traffic, and costs no more than it must.
@@ -106,9 +107,10 @@ class Meeting:
             self._last = Pending(self._group.alltoall_base(heard, sent, [], []), heard, sent)
             return self._last
 
-    def remember(self, likeness: int) -> None:
-        """Note that all ranks have made a call like this."""
-        kept(self.seen, likeness, _KEPT, lambda: None)  # every packing of documents is like no other
+    def remember(self, likeness: int, *, is_layered: bool = True) -> None:
+        """Note that all ranks have made a call like this, and whether all of them could say in which layer."""
+        for store in (self.seen, *([] if is_layered else [self.unlayered])):
+            kept(store, likeness, _KEPT, lambda: None)  # every packing of documents is like no other
 
     def layer_of(self, forward: int) -> str:
         """The layer that runs, or in the backward of a call the one in which that was made; empty if none is known."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._pytree import tree_leaves
@@ -242,7 +243,7 @@ def run(
         raise EquivalenceError(f"the module returns {out.dtype} for q of {leaves[0].dtype}, a style {computed}")
     if not (backward and out.requires_grad):
         return Results(_gathered(out, layout))
-    _check_leaves(out, [*leaves, *tree_leaves(dict(kwargs))])
+    _check_leaves(out, [*leaves, *(x for x in tree_leaves(dict(kwargs)) if isinstance(x, Tensor))])
     grads = torch.autograd.grad(out, leaves, grad_out.to(computed), retain_graph=True, allow_unused=True)
     seen = torch.autograd.grad(out, leaves[2], probe.to(computed), allow_unused=True)
     found = zip((*leaves, leaves[2]), (*grads, *seen), strict=True)
@@ -250,16 +251,17 @@ def run(
     return Results(*(_gathered(x, layout) for x in (out, *filled)))
 
 
-def _check_leaves(out: Tensor, given: Iterable[Any]) -> None:
+def _check_leaves(out: Tensor, given: Iterable[Tensor]) -> None:
     """Refuse (EquivalenceError) an output with a gradient by what was not given: as it is now it may be neutral."""
-    known, seen, nodes = {id(x) for x in given}, set(), [out.grad_fn]
+    known = {get_gradient_edge(x).node for x in given if x.requires_grad}
+    nodes = [out.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in known:
             continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        known.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaf = node.variable  # pyrefly: ignore[missing-attribute]
             raise EquivalenceError(
                 f"the module's output has a gradient by a tensor of shape {tuple(leaf.shape)} beside q, k and v, which "
                 "it finds outside of itself, as a learned bias or gate: under a style it would get none, and would not "

@@ -307,7 +307,8 @@ class _Search:
             one = replace(division, context=replace(attention, **division.context.layers))
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
             costs = _costs(alone, heads, self._taken(division), where, siblings=siblings)
-            self._push(least_step(self.layer(one), *mean_spent(heads, self.sequence, costs)), _Choice(one, costs))
+            spent = mean_spent(heads, self.sequence, costs, one.pipeline)
+            self._push(least_step(self.layer(one), *spent), _Choice(one, costs))
 
     def _predict(self, division: Division, costs: tuple[AttentionCost, ...]) -> None:
         prediction = predict_division(division, self.model, self._taken(division), self.cluster, *costs)
@@ -342,9 +343,8 @@ class _Search:
     def _ideal(self, division: Division) -> tuple[Spent, Spent]:
         """Attention that has nothing to wait for, whose ranks have equally much to do; under METP its projections."""
         kernels, heads = self.cluster.kernels, division.heads_of(self.model)
-        seen = mean_of_layers(
-            self.model, self.sequence, [one.pairs() for _, one in kinds_of_layers(self.model, self.sequence)]
-        )
+        sees = [one.pairs() for _, one in kinds_of_layers(self.model, self.sequence)]
+        seen = mean_of_layers(self.model, self.sequence, sees, division.pipeline)
         pairs = division.microbatch * seen * heads.heads * heads.dim / division.context.size
         forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
         ideal = Spent(forward, forward), Spent(backward, backward)

@@ -22,7 +22,7 @@ from wallfacer_dt.planning.candidates import Candidate, node_of
 from wallfacer_dt.planning.cluster import Cluster, Kernels
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, mean_of_layers
+from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, layers_of_stage, mean_of_layers
 from wallfacer_dt.planning.projections import Heads, ProjectedAttention
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 from wallfacer_dt.planning.timeline import Event, Lag, Timeline, last_of, launches, run, work
@@ -143,10 +143,12 @@ def attention_costs(
     return tuple(attention_cost(candidate, model, one, cluster, **told) for _, one in kinds_of_layers(model, sequence))
 
 
-def mean_spent(model: ModelShape, sequence: SequenceShape, costs: Iterable[AttentionCost]) -> tuple[Spent, Spent]:
-    """What a layer's attention takes alone, forward and backward, in the mean of all layers."""
+def mean_spent(
+    model: ModelShape, sequence: SequenceShape, costs: Iterable[AttentionCost], pipeline: int = 1
+) -> tuple[Spent, Spent]:
+    """What a layer's attention takes alone, forward and backward, in the mean of a stage's layers."""
     ways = zip(*[[Spent.of(way.line) for way in cost.ways] for cost in costs], strict=True)
-    forward, backward = (mean_of_layers(model, sequence, way) for way in ways)
+    forward, backward = (mean_of_layers(model, sequence, way, pipeline) for way in ways)
     return forward, backward
 
 
@@ -373,7 +375,8 @@ def predict_division(
     """Predict a step, but for its memory, which is :func:`division_memory`'s.
 
     Where some layers alone have a window it is the mean of a step in which none has it and of one in which all have,
-    by how many have: as if a layer of each kind were where any is.
+    by how many have: as if a layer of each kind were where any is; of a pipeline's stages in the one that has most
+    layers without, where they are dealt out as evenly as can be.
 
     Args:
         division: of the cluster's ranks.
@@ -386,7 +389,8 @@ def predict_division(
         The prediction.
     """
     layer = Layer(division, model, sequence, cluster)
-    step = mean_of_layers(model, sequence, [simulated_step(layer, cost.ways) for cost in costs])
+    steps = [simulated_step(layer, cost.ways) for cost in costs]
+    step = mean_of_layers(model, sequence, steps, division.pipeline)
     rank_bytes, node_bytes = step_bytes(division, model, sequence, *costs)
     return Prediction(
         step.seconds,
@@ -408,9 +412,9 @@ def step_bytes(
     Under METP's attention ``costs`` may be of plain projections: a rank then receives at least what is said of it.
     """
     received = [received_bytes(division.context, cost) for cost in costs]
-    layers = [count for count, _ in kinds_of_layers(model, sequence)]
+    layers = layers_of_stage(model, sequence, division.pipeline)
     rank_bytes, node_bytes = (
-        division.microbatches * sum(map(mul, layers, some)) // division.pipeline for some in zip(*received, strict=True)
+        division.microbatches * sum(map(mul, layers, some)) for some in zip(*received, strict=True)
     )
     calls = division.microbatches * model.layers // division.pipeline
     return rank_bytes + calls * _feed_forward_bytes(division.context, model, sequence), node_bytes

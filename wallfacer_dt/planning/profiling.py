@@ -27,7 +27,7 @@ from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, temporary_
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster, PlanningError, check_kind, check_number
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers
 from wallfacer_dt.planning.predict import Prediction, attention_cost
 from wallfacer_dt.planning.probe import Probe, slowest
 from wallfacer_dt.planning.search import Plan, Ranked, plan
@@ -138,6 +138,10 @@ class Profile:
             ValueError: it cannot be read, or is none, is cut short, of another version, or of what no machine does.
         """
         given = read_json(path, _MOST_BYTES)
+        measured = given.get("measured")
+        for one in measured if isinstance(measured, list) else ():  # earlier files do not say that all layers are alike
+            if isinstance(one, dict) and isinstance(one.get("model"), dict):
+                one["model"].setdefault("windowed_layers", None)
         try:
             version = given.pop("version", None)
             if type(version) is not int or version != _VERSION:
@@ -216,7 +220,7 @@ def profile(
             within a tenth of the fastest take as many again. By default 1 with ``build``, and 3 without.
         build: from a plan whose choice is to be run, one step of the real model, of which there is one at a time;
             without it, one call of attention of the model's shape, forward and backward, on random numbers, and that is
-            what is planned.
+            what is planned; of a model of which some layers alone have the window, without it.
         kernel: of attention, see :class:`wallfacer_dt.AttentionOptions`; its rates are measured, that call runs it, and
             the plan's styles take it, which are for ``build`` to use.
         cluster: instead of measuring it; it says itself how many ranks share a node, what memory they have, and which
@@ -269,7 +273,9 @@ def profile(
             launch = _launch_seconds(probe, model.attention_alone, sequence, cluster)
             cluster = replace(cluster, kernels=replace(cluster.kernels, launch=launch))
     _by_first(lambda: _check_path(path, device_type, kernel, cluster))
-    model = model if build else model.attention_alone
+    if not build:
+        (_, sequence), *_ = kinds_of_layers(model, sequence)
+        model = model.attention_alone
 
     def fastest() -> tuple[Plan, list[Ranked]]:
         every = plan(model, sequence, cluster, keep=_RANKED * top, margin=0.0)

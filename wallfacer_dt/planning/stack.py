@@ -248,7 +248,7 @@ class _Layer:
         self, division: Division, model: ModelShape, sequence: SequenceShape, *, is_least: bool = False
     ) -> None:
         candidate, tensor = division.context, division.tensor
-        (_, sequence), *_ = kinds_of_layers(model, sequence)  # what layers hold that see most
+        kinds = [one for _, one in kinds_of_layers(model, sequence)]
         self.division, self.candidate, self.model, self.sequence = division, candidate, model, sequence
         self.rows = -(-sequence.length // candidate.size) * sequence.batch
         own = -(-self.rows // tensor)
@@ -268,14 +268,15 @@ class _Layer:
         own_heads = division.heads_of(model)
         if candidate.projections == "metp":
             # x is the norm's, and y's gradient what comes to the layer.
-            most = self.result if is_least else projected_memory(candidate, model, sequence)
+            most = self.result if is_least else max(projected_memory(candidate, model, one) for one in kinds)
             self.attention = Peaks(self.result, most)
         elif is_least:
             # Inputs, output and lse are kept, whatever the schedule.
             token = 2 * (own_heads.heads + own_heads.keys) * own_heads.dim * itemsize + own_heads.heads * wide
             self.attention = Peaks(self.rows * token, self.rows * token)
         else:
-            self.attention = attention_memory(candidate, own_heads, sequence, by_tokens=True)
+            of_kinds = [attention_memory(candidate, own_heads, one, by_tokens=True) for one in kinds]
+            self.attention = Peaks(*map(max, zip(*of_kinds, strict=True)))
 
     @property
     def result(self) -> int:

@@ -121,6 +121,8 @@ def _windows(path: str, kind: str, config: Mapping[str, Any], layers: int) -> tu
     if size is None or (kind in _MAY_WINDOW and not config.get("use_sliding_window", False)):
         return None, None
     _whole(path, "sliding_window", size)
+    if kind == "gemma3_text" and config.get("use_bidirectional_attention", False):
+        size = size // 2 + 1
     kinds = config.get("layer_types")
     if kinds is not None and kind not in _ALL_WINDOWED:
         if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= _LAYER_TYPES:
@@ -157,7 +159,10 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
     # What transformers takes unless it is said.
     said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2", "smollm3"))}
     said |= {"attn_pdrop": 0.1 * (kind == "gpt2"), "attention_dropout": 0.1 * (kind == "seed_oss")}
-    said |= {"attention_bias": kind in ("glm4", "seed_oss"), "attention_multiplier": kind == "granite"} | dict(config)
+    said |= {
+        "attention_bias": kind in ("glm4", "seed_oss"),
+        "attention_multiplier": 1.0 if kind == "granite" else 0,
+    } | dict(config)
     if said.get("query_pre_attn_scalar") == shape.dim:
         said.pop("query_pre_attn_scalar")
     found = [text.format(shown(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]

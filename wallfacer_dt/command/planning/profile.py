@@ -80,6 +80,8 @@ def profile(
         check_least(option, number)
     check_kernel_name(kernel)
     known = make_model(model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    if window is None and known.shape.windowed_layers is None:  # otherwise most of the time goes into the others
+        window = known.window
     shape, sequence = (
         known.shape.attention_alone,
         make_sequence(seq, batch, causal=causal, full=full, window=window, dtype=dtype),

@@ -39,16 +39,16 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
     ]
     where, inner = (_PROJECTIONS, "projected") if has_projections else (_ATTENTION, "attention")
     if plan.has_two_masks:
+        for name, options in (("windowed", {}), ("unwindowed", {"window_size": None})):
+            lines.append(_attention_line(name, plan.attention_options | options))
+            lines += [f"{name} = {_projected(plan, name)}"] * has_projections
         lines += [
-            _attention_line("windowed", plan.attention_options),
-            _attention_line("unwindowed", plan.attention_options | {"window_size": None}),
             f"windows = ...  # the {plan.model.windowed_layers} of {plan.model.layers} layers that have one, by number",
         ]
-        each = "windowed if i in windows else unwindowed"
-        made = _projected(plan, each) if has_projections else each
         # Nobody knows here which layers these are: as it stands the code raises.
-        names = f'f"{where.replace("*", "{i}")}"'
-        lines.append(f"styles = {{\n    {names}: {made} for i in range({plan.model.layers})\n}}")
+        name = where.replace("*", "{i}")
+        each = f'f"{name}": windowed if i in windows else unwindowed for i in range({plan.model.layers})'
+        lines.append(f"styles = {{\n    {each}\n}}")
     else:
         lines.append(_attention_line("attention", plan.attention_options))
         lines += [f"projected = {_projected(plan, 'attention')}"] * has_projections

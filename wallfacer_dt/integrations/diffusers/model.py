@@ -63,7 +63,6 @@ class ContextParallel(Handle[ModelMixin]):
         self.mesh, self._plan, self._order = mesh, plan, TokenOrder("contiguous", mesh)
         self._signature = inspect.signature(model.forward)
         self._forward: ForwardPass | None = None
-        self._checkpoint: Any = None  # what the model has for it, while a forward runs
         self._options = options
         self._hooked: dict[str, nn.Module] = {}
         self._told: set[nn.Module] = set()
@@ -114,6 +113,7 @@ class ContextParallel(Handle[ModelMixin]):
 
     def _turn_off(self, model: ModelMixin) -> None:
         self._remove_hooks()
+        self._leave_checkpoints(model)
         for module in attention_modules(model, self._plan).values():
             if isinstance(module.processor, ProcessorOnMesh):
                 module.set_processor(module.processor.processor)
@@ -123,6 +123,7 @@ class ContextParallel(Handle[ModelMixin]):
     def _begin(self, model: ModelMixin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before each forward: whether this is what was set up, and all ranks hold the same inputs."""
         self._forward = None
+        self._leave_checkpoints(model)
         with refusing_together(name_of(self.mesh)):
             self._check_still_set_up(model)
             modules = attention_modules(model, self._plan)
@@ -157,22 +158,30 @@ class ContextParallel(Handle[ModelMixin]):
         if self._plan.keywords:
             given[self._plan.keywords] = {PASSED: forward}
         if not self._plan.hands_down:
-            self._checkpoint = model._gradient_checkpointing_func
-            model._gradient_checkpointing_func = partial(self._run_again, self._checkpoint, forward)
+            own = partial(self._run_again, model._gradient_checkpointing_func, forward)
+            model._gradient_checkpointing_func = own
         self._forward = forward
         return (), given
 
-    def _run_again(self, checkpoint: Callable[..., Any], forward: ForwardPass, block: Any, *args: Any) -> Any:
+    def _run_again(
+        self, checkpoint: Callable[..., Any], forward: ForwardPass, block: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """A block, checkpointed; where it is computed again, that is of its own forward."""
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             before, self._forward = self._forward, forward
             try:
-                return block(*args)
+                return block(*args, **kwargs)
             finally:
                 self._forward = before
 
-        return checkpoint(run, *args)
+        return checkpoint(run, *args, **kwargs)
+
+    def _leave_checkpoints(self, model: ModelMixin) -> None:
+        """As they were before a forward, which may have been interrupted."""
+        func = getattr(model, "_gradient_checkpointing_func", None)
+        while isinstance(func, partial) and getattr(func.func, "__self__", None) is self:
+            func = model._gradient_checkpointing_func = func.args[0]
 
     @untraced(_UNTRACED)
     def _deal(self, path: str, module: nn.Module, args: Any, tokens: Tensor) -> Tensor:
@@ -250,8 +259,7 @@ class ContextParallel(Handle[ModelMixin]):
         """After each forward: whether attention was computed where it should be."""
         del args
         forward, self._forward = self._forward, None
-        if forward is not None and not self._plan.hands_down:
-            model._gradient_checkpointing_func = self._checkpoint
+        self._leave_checkpoints(model)
         if forward is None or output is None:  # it has raised
             return
         with refusing_together(name_of(self.mesh)):
@@ -296,13 +304,12 @@ class ContextParallel(Handle[ModelMixin]):
 
     def _known(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name, or a refusal (ValueError) of what is not known to be right on a shard."""
-        given = {**self._signature.bind(*args, **kwargs).arguments}
+        given, parameters = {**self._signature.bind(*args, **kwargs).arguments}, self._signature.parameters
         for name, value in given.items():
             if name in self._plan.takes or name == "return_dict":
                 continue
-            if isinstance(value, Tensor) or value not in (None, False, {}):
+            if isinstance(value, Tensor) or value not in (None, False, {}, parameters[name].default):
                 raise ValueError(f"the model was called with {name}, which is not implemented: {why_refused(name)}")
-        parameters = self._signature.parameters
         return {name: x for name, x in given.items() if x is not None or parameters[name].default is not None}
 
 
