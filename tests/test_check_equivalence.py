@@ -382,6 +382,16 @@ HONEST: dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]] = {
     "window": (Windowed(), {"window_size": (24, 7), "layout": "BNLH"}, {}),
     "soft cap and scale": (Telling(), {"softcap": 9.0, "scale": 0.1, "layout": "BNLH", "kernel": "reference"}, {}),
     "sinks": (Telling(), {"is_causal": True, "layout": "BNLH"}, {"kwargs": {"s_aux": torch.arange(4.0)}}),
+    "sinks that are learned": (
+        Telling(), {"is_causal": True, "layout": "BNLH"}, {"kwargs": {"s_aux": torch.arange(4.0).requires_grad_()}},
+    ),
+    "sinks that come of what is learned": (
+        Telling(), {"is_causal": True, "layout": "BNLH"}, {"kwargs": {"s_aux": 2 * torch.arange(4.0).requires_grad_()}},
+    ),
+    "shared keys that are learned": (
+        Telling(), {"is_causal": True, "layout": "BNLH"},
+        {"length": 96, "kwargs": {"k_shared": torch.ones(1, 1, 96, 3).div(9).requires_grad_()}},
+    ),
     "documents": (
         Telling(), {"is_causal": True, "layout": "BNLH"},
         {"length": 96, "kwargs": {"document_ids": torch.arange(96) // 40}},
