@@ -116,7 +116,14 @@ def test_what_is_known_of_an_op_on_the_meta_device_is_what_torch_makes(length: i
     """The second time as the first, of other sizes and scalars another."""
     x, rows = torch.empty(2, length, 5, device="meta").transpose(1, 2), torch.empty(2, 5, 1, device="meta")
     counts = torch.empty(length, device="meta", dtype=torch.int64)
+    column, planes = counts.new_empty(7, 1), torch.empty(4, 1, 5, 1, device="meta")
     calls = [
+        (aten.sub.Tensor, (counts, column), {}), (aten.sub.Tensor, (column, counts), {}),
+        (aten.mul.Tensor, (column, torch.empty(6, 1, length, device="meta")), {}),
+        (aten.add.Tensor, (planes, x), {}), (aten.add.Tensor, (rows, planes), {}),
+        (aten.ge.Tensor, (counts, column), {}),
+        (aten.__and__.Tensor, (counts, column), {}),
+        (aten.any.dim, (x > 0, -1), {}), (aten.any.dim, (column > 0, 0, True), {}),
         (aten.sub.Tensor, (x, rows), {}), (aten.sub.Tensor, (rows, rows), {}), (aten.cat.default, ([x, x], 2), {}),
         (aten.mul.Scalar, (counts, 2), {}), (aten.mul.Scalar, (counts, 2.0), {}), (aten.unbind.int, (x,), {}),
         (aten.empty_like.default, (x,), {"dtype": torch.float64}), (aten.empty.memory_format, ([2],), {}),

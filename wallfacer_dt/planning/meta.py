@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CAT, _CAT_OUT, _COPY = torch.ops.aten.cat.default, torch.ops.aten.cat.out, torch.ops.aten.copy_.default
+_ANY = torch.ops.aten.any.dim
+_UNTAGGED = _COPY, torch.ops.aten.__and__.Tensor  # elementwise, though torch does not say so
 _NORM, _SUM = torch.ops.aten.linalg_vector_norm.default, torch.ops.aten.sum.dim_IntList
 
 
@@ -55,7 +57,7 @@ def call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 @lru_cache(maxsize=4096)
 def _is_elementwise(func: Any) -> bool:
     returns = [str(one.type) for one in func._schema.returns]
-    return func is _COPY or (torch.Tag.pointwise in func.tags and returns == ["Tensor"])
+    return func in _UNTAGGED or (torch.Tag.pointwise in func.tags and returns == ["Tensor"])
 
 
 @lru_cache(maxsize=4096)
@@ -94,6 +96,8 @@ def _made(_default: torch.dtype, func: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = (tree_map_only(_Like, _Like.make, some) for some in (args, kwargs))
     if func is _NORM and len(args) > 2 and args[1] == 2 and args[0].is_floating_point():
         func, args = _SUM, (args[0], *args[2:])  # over the same dims
+    if func is _ANY:
+        func, args, kwargs = _SUM, (args[0], [args[1]], *args[2:]), {**kwargs, "dtype": torch.bool}
     result = func(*args, **kwargs)
     made = tree_map_only(Tensor, _like, result)
     own, given = ({some._cdata for some in _all_storages(tensors)} for tensors in (result, (args, kwargs)))
@@ -103,12 +107,15 @@ def _made(_default: torch.dtype, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _elementwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> _Like | None:
-    """Of the first tensor's size, into which the others are broadcast, and in its order without gaps."""
+    """Of the first tensor's size, into which the others are broadcast, and in its order without gaps; or contiguous."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Like)]
     size, stride, _ = tensors[0]
+    whole = _broadcast(*[x[0] for x in tensors])
+    if whole is not None and whole != size and all(x[1] == _contiguous(x[0]) for x in tensors):
+        size, stride = whole, _contiguous(whole)
     is_expanded = any(step == 0 and n != 1 for n, step in zip(size, stride, strict=True))
     is_laid_out_otherwise = kwargs.get("memory_format") not in (None, torch.preserve_format)
-    if is_expanded or is_laid_out_otherwise or _broadcast(*[x[0] for x in tensors]) != size:
+    if is_expanded or is_laid_out_otherwise or whole != size:
         return None
     args, kwargs = tree_map_only(_Like, lambda x: torch.ones((1,) * len(x[0]), dtype=x[2]), (args, kwargs))
     try:
@@ -126,7 +133,12 @@ def _joined(tensors: tuple[_Like, ...], dim: int = 0) -> _Like | None:
     whole = _sum_of_sizes(tuple(x[0] for x in tensors), dim)
     if whole is None or has_channels_last or any(x[2] != dtype for x in tensors):
         return None
-    return _Like((whole, torch.empty(whole, device="meta").stride(), dtype))
+    return _Like((whole, _contiguous(whole), dtype))
+
+
+@lru_cache(maxsize=4096)
+def _contiguous(size: torch.Size) -> tuple[int, ...]:
+    return torch.empty(size, device="meta").stride()
 
 
 @lru_cache(maxsize=4096)
