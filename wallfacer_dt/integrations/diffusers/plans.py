@@ -179,6 +179,11 @@ class Plan:
         return self.text in ("before", "after")
 
 
+_AS_FLUX: dict[str, Any] = {
+    "blocks": ("transformer_blocks", "single_transformer_blocks"), "attends": ("attn",), "tokens": ("x_embedder",),
+    "output": "proj_out", "text": "before", "rotary": "pos_embed", "rotary_text": "first",
+}  # fmt: skip
+
 PLANS = (
     Plan(
         DiTTransformer2DModel, frozenset({"hidden_states", "timestep", "class_labels"}), ("transformer_blocks",),
@@ -202,8 +207,7 @@ PLANS = (
         FluxTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids",
                    "guidance"}),
-        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
-        text="before", rotary="pos_embed", rotary_text="first",
+        **_AS_FLUX,
     ),
     Plan(
         Flux2Transformer2DModel,
@@ -263,33 +267,28 @@ PLANS = (
     Plan(
         ChromaTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids"}),
-        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
-        text="before", rotary="pos_embed", rotary_text="first",
+        **_AS_FLUX,
     ),
     Plan(
         LongCatImageTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "guidance"}),
-        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
-        text="before", rotary="pos_embed", rotary_text="first",
+        **_AS_FLUX,
     ),
     Plan(
         OvisImageTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids"}),
-        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
-        text="before", rotary="pos_embed", rotary_text="first",
+        **_AS_FLUX,
     ),
     Plan(
         BriaTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids"}),
-        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
-        text="before", rotary="pos_embed", rotary_text="first",
+        **_AS_FLUX,
     ),
     Plan(
         BriaFiboTransformer2DModel,
         frozenset({"hidden_states", "encoder_hidden_states", "text_encoder_layers", "pooled_projections", "timestep",
                    "img_ids", "txt_ids", "guidance"}),
-        ("transformer_blocks", "single_transformer_blocks"), ("attn",), tokens=("x_embedder",), output="proj_out",
-        text="before", rotary="pos_embed", rotary_text="first",
+        **_AS_FLUX,
     ),
     Plan(
         CogView4Transformer2DModel,
