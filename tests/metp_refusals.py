@@ -34,6 +34,17 @@ class OfEvaluation(FeedForward):
         return super().forward(x) * (1 if self.training else 3)
 
 
+class GatedElsewhere(FeedForward):
+    """By what is no parameter of its own, and is 1 as yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = [torch.ones((), requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gates[0]
+
+
 class Attention(nn.Module):
     """Two query heads and one of keys; ``hidden``: what stands in its code and no style can see."""
 
@@ -544,6 +555,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
         "register_forward_hook", Narrow(act=nn.SiLU()), narrow(check=False), "act"
     ),
     "another output in evaluation": lambda: apply(OfEvaluation(), metp()),
+    "a gate that is learned elsewhere": lambda: apply(GatedElsewhere(), metp()),
     "a hook before a projection": lambda: with_a_hook(
         "register_forward_pre_hook", Attention(), attention(check=False), "q"
     ),

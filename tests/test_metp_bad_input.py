@@ -294,6 +294,10 @@ MESSAGES = {
     ),
     "a hook of an activation": ("ValueError", "act has hooks, which would not run"),
     "another output in evaluation": ("EquivalenceError", "the output in evaluation mode differs"),
+    "a gate that is learned elsewhere": (
+        "EquivalenceError",
+        "has a gradient by a tensor of shape () beside x and its weights, which it finds outside",
+    ),
     "a hook before a projection": ("ValueError", "q has hooks, which would not run"),
     "a hook of a projection's backward": ("ValueError", "down has hooks, which would not run"),
     "a hook before a projection's backward": ("ValueError", "o has hooks, which would not run"),

@@ -569,6 +569,10 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
             QWEN3_MOE | {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": -1},
             "max_window_layers must be a whole number from 0 to 10000000, got -1",
         ),
+        (
+            QWEN3_MOE | {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9},
+            "layer_types is missing, which says which layers have the window",
+        ),
         ({}, "model_type is missing, known are gemma, "),
         (LLAMA | {"model_type": "mamba"}, "model_type is 'mamba', known are gemma, "),
         (LLAMA | {"model_type": ["llama"]}, r"model_type is \['llama'\], known"),

@@ -243,7 +243,7 @@ def run(
         raise EquivalenceError(f"the module returns {out.dtype} for q of {leaves[0].dtype}, a style {computed}")
     if not (backward and out.requires_grad):
         return Results(_gathered(out, layout))
-    _check_leaves(out, [*leaves, *(x for x in tree_leaves(dict(kwargs)) if isinstance(x, Tensor))])
+    check_leaves(out, [leaves, dict(kwargs)], "q, k and v")
     grads = torch.autograd.grad(out, leaves, grad_out.to(computed), retain_graph=True, allow_unused=True)
     seen = torch.autograd.grad(out, leaves[2], probe.to(computed), allow_unused=True)
     found = zip((*leaves, leaves[2]), (*grads, *seen), strict=True)
@@ -251,9 +251,16 @@ def run(
     return Results(*(_gathered(x, layout) for x in (out, *filled)))
 
 
-def _check_leaves(out: Tensor, given: Iterable[Tensor]) -> None:
-    """Refuse (EquivalenceError) an output with a gradient by what was not given: as it is now it may be neutral."""
-    known = {get_gradient_edge(x).node for x in given if x.requires_grad}
+def check_leaves(out: Tensor, given: Any, what: str) -> None:
+    """Refuse (EquivalenceError) a module's output with a gradient by a tensor that it was not given.
+
+    Args:
+        out: of the module, with a gradient.
+        given: the tensors that it was given, in any containers.
+        what: they are, for the message.
+    """
+    tensors = (x for x in tree_leaves(given) if isinstance(x, Tensor))
+    known = {get_gradient_edge(x).node for x in tensors if x.requires_grad}
     nodes = [out.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -263,9 +270,9 @@ def _check_leaves(out: Tensor, given: Iterable[Tensor]) -> None:
         if node.name() == "torch::autograd::AccumulateGrad":
             leaf = node.variable  # pyrefly: ignore[missing-attribute]
             raise EquivalenceError(
-                f"the module's output has a gradient by a tensor of shape {tuple(leaf.shape)} beside q, k and v, which "
-                "it finds outside of itself, as a learned bias or gate: under a style it would get none, and would not "
-                "be trained. Apply it outside of the inner attention"
+                f"the module's output has a gradient by a tensor of shape {tuple(leaf.shape)} beside {what}, which it "
+                "finds outside of itself, as a learned bias or gate: under a style it would get none, and would not be "
+                "trained. Apply it outside of the module"
             )
         nodes += [before for before, _ in node.next_functions]
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from wallfacer_dt.autocast import computed_dtype, is_autocast_on
 from wallfacer_dt.comparison import IncomparableError, comparable, worst_error
 from wallfacer_dt.equivalence.likeness import likeness
-from wallfacer_dt.equivalence.trial import EquivalenceError, in_mode
+from wallfacer_dt.equivalence.trial import EquivalenceError, check_leaves, in_mode
 
 Found = TypeVar("Found")
 Inputs = dict[str, Tensor]
@@ -230,6 +230,8 @@ def _run(
         raise EquivalenceError(
             f"{type(module).__name__} returns a {type(out).__name__}, under METP it returns a tensor"
         )
+    if out.requires_grad:
+        check_leaves(out, (inputs, args, kwargs), "x and its weights")
     return out
 
 
