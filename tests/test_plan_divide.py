@@ -28,6 +28,7 @@ from wallfacer_dt.planning.flops import model_flops
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.layer import Layer
+from wallfacer_dt.planning.only import Only, has
 from wallfacer_dt.planning.predict import least_computing, predict_division
 from wallfacer_dt.planning.stack import _between_stages, _Layer, division_memory, least_memory, stack_memory
 from wallfacer_dt.planning.step import beside_attention
@@ -231,7 +232,8 @@ def test_where_all_share_a_sequence_it_is_the_plan_there_was(layer: Layer, round
     memory = stack_memory(division.context, layer.model, layer.sequence)
     assert division_memory(division, layer.model, layer.sequence) == memory
     if rounds == 1 and division.context.checkpoint == "none":
-        made = plan(layer.model, layer.sequence, where, only=[replace(division.context, **Candidate(1).layers)])
+        axes = {name: getattr(division.context, name) for name in ("ulysses", "ring", "team")}
+        made = plan(layer.model, layer.sequence, where, only=axes)
         it = next(one for one in made.ranked if one.candidate.axes == division.context.axes)
         divided = replace(division, context=it.candidate)
         cost = cost_of(replace(layer, division=divided, cluster=where))
@@ -403,12 +405,20 @@ def test_of_stages_that_with_most_layers_without_a_window_counts(pipeline: int, 
     launch=HOSTS,
     experts=st.sampled_from([0, 0, 4]),
     windowed=st.sampled_from([None, None, 1]),
-)
+    only=st.sampled_from([
+        {}, {}, {"checkpoint": "full"}, {"ring": 2, "rotate": "kv"}, {"tensor": 1, "team": 2},
+        {"shards": 2, "microbatch": 1}, {"context": 4, "placement": "team_in_node"}, {"projections": "metp"},
+        {"pipeline": 2},
+    ]),
+)  # fmt: skip
 def test_the_chosen_is_the_fastest_that_fits(
     size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None, launch: float, experts: int,
-    windowed: int | None,
+    windowed: int | None, only: dict[str, int | str],
 ) -> None:  # fmt: skip
-    """Every division with every attention predicted: none that fits is faster by more than 1% (see _TRIED)."""
+    """Every division with every attention predicted: none that fits, and is asked for, is faster by more than 1% (see
+    _TRIED).
+    """
+    asked = Only.of(only, divides=True)
     bounds = None if window is None else (window, 0 if causal else window)
     model = replace(MODEL, experts=experts, experts_per_token=experts // 2, windowed_layers=windowed)
     where = cluster(*size, kernels=replace(KERNELS, launch=launch))
@@ -420,6 +430,8 @@ def test_the_chosen_is_the_fastest_that_fits(
         heads, taken = division.heads_of(model), replace(sequence, batch=division.microbatch)
         for attention in attentions_of(division, heads, sequence, where):
             one = replace(division, context=replace(attention, **division.context.layers))
+            if not (has(one, asked.groups) and has(one.context, asked.attention + asked.layers)):
+                continue
             layer = Layer(one, model, taken, where)
             every.append((predict_division(one, model, taken, where, *costs_of(layer)).seconds, one, taken))
     best: dict[int, float] = {}
@@ -428,10 +440,12 @@ def test_the_chosen_is_the_fastest_that_fits(
         if size not in best and division_memory(one, model, taken).peak <= where.memory:
             best[size] = seconds
     if not best:
-        with pytest.raises(PlanningError, match="nothing fits"):
-            divide(model, sequence, where, sequences)
+        with pytest.raises(PlanningError, match="nothing fits" if every else "no plan has "):
+            divide(model, sequence, where, sequences, only=only)
         return
-    made = divide(model, sequence, where, sequences, keep=1)
+    made = divide(model, sequence, where, sequences, only=only, keep=1)
+    assert has(made.chosen, asked.groups)
+    assert has(made.chosen.context, asked.attention + asked.layers)
     assert len(made.ranked) == 1
     assert made.prediction.seconds <= min(best.values()) * 1.01
     assert made.prediction.memory <= where.memory

@@ -36,6 +36,7 @@ from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.gpus import AUTO, GPUS
 from wallfacer_dt.planning.known_models import LEARNED, MODELS
 from wallfacer_dt.planning.longest import length_unit, longest_length
+from wallfacer_dt.planning.only import Only
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.units import parse_tokens
 
@@ -680,10 +681,14 @@ CLUSTERS = st.sampled_from([Cluster(ranks, 2, Link(1e9), Link(1e9)) for ranks in
 
 @pytest.mark.slow
 @examples(6)
-@given(CLUSTERS, st.booleans(), st.sampled_from([0, 96]), st.integers(1, 20), st.none() | st.integers(20, 200))
+@given(
+    CLUSTERS, st.booleans(), st.sampled_from([0, 96]), st.integers(1, 20), st.none() | st.integers(20, 200),
+    st.sampled_from([{}, {}, {"team": 1, "rotate_forward": "q"}, {"ulysses": 1, "checkpoint": "none"}]),
+)  # fmt: skip
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(
-    cluster: Cluster, causal: bool, ffn: int, units: int, left: int | None
+    cluster: Cluster, causal: bool, ffn: int, units: int, left: int | None, only: dict[str, int | str]
 ) -> None:
+    asked = Only.of(only if cluster.ranks > 1 else {})
     model = ModelShape(32, 4, 2, ffn=ffn, layers=2, vocab=64 if ffn else 0)
     window = None if left is None else (left, 0 if causal else left)
     sequence = SequenceShape(1, is_causal=causal, window_size=window)
@@ -692,11 +697,11 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(
     def least(length: int) -> int:
         """By all rotations and placements."""
         it = replace(sequence, length=length)
-        every = [one for a in attentions(model, it, cluster) for one in with_layers(a, model)]
+        every = [one for a in attentions(model, it, cluster, asked) for one in with_layers(a, model, asked)]
         return min(stack_memory(one, model, it).peak for one in every)
 
     memory = least(units * unit)
-    found = longest_length(model, sequence, replace(cluster, memory=memory))
+    found = longest_length(model, sequence, replace(cluster, memory=memory), only if cluster.ranks > 1 else None)
     assert found % unit == 0
     assert least(found) <= memory < least(found + unit)
     assert found >= units * unit

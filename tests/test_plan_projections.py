@@ -38,6 +38,7 @@ from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import projected_peak
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.memory import projected_memory
+from wallfacer_dt.planning.only import ATTENTION
 from wallfacer_dt.planning.predict import attention_cost, least_projections, predict
 from wallfacer_dt.planning.projections import ProjectedAttention
 from wallfacer_dt.planning.search import _Search
@@ -208,7 +209,8 @@ def test_the_search_finds_it_where_memory_binds(gradients: bool) -> None:
     sequence = replace(SEQUENCE, length=64 if gradients else 512)
     where = Cluster(4, 4, Link(1e9), Link(1e9), kernels=KERNELS)
     ring = next(one for one in attentions(model, sequence, where) if one.axes == (1, 4, 1))
-    every = plan(model, sequence, where, only=[ring])
+    only = {name: getattr(ring, name) for name in ATTENTION}
+    every = plan(model, sequence, where, only=only)
     assert every.chosen.projections == "plain"
     sizes = {one: stack_memory(one, model, sequence).peak for one in with_layers(ring, model)}
     times = {
@@ -216,16 +218,16 @@ def test_the_search_finds_it_where_memory_binds(gradients: bool) -> None:
     }
     seen = set()
     for limit in sizes.values():
-        made = plan(model, sequence, replace(where, memory=limit), only=[ring])
+        made = plan(model, sequence, replace(where, memory=limit), only=only)
         best = min(times[one] for one, size in sizes.items() if size <= limit)
         assert made.prediction.seconds == pytest.approx(best, rel=1e-3)
         assert made.prediction.memory == sizes[made.chosen] <= limit
         seen.add(made.chosen.projections)
     assert seen == {"plain", "metp"}
-    least = f"the least that any plan needs is {format_size(min(sizes.values()))}"
+    least = f"the least that any plan with ring=4, .*order=head_tail needs is {format_size(min(sizes.values()))}"
     # However little formulas know of it.
     with mock.patch.object(_Search, "_least_memory", return_value=1001), pytest.raises(PlanningError, match=least):
-        plan(model, sequence, replace(where, memory=1000), only=[ring])
+        plan(model, sequence, replace(where, memory=1000), only=only)
 
 
 class LlamaLayer(nn.Module):
@@ -308,7 +310,7 @@ def run_code(code: str, model: ModelShape, length: int) -> float:
 @pytest.mark.parametrize(("axes", "feed_forward"), [((4, 1), "metp"), ((2, 2), "metp"), ((2, 2), "plain")])
 def test_the_printed_code_runs(threads: Callable[[int], RankPool], axes: tuple[int, int], feed_forward: str) -> None:
     model, where = replace(MODEL, layers=1), cluster(4, 4, device_type="cpu")
-    made = plan(model, SEQUENCE, where, only=[Candidate(*axes, order="head_tail")])
+    made = plan(model, SEQUENCE, where, only=dict(zip(("ring", "team", "rotate"), (*axes, "kv"), strict=True)))
     first = made.ranked[0]
     chosen = replace(first, candidate=replace(first.candidate, feed_forward=feed_forward, projections="metp"))
     code = code_of(replace(made, ranked=(chosen,)))

@@ -13,6 +13,7 @@ from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import PLACEMENTS, Coordinate, Placement, placed_ranks
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.only import ANY, Only, has
 
 FEED_FORWARDS = ("plain", "metp")
 PROJECTIONS = ("plain", "metp")
@@ -116,11 +117,12 @@ class Candidate:
         return ", ".join(parts)
 
 
-def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Iterator[Candidate]:
+def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, asked: Only = ANY) -> Iterator[Candidate]:
     """Every mesh, placement, schedule and rotations of the ranks that attention can have; none twice.
 
     Ulysses takes at most as many ranks as there are query heads. Under a causal mask tokens are in ``head_tail`` order,
-    which balances it; with a window also contiguous ones, whose hops a window can spare.
+    which balances it; with a window also contiguous ones, whose hops a window can spare. Others than those asked for
+    are left out.
     """
     orders = ["head_tail"] if sequence.is_causal else ["contiguous"]
     if sequence.is_causal and sequence.window_size:
@@ -132,7 +134,7 @@ def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> 
         for placement, spreads in _placements(first, cluster):
             for order in orders:
                 for schedule, rotate, rotate_forward in _ways(ring, team, spreads):
-                    yield replace(
+                    one = replace(
                         first,
                         placement=placement,
                         schedule=schedule,
@@ -140,6 +142,8 @@ def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> 
                         rotate_forward=rotate_forward,
                         order=order,
                     )
+                    if has(one, asked.attention):
+                        yield one
 
 
 def node_of(candidate: Candidate, ranks_per_node: int) -> np.ndarray:
@@ -148,16 +152,19 @@ def node_of(candidate: Candidate, ranks_per_node: int) -> np.ndarray:
     return ranks.flatten().numpy() // ranks_per_node
 
 
-def with_layers(candidate: Candidate, model: ModelShape) -> Iterator[Candidate]:
+def with_layers(candidate: Candidate, model: ModelShape, asked: Only = ANY) -> Iterator[Candidate]:
     """The same attention in layers of every kind: METP's on several ranks, its attention where there is no Ulysses.
 
-    METP's feed-forward has no experts. Without a feed-forward attention alone is planned, and nothing is METP's.
+    METP's feed-forward has no experts. Without a feed-forward attention alone is planned, and nothing is METP's. Others
+    than those asked for are left out.
     """
     may_be_metp = model.ffn and candidate.size > 1
     feed_forwards = FEED_FORWARDS if may_be_metp and not model.experts else FEED_FORWARDS[:1]
     projections = PROJECTIONS if may_be_metp and candidate.ulysses == 1 else PROJECTIONS[:1]
     for feed_forward, projected, checkpoint in product(feed_forwards, projections, CHECKPOINTS):
-        yield replace(candidate, feed_forward=feed_forward, projections=projected, checkpoint=checkpoint)
+        one = replace(candidate, feed_forward=feed_forward, projections=projected, checkpoint=checkpoint)
+        if has(one, asked.layers):
+            yield one
 
 
 def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:

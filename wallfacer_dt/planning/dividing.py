@@ -10,7 +10,7 @@ are fastest, or where these do not fit with others.
 import heapq
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, product
@@ -21,6 +21,7 @@ from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, mean_of_layers
+from wallfacer_dt.planning.only import ANY, Only, Values, has, refuse
 from wallfacer_dt.planning.predict import (
     AttentionCost,
     Prediction,
@@ -120,7 +121,13 @@ class DivisionPlan:
 
 
 def divide(
-    model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequences: int, *, keep: int = 10
+    model: ModelShape,
+    sequence: SequenceShape,
+    cluster: Cluster,
+    sequences: int,
+    *,
+    only: Mapping[str, int | str] | None = None,
+    keep: int = 10,
 ) -> DivisionPlan:
     """Choose how ranks are divided for steps of so many sequences.
 
@@ -129,15 +136,18 @@ def divide(
         sequence: one of the step's, with a batch of 1.
         cluster: whose ranks.
         sequences: of a step, over all ranks.
+        only: values that divisions must have, by names of :class:`Division`'s attributes, of which ``context`` is how
+            many ranks share a sequence, and of :class:`Candidate`'s, as ``{"tensor": 8, "checkpoint": "full"}``.
         keep: how many divisions to rank.
 
     Returns:
         The plan.
 
     Raises:
-        PlanningError: nothing can be, or fits into memory, or there are more than 2^20 sequences.
+        PlanningError: nothing can be, has what ``only`` asks for or fits into memory, or there are more than 2^20
+            sequences.
         TypeError: ``keep`` or ``sequences`` is no int.
-        ValueError: ``keep``, ``sequences`` or the batch are none.
+        ValueError: ``keep``, ``sequences`` or the batch are none, or ``only`` has another name.
     """
     check_length(keep, "keep")
     check_length(sequences, "sequences")
@@ -147,20 +157,25 @@ def divide(
         raise PlanningError(f"must be at most {MOST_SEQUENCES}, got {sequences}", about="sequences")
     if not model.ffn:
         raise PlanningError("ranks are divided for whole layers, and there is no feed-forward", about="ffn")
-    every = list(divisions(model, sequence, cluster, sequences))
-    if not every:
+    asked = Only.of(only, divides=True)
+    there = list(divisions(model, sequence, cluster, sequences))
+    if not there:
         raise PlanningError(
             f"{cluster.ranks} ranks cannot be divided for {sequences} sequences of {sequence.length} tokens",
             about="sequences",
         )
-    search = _Search(model, sequence, cluster)
+    search = _Search(model, sequence, cluster, asked)
+    every = [one for one in there if search.is_asked(one)]
+    if not every:
+        raise refuse(asked, search.values(there))
     for division in every:
         search.add(division)
     search.run(keep)
     if not search.ranked:
         raise PlanningError(
-            f"nothing fits: memory is {format_size(cluster.memory or 0)} a rank, and the least that any division needs "
-            f"is {format_size(search.least)} or more; use more ranks, shorter sequences or fewer of them",
+            f"nothing fits: memory is {format_size(cluster.memory or 0)} a rank, and the least that any division "
+            f"{f'with {asked} ' * bool(only)}needs is {format_size(search.least)} or more; use more ranks, "
+            "shorter sequences or fewer of them",
             about="memory",
         )
     first = search.ranked[0]
@@ -252,8 +267,8 @@ class _Choice:
 class _Search:
     """The divisions, by the least that they can take."""
 
-    def __init__(self, model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> None:
-        self.model, self.sequence, self.cluster = model, sequence, cluster
+    def __init__(self, model: ModelShape, sequence: SequenceShape, cluster: Cluster, asked: Only = ANY) -> None:
+        self.model, self.sequence, self.cluster, self.asked = model, sequence, cluster, asked
         self.queue: list[tuple[float, int, _Choice]] = []
         self.number = count()
         self.left: dict[int, int] = {}
@@ -262,6 +277,26 @@ class _Search:
         self.kinds: set[tuple[int, ...]] = set()
         self.turned: set[Division] = set()
         self.least = 0
+
+    def is_asked(self, division: Division) -> bool:
+        """Whether it has what is asked for, or some attention of its context ranks has."""
+        asked = self.asked
+        if not (has(division, asked.groups) and has(division.context, asked.layers)):
+            return False
+        if not asked.attention:
+            return True
+        model, cluster, _ = self._context(division)
+        has_ulysses = division.context.projections == "plain"
+        return _has_attention(model, cluster, self.sequence, has_ulysses, asked)
+
+    def values(self, there: Sequence[Division]) -> Iterator[tuple[object, Values]]:
+        """All that a refusal looks at."""
+        asked = self.asked
+        for division in there:
+            yield division, asked.groups
+            yield division.context, asked.layers
+        for model, cluster in {self._context(one)[:2] for one in there}:
+            yield from ((one, asked.attention) for one in attentions(model, self.sequence, cluster))
 
     def add(self, division: Division) -> None:
         """One of which the attention is to be chosen, unless it cannot fit."""
@@ -299,7 +334,7 @@ class _Search:
             self.turned.add(alike)
             ways = product(("kv", "q"), ("kv", "q"))
             turned = [replace(mine, rotate=one, rotate_forward=other) for one, other in ways]
-            self._offer(division, [one for one in turned if one != mine])
+            self._offer(division, [one for one in turned if one != mine and has(one, self.asked.attention)])
 
     def _offer(self, division: Division, offered: Iterable[Candidate]) -> None:
         heads, where, siblings = self._context(division)
@@ -355,7 +390,8 @@ class _Search:
         return ideal[0].between(projections[0]), ideal[1].between(projections[1])
 
     def _attentions(self, division: Division) -> list[Candidate]:
-        return _best_attentions(*self._context(division), self.sequence, division.context.projections == "plain")
+        has_ulysses = division.context.projections == "plain"
+        return _best_attentions(*self._context(division), self.sequence, has_ulysses, self.asked)
 
     def _context(self, division: Division) -> tuple[ModelShape, Cluster, int]:
         """Heads of a tensor rank, the ranks of a context group, and how many of these groups share a node's link."""
@@ -364,8 +400,16 @@ class _Search:
 
 
 @lru_cache(maxsize=128)
+def _has_attention(
+    model: ModelShape, cluster: Cluster, sequence: SequenceShape, has_ulysses: bool, asked: Only
+) -> bool:
+    """Whether there is an attention of those asked for."""
+    return any(has_ulysses or one.ulysses == 1 for one in attentions(model, sequence, cluster, asked))
+
+
+@lru_cache(maxsize=128)
 def _best_attentions(
-    model: ModelShape, cluster: Cluster, siblings: int, sequence: SequenceShape, has_ulysses: bool
+    model: ModelShape, cluster: Cluster, siblings: int, sequence: SequenceShape, has_ulysses: bool, asked: Only
 ) -> list[Candidate]:
     """Of each token order the attentions to try, of different meshes or schedules the fastest alone; not to be changed.
 
@@ -373,7 +417,7 @@ def _best_attentions(
     it may be hidden or not.
     """
     kinds: dict[tuple, list[Candidate]] = {}
-    for one in attentions(model, sequence, cluster):
+    for one in attentions(model, sequence, cluster, asked):
         if has_ulysses or one.ulysses == 1:
             kinds.setdefault((one.order, one.axes, one.schedule), []).append(one)
     told = model, cluster, siblings, sequence

@@ -1,12 +1,14 @@
 """The longest sequence that fits into memory, by any plan."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.only import Only
 from wallfacer_dt.planning.stack import least_memory, stack_memory
 
 MOST = 2**28
@@ -18,13 +20,16 @@ def length_unit(ranks: int) -> int:
     return 2 * ranks
 
 
-def longest_length(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> int:
+def longest_length(
+    model: ModelShape, sequence: SequenceShape, cluster: Cluster, only: Mapping[str, int | str] | None = None
+) -> int:
     """Bisect for the longest sequence of which some plan fits, among multiples of :func:`length_unit`.
 
     Args:
         model: sizes.
         sequence: mask, batch and dtype; its length does not matter.
         cluster: its ranks, and the memory of one.
+        only: values that plans must have, as of :func:`wallfacer_dt.plan`.
 
     Returns:
         Tokens, at most :data:`MOST`; 0 if not even one unit fits.
@@ -36,7 +41,7 @@ def longest_length(model: ModelShape, sequence: SequenceShape, cluster: Cluster)
         raise ValueError("memory of a rank must be known")
     limit, unit = cluster.memory, length_unit(cluster.ranks)
     most, longest = MOST // unit, 0  # in units
-    for candidate in _unlike(model, sequence, cluster):
+    for candidate in _unlike(model, sequence, cluster, Only.of(only)):
 
         def peak(units: int, candidate: Candidate = candidate) -> int:
             return stack_memory(candidate, model, replace(sequence, length=units * unit)).peak
@@ -71,16 +76,14 @@ def _last(peak: Callable[[int], int], limit: int, low: int, most: int) -> int:
     return low
 
 
-def _unlike(model: ModelShape, sequence: SequenceShape, cluster: Cluster) -> Iterator[Candidate]:
+def _unlike(model: ModelShape, sequence: SequenceShape, cluster: Cluster, asked: Only) -> Iterator[Candidate]:
     """What may differ in memory, likely small ones first: placements do not. In the forward keys and values move, as
-    they do in the smallest wherever all were compared.
+    they do in the smallest wherever all were compared, unless it is asked otherwise.
     """
-    alike = {
-        replace(one, placement="team_in_node", rotate_forward="kv"): None
-        for one in attentions(model, sequence, cluster)
-    }
+    same: dict[str, Any] = {"placement": "team_in_node", "rotate_forward": "kv"} | dict(asked.attention)
+    alike = {replace(one, **same): None for one in attentions(model, sequence, cluster, asked)}
     for attention in alike:
-        yield from sorted(with_layers(attention, model), key=_is_large)
+        yield from sorted(with_layers(attention, model, asked), key=_is_large)
 
 
 def _is_large(candidate: Candidate) -> tuple[bool, bool, bool]:

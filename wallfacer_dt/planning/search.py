@@ -8,7 +8,7 @@ attention's time, forward and backward. On emulated clusters a predicted choice 
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from wallfacer_dt.algorithms.volume import check_rotate
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
@@ -26,6 +25,7 @@ from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, mean_of_layers
+from wallfacer_dt.planning.only import ANY, Only, refuse
 from wallfacer_dt.planning.predict import (
     AttentionCost,
     Prediction,
@@ -235,7 +235,7 @@ def plan(
     sequence: SequenceShape,
     cluster: Cluster,
     *,
-    only: Sequence[Candidate] | None = None,
+    only: Mapping[str, int | str] | None = None,
     profile: "Profile | None" = None,
     keep: int | None = 5,
     margin: float = 0.03,
@@ -250,7 +250,7 @@ def plan(
         model: sizes; without a feed-forward attention alone is planned.
         sequence: what a step takes.
         cluster: where.
-        only: the attentions to choose from, instead of all; their layers are chosen as ever.
+        only: values that plans must have, by names of :class:`Candidate`'s attributes, as ``{"ring": 8}``.
         profile: what was measured; it goes before what is predicted.
         keep: how many plans to rank, None for all, which takes longer: memory is predicted for no more than that takes.
         margin: a team is ranked as if its attention took longer by this part, see Note [What predictions do not tell
@@ -260,10 +260,10 @@ def plan(
         The plan.
 
     Raises:
-        PlanningError: nothing fits into memory.
+        PlanningError: nothing fits into memory, or has what ``only`` asks for.
         TypeError: ``keep`` is no int.
-        ValueError: ``only`` or ``profile`` are of other ranks, ``only`` has layers, rotations that its schedule does
-            not have or more Ulysses ranks than heads, ``keep`` is below 1, or ``margin`` below 0 or infinite.
+        ValueError: ``profile`` is of other ranks, ``only`` has another name, ``keep`` is below 1, or ``margin`` below 0
+            or infinite.
     """
     if keep is not None:
         check_length(keep, "keep")
@@ -271,27 +271,20 @@ def plan(
         raise ValueError(f"margin must be at least 0, and a number, got {margin}")
     if profile is not None:
         profile.check_is_of(cluster)
-    some = list(attentions(model, sequence, cluster) if only is None else only)
-    others = [one for one in some if one.size != cluster.ranks]
-    if others or not some:
-        given = f"{others[0]} of {others[0].size}" if others else "none"
-        raise ValueError(f"only must be attentions of the cluster's {cluster.ranks} ranks, got {given}")
-    for one in some:
-        if one.ulysses > model.heads:
-            raise ValueError(f"only: Ulysses takes at most as many ranks as heads, {model.heads}, got {one}")
-        check_rotate(one.rotate, one.rotate_forward, one.schedule)
-        if one.layers != Candidate(1).layers:
-            raise ValueError(
-                "only takes attentions, whose layers are chosen as ever: leave out feed_forward, projections and "
-                f"checkpoint, got {one}"
-            )
-    search = _Search(model, sequence, cluster, profile, margin)
+    asked = Only.of(only)
+    some = [one for one in attentions(model, sequence, cluster, asked) if any(with_layers(one, model, asked))]
+    if not some:
+        every = [*attentions(model, sequence, cluster)]
+        layers = chain.from_iterable(with_layers(one, model) for one in every)
+        raise refuse(asked, chain(((one, asked.attention) for one in every), ((one, asked.layers) for one in layers)))
+    search = _Search(model, sequence, cluster, profile, margin, asked)
     search.add(some)
     ranked, dropped = search.run(keep)
     if not ranked:
         least = min(dropped, key=lambda one: one.prediction.memory)
         raise PlanningError(
-            f"nothing fits: memory is {format_size(cluster.memory or 0)} a rank, and the least that any plan needs is "
+            f"nothing fits: memory is {format_size(cluster.memory or 0)} a rank, and the least that any plan "
+            f"{f'with {asked} ' * bool(only)}needs is "
             f"{format_size(least.prediction.memory)} ({least.candidate}); use more ranks, or shorter sequences",
             about="memory",
         )
@@ -338,9 +331,16 @@ class _Search:
     """
 
     def __init__(
-        self, model: ModelShape, sequence: SequenceShape, cluster: Cluster, profile: "Profile | None", margin: float
+        self,
+        model: ModelShape,
+        sequence: SequenceShape,
+        cluster: Cluster,
+        profile: "Profile | None",
+        margin: float,
+        asked: Only = ANY,
     ) -> None:
         self.model, self.sequence, self.cluster, self.profile, self.margin = model, sequence, cluster, profile, margin
+        self.asked = asked
         self.queue: list[tuple[tuple, int, int, _Choice | _Meshes]] = []
         self.left: list[int] = []
 
@@ -359,7 +359,8 @@ class _Search:
         """Seconds below which no choice of meshes that differ in their placement is: what it computes, and launches."""
         alike = [*chain.from_iterable(meshes.values())]
         spent = least_computing(alike, self.model, self.sequence, self.cluster.kernels)
-        return _rounded(min(self._least_step(one, spent) for one in with_layers(alike[0], self.model)) * (1 - 1e-9))
+        every = with_layers(alike[0], self.model, self.asked)
+        return _rounded(min(self._least_step(one, spent) for one in every) * (1 - 1e-9))
 
     def _least_node_bytes(self, meshes: "_Meshes") -> int:
         """Bytes into a node below which none of them is."""
@@ -381,7 +382,7 @@ class _Search:
         ideal = [mean_of_layers(model, sequence, way) for way in ways]
         exact = tuple(one.cost for one in least if one.cost is not None)
         handicap = self._handicap(attention, sum(spent.seconds for spent in ideal) * (1 - 1e-9))
-        for candidate in with_layers(attention, model):
+        for candidate in with_layers(attention, model, self.asked):
             measured = profile.seconds(candidate, model, sequence) if profile else None
             seconds = self._least_step(candidate, ideal) * (1 - 1e-9)
             received = step_bytes(self._division(candidate), model, sequence, *least)

@@ -1,6 +1,6 @@
 """``wallfacer plan --sequences``: divided ranks as text, readable in a terminal of 100 columns, or as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -41,7 +41,14 @@ def check_divisible(sequences: int, *, batch: int, is_longest: bool, picture: Pa
 
 
 def print_divided(
-    known: KnownModel, sequence: SequenceShape, sequences: int, where: Where, top: int, *, as_document: bool
+    known: KnownModel,
+    sequence: SequenceShape,
+    sequences: int,
+    where: Where,
+    only: Mapping[str, int | str],
+    top: int,
+    *,
+    as_document: bool,
 ) -> None:
     """Divide ranks, and print what came of it.
 
@@ -50,6 +57,7 @@ def print_divided(
         sequence: one of those of a step.
         sequences: of a step, over all ranks.
         where: the cluster.
+        only: values that divisions must have.
         top: how many divisions are shown.
         as_document: as JSON.
 
@@ -58,7 +66,7 @@ def print_divided(
     """
     with Console(stderr=True).status(f"dividing {where.cluster.ranks} ranks"):
         try:
-            plan = divide(known.shape, sequence, where.cluster, sequences, keep=top)
+            plan = divide(known.shape, sequence, where.cluster, sequences, only=only, keep=top)
         except planning.PlanningError as error:
             raise OptionError(f"--{error.about}: {error}") from error
     figures = Figures.of(plan, where, known)
@@ -87,9 +95,10 @@ def print_division(plan: DivisionPlan, figures: Figures, console: Console) -> No
     title = f"The best {len(best)} of {plan.considered} divisions, for a step of {plan.model.layers} layers"
     print_table(title, _costs(best, figures), console)
     print_table("Why, and how a division's context ranks share a sequence", _reasons(best), console)
-    console.print("\nContext ranks:", style="bold")
-    for line in context_lines(plan):
-        console.print(line)
+    if len(plan.contexts) > 1:
+        console.print("\nContext ranks:", style="bold")
+        for line in context_lines(plan):
+            console.print(line)
     print_figures(plan, figures, console)
     console.print("\nPlan 1 for torchtitan, by recipes.torchtitan:", style="bold")
     console.print(flags_of(plan), soft_wrap=True)

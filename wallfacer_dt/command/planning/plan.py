@@ -15,6 +15,7 @@ from wallfacer_dt.command.planning.figures import Figures
 from wallfacer_dt.command.planning.machines import Machines, load_profile
 from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.shape import (
+    Asked,
     Batch,
     Causal,
     DType,
@@ -29,6 +30,7 @@ from wallfacer_dt.command.planning.shape import (
     WindowOfSome,
     check_size,
     make_sequence,
+    parse_only,
 )
 from wallfacer_dt.command.planning.text import make_console, print_plan
 from wallfacer_dt.planning.cluster import Kernels
@@ -86,6 +88,7 @@ def plan(
             "expert parallelism. [default: they all share --batch sequences]"
         ),
     ] = None,
+    only: Asked = None,
     causal: Causal = False,
     full: Full = False,
     window: WindowOfSome = None,
@@ -190,6 +193,7 @@ def plan(
         known, window = replace(known, shape=replace(known.shape, windowed_layers=None)), None
     if gated is not None and not known.shape.ffn:
         raise OptionError("--gated/--no-gated: there is no feed-forward; give --ffn")
+    asked = parse_only(only, divides=sequences is not None)
     is_longest = seq == "longest"
     if sequences is not None:
         check_divisible(sequences, batch=batch, is_longest=is_longest, picture=picture)
@@ -208,16 +212,16 @@ def plan(
     if is_longest and where.cluster.memory is None:
         raise OptionError("--seq longest: the memory of a rank is not known; give --memory")
     if sequences is not None:
-        print_divided(known, sequence, sequences, where, top, as_document=as_document)
+        print_divided(known, sequence, sequences, where, asked, top, as_document=as_document)
         return
     with Console(stderr=True).status(f"planning for {where.cluster.ranks} ranks"):
         unit = length_unit(where.cluster.ranks)
         if is_longest:
             check_size(known.shape, replace(sequence, length=unit))  # longer ones are held to the memory
             # Of what does not fit at all the plan says how much that needs.
-            sequence = replace(sequence, length=longest_length(known.shape, sequence, where.cluster) or unit)
+            sequence = replace(sequence, length=longest_length(known.shape, sequence, where.cluster, asked) or unit)
         try:
-            made = planning.plan(known.shape, sequence, where.cluster, profile=measured, keep=top)
+            made = planning.plan(known.shape, sequence, where.cluster, only=asked, profile=measured, keep=top)
         except planning.PlanningError as error:
             raise OptionError(f"--{error.about}: {error}") from error
     figures = Figures.of(made, where, known)

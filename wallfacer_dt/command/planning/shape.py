@@ -11,6 +11,7 @@ import typer
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.planning import ModelShape, SequenceShape
 from wallfacer_dt.planning.known_models import MODELS
+from wallfacer_dt.planning.only import ATTENTION, GROUPS, LAYERS, Only
 from wallfacer_dt.planning.units import parse_tokens
 
 Seq = Annotated[
@@ -47,12 +48,40 @@ Memory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Memory of a rank, like 80GB; what needs more is dropped. [default: any]"),
 ]
+Asked = Annotated[
+    str | None,
+    typer.Option(
+        "--only",
+        metavar="NAME=VALUE,...",
+        help=f"What plans must have, as ring=8,checkpoint=full: {', '.join((*ATTENTION, *LAYERS))}; with --sequences "
+        f"{', '.join(GROUPS)}, too. [default: anything]",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 _MOST_ELEMENTS = 2**56
 _FIELDS = re.compile(
     r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|windowed_layers|layers|vocab|experts_per_token|experts|length|batch)\b"
 )
+
+
+def parse_only(text: str | None, *, divides: bool) -> dict[str, int | str]:
+    """Values by name of a text like ``ring=8,checkpoint=full``; refuse (OptionError) other texts, and names of no plan.
+
+    >>> parse_only("ring=8,checkpoint=full", divides=False)
+    {'ring': 8, 'checkpoint': 'full'}
+    """
+    values: dict[str, int | str] = {}
+    for part in text.split(",") if text is not None else ():
+        name, _, value = part.strip().partition("=")
+        if not value or name in values:
+            raise OptionError(f"--only must be like ring=8,checkpoint=full, every name once, got {text!r}")
+        values[name] = int(value) if value.isdecimal() else value
+    try:
+        Only.of(values, divides=divides)
+    except ValueError as error:
+        raise OptionError(f"--{error}") from error
+    return values
 
 
 @contextmanager
