@@ -11,6 +11,7 @@ from wallfacer_dt.planning.dividing import divisions
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.predict import AttentionCost, attention_costs
+from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 
 KERNELS = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10, launch=0.0)
 HOSTS = st.sampled_from([0.0, 1e-5, 1e-4])  # seconds of an operation
@@ -77,3 +78,8 @@ def layer_of(division: Division, **changes: object) -> Layer:
     return replace(
         Layer(division, MODEL, replace(SEQUENCE, batch=division.microbatch), cluster(division.size)), **changes
     )
+
+
+def step_of(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
+    """Of a pipeline on the slowest stage."""
+    return max(simulated_step(layer, ways).values(), key=lambda step: step.seconds)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -63,7 +63,7 @@ def test_divisions_are_all_that_can_be(size: tuple[int, int], sequences: int) ->
 def possible(where: Cluster, sequences: int) -> Iterator[tuple[int, ...]]:
     """By the rules written out: 2 key heads, 4 layers, 192 hidden units, 256 tokens."""
     numbers, per_node = range(1, where.ranks + 1), where.ranks_per_node
-    for p, t in product((1, 2, 4), (1, 2)):
+    for p, t in product((1, 2, 3, 4), (1, 2)):
         for r, s in product(numbers, numbers):
             c, rest = divmod(where.ranks, p * t * r * s)
             if c == 0 or rest or sequences % (r * s) or sequences < r * s * p or per_node % t or -(-256 // c) % t:
@@ -539,6 +539,38 @@ def test_divisors_are_all_numbers_that_divide(number: int) -> None:
     assert _divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
+@examples(60)
+@given(
+    st.integers(1, 130), st.integers(1, 32), st.integers(0, 4),
+)  # fmt: skip
+def test_stages_have_the_layers_that_torchtitan_gives_them(layers: int, pipeline: int, less: int) -> None:
+    split = pytest.importorskip("torchtitan.distributed.pipeline_parallel")._generate_llm_fqn_per_model_part
+    assume((layers + 1 + less) // pipeline >= max(1, less))  # or it refuses
+    stages = Division(Candidate(1), pipeline=pipeline, last_less=less).stage_layers(replace(MODEL, layers=layers))
+    parts = split(pipeline, layers, 1, less)
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [*stages]
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocab", "pipeline", "stages"),
+    [
+        (4, 0, 2, (2, 2)), (5, 0, 2, (2, 3)), (126, 0, 16, (7, *[8] * 14, 7)),
+        # The output projection takes as long as two layers.
+        (8, 2048, 4, (2, 3, 2, 1)), (12, 2048, 4, (3, 4, 3, 2)), (4, 2048, 4, (1, 1, 1, 1)),
+    ],
+)  # fmt: skip
+def test_the_last_stage_has_fewer_layers(layers: int, vocab: int, pipeline: int, stages: tuple[int, ...]) -> None:
+    """Of all that it may have fewer the slowest stage is then as quick as can be."""
+    model, where = replace(MODEL, layers=layers, vocab=vocab), cluster(pipeline, 1)
+    found = {it for it in divisions(model, SEQUENCE, where, pipeline) if it.pipeline == pipeline}
+    assert {it.stage_layers(model) for it in found} == {stages}
+
+
+def test_there_is_no_stage_without_a_layer() -> None:
+    found = {it.pipeline for it in divisions(replace(MODEL, layers=3), SEQUENCE, cluster(8, 1), 8)}
+    assert found == {1, 2}
+
+
 def test_slow_nodes_are_told_apart_by_a_pipeline() -> None:
     """Where hardly anything can be sent between two nodes, stages are on them."""
     model = replace(MODEL, hidden=512, head_dim=16, ffn=2048, vocab=0)
@@ -586,7 +618,7 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
     assert_expected_inline(
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
-of 1587
+of 1590
 23.690 s, 74.1 GB, fastest: 7% of the step is waiting
   shards 4 x context 2 x tensor 4, 8 microbatches of 1: ulysses 2, head-tail
 23.910 s, 74.1 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)

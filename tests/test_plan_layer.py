@@ -1,15 +1,17 @@
 """A layer as one simulation: what groups put on links, what shares them, and how long a step is at least."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.divided import KERNELS, MODEL, SEQUENCE, cost_of, divided, layer_of
+from tests.divided import KERNELS, MODEL, SEQUENCE, cost_of, divided, layer_of, step_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
@@ -22,7 +24,7 @@ from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
 from wallfacer_dt.planning.predict import attention_cost, predict, predict_division
-from wallfacer_dt.planning.step import Spent, beside_attention, least_step, simulated_step
+from wallfacer_dt.planning.step import Spent, _once, _vocabulary, beside_attention, least_step
 from wallfacer_dt.planning.timeline import Begin, Compute, End, on_links, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, wires
 
@@ -297,7 +299,7 @@ def test_a_better_link_makes_no_step_longer(layer: Layer, level: str, factor: fl
     better = replace(layer, cluster=replace(layer.cluster, **{
         level: Link(link.bandwidth * factor, link.latency * latency)
     }))  # fmt: skip
-    before, after = (simulated_step(one, cost_of(one).ways) for one in (layer, better))
+    before, after = (step_of(one, cost_of(one).ways) for one in (layer, better))
     assert after.seconds <= before.seconds * (1 + 1e-9)
     assert after.compute == pytest.approx(before.compute)
 
@@ -306,7 +308,7 @@ def test_a_better_link_makes_no_step_longer(layer: Layer, level: str, factor: fl
 @given(divided())
 def test_a_step_is_no_shorter_than_its_least(layer: Layer) -> None:
     cost = cost_of(layer)
-    step = simulated_step(layer, cost.ways)
+    step = step_of(layer, cost.ways)
     spent = [Spent.of(way.line) for way in cost.ways]
     least = least_step(layer, *spent)
     assert least <= step.seconds * (1 + 1e-9)
@@ -315,7 +317,7 @@ def test_a_step_is_no_shorter_than_its_least(layer: Layer) -> None:
     free = replace(layer, cluster=replace(layer.cluster, intra=Link(1e40), inter=Link(1e40)))
     ways = cost_of(free).ways
     alone = least_step(free, *(Spent.of(way.line) for way in ways))
-    assert simulated_step(free, ways).seconds == pytest.approx(alone)
+    assert step_of(free, ways).seconds == pytest.approx(alone)
 
 
 @examples(60)
@@ -326,7 +328,7 @@ def test_a_step_computes_attention_and_what_is_beside(layer: Layer) -> None:
     attention = forwards * cost.forward.compute + cost.backward.compute
     calls = division.microbatches * layer.model.layers // division.pipeline
     beside = beside_attention(layer)
-    assert simulated_step(layer, cost.ways).compute == pytest.approx(calls * attention + sum(beside.values()))
+    assert step_of(layer, cost.ways).compute == pytest.approx(calls * attention + sum(beside.values()))
 
 
 @examples(60)
@@ -406,7 +408,7 @@ def test_attention_alone_updates_nothing() -> None:
         cost = cost_of(layer)
         beside = (lost(model, 256) + embedded(model, 256)) * bool(vocab)
         head = 6 * 256 * model.hidden * vocab / KERNELS.linear + beside
-        assert simulated_step(layer, cost.ways).seconds == pytest.approx(model.layers * cost.seconds + head)
+        assert step_of(layer, cost.ways).seconds == pytest.approx(model.layers * cost.seconds + head)
 
 
 def test_the_stage_with_most_weights_is_waited_for() -> None:
@@ -415,11 +417,11 @@ def test_the_stage_with_most_weights_is_waited_for() -> None:
     layer = Layer(division, MODEL, SEQUENCE, Cluster(4, 4, Link(1e40), Link(1e40), kernels=KERNELS))
     ways = cost_of(layer).ways
     with mock.patch.multiple("wallfacer_dt.planning.step", _UPDATED=0, _CLIPPED=0):
-        without = simulated_step(layer, ways)
+        without = step_of(layer, ways)
     half = MODEL.layers // 2
     split = half * (MODEL.attention_weights + MODEL.ffn_weights) + MODEL.vocab * MODEL.hidden
     mine = split // 2 + (2 * half + 1) * MODEL.hidden
-    step = simulated_step(layer, ways)
+    step = step_of(layer, ways)
     assert step.seconds - without.seconds == pytest.approx(updated(mine))
     assert step.compute - without.compute == pytest.approx(updated(mine))
 
@@ -461,7 +463,7 @@ def test_weights_hide_behind_all_that_computes_and_gradients_of_the_last_layer_d
         out, back = (2 * elements * each / KERNELS.merge for each in (2 + 2, 2 + 4))
         forward = cost.forward.compute + 2 * 256 * 2 * elements / KERNELS.linear + beside[0] + out
         backward = cost.backward.compute + 4 * 256 * 2 * elements / KERNELS.linear + beside[1] + out + back
-        step = simulated_step(layer, cost.ways)
+        step = step_of(layer, cost.ways)
         layers = max(forward, gather) + max(backward, gather + reduce + alike)
         assert (gather < forward) is is_hidden
         # Of the last layer but one the replicas' sum is still to be made, and then that of the last.
@@ -492,7 +494,7 @@ def test_a_vocabulary_is_gathered_and_reduced_as_layers_are(bandwidth: float) ->
     layers += max(backward, gather_ends + reduce)
     mine = (4 * own + 2 * ends + (2 * 4 + 1) * MODEL.hidden) / 2
     expected = there + head + again + layers + reduce + reduce_ends + updated(mine)
-    assert simulated_step(layer, cost.ways).seconds == pytest.approx(expected)
+    assert step_of(layer, cost.ways).seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("pipeline", "exchanges"), [(1, 4), (2, 2)])
@@ -503,7 +505,7 @@ def test_tensor_ranks_exchange_the_tokens_of_embedding_and_output_projection(pip
         where = Cluster(2 * pipeline, 2, Link(1e6), Link(1e40), kernels=KERNELS)
         division = Division(Candidate(1), tensor=2, pipeline=pipeline, microbatches=2)
         layer = Layer(division, replace(MODEL, vocab=vocab), SEQUENCE, where)
-        step = simulated_step(layer, cost_of(layer).ways)
+        step = step_of(layer, cost_of(layer).ways)
         waits.append(step.seconds - step.compute)
     part = 256 / 2 * MODEL.hidden * 2 / 1e6
     assert waits[1] - waits[0] == pytest.approx(2 * exchanges * part)
@@ -528,7 +530,50 @@ def test_a_pipeline_by_hand() -> None:
     # What is sent is waited for, forward and backward, by all but the last that many times.
     slow = replace(layer, cluster=replace(where, inter=Link(1e6)))
     sent = 2 * 256 * 64 * 2 / 1e6
-    assert simulated_step(slow, cost.ways).seconds == pytest.approx(it.seconds + 4 * sent)
+    assert step_of(slow, cost.ways).seconds == pytest.approx(it.seconds + 4 * sent)
+
+
+@examples(60)
+@given(st.integers(2, 6), st.integers(2, 24), st.integers(0, 3), st.integers(0, 20), st.sampled_from([0, 100, 3000]))
+def test_stages_with_unlike_layers_take_at_most_what_is_told(
+    pipeline: int, layers: int, less: int, more: int, vocab: int
+) -> None:
+    """By 1F1B as torch's schedule has it, event by event: as long where the slowest stage is what others wait for."""
+    model = replace(MODEL, layers=layers, vocab=vocab)
+    division = Division(Candidate(1), pipeline=pipeline, microbatches=pipeline + more, last_less=less)
+    stages = division.stage_layers(model)
+    assert sum(stages) == layers
+    assume(min(stages) > 0)
+    layer = Layer(division, model, SEQUENCE, Cluster(pipeline, 1, Link(1e40), Link(1e40), kernels=KERNELS))
+    once, weights = _once(layer), MODEL.attention_weights + MODEL.ffn_weights
+    forward, backward = (way.line.compute for way in cost_of(layer).ways)
+    products, (ahead, back) = 2 * 256 * weights / KERNELS.linear, touched(model, 256)
+    one, head = (forward + products + ahead, backward + 2 * products + back), sum(_vocabulary(layer))
+    times = [(own * one[0], own * one[1]) for own in stages]
+    times[-1] = times[-1][0] + head / 3, times[-1][1] + 2 / 3 * head
+    told = step_of(layer, cost_of(layer).ways).seconds - sum(once)
+    whole = [sum(some) for some in times]
+    assert told == pytest.approx(sum(whole) + (division.microbatches - 1) * max(whole))
+    assert 0.8 * told < one_forward_one_backward(times, division.microbatches) <= told * (1 + 1e-9)
+
+
+def one_forward_one_backward(times: Sequence[tuple[float, float]], microbatches: int) -> float:
+    """Seconds of stages, forward and backward, each of which does one thing after the other."""
+    orders = []
+    for stage in range(len(times)):
+        first = min(microbatches, len(times) - stage)
+        alternating = chain.from_iterable([(1, n), (0, n + first)] for n in range(microbatches))
+        orders.append([*((0, n) for n in range(first)), *((way, n) for way, n in alternating if n < microbatches)])
+    ended: dict[tuple[int, int, int], float] = {}
+    clocks = [0.0] * len(times)
+    while any(orders):
+        for stage, order in enumerate(orders):
+            way, n = order[0] if order else (0, -1)
+            begins = (0, n, stage - 1) if way == 0 else (0, n, stage) if stage == len(times) - 1 else (1, n, stage + 1)
+            if order and (begins[-1] < 0 or begins in ended):
+                clocks[stage] = max(clocks[stage], ended.get(begins, 0.0)) + times[stage][way]
+                ended[(*order.pop(0), stage)] = clocks[stage]
+    return max(clocks)
 
 
 def test_a_pipelines_weights_come_once_and_gradients_leave_once() -> None:
@@ -537,7 +582,7 @@ def test_a_pipelines_weights_come_once_and_gradients_leave_once() -> None:
     times = {}
     for rounds in (2, 3):
         layer = Layer(Division(Candidate(1), shards=2, pipeline=2, microbatches=rounds), model, SEQUENCE, where)
-        times[rounds] = simulated_step(layer, cost_of(layer).ways).seconds
+        times[rounds] = step_of(layer, cost_of(layer).ways).seconds
     cost = cost_of(layer)
     weights = model.attention_weights + model.ffn_weights
     beside = touched(model, 256)

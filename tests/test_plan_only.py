@@ -22,7 +22,7 @@ from wallfacer_dt.planning.predict import attention_costs, predict
 def test_names_are_the_attributes_of_plans() -> None:
     assert {*ATTENTION, *LAYERS} == {field.name for field in fields(Candidate)}
     assert {*LAYERS} == set(Candidate(1).layers)
-    assert {*GROUPS} == {field.name for field in fields(Division)} - {"microbatches", "loss_chunks"}
+    assert {*GROUPS} == {field.name for field in fields(Division)} - {"microbatches", "loss_chunks", "last_less"}
 
 
 @examples(12)

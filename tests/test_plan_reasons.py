@@ -10,7 +10,7 @@ from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.reasons import longer
-from wallfacer_dt.planning.step import beside_attention
+from wallfacer_dt.planning.step import beside_attention, by_kind
 
 FIRST = Division(Candidate(2), shards=4)
 ALL_SHARE = Division(Candidate(8))
@@ -47,16 +47,16 @@ def layer_of(division: Division, merge: float) -> Layer:
         (METP, ALL_SHARE, 1e30, 0.0, "METP's units once more"),
         (ALL_SHARE, METP, 1e8, 0.0, "FSDP's copies"),
         (replace(METP, microbatches=2), replace(METP, microbatch=2), 1e6, 0.0, "METP's sums"),
-        (replace(FIRST, **IN_TWO), FIRST, 1e30, 0.0, "the output projection on one stage"),
+        (replace(FIRST, **IN_TWO), FIRST, 1e30, 0.0, "unlike stages"),
         (
             replace(FULL, **IN_TWO),
             SELECTIVE,
             1e30,
             0.0,
-            "the output projection on one stage",
+            "unlike stages",
         ),
         (STAGES, replace(STAGES, microbatches=1, microbatch=9), 1e6, 0.0, "sums of microbatches' gradients"),
-        (STAGES, BY_TENSOR, 1e6, 0.0, "the loss on one stage and sums of microbatches' gradients"),
+        (STAGES, BY_TENSOR, 1e6, 0.0, "unlike stages and sums of microbatches' gradients"),
         (PROJECTED, ALL_SHARE, 1e30, 1.0, "METP's projections once more"),
         (replace(BY_TENSOR, microbatch=1, microbatches=9), BY_TENSOR, 1e6, 0.0, "sums of microbatches' gradients"),
     ],
@@ -65,4 +65,5 @@ def test_what_takes_longer_is_named(division: Division, first: Division, merge: 
     """By what is beside attention, and so many seconds more of that."""
     mine, other = (layer_of(one, merge) for one in (division, first))
     seconds = [sum(beside_attention(layer).values()) for layer in (mine, other)]
-    assert longer(mine, other, (seconds[0] + 1.0 + more, seconds[1] + 1.0)) == why
+    computed, others = by_kind(mine, seconds[0] + 1.0 + more), by_kind(other, seconds[1] + 1.0)
+    assert longer(division, first, computed, others) == why

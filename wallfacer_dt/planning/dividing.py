@@ -17,7 +17,7 @@ from itertools import chain, count, product
 
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
-from wallfacer_dt.planning.cluster import Cluster, PlanningError
+from wallfacer_dt.planning.cluster import Cluster, Kernels, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, mean_of_layers
@@ -33,7 +33,7 @@ from wallfacer_dt.planning.predict import (
 )
 from wallfacer_dt.planning.reasons import longer
 from wallfacer_dt.planning.stack import division_memory, least_memory
-from wallfacer_dt.planning.step import Spent, least_step
+from wallfacer_dt.planning.step import Spent, by_kind, least_step
 from wallfacer_dt.planning.units import format_size, format_time
 
 MOST_SEQUENCES = 2**20
@@ -205,8 +205,9 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
     """
     per_node = min(cluster.ranks, cluster.ranks_per_node)
     for pipeline in _divisors(cluster.ranks):
+        less = _last_less(model, sequence, cluster.kernels, pipeline)
         for tensor in _divisors(cluster.ranks // pipeline):
-            if model.layers % pipeline or not _splits(tensor, per_node, model):
+            if less is None or not _splits(tensor, per_node, model):
                 continue
             for data in _divisors(cluster.ranks // pipeline // tensor):
                 context = cluster.ranks // pipeline // tensor // data
@@ -216,7 +217,13 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
                     if replicas > 1 and cluster.ranks // pipeline // replicas % per_node:
                         continue
                     one = Division(
-                        Candidate(context), tensor, data // replicas, replicas, pipeline, loss_chunks=LOSS_CHUNKS
+                        Candidate(context),
+                        tensor,
+                        data // replicas,
+                        replicas,
+                        pipeline,
+                        loss_chunks=LOSS_CHUNKS,
+                        last_less=less,
                     )
                     for expert in _divisors(math.gcd(one.weight_ranks, model.experts) if model.experts else 1):
                         dealt = replace(one, expert=expert)
@@ -240,6 +247,23 @@ def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
     if tensor > 1 and model.experts:
         return False
     return per_node % tensor == 0 and not any(n % tensor for n in (model.heads, model.keys, model.ffn))
+
+
+def _last_less(model: ModelShape, sequence: SequenceShape, kernels: Kernels, pipeline: int) -> int | None:
+    """Layers that the last of so many stages has less, so that the slowest stage is as quick as can be; None where a
+    stage has none. By what layers and output projection compute, nothing of it twice.
+    """
+    seen = mean_of_layers(model, sequence, [one.pairs() for _, one in kinds_of_layers(model, sequence)])
+    attention = seen / sequence.length * model.heads * model.dim * (4 / kernels.forward + 10 / kernels.backward)
+    layer = attention + 6 * (model.attention_weights + model.ffn_products) / kernels.linear
+    head = 6 * model.hidden * model.vocab / kernels.linear
+    slowest: dict[int, float] = {}
+    for less in range(1 if pipeline == 1 else model.layers):
+        *others, last = Division(Candidate(1), pipeline=pipeline, last_less=less).stage_layers(model)
+        if min([*others, last]) < 1:
+            break
+        slowest[less] = max(layer * max([0, *others]), layer * last + head)
+    return min(slowest, key=slowest.__getitem__, default=None)
 
 
 def _shards_experts(division: Division, model: ModelShape) -> bool:
@@ -342,7 +366,7 @@ class _Search:
             one = replace(division, context=replace(attention, **division.context.layers))
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
             costs = _costs(alone, heads, self._taken(division), where, siblings=siblings)
-            spent = mean_spent(heads, self.sequence, costs, one.pipeline)
+            spent = mean_spent(heads, self.sequence, costs, max(one.stage_layers(heads)))
             self._push(least_step(self.layer(one), *spent), _Choice(one, costs))
 
     def _predict(self, division: Division, costs: tuple[AttentionCost, ...]) -> None:
@@ -379,7 +403,7 @@ class _Search:
         """Attention that has nothing to wait for, whose ranks have equally much to do; under METP its projections."""
         kernels, heads = self.cluster.kernels, division.heads_of(self.model)
         sees = [one.pairs() for _, one in kinds_of_layers(self.model, self.sequence)]
-        seen = mean_of_layers(self.model, self.sequence, sees, division.pipeline)
+        seen = mean_of_layers(self.model, self.sequence, sees, max(division.stage_layers(heads)))
         pairs = division.microbatch * seen * heads.heads * heads.dim / division.context.size
         forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
         ideal = Spent(forward, forward), Spent(backward, backward)
@@ -482,5 +506,6 @@ def _why(one: RankedDivision, first: RankedDivision, layer_of: Callable[[Divisio
     if waits >= computes:
         bubble = f", a bubble of {one.division.bubble:.0%}" if one.division.pipeline > 1 else ""
         return f"{slower:+.1%}: waits {format_time(waits)} longer{bubble}"
-    causes = longer(layer_of(one.division), layer_of(first.division), (p.compute, best.compute))
+    computed = [by_kind(layer_of(it.division), it.prediction.compute, it.prediction.stage) for it in (one, first)]
+    causes = longer(one.division, first.division, *computed)
     return f"{slower:+.1%}: computes {format_time(computes)} longer ({causes})"

@@ -27,13 +27,14 @@ class Division:
             context ranks have each their own of, over ``shards``.
         replicas: of these, which have the same weights: above 1 it is HSDP (Zhao et al. 2023, section 3.2.2), or with
             nothing else to share weights, DDP.
-        pipeline: stages, of equally many layers, by 1F1B (Narayanan et al. 2021, section 2.2.1).
+        pipeline: stages, by 1F1B (Narayanan et al. 2021, section 2.2.1).
         microbatch: sequences that a context group takes at a time.
         microbatches: how many of these it takes in a step.
         expert: ranks among which experts are dealt out, each of whom takes their tokens of all (GShard; Lepikhin et al.
             2020, section 3); FSDP shards its experts over those of the weights' ranks that have the same.
         loss_chunks: parts of a context rank's tokens that go through output projection and loss one after the other,
             forward and backward.
+        last_less: layers that a pipeline's last stage has less, for the output projection, see :meth:`stage_layers`.
     """
 
     context: Candidate
@@ -45,11 +46,13 @@ class Division:
     microbatches: int = 1
     expert: int = 1
     loss_chunks: int = 1
+    last_less: int = 0
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) what is none, or has not been put together with METP or with experts."""
         for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert", "loss_chunks"):
             check_length(getattr(self, name), name)
+        check_length(self.last_less, "last_less", 0)
         if self.weight_ranks % self.expert:
             given = f"{self.expert} and {self.weight_ranks}"
             raise ValueError(f"expert must divide the ranks that share weights, shards x context, got {given}")
@@ -77,9 +80,21 @@ class Division:
         """Of a step, over all ranks."""
         return self.data * self.microbatch * self.microbatches
 
+    def stage_layers(self, model: ModelShape) -> tuple[int, ...]:
+        """Layers of every stage, as torchtitan deals them out where the embedding counts as one, the output projection
+        as ``last_less``: the first stages have one more than others, but for the very first. Some may come out as 0.
+        """
+        if self.pipeline == 1:
+            return (model.layers,)
+        own, more = divmod(model.layers + 1 + self.last_less, self.pipeline)
+        first, *others, last = [own + (stage < more) for stage in range(self.pipeline)]
+        return first - 1, *others, last - self.last_less
+
     @property
     def bubble(self) -> float:
-        """Idle time of a pipeline as a part of its work: (p - 1) / m (Narayanan et al. 2021, section 2.2.1)."""
+        """Idle time of a pipeline of like stages as a part of its work: (p - 1) / m (Narayanan et al. 2021, section
+        2.2.1).
+        """
         return (self.pipeline - 1) / self.microbatches
 
     @property

@@ -202,15 +202,15 @@ def kinds_of_layers(model: ModelShape, sequence: SequenceShape) -> tuple[tuple[i
     return tuple(kind for kind in every if kind[0])
 
 
-def layers_of_stage(model: ModelShape, sequence: SequenceShape, pipeline: int) -> list[int]:
-    """Of each of :func:`kinds_of_layers` how many a stage of a pipeline has, that has most of those that see most."""
+def layers_of_stage(model: ModelShape, sequence: SequenceShape, own: int) -> list[int]:
+    """Of each of :func:`kinds_of_layers` how many of its own a stage has, that has most of those that see most."""
     first, *others = (layers for layers, _ in kinds_of_layers(model, sequence))
-    own, most = model.layers // pipeline, -(-first // pipeline)
+    most = -(-first * own // model.layers)
     return [most, own - most] if others else [own]
 
 
-def mean_of_layers(model: ModelShape, sequence: SequenceShape, some: Iterable[Any], pipeline: int = 1) -> Any:
-    """The mean over a stage's layers of what can be added up, given for each of :func:`kinds_of_layers`."""
-    own = model.layers // pipeline
-    layers = layers_of_stage(model, sequence, pipeline)
+def mean_of_layers(model: ModelShape, sequence: SequenceShape, some: Iterable[Any], own: int | None = None) -> Any:
+    """The mean over all layers, or a stage's own, of what can be added up, of each of :func:`kinds_of_layers`."""
+    own = model.layers if own is None else own
+    layers = layers_of_stage(model, sequence, own)
     return reduce(add, [count / own * one for count, one in zip(layers, some, strict=True)])

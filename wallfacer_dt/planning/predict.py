@@ -45,6 +45,7 @@ class Prediction:
             the most of any layer.
         memory: the most bytes a rank holds; 0 before anyone has asked, which takes longest.
         host: seconds in which a rank's device waits for its host to launch attention and METP.
+        stage: of a pipeline the slowest one, of which this is said.
     """
 
     seconds: float
@@ -56,6 +57,7 @@ class Prediction:
     hops: int
     memory: int = 0
     host: float = 0.0
+    stage: int = 0
 
     @property
     def waiting(self) -> str:
@@ -144,11 +146,11 @@ def attention_costs(
 
 
 def mean_spent(
-    model: ModelShape, sequence: SequenceShape, costs: Iterable[AttentionCost], pipeline: int = 1
+    model: ModelShape, sequence: SequenceShape, costs: Iterable[AttentionCost], own: int | None = None
 ) -> tuple[Spent, Spent]:
-    """What a layer's attention takes alone, forward and backward, in the mean of a stage's layers."""
+    """What a layer's attention takes alone, forward and backward, in the mean of all layers, or of a stage's own."""
     ways = zip(*[[Spent.of(way.line) for way in cost.ways] for cost in costs], strict=True)
-    forward, backward = (mean_of_layers(model, sequence, way, pipeline) for way in ways)
+    forward, backward = (mean_of_layers(model, sequence, way, own) for way in ways)
     return forward, backward
 
 
@@ -376,7 +378,7 @@ def predict_division(
 
     Where some layers alone have a window it is the mean of a step in which none has it and of one in which all have,
     by how many have: as if a layer of each kind were where any is; of a pipeline's stages in the one that has most
-    layers without, where they are dealt out as evenly as can be.
+    layers, and most of these without, where they are dealt out as evenly as can be.
 
     Args:
         division: of the cluster's ranks.
@@ -389,8 +391,9 @@ def predict_division(
         The prediction.
     """
     layer = Layer(division, model, sequence, cluster)
-    steps = [simulated_step(layer, cost.ways) for cost in costs]
-    step = mean_of_layers(model, sequence, steps, division.pipeline)
+    steps, own = [simulated_step(layer, cost.ways) for cost in costs], max(division.stage_layers(model))
+    slow = {stage: mean_of_layers(model, sequence, [one[stage] for one in steps], own) for stage in steps[0]}
+    stage, step = max(slow.items(), key=lambda item: item[1].seconds)
     rank_bytes, node_bytes = step_bytes(division, model, sequence, *costs)
     return Prediction(
         step.seconds,
@@ -401,6 +404,7 @@ def predict_division(
         node_bytes,
         max(cost.hops for cost in costs),
         host=step.hosted,
+        stage=stage,
     )
 
 
@@ -412,11 +416,12 @@ def step_bytes(
     Under METP's attention ``costs`` may be of plain projections: a rank then receives at least what is said of it.
     """
     received = [received_bytes(division.context, cost) for cost in costs]
-    layers = layers_of_stage(model, sequence, division.pipeline)
+    own = max(division.stage_layers(model))
+    layers = layers_of_stage(model, sequence, own)
     rank_bytes, node_bytes = (
         division.microbatches * sum(map(mul, layers, some)) for some in zip(*received, strict=True)
     )
-    calls = division.microbatches * model.layers // division.pipeline
+    calls = division.microbatches * own
     return rank_bytes + calls * _feed_forward_bytes(division.context, model, sequence), node_bytes
 
 

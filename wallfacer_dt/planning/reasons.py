@@ -1,34 +1,31 @@
 """Why one plan computes longer than another, in words, by what it computes longer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from wallfacer_dt.planning.division import Division
-from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.step import by_kind
 
 _SHARE = 0.3  # of what is computed longer that a kind must have to be named
 _AGAIN = {"attention": "layers but for attention twice", "full": "layers twice"}
 
 
-def longer(mine: Layer, other: Layer, compute: tuple[float, float]) -> str:
+def longer(mine: Division, other: Division, computed: Mapping[str, float], others: Mapping[str, float]) -> str:
     """What makes a step compute longer than another.
 
     Args:
-        mine: what its layers are.
-        other: what the other's are.
-        compute: seconds that both compute, as predicted.
+        mine: its division.
+        other: the other's.
+        computed: what it computes by kind, in seconds.
+        others: what the other does.
 
     Returns:
         The causes, the largest first.
     """
-    of_mine, of_other = (by_kind(layer, seconds) for layer, seconds in zip((mine, other), compute, strict=True))
-    if mine.division.context.projections != other.division.context.projections:
+    more = {kind: seconds - others[kind] for kind, seconds in computed.items()}
+    if mine.context.projections != other.context.projections:
         # METP's attention has its projections among its own.
-        for some in (of_mine, of_other):
-            some["attention"] += some.pop("products")
-    more = {kind: seconds - of_other[kind] for kind, seconds in of_mine.items()}
+        more["attention"] += more.pop("products")
     named = [kind for kind in sorted(more, key=more.__getitem__, reverse=True) if more[kind] > 0]
-    causes = [_cause(kind, mine.division, other.division) for kind in named if more[kind] >= _SHARE * more[named[0]]]
+    causes = [_cause(kind, mine, other) for kind in named if more[kind] >= _SHARE * more[named[0]]]
     return " and ".join(dict.fromkeys(causes))
 
 
@@ -45,11 +42,11 @@ def _causes(kind: str, mine: Division, other: Division) -> Iterator[str]:
     if kind == "products":
         if mine.context.feed_forward == "metp" != other.context.feed_forward:
             yield "METP's units once more"
-        yield "the output projection on one stage" if mine.pipeline > other.pipeline else "matrix products"
+        yield "unlike stages" if mine.pipeline > other.pipeline else "matrix products"
     if kind == "elementwise":
         if by_metp or (any(_metp(mine)) and mine.microbatches > other.microbatches):
             yield "METP's sums"  # those of weights' gradients once for each microbatch
-        yield "the loss on one stage" if mine.pipeline > other.pipeline else "norms and activations"
+        yield "unlike stages" if mine.pipeline > other.pipeline else "norms and activations"
     if kind == "copies":
         are_whole = mine.weight_ranks == 1 or (mine.adds_gradients and mine.microbatches > other.microbatches)
         yield "sums of microbatches' gradients" if are_whole else "FSDP's copies"

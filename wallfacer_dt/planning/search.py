@@ -40,7 +40,7 @@ from wallfacer_dt.planning.predict import (
 )
 from wallfacer_dt.planning.reasons import longer
 from wallfacer_dt.planning.stack import least_memory, stack_memory
-from wallfacer_dt.planning.step import Spent, least_step
+from wallfacer_dt.planning.step import Spent, by_kind, least_step
 from wallfacer_dt.planning.units import format_size, format_time
 from wallfacer_dt.styles import WallFacerParallel
 
@@ -522,7 +522,8 @@ def _because(one: Ranked, first: Ranked, layer_of: Callable[[Candidate], Layer])
     waits, computes = p.exposed - best.exposed, p.compute - best.compute
     if waits >= computes:
         return replace(one, why=f"{slower:+.0%}: waits {format_time(waits)} longer{_more_bytes(p, best)}")
-    why = longer(layer_of(one.candidate), layer_of(first.candidate), (p.compute, best.compute))
+    mine, others = layer_of(one.candidate), layer_of(first.candidate)
+    why = longer(mine.division, others.division, by_kind(mine, p.compute), by_kind(others, best.compute))
     return replace(one, why=f"{slower:+.0%}: computes {format_time(computes)} longer ({why})")
 
 

@@ -119,7 +119,7 @@ def _most(layer: "_Layer") -> StackMemory:
 
 def _stage(layer: "_Layer", stage: int) -> StackMemory:
     division, model = layer.division, layer.model
-    layers, has_loss = model.layers // division.pipeline, _has_loss(division, model, stage)
+    layers, has_loss = division.stage_layers(model)[stage], _has_loss(division, model, stage)
     in_flight = min(division.pipeline - stage, division.microbatches)
     stack = layer.kept * layers
     has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
@@ -183,7 +183,7 @@ def _norms(model: ModelShape) -> int:
 def rank_weights(division: Division, model: ModelShape, stage: int) -> int:
     """Of all elements of a stage's weights, those that a rank has between steps."""
     context, tensor = division.context, division.tensor
-    layers = model.layers // division.pipeline
+    layers = division.stage_layers(model)[stage]
     split = layers * _shared(context, model) + _ends(division, stage) * model.vocab * model.hidden
     metp = layers * -(-division.metp_weights(model) // division.shards)
     norms = layers * _norms(model) + model.hidden * _has_loss(division, model, stage)
@@ -230,7 +230,7 @@ class _Whole(NamedTuple):
         head = -(-model.vocab * model.hidden // tensor)
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
-            every = model.layers // division.pipeline * own + _ends(division, stage) * head
+            every = division.stage_layers(model)[stage] * own + _ends(division, stage) * head
             most = every * (narrow + wide)
             return cls(most, most, most, most, most + head * narrow, most + head * wide)
         layers, both = (2 + (model.layers > 1)) * own * narrow, (2 * head + own) * narrow

@@ -12,10 +12,10 @@ what a vocabulary needs, there are no weights.
 
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
-stage lets them, which is the last: it has the output projection. So of p stages and m microbatches it takes
-``(p - 1) stage + m slowest``, of like stages a bubble of (p - 1) / m. What is sent between stages is waited for. As
-torchtitan's FSDP does beside a pipeline, weights are gathered once, under the first microbatch's forward, and gradients
-reduced after the last backward.
+stage lets them: the last, which has the output projection, or the first of those that have most layers. So m
+microbatches take all stages once, and the slowest m - 1 times more: of p like stages a bubble of (p - 1) / m. What is
+sent between stages is waited for. As torchtitan's FSDP does beside a pipeline, weights are gathered once, under the
+first microbatch's forward, and gradients reduced after the last backward.
 """
 
 from collections import Counter
@@ -112,7 +112,7 @@ class Spent:
 _amounts = attrgetter(*Spent.__slots__)
 
 
-def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
+def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> dict[int, Spent]:
     """A step with a layer's attention, forward and backward.
 
     Args:
@@ -120,12 +120,12 @@ def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
         ways: of attention.
 
     Returns:
-        What it takes.
+        What it takes; in a pipeline if a stage is the slowest, by those that may be.
     """
     forward, backward = ways
     again = forward if layer.division.context.checkpoint == "full" else None
     alike, unrepeated = _without_attention(layer), _without_attention(layer, checkpoint="none")
-    return _step(
+    return _steps(
         layer,
         _ends(alike),
         lambda sent: _forward(unrepeated, forward, sent),
@@ -133,29 +133,32 @@ def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> Spent:
     )
 
 
-def beside_attention(layer: Layer) -> dict[str, float]:
-    """What a step computes but for attention, under METP with its projections, on the last stage of a pipeline.
+def beside_attention(layer: Layer, stage: int = -1) -> dict[str, float]:
+    """What a step computes but for attention, under METP with its projections, on a stage of a pipeline.
 
     Args:
         layer: what all layers are.
+        stage: which, by default the last.
 
     Returns:
         Seconds of matrix products, of what is elementwise, of copies, and of the optimizer.
     """
-    division, (products, elementwise, copies) = layer.division, _vocabulary(layer)
+    division, layers = layer.division, layer.division.stage_layers(layer.model)
+    is_last = stage % division.pipeline == division.pipeline - 1
+    products, elementwise, copies = _vocabulary(layer) if is_last else (0.0, 0.0, 0.0)
     seconds = {"products": products, "elementwise": elementwise, "copies": copies}
     kinds = {ELEMENTWISE: "elementwise", COPIES: "copies"}
     for event in (*layer.forward(()), *layer.backward((), ())):
         if isinstance(event, Compute):
-            seconds[kinds.get(event.what, "products")] += layer.model.layers // division.pipeline * event.seconds
+            seconds[kinds.get(event.what, "products")] += layers[stage] * event.seconds
     every = {kind: division.microbatches * some for kind, some in seconds.items()}
     copies, update = _once(layer)
     return every | {"copies": every["copies"] + copies, "optimizer": update}
 
 
-def by_kind(layer: Layer, compute: float) -> dict[str, float]:
-    """All that a step computes, of which this is the sum: attention and what is beside it, in seconds."""
-    beside = beside_attention(layer)
+def by_kind(layer: Layer, compute: float, stage: int = -1) -> dict[str, float]:
+    """All that a stage computes in a step, of which this is the sum: attention and what is beside it, in seconds."""
+    beside = beside_attention(layer, stage)
     return {"attention": compute - sum(beside.values())} | beside
 
 
@@ -186,16 +189,17 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
         return with_sent
 
     forwards, backwards = least(forward + beside.forward), least(backward + again + beside.backward)
-    return _step(layer, beside.ends, forwards, backwards).seconds
+    return max(step.seconds for step in _steps(layer, beside.ends, forwards, backwards).values())
 
 
 _OneLayer = Callable[[Sent], Spent]
 """What one layer takes while this is sent."""
 
 
-def _step(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) -> Spent:
+def _steps(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) -> dict[int, Spent]:
+    """Of the stages that may be the slowest; without a pipeline of the one there is."""
     division = layer.division
-    layers, rounds = layer.model.layers // division.pipeline, division.microbatches
+    rounds = division.microbatches
     products, *beside_it = _vocabulary(layer)
     head, once = _computing(products + sum(beside_it)) + ends.vocabulary, _computing(sum(_once(layer)))
     beside = _sent_beside(layer)
@@ -203,20 +207,25 @@ def _step(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) 
         ways = zip((forward, backward), beside, strict=True)
         every = sum((times * way(sent) for way, some in ways for sent, times in some.items()), Spent())
         waits = Spent(max(0.0, ends.again - 2 / 3 * products))
-        return rounds * (ends.weights + every + head + waits + ends.gradients) + once
+        return {0: rounds * (ends.weights + every + head + waits + ends.gradients) + once}
     # See Note [Pipelines].
     still = forward(Sent())
-    stage = layers * (still + backward(Sent())) + 2 * ends.activations
-    waits = (division.pipeline - 1) * Spent(stage.seconds)
+    one, last, layers = still + backward(Sent()), division.pipeline - 1, division.stage_layers(layer.model)
+    stages = [own * one + 2 * ends.activations for own in layers]
+    stages[last] += head
     gathered = ends.weights.seconds + sum(
         times * (forward(sent).seconds - still.seconds) for sent, times in beside[0].items()
     )
-    return rounds * (stage + head) + waits + Spent(gathered) + ends.gradients + once
+    through, around = sum(stage.seconds for stage in stages), Spent(gathered) + ends.gradients + once
+    return {
+        slowest: rounds * stages[slowest] + Spent(through - stages[slowest].seconds) + around
+        for slowest in (layers.index(max(layers)), last)
+    }
 
 
 def _sent_beside(layer: Layer) -> tuple[Counter[Sent], Counter[Sent]]:
-    """What is sent beside a stage's layers, forward and backward, and beside how many."""
-    layers, has_replicas = layer.model.layers // layer.division.pipeline, layer.division.replicas > 1
+    """What is sent beside a stage's layers, forward and backward, and beside how many, on one that has most."""
+    layers, has_replicas = max(layer.division.stage_layers(layer.model)), layer.division.replicas > 1
     if layer.division.weight_ranks == 1 and not has_replicas:
         return (Counter({Sent(): layers}),) * 2
     return sent_beside(layers, has_vocabulary=layer.vocabulary > 0, has_replicas=has_replicas)
@@ -229,7 +238,7 @@ def _computing(seconds: float) -> Spent:
 def _vocabulary(layer: Layer) -> tuple[float, float, float]:
     """Seconds of a vocabulary's output projection; of the norm before it, the loss and the embedding; of copies.
 
-    A pipeline's last stage, which is the slowest, has no embedding.
+    A pipeline's last stage has no embedding.
     """
     model, division, dtype = layer.model, layer.division, layer.sequence.dtype
     if not model.vocab:
@@ -246,15 +255,20 @@ def _vocabulary(layer: Layer) -> tuple[float, float, float]:
 
 
 def _once(layer: Layer) -> tuple[float, float]:
-    """Seconds of copies that a step needs once, and of clipping and the optimizer, on the stage that has most weights.
+    """Seconds of copies that a step needs once, and of clipping and the optimizer, on the stage where it is most.
 
-    That is the last one. What is copied for each microbatch the layers have themselves.
+    What is copied for each microbatch the layers have themselves.
     """
+    layers, last = layer.division.stage_layers(layer.model), layer.division.pipeline - 1
+    return max((_once_of(layer, stage) for stage in {0, layers.index(max(layers)), last}), key=sum)
+
+
+def _once_of(layer: Layer, stage: int) -> tuple[float, float]:
     division, dtype, rounds = layer.division, layer.sequence.dtype, layer.division.microbatches
     if not layer.model.ffn:
         return 0.0, 0.0
-    mine = rank_weights(division, layer.model, division.pipeline - 1)
-    layers = layer.model.layers // division.pipeline
+    mine = rank_weights(division, layer.model, stage)
+    layers = division.stage_layers(layer.model)[stage]
     # Of gradients that are not FSDP's each is added to that of the microbatch before.
     unshared = layers * division.metp_weights(layer.model) * (division.data == 1)
     copied = 3 * (rounds - 1) * dtype.itemsize * (mine if division.weight_ranks == 1 else unshared)
@@ -262,7 +276,8 @@ def _once(layer: Layer) -> tuple[float, float]:
         each = copied_out(dtype) + added_up(dtype, rounds)
         # What is more than that of an element is as without a pipeline, but that weights come once.
         more = sum(layer.copied(way) - way(dtype) * sum(layer.weights) for way in (copied_out, copied_in))
-        copied += layers * (each * sum(layer.weights) + more) + each * layer.vocabulary
+        has_end = stage in (0, division.pipeline - 1)
+        copied += layers * (each * sum(layer.weights) + more) + each * layer.vocabulary * has_end
     merge = layer.cluster.kernels.merge
     return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
 
@@ -315,7 +330,7 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
 
 
 def _ends(layer: Layer) -> _Ends:
-    layers, sending = layer.model.layers // layer.division.pipeline, _sending(layer)
+    layers, sending = max(layer.division.stage_layers(layer.model)), _sending(layer)
     before, after = sent_around(layers, has_vocabulary=layer.vocabulary > 0)
     if layer.division.pipeline > 1:
         # Gradients of every group of weights, one after the other.

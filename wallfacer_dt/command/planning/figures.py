@@ -56,7 +56,7 @@ class Figures:
             division = Division(plan.chosen, microbatch=step.batch)
         taken = replace(step, batch=division.microbatch)
         prediction = plan.prediction
-        time = by_kind(Layer(division, plan.model, taken, plan.cluster), prediction.compute)
+        time = by_kind(Layer(division, plan.model, taken, plan.cluster), prediction.compute, prediction.stage)
         waits = prediction.exposed - prediction.host
         time |= {"transfers": waits * (waits > 1e-9 * prediction.seconds), "host": prediction.host}  # or rounding
         return cls(
@@ -92,7 +92,7 @@ _ALL_SHARE = (
 )
 _NOT_DIVIDED = (
     "of divisions: tensor parallelism of models with experts, other pipeline schedules than 1F1B, "
-    "stages of unlike layers, asynchronous tensor parallelism, METP beside tensor parallelism"
+    "asynchronous tensor parallelism, METP beside tensor parallelism"
 )
 
 

@@ -44,8 +44,8 @@ def flags_of(plan: DivisionPlan) -> str:
         parallelism |= {"expert_parallel_degree": it.expert}
     if it.pipeline > 1:
         parallelism |= {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": it.microbatch}
-        # Stages have equally many layers, as if embedding and output projection were none.
-        parallelism |= {f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
+        less = {"first": 1, "last": it.last_less}  # see Division.stage_layers
+        parallelism |= {f"pipeline_parallel_{end}_stage_less_layers": layers for end, layers in less.items()}
     # Of a pipeline all microbatches are one batch; otherwise gradients of one after the other are added up.
     local = it.microbatch * (it.microbatches if it.pipeline > 1 else 1)
     training = {"local_batch_size": local, "global_batch_size": plan.sequences, "seq_len": plan.sequence.length}
