@@ -86,9 +86,9 @@ def test_golden_text() -> None:
         """\
 16 ranks on 4 nodes of 4, each with 100 MB
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us
-attention at 304 TFLOPS (assumed), its backward at 288 TFLOPS (given), other matrix products at 600
+attention at 304 TFLOPS (assumed), its backward at 288 TFLOPS (given), other matrix products at 670
 TFLOPS (measured)
-memory is read and written at 2 TB/s (there)
+memory is read and written at 2.5 TB/s (there)
 the host launches an operation of attention in 70 us (by hand)
 8 sequences in a step, of 4096 tokens, causal, window 100, bfloat16
 hidden 256, 4/2 heads of 64, gated feed-forward of 1024, vocabulary of 1000

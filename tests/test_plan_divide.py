@@ -600,16 +600,16 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
 of 741
-6.077 s, 58.8 GB, fastest: 2% of the step is waiting
+5.728 s, 58.8 GB, fastest: 2% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-6.100 s, 66.9 GB, +0.4%: waits 14 ms longer
+5.754 s, 66.9 GB, +0.5%: waits 19.8 ms longer
   replicas 2 x shards 2 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-6.111 s, 61.0 GB, +0.6%: waits 146 ms longer
-  shards 4 x context 2 x tensor 2, 4 microbatches of 1: ulysses 2, head-tail
-6.120 s, 69.0 GB, +0.7%: waits 145 ms longer
-  replicas 2 x shards 2 x context 2 x tensor 2, 4 microbatches of 1: ulysses 2, head-tail
-1: 6.326, 2: 6.111, 4: 6.077, 8: 6.135, 16: 6.186
-enough: 2""",
+5.763 s, 58.9 GB, +0.6%: computes 95.8 ms longer (smaller tiles, more merging, or idle heads)
+  shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
+5.790 s, 66.9 GB, +1.1%: computes 103 ms longer (smaller tiles, more merging, or idle heads)
+  replicas 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
+1: 6.115, 2: 5.843, 4: 5.728, 8: 5.763, 16: 5.819
+enough: 4""",
     )
 
 
@@ -619,16 +619,16 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 1590
-23.690 s, 74.1 GB, fastest: 7% of the step is waiting
-  shards 4 x context 2 x tensor 4, 8 microbatches of 1: ulysses 2, head-tail
-23.910 s, 74.1 GB, +0.9%: computes 218 ms longer (smaller tiles, more merging, or idle heads)
-  shards 2 x context 4 x tensor 4, 8 microbatches of 2: ulysses 2 x ring 2, ulysses in node, rotates kv, head-tail
-24.285 s, 74.1 GB, +2.5%: computes 543 ms longer (smaller tiles, more merging, or idle heads)
-  context 8 x tensor 4, 8 microbatches of 4: ulysses 2 x team 4, ulysses in node, rings, rotates q, head-tail
-24.974 s, 71.7 GB, +5.4%: computes 1.97 s longer (FSDP's copies)
-  shards 4 x context 4 x tensor 2, 8 microbatches of 1: ulysses 4, head-tail
-1: 26.833, 2: 23.690, 4: 23.910, 8: 24.285, 16: 25.569, 32: 27.470
-enough: 2""",
+21.329 s, 69.9 GB, fastest: 0% of the step is waiting
+  shards 32: one rank, head-tail, checkpoint attention
+21.374 s, 70.1 GB, +0.2%: waits 35.4 ms longer
+  shards 16 x context 2: ulysses 2, head-tail, checkpoint attention
+21.435 s, 70.1 GB, +0.5%: waits 103 ms longer
+  shards 8 x context 4: ulysses 4, head-tail, checkpoint attention
+21.489 s, 70.1 GB, +0.8%: computes 160 ms longer (smaller tiles, more merging, or idle heads)
+  shards 4 x context 8: team 8, 2d, rotates q, head-tail, checkpoint attention
+1: 21.329, 2: 21.374, 4: 21.435, 8: 21.489, 16: 21.599, 32: 21.895
+enough: 1""",
     )
 
 
@@ -638,14 +638,14 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
 of 78
-16.133 s, 116.1 GB, fastest: 0% of the step is waiting
+16.092 s, 116.1 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
-16.243 s, 123.5 GB, +0.7%: waits 167 ms longer
+16.251 s, 123.5 GB, +1.0%: waits 210 ms longer
   context 4 x tensor 2, 2 microbatches of 1: team 4, 2d, rotates q, head-tail
-16.737 s, 94.3 GB, +3.7%: computes 562 ms longer (METP's sums and METP's units once more)
-  shards 2 x context 4: ulysses 4, head-tail, METP
-16.973 s, 49.1 GB, +5.2%: computes 556 ms longer (layers but for attention twice)
-  shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
-1: 17.447, 2: 16.973, 4: 16.243, 8: 16.133
+16.671 s, 94.3 GB, +3.6%: computes 594 ms longer (METP's units once more and METP's sums)
+  shards 2 x context 4: team 4, 2d, rotates q, head-tail, METP
+17.012 s, 49.1 GB, +5.7%: computes 610 ms longer (layers but for attention twice)
+  shards 2 x context 2 x tensor 2: ring 2, rotates q, head-tail, checkpoint attention
+1: 17.607, 2: 17.012, 4: 16.251, 8: 16.092
 enough: 4""",
     )

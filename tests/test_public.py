@@ -41,13 +41,13 @@ BlockwiseFeedForward
     *, chunk, check=True
 Cluster
     ranks, ranks_per_node, intra, inter, nics=1, memory=None, kernels=Kernels(forward=357000000000000.0,
-    backward=322000000000000.0, linear=600000000000000.0, overhead=2e-05, merge=2000000000000.0, copy=0.0,
+    backward=322000000000000.0, linear=670000000000000.0, overhead=2e-05, merge=2500000000000.0, copy=0.0,
     half_rows=0.0, attention='auto', launch=7e-05), striped_gathers=True, device_type='cuda'
 EquivalenceError
     AssertionError
 Kernels
-    forward=357000000000000.0, backward=322000000000000.0, linear=600000000000000.0, overhead=2e-05,
-    merge=2000000000000.0, copy=0.0, half_rows=0.0, attention='auto', launch=7e-05
+    forward=357000000000000.0, backward=322000000000000.0, linear=670000000000000.0, overhead=2e-05,
+    merge=2500000000000.0, copy=0.0, half_rows=0.0, attention='auto', launch=7e-05
 Link
     bandwidth, latency=0.0
 METPAttentionParallel

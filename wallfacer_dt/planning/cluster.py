@@ -80,9 +80,9 @@ class Kernels:
 
     forward: float = 357e12
     backward: float = 322e12
-    linear: float = 600e12
+    linear: float = 670e12
     overhead: float = 20e-6
-    merge: float = 2e12
+    merge: float = 2.5e12
     copy: float = 0.0
     half_rows: float = 0.0
     attention: str = "auto"

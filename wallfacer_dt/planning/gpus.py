@@ -1,9 +1,9 @@
-"""GPUs by name, as the planner takes them: what data sheets say, and rates of attention's kernels.
+"""GPUs by name, as the planner takes them: what data sheets say, what was measured, and what others have published.
 
 Rates that were measured are of one call, 32 query and 8 key heads, 8192 queries that see all of 32768 keys (for heads
 of 128 as ``make gpu`` takes time, for others by events), and what ``profile`` found of matrix products
-(docs/benchmarks/gpu_2026-11-26.md). What is assumed are round numbers below the data sheet's dense peak, and of a host
-one between those of two.
+(docs/benchmarks/gpu_2026-11-26.md). What was published, and by whom, is listed in docs/benchmarks/published.md; what is
+assumed are round numbers beside these, and of a host one between those of two.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ AUTO = "flash"  # what ``auto`` is on GPUs, see :func:`wallfacer_dt.kernels.regi
 
 
 class Rates(NamedTuple):
-    """Of attention's forward and backward, as in :class:`Kernels`."""
+    """Of attention's forward and backward, as in :class:`Kernels`, and who says so: measured, published or assumed."""
 
     forward: float
     backward: float
-    is_measured: bool = False
+    source: str = "assumed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class GPU:
     Attributes:
         peak: dense, in bfloat16 and float16, floating point operations per second.
         memory: bytes.
-        intra: NVLink's bytes per second, in one direction.
-        adapter: bytes per second of one adapter, in one direction.
+        intra: bytes per second into a GPU from its node, as NCCL's rings reach them over NVLink.
+        adapter: bytes per second into a node over one adapter, likewise.
         attention: of kernels by name, by head dim.
         linear: rate of other matrix products.
         merge: assumed rate at which memory is read and written, bytes per second.
         capability: CUDA's.
-        source: of the first four.
-        linear_is_measured: else it is assumed.
+        source: of the first two.
+        linear_source: who says that rate.
     """
 
     peak: float
@@ -57,7 +57,7 @@ class GPU:
     merge: float
     capability: tuple[int, int]
     source: str
-    linear_is_measured: bool = False
+    linear_source: str = "published"
 
     def kernels(self, head_dim: int, kernel: str = "auto") -> Kernels:
         """Rates of a kernel for heads of a dim, in 16 bits."""
@@ -66,17 +66,12 @@ class GPU:
 
     def origins(self, head_dim: int, kernel: str = "auto") -> list[str]:
         """Who says these rates of attention, forward and backward."""
-        dim, (*rates, is_measured) = self._row(head_dim, kernel)
+        dim, (*rates, source) = self._row(head_dim, kernel)
         name = f" with {AUTO}" * (kernel == "auto")
-        if is_measured and dim == head_dim:
-            return [f"measured{name}"] * 2
+        if source != "assumed" and dim == head_dim:
+            return [f"{source}{name}"] * 2
         heads = f" as for heads of {dim}" * (dim != head_dim)
         return [f"assumed{name}, {rate / self.peak:.0%} of the peak{heads}" for rate in rates]
-
-    @property
-    def origin_of_linear(self) -> str:
-        """Who says the rate of other matrix products."""
-        return "measured" if self.linear_is_measured else f"assumed, {self.linear / self.peak:.0%} of the peak"
 
     def fastest(self, dtype: torch.dtype, head_dim: int) -> tuple[str, Kernels]:
         """The kernel that one call takes least time with, of those that take such heads, and its rates."""
@@ -105,41 +100,53 @@ def check_kernel_of(kernel: str, capability: tuple[int, int] | None, dtype: torc
     select_kernel(kernel, Need("cuda", dtype, head_dim, head_dim, capability=capability, is_elsewhere=True))
 
 
-_HDR, _NDR = 25e9, 50e9  # InfiniBand of 200 and 400 Gbit/s
-_AMPERE = {64: Rates(150e12, 115e12), 128: Rates(170e12, 140e12), 256: Rates(170e12, 130e12)}
+_HDR, _NDR = 24e9, 46e9  # what nccl-tests get of InfiniBand's 200 and 400 Gbit/s
+_MEASURED, _PUBLISHED = "measured", "published"
+_AMPERE = {64: Rates(190e12, 165e12), 128: Rates(203e12, 175e12, _PUBLISHED), 256: Rates(194e12, 139e12, _PUBLISHED)}
 _HOPPER = {
-    "flash": {64: Rates(304e12, 288e12, True), 128: Rates(343e12, 319e12, True), 256: Rates(318e12, 267e12, True)},
-    "flash_attn": {64: Rates(314e12, 296e12, True), 128: Rates(377e12, 323e12, True), 256: Rates(327e12, 271e12, True)},
-    "flash_attn_3": {
-        64: Rates(521e12, 523e12, True), 128: Rates(699e12, 587e12, True), 256: Rates(733e12, 457e12, True),
+    "flash": {
+        64: Rates(304e12, 288e12, _MEASURED), 128: Rates(343e12, 319e12, _MEASURED),
+        256: Rates(318e12, 267e12, _MEASURED),
     },
-    "flash_attn_4": {64: Rates(450e12, 400e12), 128: Rates(682e12, 605e12, True), 256: Rates(600e12, 450e12)},
-    "cudnn": {64: Rates(462e12, 452e12, True), 128: Rates(592e12, 553e12, True)},
+    "flash_attn": {
+        64: Rates(314e12, 296e12, _MEASURED), 128: Rates(377e12, 323e12, _MEASURED),
+        256: Rates(327e12, 271e12, _MEASURED),
+    },
+    "flash_attn_3": {
+        64: Rates(521e12, 523e12, _MEASURED), 128: Rates(699e12, 587e12, _MEASURED),
+        256: Rates(733e12, 457e12, _MEASURED),
+    },
+    "flash_attn_4": {
+        64: Rates(450e12, 400e12), 128: Rates(682e12, 605e12, _MEASURED), 256: Rates(810e12, 385e12, _PUBLISHED),
+    },
+    "cudnn": {64: Rates(462e12, 452e12, _MEASURED), 128: Rates(592e12, 553e12, _MEASURED)},
 }  # fmt: skip
 """An H200's; attention on an H100 is assumed to be as fast."""
-_ASSUMED = {name: {dim: it._replace(is_measured=False) for dim, it in rows.items()} for name, rows in _HOPPER.items()}
+_ASSUMED = {name: {dim: it._replace(source="assumed") for dim, it in rows.items()} for name, rows in _HOPPER.items()}
 
 GPUS = {
     "a100": GPU(
-        312e12, 80 * GB, 300e9, _HDR, {"flash": _AMPERE, "flash_attn": _AMPERE}, linear=200e12, merge=1e12,
+        312e12, 80 * GB, 230e9, _HDR, {"flash": _AMPERE, "flash_attn": _AMPERE}, linear=250e12, merge=1.4e12,
         capability=(8, 0), source="NVIDIA A100 80GB SXM and DGX A100 data sheets",
     ),
     "h100": GPU(
-        989e12, 80 * GB, 450e9, _NDR,
-        _ASSUMED | {"flash": _ASSUMED["flash"] | {128: Rates(357e12, 322e12, True)}},
-        linear=600e12, merge=2e12, capability=(9, 0),
+        989e12, 80 * GB, 360e9, _NDR,
+        _ASSUMED | {"flash": _ASSUMED["flash"] | {128: Rates(357e12, 322e12, _MEASURED)}},
+        linear=670e12, merge=2.5e12, capability=(9, 0),
         source="NVIDIA H100 SXM and DGX H100 data sheets",
     ),
     "h200": GPU(
-        989e12, 141 * GB, 450e9, _NDR, _HOPPER, linear=710e12, merge=3e12, capability=(9, 0),
-        source="NVIDIA H200 SXM and DGX H200 data sheets", linear_is_measured=True,
+        989e12, 141 * GB, 360e9, _NDR, _HOPPER, linear=710e12, merge=3.4e12, capability=(9, 0),
+        source="NVIDIA H200 SXM and DGX H200 data sheets", linear_source=_MEASURED,
     ),
     "b200": GPU(
-        2250e12, 180 * GB, 900e9, _NDR,
+        2250e12, 180 * GB, 680e9, _NDR,
         {
-            "flash": {64: Rates(350e12, 300e12), 128: Rates(400e12, 350e12), 256: Rates(400e12, 300e12)},
-            "flash_attn_4": {64: Rates(800e12, 600e12), 128: Rates(1000e12, 800e12)},
+            "flash": {64: Rates(343e12, 329e12, _PUBLISHED), 128: Rates(345e12, 330e12), 256: Rates(345e12, 300e12)},
+            "flash_attn_4": {
+                64: Rates(840e12, 650e12), 128: Rates(1360e12, 1209e12, _PUBLISHED), 256: Rates(1590e12, 870e12),
+            },
         },
-        linear=1350e12, merge=5e12, capability=(10, 0), source="NVIDIA DGX B200 data sheet",
+        linear=1420e12, merge=5.5e12, capability=(10, 0), source="NVIDIA DGX B200 data sheet",
     ),
 }  # fmt: skip

@@ -393,7 +393,8 @@ def predict_division(
     layer = Layer(division, model, sequence, cluster)
     steps, own = [simulated_step(layer, cost.ways) for cost in costs], max(division.stage_layers(model))
     slow = {stage: mean_of_layers(model, sequence, [one[stage] for one in steps], own) for stage in steps[0]}
-    stage, step = max(slow.items(), key=lambda item: item[1].seconds)
+    stage = max(slow, key=lambda one: slow[one].seconds)
+    step = slow[stage]
     rank_bytes, node_bytes = step_bytes(division, model, sequence, *costs)
     return Prediction(
         step.seconds,

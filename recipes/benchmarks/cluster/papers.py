@@ -8,11 +8,10 @@ an H100.
 from collections.abc import Iterator
 
 from recipes.benchmarks.cluster.cases import METP, METP_ATTENTION, Case, Machines
-from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_3B, GPT_7B
+from recipes.benchmarks.papers.clusters import DIT_1B, ETHERNET, GPT_3B, GPT_7B, NVLINK_OF_A100, NVLINK_OF_H100
 from recipes.benchmarks.report import K
 from recipes.benchmarks.ways import H100
 from wallfacer_dt import ModelShape
-from wallfacer_dt.planning.gpus import GPUS
 
 STRONG, WEAK, LONG, OVERLAP = "figure 9", "figure 10", "figure 7", "table 2"
 """WallFacer's, and Ring Attention's: what hides a hop."""
@@ -42,16 +41,15 @@ def paper_cases() -> Iterator[Case]:
 
 def _dit(nodes: int, per_node: int, tokens: int, figure: str) -> Case:
     """DiT 1B: 24 heads of 64, no mask; nodes of A100s share 100 Gbit/s of Ethernet each."""
-    gpu, rate = GPUS["a100"], _NODE * (_OF_MANY if nodes * per_node > 16 else 1)
-    machines = Machines(nodes, per_node, (rate,) * nodes, inside=rate * gpu.intra / ETHERNET.bandwidth)
-    speed, share = gpu.kernels(DIT_1B.dim).forward, ETHERNET.bandwidth / per_node
-    return _case(machines, DIT_1B, speed, share, tokens, f"{figure}, DiT")
+    rate = _NODE * (_OF_MANY if nodes * per_node > 16 else 1)
+    machines = Machines(nodes, per_node, (rate,) * nodes, inside=rate * NVLINK_OF_A100.bandwidth / ETHERNET.bandwidth)
+    return _case(machines, DIT_1B, 150e12, ETHERNET.bandwidth / per_node, tokens, f"{figure}, DiT")
 
 
 def _gpt(nodes: int, tokens: int, adapter: float, figure: str, model: ModelShape = GPT_7B) -> Case:
     """Causal, 32 heads of 128 or, GPT 3B, 16 of 256; eight H100s a node, an InfiniBand adapter for each."""
     rate = _ADAPTER * (2 * _OF_MANY if nodes > 2 else 1)  # at the DiTs' part a call takes ten seconds
-    machines = Machines(nodes, 8, (rate,) * nodes, has_adapters=True, inside=rate * GPUS["h100"].intra / adapter)
+    machines = Machines(nodes, 8, (rate,) * nodes, has_adapters=True, inside=rate * NVLINK_OF_H100.bandwidth / adapter)
     figure += f", GPT{' 3B' * (model is GPT_3B)}, {adapter * 8e-9:.0f} Gbit/s"
     return _case(machines, model, H100.forward, adapter, tokens, figure)
 

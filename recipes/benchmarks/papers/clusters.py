@@ -10,9 +10,8 @@ from functools import cache
 
 from recipes.benchmarks.report import GIB, K
 from recipes.benchmarks.ways import H100, PUBLISHED, RING, names_of, predicted_ways
-from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
+from wallfacer_dt import Cluster, Kernels, Link, ModelShape, SequenceShape
 from wallfacer_dt.planning import Candidate, Prediction
-from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.predict import attention_cost, predict
 from wallfacer_dt.planning.stack import stack_memory
 
@@ -24,10 +23,12 @@ NAMES = {GPT_3B: "GPT 3B", GPT_7B: "GPT 7B", DIT_1B: "DiT 1B"}
 
 ETHERNET = Link(12.5e9, 30e-6)
 """100 Gbit/s into a node (table 2)."""
-INFINIBAND = GPUS["h100"].cluster(16).inter
+INFINIBAND = Link(400e9, 10e-6)
 """Eight adapters a node (section 4.1), assumed to have 400 Gbit/s each."""
 SLOW_INFINIBAND = Link(200e9, 10e-6)
 """The same with 200 Gbit/s each."""
+NVLINK_OF_A100, NVLINK_OF_H100 = Link(300e9, 5e-6), Link(450e9, 5e-6)
+A100 = Kernels(170e12, 140e12, 200e12, merge=1e12, launch=0.0)  # in round numbers; of heads of 64 it is 150e12
 PRINTED_DIT, PRINTED_GPT = 114.33, 60.71
 """Improvements over the ring in percent: of DiT on 32 A100s at 128K (section 4.3), of GPT on 64 H100s (figure 9)."""
 CHECKPOINT = "attention"
@@ -36,14 +37,12 @@ CHECKPOINT = "attention"
 
 def a100(nodes: int, per_node: int) -> Cluster:
     """Nodes of A100s with 40 GB, NVLink within them and 100 Gbit/s Ethernet between them; hosts are not waited for."""
-    found = GPUS["a100"].cluster(nodes * per_node, per_node)
-    return replace(found, inter=ETHERNET, nics=1, memory=40 * GIB, kernels=replace(found.kernels, launch=0.0))
+    return Cluster(nodes * per_node, per_node, NVLINK_OF_A100, ETHERNET, memory=40 * GIB, kernels=A100)
 
 
 def h100(gpus: int, inter: Link = INFINIBAND, nics: int = 8) -> Cluster:
     """H100s with 80 GB, eight to a node, NVLink within them and InfiniBand between them; likewise."""
-    kernels = replace(H100, launch=0.0)
-    return replace(GPUS["h100"].cluster(gpus), inter=inter, nics=nics, memory=80 * GIB, kernels=kernels)
+    return Cluster(gpus, min(gpus, 8), NVLINK_OF_H100, inter, nics, 80 * GIB, replace(H100, launch=0.0))
 
 
 @dataclass(frozen=True, slots=True)

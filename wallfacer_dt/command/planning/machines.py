@@ -201,7 +201,7 @@ class Machines:
         if gpu is None and (self.kernel or "forward" not in given):
             self._check_kernel(None if "forward" in given else whose.capability, dtype, head_dim)
         known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
-        origins = {"linear": whose.origin_of_linear, "merge": "assumed", "launch": "assumed"}
+        origins = {"linear": whose.linear_source, "merge": "assumed", "launch": "assumed"}
         if kernel == "auto" or kernel in whose.attention:
             known = whose.kernels(head_dim, kernel)
             origins["forward"], origins["backward"] = whose.origins(head_dim, kernel)
@@ -253,8 +253,8 @@ class Machines:
         parts = ("ranks_per_node", "intra", "inter", "intra_latency", "inter_latency", "nics", "memory", "peak_speed")
         replaced = ", ".join(_option(name) for name in parts if getattr(self, name) is not None)
         said = (
-            f"{self.name}: dense peak in 16 bits, memory, NVLink and an adapter for each GPU as in {gpu.source}; "
-            f"latencies of {latencies} are assumed, and that links reach their rates"
+            f"{self.name}: dense peak in 16 bits and memory as in {gpu.source}; NVLink and an adapter for each GPU as "
+            f"others have measured; latencies of {latencies} are assumed"
         ) + f"; replaced by {replaced}" * bool(replaced)
         if self.kernel is None and self.attention_speed is None:
             name, fastest = gpu.fastest(dtype, head_dim)
