@@ -42,7 +42,7 @@ class Run:
         compiled: by torch.compile or XLA; None where it does not apply.
         kernel: of attention.
         inter: bytes per second into a node, over one adapter, where the source has no adapter for each GPU.
-        interleave: stages of a rank, which the planner takes to be one.
+        interleave: stages of a pipeline's rank.
     """
 
     source: str
@@ -65,7 +65,7 @@ class Run:
         if self.inter is not None:
             cluster = replace(cluster, inter=Link(self.inter, INTER_LATENCY), nics=1)
         sequence = SequenceShape(self.tokens, is_causal=True, dtype=torch.bfloat16)
-        plain: dict[str, int | str] = {"feed_forward": "plain", "projections": "plain"}
+        plain: dict[str, int | str] = {"feed_forward": "plain", "projections": "plain", "interleave": self.interleave}
         # Memory takes longest to say.
         with mock.patch("wallfacer_dt.planning.dividing.division_memory", return_value=mock.Mock(peak=0)):
             return divide(model, sequence, cluster, self.sequences, only=plain | self.only, keep=1).prediction.seconds

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, costs_of, divided, layer_of
 from tests.strategies import examples
@@ -51,6 +51,7 @@ def test_divisions_are_all_that_can_be(size: tuple[int, int], sequences: int) ->
     sizes = {(it.pipeline, it.replicas, it.shards, it.context.size, it.tensor) for it in found}
     assert sizes == set(possible(where, sequences))
     assert all(it.microbatches >= it.pipeline for it in found)
+    assert all(it.interleave == 1 or it.pipeline > 1 for it in found)
     assert {it.context.checkpoint for it in found} <= {"none", "attention", "full"}
     for it in found:
         if "metp" in it.context.layers.values():
@@ -197,7 +198,8 @@ def test_experts_are_dealt_out_where_gathering_them_takes_longer(length: int, is
 
 
 @pytest.mark.parametrize(
-    "name", ["tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert", "loss_chunks"]
+    "name",
+    ["tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert", "loss_chunks", "interleave"],
 )
 def test_what_is_no_division_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
@@ -295,34 +297,42 @@ def test_memory_of_a_stage_by_hand() -> None:
     assert chunked.working == most
 
 
-@pytest.mark.parametrize("rounds", [3, 5])
-def test_what_stages_send_each_other_is_there_of_all_microbatches(ranks: Ranks, rounds: int) -> None:
-    """As torch's pipeline has it, on three stages."""
-    told = _Layer(Division(Candidate(1), pipeline=3, microbatches=rounds), MODEL, SEQUENCE)
-    found = ranks(3).run(received_and_in_flight, rounds, told.x)
-    for stage, (received, in_flight) in enumerate(found):
-        assert in_flight == min(3 - stage, rounds)
-        kept_by_layers = in_flight * (stage > 0) * told.x
-        assert _between_stages(told, stage, in_flight) + kept_by_layers == received + in_flight * (stage < 2) * told.x
+@pytest.mark.parametrize(("each", "rounds"), [(1, 3), (1, 5), (2, 3), (2, 6)])
+def test_what_stages_send_each_other_is_there_of_all_microbatches(ranks: Ranks, each: int, rounds: int) -> None:
+    """As torch's pipeline has it, on three ranks, of one stage or two."""
+    told = _Layer(Division(Candidate(1), pipeline=3, microbatches=rounds, interleave=each), MODEL, SEQUENCE)
+    found = ranks(3).run(received_and_in_flight, each, rounds, told.x)
+    for rank, (received, in_flight) in enumerate(found):
+        assert in_flight == told.division.stages_in_flight(rank)
+        # Of those in flight the parts that stages keep which have one before, and those that have one after sent.
+        kept, sent = in_flight * (each - (rank == 0)) / each, in_flight * (each - (rank == 2)) / each
+        between = _between_stages(told, rank, in_flight)
+        assert between == pytest.approx(received + (sent - kept) * told.x, abs=told.x)
 
 
-def received_and_in_flight(rounds: int, nbytes: int) -> tuple[int, int]:
-    """Bytes of tensors that come to a stage in, and how many microbatches it had at most."""
-    rank = dist.get_rank()
-    stage = PipelineStage(nn.Linear(64, 64, bias=False), rank, 3, torch.device("cpu"))
+def received_and_in_flight(each: int, rounds: int, nbytes: int) -> tuple[int, int]:
+    """Bytes of tensors that come to a rank's stages in, and how many microbatches these had at most."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    stages = [PipelineStage(nn.Linear(64, 64, bias=False), rank + 3 * n, 3 * each, device) for n in range(each)]
     alive: list[int] = []
-    forward = stage.forward_one_chunk
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        alive.append(len(stage.fwd_cache))
-        return result
+    def watch(stage: PipelineStage) -> None:
+        forward = stage.forward_one_chunk
 
-    stage.forward_one_chunk = watched
-    schedule = Schedule1F1B(stage, rounds, loss_fn=lambda out, target: (out - target).sum())
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = forward(*args, **kwargs)
+            alive.append(sum(len(one.fwd_cache) for one in stages))
+            return result
+
+        stage.forward_one_chunk = watched
+
+    for stage in stages:
+        watch(stage)
+    of = {"loss_fn": lambda out, target: (out - target).sum()}
+    schedule = Schedule1F1B(stages[0], rounds, **of) if each == 1 else ScheduleInterleaved1F1B(stages, rounds, **of)
     x = torch.zeros(rounds, nbytes // 4 // 64, 64)
     schedule.step(*[x] * (rank == 0), **({"target": x, "losses": []} if rank == 2 else {}))
-    comes = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+    comes = chain.from_iterable([*one.args_recv_info.values(), *one.grad_recv_info.values()] for one in stages)
     return sum(one.buffer.nbytes for infos in comes for one in infos if one.buffer is not None), max(alive)
 
 
@@ -541,14 +551,16 @@ def test_divisors_are_all_numbers_that_divide(number: int) -> None:
 
 @examples(60)
 @given(
-    st.integers(1, 130), st.integers(1, 32), st.integers(0, 4),
+    st.integers(1, 130), st.integers(2, 32), st.integers(1, 3), st.integers(0, 4),
 )  # fmt: skip
-def test_stages_have_the_layers_that_torchtitan_gives_them(layers: int, pipeline: int, less: int) -> None:
+def test_stages_have_the_layers_that_torchtitan_gives_them(layers: int, ranks: int, each: int, less: int) -> None:
     split = pytest.importorskip("torchtitan.distributed.pipeline_parallel")._generate_llm_fqn_per_model_part
-    assume((layers + 1 + less) // pipeline >= max(1, less))  # or it refuses
-    stages = Division(Candidate(1), pipeline=pipeline, last_less=less).stage_layers(replace(MODEL, layers=layers))
-    parts = split(pipeline, layers, 1, less)
-    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [*stages]
+    assume((layers + 1 + less) // (ranks * each) >= max(1, less))  # or it refuses
+    division = Division(Candidate(1), pipeline=ranks, interleave=each, last_less=less)
+    parts = split(ranks * each, layers, 1, less)
+    counts = [sum(name.startswith("layers.") for name in part) for part in parts]
+    assert division.stage_layers(replace(MODEL, layers=layers)) == tuple(counts)
+    assert division.rank_layers(replace(MODEL, layers=layers)) == tuple(sum(counts[r::ranks]) for r in range(ranks))
 
 
 @pytest.mark.parametrize(
@@ -562,8 +574,25 @@ def test_stages_have_the_layers_that_torchtitan_gives_them(layers: int, pipeline
 def test_the_last_stage_has_fewer_layers(layers: int, vocab: int, pipeline: int, stages: tuple[int, ...]) -> None:
     """Of all that it may have fewer the slowest stage is then as quick as can be."""
     model, where = replace(MODEL, layers=layers, vocab=vocab), cluster(pipeline, 1)
-    found = {it for it in divisions(model, SEQUENCE, where, pipeline) if it.pipeline == pipeline}
+    found = {it for it in divisions(model, SEQUENCE, where, pipeline, (1,)) if it.pipeline == pipeline}
     assert {it.stage_layers(model) for it in found} == {stages}
+
+
+def test_ranks_of_a_pipeline_have_one_stage_or_two() -> None:
+    """Or as many as are asked for; where layers are enough, and microbatches go round evenly."""
+    model, where = replace(MODEL, layers=9), cluster(4, 1)
+    by_microbatches: dict[int, set[int]] = {}
+    for it in divisions(model, SEQUENCE, where, 12):
+        if it.pipeline == 4:
+            by_microbatches.setdefault(it.microbatches, set()).add(it.interleave)
+    assert by_microbatches == {4: {1, 2}, 6: {1, 2}, 12: {1, 2}}
+    ten = {it.interleave for it in divisions(model, SEQUENCE, where, 11) if it.pipeline == 4}
+    assert ten == {1}  # of 11 microbatches there are two rounds
+    assert {it.interleave for it in divisions(model, SEQUENCE, where, 12) if it.pipeline == 1} == {1}
+    assert divide(model, SEQUENCE, where, 12, only={"interleave": 4, "pipeline": 2}).chosen.interleave == 4
+    for wrong in (3, 10**9, 0, "2"):
+        with pytest.raises(PlanningError, match="no plan has "):
+            divide(model, SEQUENCE, where, 12, only={"interleave": wrong, "pipeline": 4})
 
 
 def test_there_is_no_stage_without_a_layer() -> None:
@@ -599,7 +628,7 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
     assert_expected_inline(
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
-of 741
+of 1035
 5.728 s, 58.8 GB, fastest: 2% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
 5.754 s, 66.9 GB, +0.5%: waits 19.8 ms longer
@@ -618,7 +647,7 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
     assert_expected_inline(
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
-of 1590
+of 2331
 21.329 s, 69.9 GB, fastest: 0% of the step is waiting
   shards 32: one rank, head-tail, checkpoint attention
 21.374 s, 70.1 GB, +0.2%: waits 35.4 ms longer
@@ -637,7 +666,7 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
     assert_expected_inline(
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
-of 78
+of 96
 16.092 s, 116.1 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
 16.251 s, 123.5 GB, +1.0%: waits 210 ms longer

@@ -15,7 +15,7 @@ from wallfacer_dt.planning import Candidate, PlanningError
 from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.dividing import divide
 from wallfacer_dt.planning.division import Division
-from wallfacer_dt.planning.only import ATTENTION, GROUPS, LAYERS
+from wallfacer_dt.planning.only import ATTENTION, GROUPS, LAYERS, Only
 from wallfacer_dt.planning.predict import attention_costs, predict
 
 
@@ -70,6 +70,13 @@ def test_what_no_plan_has_is_refused_by_name(only: dict[str, Any], message: str)
         with pytest.raises(PlanningError, match="no plan has ") as refused:
             divide(MODEL, SEQUENCE, cluster(8, 4), 4, only=only)
         assert refused.value.about == "only"
+
+
+@pytest.mark.parametrize("value", [True, 2.0, None])
+def test_values_are_ints_or_names(value: object) -> None:
+    for make in (lambda only: plan(MODEL, SEQUENCE, cluster(), only=only), Only.of):
+        with pytest.raises(TypeError, match=f"only: ring must be an int or a str, got {value}"):
+            make({"ring": value})
 
 
 def test_a_text_is_read() -> None:

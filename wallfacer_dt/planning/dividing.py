@@ -42,6 +42,9 @@ MOST_SEQUENCES = 2**20
 LOSS_CHUNKS = 8
 """As torchtitan's models have it by default, for which plans of divided ranks are printed."""
 
+INTERLEAVES = 1, 2
+"""Stages of a pipeline's rank: those of 1F1B, and torchtitan's default of interleaved 1F1B."""
+
 _TRIED = 6  # attentions of a division of each token order, of different meshes or schedules
 
 
@@ -158,7 +161,8 @@ def divide(
     if not model.ffn:
         raise PlanningError("ranks are divided for whole layers, and there is no feed-forward", about="ffn")
     asked = Only.of(only, divides=True)
-    there = list(divisions(model, sequence, cluster, sequences))
+    more = (n for name, n in asked.groups if name == "interleave" and isinstance(n, int) and n > 0)
+    there = list(divisions(model, sequence, cluster, sequences, sorted({*INTERLEAVES, *more})))
     if not there:
         raise PlanningError(
             f"{cluster.ranks} ranks cannot be divided for {sequences} sequences of {sequence.length} tokens",
@@ -185,7 +189,13 @@ def divide(
     return DivisionPlan(model, sequence, cluster, sequences, ranked, by_context, contexts, len(every))
 
 
-def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequences: int) -> Iterator[Division]:
+def divisions(
+    model: ModelShape,
+    sequence: SequenceShape,
+    cluster: Cluster,
+    sequences: int,
+    interleaves: Sequence[int] = INTERLEAVES,
+) -> Iterator[Division]:
     """Every division, with layers of every kind; its context ranks are a ring, which stands for all their attentions.
 
     Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens; a model with
@@ -199,15 +209,16 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
         sequence: one of the step's.
         cluster: whose ranks.
         sequences: of a step.
+        interleaves: how many stages a pipeline's rank may have.
 
     Yields:
         The divisions.
     """
     per_node = min(cluster.ranks, cluster.ranks_per_node)
     for pipeline in _divisors(cluster.ranks):
-        less = _last_less(model, sequence, cluster.kernels, pipeline)
+        ways = _pipelines(model, sequence, cluster.kernels, pipeline, interleaves)
         for tensor in _divisors(cluster.ranks // pipeline):
-            if less is None or not _splits(tensor, per_node, model):
+            if not ways or not _splits(tensor, per_node, model):
                 continue
             for data in _divisors(cluster.ranks // pipeline // tensor):
                 context = cluster.ranks // pipeline // tensor // data
@@ -217,30 +228,28 @@ def divisions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, sequ
                     if replicas > 1 and cluster.ranks // pipeline // replicas % per_node:
                         continue
                     one = Division(
-                        Candidate(context),
-                        tensor,
-                        data // replicas,
-                        replicas,
-                        pipeline,
-                        loss_chunks=LOSS_CHUNKS,
-                        last_less=less,
+                        Candidate(context), tensor, data // replicas, replicas, pipeline, loss_chunks=LOSS_CHUNKS
                     )
                     for expert in _divisors(math.gcd(one.weight_ranks, model.experts) if model.experts else 1):
                         dealt = replace(one, expert=expert)
                         if _shards_experts(dealt, model):
-                            yield from _with_microbatches(dealt, model, cluster, sequences // data)
+                            yield from _with_microbatches(dealt, ways, model, cluster, sequences // data)
 
 
-def _with_microbatches(division: Division, model: ModelShape, cluster: Cluster, each: int) -> Iterator[Division]:
+def _with_microbatches(
+    division: Division, ways: Sequence[dict[str, int]], model: ModelShape, cluster: Cluster, each: int
+) -> Iterator[Division]:
     if not all(group.is_aligned for group in division.groups(cluster).values()):
         return
     for microbatch in _divisors(each):
         microbatches = each // microbatch
         if microbatches < division.pipeline:
             continue
-        for context in with_layers(division.context, model):
+        goes_round = microbatches % max(1, microbatches // division.pipeline) == 0  # as often as it may, evenly
+        staged = [way for way in ways if way["interleave"] == 1 or goes_round]
+        for context, way in product(with_layers(division.context, model), staged):
             if division.tensor == 1 or "metp" not in (context.feed_forward, context.projections):
-                yield replace(division, context=context, microbatch=microbatch, microbatches=microbatches)
+                yield replace(division, context=context, microbatch=microbatch, microbatches=microbatches, **way)
 
 
 def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
@@ -249,21 +258,31 @@ def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
     return per_node % tensor == 0 and not any(n % tensor for n in (model.heads, model.keys, model.ffn))
 
 
-def _last_less(model: ModelShape, sequence: SequenceShape, kernels: Kernels, pipeline: int) -> int | None:
-    """Layers that the last of so many stages has less, so that the slowest stage is as quick as can be; None where a
-    stage has none. By what layers and output projection compute, nothing of it twice.
+def _pipelines(
+    model: ModelShape, sequence: SequenceShape, kernels: Kernels, pipeline: int, interleaves: Iterable[int]
+) -> list[dict[str, int]]:
+    """How many stages a rank has, and layers the last of them less, so that the slowest rank is as quick as can be.
+
+    By what layers and output projection compute, nothing of it twice. Stages that have no layer are left out.
     """
     seen = mean_of_layers(model, sequence, [one.pairs() for _, one in kinds_of_layers(model, sequence)])
     attention = seen / sequence.length * model.heads * model.dim * (4 / kernels.forward + 10 / kernels.backward)
     layer = attention + 6 * (model.attention_weights + model.ffn_products) / kernels.linear
     head = 6 * model.hidden * model.vocab / kernels.linear
-    slowest: dict[int, float] = {}
-    for less in range(1 if pipeline == 1 else model.layers):
-        *others, last = Division(Candidate(1), pipeline=pipeline, last_less=less).stage_layers(model)
-        if min([*others, last]) < 1:
-            break
-        slowest[less] = max(layer * max([0, *others]), layer * last + head)
-    return min(slowest, key=slowest.__getitem__, default=None)
+    ways = []
+    for interleave in interleaves if pipeline > 1 else (1,):
+        if pipeline * interleave > model.layers:
+            continue
+        slowest: dict[int, float] = {}
+        for less in range(model.layers if pipeline > 1 else 1):
+            one = Division(Candidate(1), pipeline=pipeline, interleave=interleave, last_less=less)
+            if min(one.stage_layers(model)) < 1:
+                break
+            *others, last = one.rank_layers(model)
+            slowest[less] = max(layer * max([0, *others]), layer * last + head)
+        if slowest:
+            ways.append({"interleave": interleave, "last_less": min(slowest, key=slowest.__getitem__)})
+    return ways
 
 
 def _shards_experts(division: Division, model: ModelShape) -> bool:
@@ -366,7 +385,7 @@ class _Search:
             one = replace(division, context=replace(attention, **division.context.layers))
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
             costs = _costs(alone, heads, self._taken(division), where, siblings=siblings)
-            spent = mean_spent(heads, self.sequence, costs, max(one.stage_layers(heads)))
+            spent = mean_spent(heads, self.sequence, costs, max(one.rank_layers(heads)))
             self._push(least_step(self.layer(one), *spent), _Choice(one, costs))
 
     def _predict(self, division: Division, costs: tuple[AttentionCost, ...]) -> None:
@@ -403,7 +422,7 @@ class _Search:
         """Attention that has nothing to wait for, whose ranks have equally much to do; under METP its projections."""
         kernels, heads = self.cluster.kernels, division.heads_of(self.model)
         sees = [one.pairs() for _, one in kinds_of_layers(self.model, self.sequence)]
-        seen = mean_of_layers(self.model, self.sequence, sees, max(division.stage_layers(heads)))
+        seen = mean_of_layers(self.model, self.sequence, sees, max(division.rank_layers(heads)))
         pairs = division.microbatch * seen * heads.heads * heads.dim / division.context.size
         forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
         ideal = Spent(forward, forward), Spent(backward, backward)
@@ -506,6 +525,8 @@ def _why(one: RankedDivision, first: RankedDivision, layer_of: Callable[[Divisio
     if waits >= computes:
         bubble = f", a bubble of {one.division.bubble:.0%}" if one.division.pipeline > 1 else ""
         return f"{slower:+.1%}: waits {format_time(waits)} longer{bubble}"
-    computed = [by_kind(layer_of(it.division), it.prediction.compute, it.prediction.stage) for it in (one, first)]
+    computed = [
+        by_kind(layer_of(it.division), it.prediction.compute, it.prediction.pipeline_rank) for it in (one, first)
+    ]
     causes = longer(one.division, first.division, *computed)
     return f"{slower:+.1%}: computes {format_time(computes)} longer ({causes})"

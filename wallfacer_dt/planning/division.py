@@ -27,13 +27,14 @@ class Division:
             context ranks have each their own of, over ``shards``.
         replicas: of these, which have the same weights: above 1 it is HSDP (Zhao et al. 2023, section 3.2.2), or with
             nothing else to share weights, DDP.
-        pipeline: stages, by 1F1B (Narayanan et al. 2021, section 2.2.1).
+        pipeline: ranks that have stages of their own, by 1F1B (Narayanan et al. 2021, section 2.2.1).
         microbatch: sequences that a context group takes at a time.
         microbatches: how many of these it takes in a step.
         expert: ranks among which experts are dealt out, each of whom takes their tokens of all (GShard; Lepikhin et al.
             2020, section 3); FSDP shards its experts over those of the weights' ranks that have the same.
         loss_chunks: parts of a context rank's tokens that go through output projection and loss one after the other,
             forward and backward.
+        interleave: stages of a pipeline's rank: above 1 it is interleaved 1F1B (section 2.2.2).
         last_less: layers that a pipeline's last stage has less, for the output projection, see :meth:`stage_layers`.
     """
 
@@ -46,11 +47,15 @@ class Division:
     microbatches: int = 1
     expert: int = 1
     loss_chunks: int = 1
+    interleave: int = 1
     last_less: int = 0
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) what is none, or has not been put together with METP or with experts."""
-        for name in ("tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert", "loss_chunks"):
+        for name in (
+            "tensor", "shards", "replicas", "pipeline", "microbatch", "microbatches", "expert", "loss_chunks",
+            "interleave",
+        ):  # fmt: skip
             check_length(getattr(self, name), name)
         check_length(self.last_less, "last_less", 0)
         if self.weight_ranks % self.expert:
@@ -86,16 +91,29 @@ class Division:
         """
         if self.pipeline == 1:
             return (model.layers,)
-        own, more = divmod(model.layers + 1 + self.last_less, self.pipeline)
-        first, *others, last = [own + (stage < more) for stage in range(self.pipeline)]
+        stages = self.pipeline * self.interleave
+        own, more = divmod(model.layers + 1 + self.last_less, stages)
+        first, *others, last = [own + (stage < more) for stage in range(stages)]
         return first - 1, *others, last - self.last_less
+
+    def rank_layers(self, model: ModelShape) -> tuple[int, ...]:
+        """Layers of every rank of a pipeline: of its stages, which are as far from each other as there are ranks."""
+        layers = self.stage_layers(model)
+        return tuple(sum(layers[rank :: self.pipeline]) for rank in range(self.pipeline))
+
+    def stages_in_flight(self, rank: int) -> int:
+        """Of how many stages and microbatches a pipeline's rank has activations at most, by torch's schedules."""
+        p, v, m = self.pipeline, self.interleave, self.microbatches
+        if v == 1:
+            return min(p - rank, m)
+        return min((v - 1) * (m // max(1, m // p)) + 2 * (p - 1 - rank) + 1, v * m)
 
     @property
     def bubble(self) -> float:
-        """Idle time of a pipeline of like stages as a part of its work: (p - 1) / m (Narayanan et al. 2021, section
-        2.2.1).
+        """Idle time of a pipeline of like stages as a part of its work, of p ranks with v stages and m microbatches:
+        (p - 1) / (v m) (Narayanan et al. 2021, section 2.2.2).
         """
-        return (self.pipeline - 1) / self.microbatches
+        return (self.pipeline - 1) / (self.interleave * self.microbatches)
 
     @property
     def weight_ranks(self) -> int:
@@ -171,6 +189,7 @@ class Division:
             "context": self.context.size, "tensor": self.tensor,
         }  # fmt: skip
         named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+        named += f", {self.interleave} stages each" * (self.interleave > 1)
         experts = f", experts dealt to {self.expert}" if self.expert > 1 else ""
         many = f", {self.microbatches} microbatches of {self.microbatch}" if self.microbatches > 1 else ""
         return f"{named}{experts}{many}: {self.context}"

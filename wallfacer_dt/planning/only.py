@@ -9,7 +9,7 @@ from wallfacer_dt.planning.cluster import PlanningError
 
 ATTENTION = "ring", "team", "ulysses", "placement", "schedule", "rotate", "rotate_forward", "order"
 LAYERS = "feed_forward", "projections", "checkpoint"
-GROUPS = "context", "tensor", "shards", "replicas", "pipeline", "expert", "microbatch"
+GROUPS = "context", "tensor", "shards", "replicas", "pipeline", "interleave", "expert", "microbatch"
 
 Values = tuple[tuple[str, int | str], ...]
 
@@ -30,14 +30,17 @@ class Only:
 
     @classmethod
     def of(cls, given: Mapping[str, int | str] | None, *, divides: bool = False) -> "Only":
-        """What was asked for; raises ValueError where a name is none of a plan's, of groups where no ranks are divided.
+        """What was asked for; refuse (TypeError, ValueError) other types of values, and names that no plan has, as
+        those of groups where no ranks are divided.
 
         >>> Only.of({"checkpoint": "full", "ring": 8})
         Only(attention=(('ring', 8),), layers=(('checkpoint', 'full'),), groups=())
         """
         kinds = [ATTENTION, LAYERS, GROUPS if divides else ()]
         known = [*kinds[2], *ATTENTION, *LAYERS]
-        for name in given or {}:
+        for name, value in (given or {}).items():
+            if isinstance(value, bool) or not isinstance(value, int | str):
+                raise TypeError(f"only: {name} must be an int or a str, got {value!r}")
             if name not in known:
                 beside = ", which is of divided ranks: say how many sequences" * (name in GROUPS)
                 raise ValueError(f"only must name some of {', '.join(known)}, got {name!r}{beside}")

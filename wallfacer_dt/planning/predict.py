@@ -45,7 +45,7 @@ class Prediction:
             the most of any layer.
         memory: the most bytes a rank holds; 0 before anyone has asked, which takes longest.
         host: seconds in which a rank's device waits for its host to launch attention and METP.
-        stage: of a pipeline the slowest one, of which this is said.
+        pipeline_rank: the slowest of a pipeline, of which this is said.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class Prediction:
     hops: int
     memory: int = 0
     host: float = 0.0
-    stage: int = 0
+    pipeline_rank: int = 0
 
     @property
     def waiting(self) -> str:
@@ -377,7 +377,7 @@ def predict_division(
     """Predict a step, but for its memory, which is :func:`division_memory`'s.
 
     Where some layers alone have a window it is the mean of a step in which none has it and of one in which all have,
-    by how many have: as if a layer of each kind were where any is; of a pipeline's stages in the one that has most
+    by how many have: as if a layer of each kind were where any is; of a pipeline's ranks on the one that has most
     layers, and most of these without, where they are dealt out as evenly as can be.
 
     Args:
@@ -391,10 +391,10 @@ def predict_division(
         The prediction.
     """
     layer = Layer(division, model, sequence, cluster)
-    steps, own = [simulated_step(layer, cost.ways) for cost in costs], max(division.stage_layers(model))
-    slow = {stage: mean_of_layers(model, sequence, [one[stage] for one in steps], own) for stage in steps[0]}
-    stage = max(slow, key=lambda one: slow[one].seconds)
-    step = slow[stage]
+    steps, own = [simulated_step(layer, cost.ways) for cost in costs], max(division.rank_layers(model))
+    slow = {rank: mean_of_layers(model, sequence, [one[rank] for one in steps], own) for rank in steps[0]}
+    slowest = max(slow, key=lambda rank: slow[rank].seconds)
+    step = slow[slowest]
     rank_bytes, node_bytes = step_bytes(division, model, sequence, *costs)
     return Prediction(
         step.seconds,
@@ -405,7 +405,7 @@ def predict_division(
         node_bytes,
         max(cost.hops for cost in costs),
         host=step.hosted,
-        stage=stage,
+        pipeline_rank=slowest,
     )
 
 
@@ -417,7 +417,7 @@ def step_bytes(
     Under METP's attention ``costs`` may be of plain projections: a rank then receives at least what is said of it.
     """
     received = [received_bytes(division.context, cost) for cost in costs]
-    own = max(division.stage_layers(model))
+    own = max(division.rank_layers(model))
     layers = layers_of_stage(model, sequence, own)
     rank_bytes, node_bytes = (
         division.microbatches * sum(map(mul, layers, some)) for some in zip(*received, strict=True)

@@ -118,9 +118,10 @@ def _most(layer: "_Layer") -> StackMemory:
 
 
 def _stage(layer: "_Layer", stage: int) -> StackMemory:
+    """Of a pipeline's rank, which has this stage, or several that are taken to be alike."""
     division, model = layer.division, layer.model
-    layers, has_loss = division.stage_layers(model)[stage], _has_loss(division, model, stage)
-    in_flight = min(division.pipeline - stage, division.microbatches)
+    layers, has_loss = division.rank_layers(model)[stage], _has_loss(division, model, stage)
+    in_flight, each = division.stages_in_flight(stage), division.interleave
     stack = layer.kept * layers
     has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
     before, whole = stack + layer.tokens * has_tokens, _Whole.of(layer, stage)
@@ -131,7 +132,7 @@ def _stage(layer: "_Layer", stage: int) -> StackMemory:
     kept, of_loss = _of_loss(layer, before + layer.norm, whole) if has_loss else (before, [])
     peaks += of_loss
     most, gathered = max(peaks, key=sum)
-    others = (in_flight - 1) * kept + _between_stages(layer, stage, in_flight)
+    others = (in_flight - each) * kept // each + _between_stages(layer, stage, in_flight)
     return StackMemory(*_states(layer, stage), gathered, others + kept, max(0, most - kept))
 
 
@@ -153,10 +154,9 @@ def _of_loss(layer: "_Layer", before: int, whole: "_Whole") -> tuple[int, list[t
 
 def _between_stages(layer: "_Layer", stage: int, in_flight: int) -> int:
     """Bytes of what all microbatches receive, but for what layers keep of it, and of what those in flight gave."""
-    division = layer.division
-    has_before, has_next = stage > 0, stage < division.pipeline - 1
-    received = division.microbatches * (has_before + has_next) - in_flight * has_before
-    return layer.x * (received + in_flight * has_next)
+    division, each = layer.division, layer.division.interleave
+    before, following = each - (stage == 0), each - (stage == division.pipeline - 1)
+    return layer.x * (division.microbatches * (before + following) + in_flight * (following - before) // each)
 
 
 def _states(layer: "_Layer", stage: int) -> tuple[int, int, int]:
@@ -183,7 +183,7 @@ def _norms(model: ModelShape) -> int:
 def rank_weights(division: Division, model: ModelShape, stage: int) -> int:
     """Of all elements of a stage's weights, those that a rank has between steps."""
     context, tensor = division.context, division.tensor
-    layers = division.stage_layers(model)[stage]
+    layers = division.rank_layers(model)[stage]
     split = layers * _shared(context, model) + _ends(division, stage) * model.vocab * model.hidden
     metp = layers * -(-division.metp_weights(model) // division.shards)
     norms = layers * _norms(model) + model.hidden * _has_loss(division, model, stage)
@@ -230,7 +230,7 @@ class _Whole(NamedTuple):
         head = -(-model.vocab * model.hidden // tensor)
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
-            every = division.stage_layers(model)[stage] * own + _ends(division, stage) * head
+            every = division.rank_layers(model)[stage] * own + _ends(division, stage) * head
             most = every * (narrow + wide)
             return cls(most, most, most, most, most + head * narrow, most + head * wide)
         layers, both = (2 + (model.layers > 1)) * own * narrow, (2 * head + own) * narrow

@@ -13,9 +13,10 @@ what a vocabulary needs, there are no weights.
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
 stage lets them: the last, which has the output projection, or the first of those that have most layers. So m
-microbatches take all stages once, and the slowest m - 1 times more: of p like stages a bubble of (p - 1) / m. What is
-sent between stages is waited for. As torchtitan's FSDP does beside a pipeline, weights are gathered once, under the
-first microbatch's forward, and gradients reduced after the last backward.
+microbatches take all stages once, and the slowest m - 1 times more: of p like stages a bubble of (p - 1) / m. Where a
+rank has v stages (section 2.2.2) others wait for one of them: the bubble is (p - 1) / (v m), and of unlike stages about
+as much. What is sent between stages is waited for. As torchtitan's FSDP does beside a pipeline, weights are gathered
+once, under the first microbatch's forward, and gradients reduced after the last backward.
 """
 
 from collections import Counter
@@ -120,7 +121,7 @@ def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> dict[int, Spent
         ways: of attention.
 
     Returns:
-        What it takes; in a pipeline if a stage is the slowest, by those that may be.
+        What it takes; in a pipeline if a rank is the slowest, by those that may be.
     """
     forward, backward = ways
     again = forward if layer.division.context.checkpoint == "full" else None
@@ -133,32 +134,32 @@ def simulated_step(layer: Layer, ways: tuple[OneWay, OneWay]) -> dict[int, Spent
     )
 
 
-def beside_attention(layer: Layer, stage: int = -1) -> dict[str, float]:
-    """What a step computes but for attention, under METP with its projections, on a stage of a pipeline.
+def beside_attention(layer: Layer, rank: int = -1) -> dict[str, float]:
+    """What a step computes but for attention, under METP with its projections, on a rank of a pipeline.
 
     Args:
         layer: what all layers are.
-        stage: which, by default the last.
+        rank: which, by default the last.
 
     Returns:
         Seconds of matrix products, of what is elementwise, of copies, and of the optimizer.
     """
-    division, layers = layer.division, layer.division.stage_layers(layer.model)
-    is_last = stage % division.pipeline == division.pipeline - 1
+    division, layers = layer.division, layer.division.rank_layers(layer.model)
+    is_last = rank % division.pipeline == division.pipeline - 1
     products, elementwise, copies = _vocabulary(layer) if is_last else (0.0, 0.0, 0.0)
     seconds = {"products": products, "elementwise": elementwise, "copies": copies}
     kinds = {ELEMENTWISE: "elementwise", COPIES: "copies"}
     for event in (*layer.forward(()), *layer.backward((), ())):
         if isinstance(event, Compute):
-            seconds[kinds.get(event.what, "products")] += layers[stage] * event.seconds
+            seconds[kinds.get(event.what, "products")] += layers[rank] * event.seconds
     every = {kind: division.microbatches * some for kind, some in seconds.items()}
     copies, update = _once(layer)
     return every | {"copies": every["copies"] + copies, "optimizer": update}
 
 
-def by_kind(layer: Layer, compute: float, stage: int = -1) -> dict[str, float]:
-    """All that a stage computes in a step, of which this is the sum: attention and what is beside it, in seconds."""
-    beside = beside_attention(layer, stage)
+def by_kind(layer: Layer, compute: float, rank: int = -1) -> dict[str, float]:
+    """All that a pipeline's rank computes in a step, of which this is the sum: attention, and what is beside it."""
+    beside = beside_attention(layer, rank)
     return {"attention": compute - sum(beside.values())} | beside
 
 
@@ -197,7 +198,7 @@ _OneLayer = Callable[[Sent], Spent]
 
 
 def _steps(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer) -> dict[int, Spent]:
-    """Of the stages that may be the slowest; without a pipeline of the one there is."""
+    """Of the ranks of a pipeline that may be the slowest; without one of rank 0."""
     division = layer.division
     rounds = division.microbatches
     products, *beside_it = _vocabulary(layer)
@@ -210,22 +211,22 @@ def _steps(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer)
         return {0: rounds * (ends.weights + every + head + waits + ends.gradients) + once}
     # See Note [Pipelines].
     still = forward(Sent())
-    one, last, layers = still + backward(Sent()), division.pipeline - 1, division.stage_layers(layer.model)
-    stages = [own * one + 2 * ends.activations for own in layers]
-    stages[last] += head
+    one, last, layers = still + backward(Sent()), division.pipeline - 1, division.rank_layers(layer.model)
+    ranks = [own * one + 2 * division.interleave * ends.activations for own in layers]
+    ranks[last] += head
     gathered = ends.weights.seconds + sum(
         times * (forward(sent).seconds - still.seconds) for sent, times in beside[0].items()
     )
-    through, around = sum(stage.seconds for stage in stages), Spent(gathered) + ends.gradients + once
+    through, around = sum(rank.seconds for rank in ranks), Spent(gathered) + ends.gradients + once
     return {
-        slowest: rounds * stages[slowest] + Spent(through - stages[slowest].seconds) + around
+        slowest: rounds * ranks[slowest] + Spent((through - ranks[slowest].seconds) / division.interleave) + around
         for slowest in (layers.index(max(layers)), last)
     }
 
 
 def _sent_beside(layer: Layer) -> tuple[Counter[Sent], Counter[Sent]]:
-    """What is sent beside a stage's layers, forward and backward, and beside how many, on one that has most."""
-    layers, has_replicas = max(layer.division.stage_layers(layer.model)), layer.division.replicas > 1
+    """What is sent beside a rank's layers, forward and backward, and beside how many, on one that has most."""
+    layers, has_replicas = max(layer.division.rank_layers(layer.model)), layer.division.replicas > 1
     if layer.division.weight_ranks == 1 and not has_replicas:
         return (Counter({Sent(): layers}),) * 2
     return sent_beside(layers, has_vocabulary=layer.vocabulary > 0, has_replicas=has_replicas)
@@ -255,20 +256,20 @@ def _vocabulary(layer: Layer) -> tuple[float, float, float]:
 
 
 def _once(layer: Layer) -> tuple[float, float]:
-    """Seconds of copies that a step needs once, and of clipping and the optimizer, on the stage where it is most.
+    """Seconds of copies that a step needs once, and of clipping and the optimizer, on the rank where it is most.
 
     What is copied for each microbatch the layers have themselves.
     """
-    layers, last = layer.division.stage_layers(layer.model), layer.division.pipeline - 1
-    return max((_once_of(layer, stage) for stage in {0, layers.index(max(layers)), last}), key=sum)
+    layers, last = layer.division.rank_layers(layer.model), layer.division.pipeline - 1
+    return max((_once_of(layer, rank) for rank in {0, layers.index(max(layers)), last}), key=sum)
 
 
-def _once_of(layer: Layer, stage: int) -> tuple[float, float]:
+def _once_of(layer: Layer, rank: int) -> tuple[float, float]:
     division, dtype, rounds = layer.division, layer.sequence.dtype, layer.division.microbatches
     if not layer.model.ffn:
         return 0.0, 0.0
-    mine = rank_weights(division, layer.model, stage)
-    layers = division.stage_layers(layer.model)[stage]
+    mine = rank_weights(division, layer.model, rank)
+    layers = division.rank_layers(layer.model)[rank]
     # Of gradients that are not FSDP's each is added to that of the microbatch before.
     unshared = layers * division.metp_weights(layer.model) * (division.data == 1)
     copied = 3 * (rounds - 1) * dtype.itemsize * (mine if division.weight_ranks == 1 else unshared)
@@ -276,7 +277,7 @@ def _once_of(layer: Layer, stage: int) -> tuple[float, float]:
         each = copied_out(dtype) + added_up(dtype, rounds)
         # What is more than that of an element is as without a pipeline, but that weights come once.
         more = sum(layer.copied(way) - way(dtype) * sum(layer.weights) for way in (copied_out, copied_in))
-        has_end = stage in (0, division.pipeline - 1)
+        has_end = rank in (0, division.pipeline - 1)
         copied += layers * (each * sum(layer.weights) + more) + each * layer.vocabulary * has_end
     merge = layer.cluster.kernels.merge
     return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
@@ -330,7 +331,7 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
 
 
 def _ends(layer: Layer) -> _Ends:
-    layers, sending = max(layer.division.stage_layers(layer.model)), _sending(layer)
+    layers, sending = max(layer.division.rank_layers(layer.model)), _sending(layer)
     before, after = sent_around(layers, has_vocabulary=layer.vocabulary > 0)
     if layer.division.pipeline > 1:
         # Gradients of every group of weights, one after the other.

@@ -142,7 +142,8 @@ def _costs(best: Sequence[RankedDivision], figures: Figures) -> Table:
     for number, one in enumerate(best, 1):
         it, p, mfu = one.division, one.prediction, figures.mfu(one)
         experts = [it.expert] * deals_experts
-        sizes = map(str, (it.replicas, it.shards, it.context.size, it.tensor, it.pipeline, *experts))
+        pipeline = f"{it.pipeline}" + f" x {it.interleave}" * (it.interleave > 1)
+        sizes = map(str, (it.replicas, it.shards, it.context.size, it.tensor, pipeline, *experts))
         shares = [] if mfu is None else [f"{mfu:.1%}"]
         bubble = f"{it.bubble:.0%}" if it.pipeline > 1 else "-"
         times = [format_time(p.seconds), f"{figures.rate(one):.0f}", *shares, f"{p.exposed / p.seconds:.0%}"]

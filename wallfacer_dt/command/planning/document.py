@@ -34,7 +34,8 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
                     was measured first, fastest first, as many as --top
           candidate     ring, team, ulysses, placement, schedule, rotate, rotate_forward, order, feed_forward,
                         projections, checkpoint
-          prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory, host
+          prediction    seconds, compute, exposed, overlapped, rank_bytes, node_bytes, hops, memory, host,
+                        pipeline_rank (of divided ranks, the slowest of a pipeline)
         dropped[]   likewise: what was found not to fit, smallest first
         code        of the first, as text
         figures     of the first: tokens_per_second, mfu (or null), flops of the model in a step, peak of a rank (or
@@ -63,8 +64,9 @@ def divided_as_json(plan: DivisionPlan, figures: Figures) -> str:
         sequences   of a step, over all ranks
         considered  how many divisions there were to choose from
         ranked[]    why; what fits, fastest first
-          division    tensor, shards, replicas, pipeline, microbatch (sequences that a context group takes at a time),
-                      microbatches (how many of these in a step), expert, context (a candidate)
+          division    tensor, shards, replicas, pipeline, interleave (stages of a rank), last_less (layers that the last
+                      stage has less), microbatch (sequences that a context group takes at a time), microbatches (how
+                      many of these in a step), loss_chunks, expert, context (a candidate)
           prediction  as in a plan
         by_context[]  likewise: the fastest for every number of context ranks of which something fits
         contexts[]    all numbers of context ranks

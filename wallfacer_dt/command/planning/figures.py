@@ -56,7 +56,7 @@ class Figures:
             division = Division(plan.chosen, microbatch=step.batch)
         taken = replace(step, batch=division.microbatch)
         prediction = plan.prediction
-        time = by_kind(Layer(division, plan.model, taken, plan.cluster), prediction.compute, prediction.stage)
+        time = by_kind(Layer(division, plan.model, taken, plan.cluster), prediction.compute, prediction.pipeline_rank)
         waits = prediction.exposed - prediction.host
         time |= {"transfers": waits * (waits > 1e-9 * prediction.seconds), "host": prediction.host}  # or rounding
         return cls(
@@ -91,7 +91,7 @@ _ALL_SHARE = (
     "data, tensor, pipeline and expert parallelism: all ranks are taken to share each sequence; see --sequences"
 )
 _NOT_DIVIDED = (
-    "of divisions: tensor parallelism of models with experts, other pipeline schedules than 1F1B, "
+    "of divisions: tensor parallelism of models with experts, other pipeline schedules than 1F1B, interleaved or not, "
     "asynchronous tensor parallelism, METP beside tensor parallelism"
 )
 

@@ -44,6 +44,11 @@ def flags_of(plan: DivisionPlan) -> str:
         parallelism |= {"expert_parallel_degree": it.expert}
     if it.pipeline > 1:
         parallelism |= {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": it.microbatch}
+        if it.interleave > 1:
+            parallelism["pipeline_parallel_schedule"] = "Interleaved1F1B"
+        if it.interleave > 2:
+            stages = it.pipeline * it.interleave
+            parallelism["pipeline_parallel_layers_per_stage"] = -(-(plan.model.layers + 1 + it.last_less) // stages)
         less = {"first": 1, "last": it.last_less}  # see Division.stage_layers
         parallelism |= {f"pipeline_parallel_{end}_stage_less_layers": layers for end, layers in less.items()}
     # Of a pipeline all microbatches are one batch; otherwise gradients of one after the other are added up.
@@ -59,6 +64,10 @@ def flags_of(plan: DivisionPlan) -> str:
 
 def _notes(plan: DivisionPlan) -> Iterator[str]:
     it, context = plan.chosen, plan.chosen.context
+    spread = plan.model.layers + 1 + it.last_less
+    stages = it.pipeline * it.interleave
+    if it.interleave > 2 and -(-spread // -(-spread // stages)) != stages:
+        yield f"torchtitan cannot have {it.interleave} stages a rank of so many layers"
     if context.feed_forward == "metp":
         yield "METP's feed-forward is not the recipe's: apply wallfacer_dt.METPParallel"
     if context.projections == "metp":
