@@ -231,23 +231,31 @@ def test_flags_are_torchtitans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages"), [(2, 2), (32, 2), (32, 4), (32, 8), (32, 32), (80, 8), (80, 16), (126, 6)]
-)
-def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, stages: int) -> None:
-    """Whose defaults count the embedding and the output projection as a layer each."""
+    ("layers", "ranks", "each", "less"),
+    [
+        (2, 2, 1, 0), (32, 2, 1, 0), (32, 4, 1, 2), (32, 8, 1, 0), (32, 32, 1, 0), (80, 8, 1, 1), (80, 16, 1, 0),
+        (126, 6, 1, 0), (126, 16, 1, 0), (32, 4, 2, 0), (36, 4, 2, 1), (126, 8, 2, 1), (126, 8, 4, 0), (126, 9, 7, 0),
+    ],
+)  # fmt: skip
+def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, ranks: int, each: int, less: int) -> None:
+    """By its flags, which say how many layers the ends count for, and of more than two stages a rank their layers."""
     pytest.importorskip("torchtitan", reason="the extra `torchtitan` is not installed")
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _get_pipeline_metadata
 
     from recipes.torchtitan.settings import ContextParallelism
 
-    division = Division(Candidate(1), pipeline=stages, microbatches=stages)
+    division = Division(Candidate(1), pipeline=ranks, microbatches=ranks, interleave=each, last_less=less)
     model = replace(MODEL, layers=layers)
     flags = flags_of(replace(SMALL, model=model, ranked=(ranked(division, 1.0, ""),)))
     found = dict(re.findall(r"--parallelism\.(pipeline_\S+) (\S+)", flags))
     settings = ContextParallelism(**{name: int(value) if value.isdigit() else value for name, value in found.items()})
     titans = SimpleNamespace(layers=range(layers))
-    parts = _generate_llm_fqn_per_model_part(*_get_pipeline_metadata(SimpleNamespace(pp=stages), settings, titans))
-    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [layers // stages] * stages
+    if "# torchtitan cannot have" in flags:
+        with pytest.raises(ValueError, match="must be divisible by"):
+            _get_pipeline_metadata(SimpleNamespace(pp=ranks), settings, titans)
+        return
+    parts = _generate_llm_fqn_per_model_part(*_get_pipeline_metadata(SimpleNamespace(pp=ranks), settings, titans))
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [*division.stage_layers(model)]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +280,10 @@ def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, sta
             "torchtitan trains in bfloat16 or float32, not in float16",
         ),
         (Division(Candidate(4, 1, 4, order="head_tail")), {}, "the recipe places ranks ulysses in node, this"),
+        (
+            Division(Candidate(1), pipeline=9, interleave=7), {"model": replace(MODEL, layers=126)},
+            "torchtitan cannot have 7 stages a rank of so many layers",
+        ),
     ],
 )  # fmt: skip
 def test_what_flags_cannot_say_is_said(division: Division, changes: dict, note: str) -> None:
