@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
@@ -539,6 +539,9 @@ def test_a_pipeline_by_hand() -> None:
     st.integers(2, 6), st.sampled_from([1, 1, 2, 3]), st.integers(2, 36), st.integers(0, 3), st.integers(0, 20),
     st.sampled_from([0, 100, 3000]),
 )  # fmt: skip
+@example(pipeline=4, interleave=2, layers=16, less=0, more=4, vocab=0)
+@example(pipeline=3, interleave=3, layers=18, less=0, more=0, vocab=0)
+@example(pipeline=4, interleave=1, layers=8, less=0, more=2, vocab=0)
 def test_a_pipeline_takes_what_its_schedule_does(
     pipeline: int, interleave: int, layers: int, less: int, more: int, vocab: int
 ) -> None:
