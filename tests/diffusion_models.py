@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import MESHES, RANKS, Outcome, errors_of, gradients, verdict
+from tests.models import MESHES, RANKS, Outcome, add_up, errors_of, gradients, verdict
 from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -665,10 +665,8 @@ def try_model(name: str, keys: list[Key]) -> Outcomes:
 def averaged(model: nn.Module) -> dict[str, Tensor]:
     """Gradients, averaged over ranks; and the model's are gone."""
     grads = gradients(model)
-    for grad in grads.values():
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
-    return grads
+    add_up(grads.values())
+    return {name: grad / dist.get_world_size() for name, grad in grads.items()}
 
 
 def compared(model: nn.Module, inputs: dict[str, Any], loss: Tensor, expected: dict[str, Tensor]) -> Outcome:

@@ -518,7 +518,7 @@ class Late(NamedTuple):
     """What ranks wait for in vain."""
 
     first: bool
-    seconds: int = 6
+    seconds: int = 4
 
 
 def one_does_not_come(late: Late) -> str:

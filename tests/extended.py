@@ -47,6 +47,7 @@ if __name__ == "__main__":
     print(wallfacer_dt.__file__)
     pool = RankPool(RING * TEAM, threads=True)
     try:
-        print(max(pool.run(error, *map(ast.literal_eval, sys.argv[1:]))))
+        for options, said in ast.literal_eval(sys.argv[1]):
+            print(max(pool.run(error, options, said)))
     finally:
         pool.close()

@@ -243,6 +243,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def add_up(parts: Iterable[Tensor]) -> None:
+    """In place, over ranks: all of a dtype at once, since a collective costs more than such tensors do."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for part in parts:
+        by_dtype.setdefault(part.dtype, []).append(part.detach())
+    for alike in by_dtype.values():
+        flat = torch.cat([part.flatten() for part in alike])
+        dist.all_reduce(flat)
+        for part, total in zip(alike, flat.split([part.numel() for part in alike]), strict=True):
+            part.copy_(total.view(part.shape))
+
+
 def try_model(name: str, keys: list[Key], dropped: str = "") -> Outcomes:
     """On every rank: a model on meshes, beside one process. Something may be dropped of attention's options."""
     from wallfacer_dt.integrations.transformers import attend, context_parallel
@@ -297,8 +309,7 @@ def _compared(
     found = summed(model(**plain).logits, mine) / count
     found.backward()
     grads = gradients(model)
-    for part in (found := found.detach(), *grads.values()):
-        dist.all_reduce(part)
+    add_up([found := found.detach(), *grads.values()])
     errors = errors_of(grads, expected)
     worst = max(errors, key=lambda name: errors[name])
     own = own_loss(model, batch)

@@ -20,8 +20,8 @@ if torch.version.cuda is None:
     import torch.export._trace
 
     torch._dynamo.list_backends()
-    # For models of other packages, of those that are installed.
-    for name in "transformers.trainer", "diffusers.models.modeling_utils":
+    # For models of other packages, digits and pictures, of those that are installed.
+    for name in "transformers.trainer", "diffusers.models.modeling_utils", "sklearn.datasets", "matplotlib.figure":
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
 

@@ -10,9 +10,17 @@ from tests.cases import BLOCK_MASKS, MASK_MODS, Case
 PLACEMENTS = ["team_in_node", "ring_in_node", "ulysses_in_node"]
 
 
-def examples(number: int) -> settings:
-    """Of a property as many examples as this, where others have 100: `make test` tries 40% of them."""
-    return settings(max_examples=-(-number * settings.default.max_examples // 100))
+def examples(number: int, today: int | None = None) -> settings:
+    """Of a property as many examples as this, where others have 100: `make test` tries 40% of them.
+
+    Args:
+        number: of `make test-all`, of the mutants, and of random runs, in percent.
+        today: that of `make test`, where it is another.
+    """
+    every = settings.default.max_examples
+    if today is not None and every < 100:
+        number = today
+    return settings(max_examples=-(-number * every // 100))
 
 
 def meshes(size: int) -> list[tuple[int, int]]:

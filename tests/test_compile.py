@@ -411,14 +411,20 @@ def refused_dtensors(dynamic: bool | None, **asked: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
-    ("asked", "text"),
-    [
-        ({"length": 11}, "DTensors know their length: leave length=11 out"),
-        ({"is_causal": True}, "called with is_causal=True, the style was given is_causal=False"),
-        ({"document_ids": torch.zeros(5, dtype=torch.int64)}, "must be told in which order tokens were dealt out"),
-    ],
+    ("asked", "text", "dynamic"),
+    tiers(
+        [
+            (asked, text, dynamic)
+            for asked, text in (
+                ({"length": 11}, "DTensors know their length: leave length=11 out"),
+                ({"is_causal": True}, "called with is_causal=True, the style was given is_causal=False"),
+                ({"document_ids": torch.zeros(5, dtype=torch.int64)}, "must be told in which order tokens were dealt"),
+            )
+            for dynamic in (None, True)
+        ],
+        strength=1,
+    ),
 )
 def test_what_one_rank_refuses_of_dtensors_in_a_graph_all_refuse(
     ranks: Ranks, asked: dict[str, Any], text: str, dynamic: bool | None

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -51,11 +51,12 @@ from tests.machines import needs_network
 from wallfacer_dt import Cluster, Kernels, Link
 from wallfacer_dt.collectives import functional
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, How, Need
-from wallfacer_dt.kernels.registry import select_kernel
+from wallfacer_dt.kernels.registry import check_kernel, select_kernel
 from wallfacer_dt.planning.attention import Costs, programs_of
 from wallfacer_dt.planning.predict import attention_cost
 from wallfacer_dt.planning.programs import attended
 from wallfacer_dt.reading import FileError
+from wallfacer_dt.testing import RankPool
 
 MACHINES = Machines(2, 4, (50.0, 25.0), inside=100.0)
 CASE = Case(MACHINES, 16, 4, "causal", 1.0)
@@ -217,20 +218,16 @@ def test_clocked_kernel_counts_what_a_mask_shows(clocked: list[float]) -> None:
     assert clocked == [Costs(device.DEVICE.kernels, 1, 4, 4, 16, DTYPE, backward=False).of(((32, 8, 8),))]
 
 
+@pytest.mark.ranks
 def test_clocked_kernel_is_not_there_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     device.register()
     monkeypatch.setattr(device.DEVICE, "kernels", None)
     with pytest.raises(ValueError, match="it is for benchmarks of the emulated cluster"):
         select_kernel(device.KERNEL, Need("cpu", DTYPE, 16, 16))
-    # Where nobody has registered it, the name is unknown.
-    program = (
-        "import recipes.benchmarks.cluster.device as device\n"
-        "from wallfacer_dt.kernels.registry import check_kernel\n"
-        "check_kernel(device.KERNEL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
-    assert done.returncode == 1
-    assert "ValueError: kernel must be one of" in done.stderr
+    # Where nobody has registered it, as in a process of its own, the name is unknown.
+    pool = RankPool(1)
+    with closing(pool), pytest.raises(RuntimeError, match="ValueError: kernel must be one of"):
+        pool.run(check_kernel, device.KERNEL)
 
 
 def measured(seconds: float, team: int = 1, predicted: float = 1.0) -> Measured:

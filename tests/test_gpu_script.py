@@ -124,20 +124,32 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", few(["cut off", "SIGTERM", "SIGHUP"], {"cut off"}))
 def test_that_what_is_cut_off_ends_with_all_that_it_started(how: str, tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW.format(out=str(tmp_path), seconds=20 if how == "cut off" else 500))
+    # Importing torch is a part of the time: it is longer where nothing has come of it.
+    for seconds in (10, 60) if how == "cut off" else (500,):
+        (folder := tmp_path / str(seconds)).mkdir()
+        if ends_with_all_that_it_started(how, folder, seconds):
+            return
+    pytest.fail(f"nothing was started within {seconds} s")
+
+
+def ends_with_all_that_it_started(how: str, tmp_path: Path, seconds: int) -> bool:
+    """Whether it started something; if it did, that has ended."""
+    (tmp_path / "slow.py").write_text(SLOW.format(out=str(tmp_path), seconds=seconds))
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     command = [sys.executable, "-m", "slow", "--device", "cpu", "--out", str(tmp_path)]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL)
-    child, end = tmp_path / "child", time.monotonic() + 60
+    child, end = tmp_path / "child", time.monotonic() + 120
     try:
         while not (child.exists() and child.read_text()) and process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
         if how != "cut off":
             process.send_signal(signal.Signals[how])
-        assert process.wait(60) == (1 if how == "cut off" else 143)
+        assert process.wait(120) == (1 if how == "cut off" else 143)
     finally:
         process.kill()
         process.wait()
+    if not child.exists():
+        return False
     pid = int(child.read_text())
     try:
         while _is_running(pid) and time.monotonic() < end:
@@ -149,8 +161,9 @@ def test_that_what_is_cut_off_ends_with_all_that_it_started(how: str, tmp_path: 
     if how == "cut off":
         *_, first, second, third = map(json.loads, (tmp_path / "slow.jsonl").read_text().splitlines())
         assert first == {"stage": "slow", "case": "quick"}
-        assert second["error"] == "cut off after 20 s; what would follow was not run"
+        assert second["error"] == f"cut off after {seconds} s; what would follow was not run"
         assert third["error"] == "not run, for want of time"
+    return True
 
 
 def _is_running(pid: int) -> bool:

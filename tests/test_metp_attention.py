@@ -68,7 +68,7 @@ def cases(draw: st.DrawFn, ring: int, team: int, *, paired: bool, ring_alone: bo
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@examples(30)
+@examples(30, today=20)
 @given(data=st.data())
 def test_float64_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataObject) -> None:
     check(threads, data.draw(blocks(size)))

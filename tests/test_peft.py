@@ -14,7 +14,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 import peft
 
-from tests.models import MODELS, tokens_of
+from tests.models import MODELS, add_up, tokens_of
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -49,8 +49,7 @@ def tried() -> list[float]:
     expected = gradients(peft.LoraConfig(**LORA), {"input_ids": tokens, "labels": labels})
     for turn in ("before", "after"):
         found = gradients(peft.LoraConfig(**LORA), batch, **{turn: lambda x: context_parallel(x, mesh, order=order)})
-        for x in found.values():
-            dist.all_reduce(x)
+        add_up(found.values())
         errors.append(worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest"))
     for text, config in REFUSED.items():
         with pytest.raises((ValueError, AttributeError), match=text):
@@ -89,8 +88,8 @@ def copied(options: dict[str, Any]) -> list[float]:
     expected = trained(adapted(MODELS["Llama"].made(), options), plain)
 
     def compare(found: dict[str, Any], sharded: bool) -> None:
-        for x in found.values() if sharded else ():
-            dist.all_reduce(x)
+        if sharded:
+            add_up(found.values())
         errors.append(worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest"))
 
     for is_before in (True, False):

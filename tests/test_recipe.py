@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -327,6 +327,22 @@ def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
     check_demo(tmp_path, done.stdout)
 
 
+COMMON = [*SMALL, "--steps", "3", "--batch", "2", "--text", __file__]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run of one process with these options."""
+
+    @cache
+    def folder(*options: str) -> Path:
+        made = tmp_path_factory.mktemp("alone")
+        assert ranks(1).run(recipe_on_rank, [*COMMON, *options, "--out", str(made)]) == [0]
+        return made
+
+    return folder
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("size", "options"),
@@ -341,14 +357,14 @@ def test_the_demo_on_a_text_of_ones_own(tmp_path: Path, head: str) -> None:
         (4, ["--ulysses", "2", "--data-parallel", "2", "--batch", "1", "--ffn", "metp"]),
     ],
 )
-def test_ranks_train_as_one_process(ranks: Ranks, tmp_path: Path, size: int, options: list[str]) -> None:
+def test_ranks_train_as_one_process(
+    ranks: Ranks, alone: Callable[..., Path], tmp_path: Path, size: int, options: list[str]
+) -> None:
     same = options[options.index("--sequence") :] if "--sequence" in options else []
     if "--tied" in options:
         same = ["--tied"]
-    common = [*SMALL, "--steps", "3", "--batch", "2", "--text", __file__]
-    assert ranks(1).run(recipe_on_rank, [*common, *same, "--out", str(tmp_path / "alone")]) == [0]
-    assert ranks(size).run(recipe_on_rank, [*common, *options, "--out", str(tmp_path)]) == [0] * size
-    check_alike(tmp_path)
+    assert ranks(size).run(recipe_on_rank, [*COMMON, *options, "--out", str(tmp_path)]) == [0] * size
+    check_alike(tmp_path, alone(*same))
 
 
 @pytest.mark.whole
@@ -361,12 +377,12 @@ def test_the_long_form_is_the_run_of_one_process(ranks: Ranks, tmp_path: Path) -
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = recipe(*common, "--team", "2", "--ffn", "metp", "--out", str(tmp_path), launcher=launcher)
     assert done.returncode == 0, done.stderr
-    check_alike(tmp_path)
+    check_alike(tmp_path, tmp_path / "alone")
 
 
-def check_alike(folder: Path) -> None:
-    """The run in a folder is that in its folder "alone", and received what the formula says."""
-    record, alone = (json.loads((path / "run.json").read_text())["run"] for path in (folder, folder / "alone"))
+def check_alike(folder: Path, of_one: Path) -> None:
+    """The run in a folder is that of one process in another, and received what the formula says."""
+    record, alone = (json.loads((path / "run.json").read_text())["run"] for path in (folder, of_one))
     assert worst_error([(record["losses"], alone["losses"])]) <= 1e-6
     assert worst_error([(record["grad_norms"], alone["grad_norms"])], relative_to="each") <= 1e-5
     for direction in ("forward", "backward"):

@@ -312,7 +312,7 @@ def test_names_are_those_of_the_schedules() -> None:
     assert list(get_args(ScheduleName)) == list(SCHEDULES)
 
 
-@examples(250)
+@examples(250, today=150)
 @given(drawn())
 def test_what_is_sent_is_expected_and_every_pair_is_computed_once(chosen: Drawn) -> None:
     assert_complete(chosen)
@@ -349,7 +349,7 @@ def test_ranks_that_exchange_heads_have_one_schedule(chosen: Drawn) -> None:
     assert [*map(str, first.values())] == [*map(str, last.values())]
 
 
-@examples(150)
+@examples(150, today=75)
 @given(drawn())
 def test_what_is_put_together_is_in_order_and_comes_apart_again(chosen: Drawn) -> None:
     """The rows of a team, against the positions that segments count by."""
@@ -387,7 +387,7 @@ def distances(schedules: dict[int, Schedule], team: int) -> list[int]:
     return [come[block] for block in sorted(come)][1:]
 
 
-@examples(250)
+@examples(250, today=150)
 @given(drawn(largest=24).filter(lambda chosen: not (chosen.published and chosen.case.team > 1)))
 def test_hops_are_those_that_somebody_needs(chosen: Drawn) -> None:
     case, mask = chosen.case, planned(chosen.case)
@@ -476,7 +476,7 @@ def balanced(draw: st.DrawFn) -> Drawn:
     return Drawn(case, resident, backward)
 
 
-@examples(250)
+@examples(250, today=125)
 @given(st.one_of(drawn(), balanced()))
 def test_transfers_are_waited_for_once_and_hide_behind_work(chosen: Drawn) -> None:
     case = chosen.case

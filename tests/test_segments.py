@@ -429,7 +429,7 @@ def causal_area(rows: list[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=() if size <= 24 or size == 36 else pytest.mark.whole) for size in range(1, 65)]
+    "size", [pytest.param(size, marks=() if size <= 16 or size == 24 else pytest.mark.whole) for size in range(1, 65)]
 )
 def test_head_tail_is_the_same_work_on_every_rank(size: int) -> None:
     length = 4 * size

@@ -5,6 +5,7 @@ import inspect
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import product
 from typing import Any, get_type_hints
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import mesh_of, told
+from tests.pairwise import tiers
 from wallfacer_dt import (
     RingParallel,
     TokenOrder,
@@ -137,15 +139,17 @@ def ring(one_axis: bool, layout: str) -> tuple[float, float, float]:
     return errors(model, mesh, "contiguous", layout)
 
 
-@pytest.mark.parametrize("layout", ["BLNH", "BNLH"])
+ON_MESHES: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((2, 2), {"order": "head_tail"}),
+    ((2, 2), {"schedule": "published", "order": "head_tail"}),
+    ((4, 2), {"rotate": "q"}),
+    ((1, 4), {"kernel": "reference", "order": "head_tail"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ((2, 2), {"order": "head_tail"}),
-        ((2, 2), {"schedule": "published", "order": "head_tail"}),
-        ((4, 2), {"rotate": "q"}),
-        ((1, 4), {"kernel": "reference", "order": "head_tail"}),
-    ],
+    ("mesh", "options", "layout"),
+    tiers([(*on, layout) for on in ON_MESHES for layout in ("BLNH", "BNLH")], strength=1),
 )
 def test_wallfacer_in_a_model(ranks: Ranks, mesh: tuple[int, int], options: dict, layout: str) -> None:
     for found in ranks(mesh[0] * mesh[1]).run(wallfacer, *mesh, options, layout):
@@ -169,8 +173,7 @@ def hybrid(layout: str) -> tuple[float, float, float]:
     return errors(model, mesh, "contiguous", layout)
 
 
-@pytest.mark.parametrize("layout", ["BLNH", "BNLH"])
-@pytest.mark.parametrize("one_axis", [True, False])
+@pytest.mark.parametrize(("one_axis", "layout"), tiers(product([True, False], ["BLNH", "BNLH"]), strength=1))
 def test_ulysses_in_a_model(ranks: Ranks, one_axis: bool, layout: str) -> None:
     for found in ranks(2).run(ulysses, one_axis, layout):
         assert max(found) < 1e-10
@@ -181,8 +184,7 @@ def test_the_hybrid_in_a_model(ranks: Ranks) -> None:
         assert max(found) < 1e-10
 
 
-@pytest.mark.parametrize("layout", ["BLNH", "BNLH"])
-@pytest.mark.parametrize("one_axis", [True, False])
+@pytest.mark.parametrize(("one_axis", "layout"), tiers(product([True, False], ["BLNH", "BNLH"]), strength=1))
 def test_ring_in_a_model(ranks: Ranks, one_axis: bool, layout: str) -> None:
     for found in ranks(4).run(ring, one_axis, layout):
         assert max(found) < 1e-10

@@ -391,7 +391,7 @@ wait #13""",
     )
 
 
-@examples(60)
+@examples(60, today=30)
 @given(st.sampled_from(ulysses_meshes(8) + ulysses_meshes(6)), st.integers(1, 9), st.integers(1, 2), st.data())
 def test_planner_and_explain_have_the_order_of_calls(
     mesh: tuple[int, int, int], kv_heads: int, share: int, data: st.DataObject

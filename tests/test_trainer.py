@@ -163,7 +163,7 @@ def trained(name: str, groups: int, order: str, evaluates_first: bool) -> tuple[
     ("name", "groups", "order", "evaluates_first"),
     [
         ("Mistral", 1, "head_tail", False),
-        ("Mistral", 1, "head_tail", True),
+        pytest.param("Mistral", 1, "head_tail", True, marks=pytest.mark.whole),
         ("Mistral", 2, "head_tail", True),
         ("Mistral", 2, "document_head_tail", False),
         ("ESM-2", 2, "head_tail", False),

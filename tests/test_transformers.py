@@ -72,6 +72,7 @@ from tests.models import (
     RANKS,
     Key,
     Outcomes,
+    add_up,
     document,
     errors_of,
     gradients,
@@ -508,8 +509,7 @@ def heads_around() -> tuple[dict[str, str], float]:
     rows, here = (batch["position_ids"] == last[:, None]).nonzero(as_tuple=True)
     loss = F.cross_entropy(classifier.score(hidden[rows, here]), labels[rows], reduction="sum") / len(labels)
     loss.backward()
-    for p in classifier.parameters():
-        dist.all_reduce(p.grad)
+    add_up([p.grad for p in classifier.parameters()])
     pairs = {name: (p.grad, expected[name]) for name, p in classifier.named_parameters()}
     return said, worst_error(pairs, relative_to="largest")
 
@@ -606,8 +606,7 @@ def summed_gradients(model: Any, **batch: Any) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(**batch).loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    for x in found.values():
-        dist.all_reduce(x)
+    add_up(found.values())
     return found
 
 
@@ -629,8 +628,7 @@ def two_models() -> list[float]:
         runs.append((model, model(**batch).loss))
     for model, loss in reversed(runs):
         loss.backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
+        add_up([p.grad for p in model.parameters()])
         errors.append(
             worst_error({n: (p.grad, expected[n]) for n, p in model.named_parameters()}, relative_to="largest")
         )
@@ -758,8 +756,7 @@ def losses_of_bert() -> tuple[float, dict[str, str]]:
     assert listed[0].equal(found.loss)
     assert listed[1].equal(found.logits)
     loss, its = found.loss.detach(), gradients(model)
-    for x in (loss, *its.values()):
-        dist.all_reduce(x)
+    add_up([loss, *its.values()])
     error = max(worst_error([(loss[None], expected.loss.detach()[None])]), *errors_of(its, grads).values())
     shifted = shard_inputs(mesh, tokens, order=order, labels=labels)
     said = {
@@ -817,8 +814,7 @@ def masked(name: str, has_checkpoints: bool) -> float:
     del batch["num_items_in_batch"]
     summed(model(**batch).logits, wanted).backward()
     found = gradients(model)
-    for grad in found.values():
-        dist.all_reduce(grad)
+    add_up(found.values())
     return max(errors_of(found, expected).values())
 
 
@@ -1015,11 +1011,9 @@ def metp() -> float:
     out = model(input_ids=shard_sequence(tokens, order, dim=1), position_ids=positions, use_cache=False)
     mine = shard_sequence(labels, order, dim=1)
     (summed(out.logits, mine) / (labels != -100).sum()).backward()
-    found = {}
-    for name, p in model.named_parameters():
-        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        if not isinstance(p.grad, DTensor):
-            dist.all_reduce(found[name])
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    add_up([grad for grad in grads.values() if not isinstance(grad, DTensor)])
+    found = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
     return worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest")
 
 
@@ -1207,8 +1201,7 @@ def run_readme(program: str) -> float:
     exec(program, names)
     model, tokens = names["model"], names["tokens"]
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    for grad in found.values():
-        dist.all_reduce(grad)
+    add_up(found.values())
     model.zero_grad()
     with names["context_parallel"](model, names["mesh"], order=names["order"]).whole():
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,13 +43,15 @@ def hasty() -> Iterator[RankPool]:
     pool.close()
 
 
-def late_in(way: str) -> str:
+def late_in(way: str, folder: Path) -> str:
     """What is said on a rank while rank 2 takes its time over a block, in the second layer or its backward."""
 
     def sleep(here: str) -> None:
         if dist.get_rank() == 2 and layer == [1] and way == here:
             layer[0] = 2
-            time.sleep(2 * SECONDS)
+            end = time.monotonic() + 60
+            while len([*folder.iterdir()]) < 2 and time.monotonic() < end:
+                time.sleep(0.05)
 
     def forward(q, k, v, how):
         sleep("forward")
@@ -70,6 +73,7 @@ def late_in(way: str) -> str:
             x = attention(x, x, x)
         x.sum().backward()
     except RuntimeError as error:
+        (folder / str(dist.get_rank())).touch()
         return str(error)
     return ""
 
@@ -81,8 +85,8 @@ class Inner(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_a_rank_that_is_late_is_told_of(hasty: RankPool, way: str) -> None:
-    said = hasty.run(late_in, way)
+def test_a_rank_that_is_late_is_told_of(hasty: RankPool, tmp_path: Path, way: str) -> None:
+    said = hasty.run(late_in, way, tmp_path)
     what = {"forward": "attention", "backward": "the backward of attention"}[way]
     mesh = "the cpu mesh cp_ring 3 x cp_team 1 of ranks 0, 1, 2"
     place = rf"at step 7, had come to call \d+ on {mesh}, {what}, in layers.1"

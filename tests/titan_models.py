@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.torchtitan.shim import fit_attention_to_cpu, fit_to_cpu, fit_to_torch
-from tests.models import KEYS, MESHES, RANKS, Key, Outcome, Outcomes, errors_of, gradients, summed, verdict
+from tests.models import KEYS, MESHES, RANKS, Key, Outcome, Outcomes, add_up, errors_of, gradients, summed, verdict
 from wallfacer_dt import TokenOrder, context_mesh, shard_sequence
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -284,8 +283,7 @@ def compared(model: nn.Module, order: TokenOrder, batch: Batch, loss: Tensor, ex
     found = loss_of(model, inputs, shard_sequence(batch.target, order, dim=1)) / batch.count
     found.backward()
     grads = gradients(model)
-    for part in (found := found.detach(), *(g for g in grads.values() if not isinstance(g, DTensor))):
-        dist.all_reduce(part)
+    add_up([found := found.detach(), *(g for g in grads.values() if not isinstance(g, DTensor))])
     # METP has summed its own.
     grads = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
     errors = errors_of(grads, expected)
