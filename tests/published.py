@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,9 @@ FILE = Path(__file__).parents[1] / "docs" / "benchmarks" / "published_runs.json"
 HEAD = "| by | model | tokens | GPUs | division | checkpoint | compiled | measured | predicted | / measured |"
 _CHECKPOINTS = {"none": "", "attention": "selective", "full": "full"}
 _COMPILED = {True: "yes", False: "no", None: "–"}
+
+
+_KNOWN: dict[tuple, float] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,12 @@ class Run:
 
     def predicted(self) -> float:
         """Seconds of a step, as the planner has it."""
+        key = self.model, self.tokens, self.sequences, self.gpu, self.gpus, *sorted(self.only.items()), self.kernel
+        if key not in _KNOWN:
+            _KNOWN[key] = self._predicted()
+        return _KNOWN[key]
+
+    def _predicted(self) -> float:
         model, gpu = models()[self.model], GPUS[self.gpu]
         cluster = replace(gpu.cluster(self.gpus), memory=None, kernels=gpu.kernels(model.dim, self.kernel))
         if self.inter is not None:
@@ -115,5 +125,24 @@ def table() -> list[str]:
     return [HEAD, rule, *(run.row() for run in runs())]
 
 
+def pairs() -> list[str]:
+    """Ways to run the same steps on the same GPUs, one after the other: how long each took of the other's time."""
+    lines = ["| by | model | tokens | ways | measured | predicted |", "| --- | --- | --- | --- | ---: | ---: |"]
+    alike: dict[tuple, list[Run]] = {}
+    for run in runs():
+        alike.setdefault((run.source, run.model, run.tokens, run.sequences, run.gpu, run.gpus), []).append(run)
+    for one, other in chain.from_iterable(combinations(some, 2) for some in alike.values()):
+        named = [f"{run.division()}{_how(run, one.compiled != other.compiled)}" for run in (one, other)]
+        shares = (one.seconds / other.seconds, one.predicted() / other.predicted())
+        cells = [one.source, one.model, f"{one.tokens:,}", " / ".join(named), *(f"{share:.2f}" for share in shares)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _how(run: Run, says_compiled: bool) -> str:
+    compiled = f", {'' if run.compiled else 'not '}compiled" * says_compiled
+    return f" ({_CHECKPOINTS[str(run.only['checkpoint'])] or 'none'}{compiled})"
+
+
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join([*table(), "", *pairs()]))

@@ -86,7 +86,7 @@ def test_golden_text() -> None:
         """\
 16 ranks on 4 nodes of 4, each with 100 MB
 into a rank 300 GB/s and 5 us; into a node 12.5 GB/s and 10 us
-attention at 304 TFLOPS (assumed), its backward at 288 TFLOPS (given), other matrix products at 670
+attention at 304 TFLOPS (assumed), its backward at 288 TFLOPS (given), other matrix products at 666
 TFLOPS (measured)
 memory is read and written at 2.5 TB/s (there)
 the host launches an operation of attention in 70 us (by hand)

@@ -24,8 +24,8 @@ from wallfacer_dt.planning.fsdp import Sent
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
-from wallfacer_dt.planning.predict import attention_cost, predict, predict_division
-from wallfacer_dt.planning.step import Spent, _once, _vocabulary, beside_attention, least_step
+from wallfacer_dt.planning.predict import attention_cost, predict, predict_division, step_bytes
+from wallfacer_dt.planning.step import Spent, _once, _vocabulary, beside_attention, by_kind, least_step
 from wallfacer_dt.planning.timeline import Begin, Compute, End, on_links, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, wires
 
@@ -573,6 +573,33 @@ def test_a_pipeline_takes_what_its_schedule_does(
         assert 0.8 < share <= 1 + 1e-9
     else:
         assert 0.8 < share < 1.25
+
+
+def test_the_rank_that_is_slowest_is_told_of() -> None:
+    """What it computes by kind: its layers' attention; and the weights are updated where most are."""
+    model, where = replace(MODEL, layers=4, vocab=0), Cluster(3, 1, Link(1e40), Link(1e40), kernels=KERNELS)
+    division = Division(Candidate(1), pipeline=3, microbatches=3)
+    assert division.rank_layers(model) == (1, 2, 1)
+    layer = Layer(division, model, SEQUENCE, where)
+    cost = cost_of(layer)
+    found = predict_division(division, model, SEQUENCE, where, cost)
+    assert found.pipeline_rank == 1
+    kinds = by_kind(layer, found.compute, found.pipeline_rank)
+    assert kinds["attention"] == pytest.approx(3 * 2 * (cost.forward.compute + cost.backward.compute))
+    weights = 2 * (model.attention_weights + model.ffn_weights + 2 * model.hidden)
+    assert kinds["optimizer"] == pytest.approx(updated(weights))
+    # With a vocabulary that takes as long as both of its layers it is the last.
+    wide = replace(model, vocab=5000)
+    assert predict_division(division, wide, SEQUENCE, where, cost).pipeline_rank == 2
+
+
+def test_a_pipelines_rank_receives_what_its_layers_do() -> None:
+    """Of four layers three ranks have one, two and one."""
+    model, where = replace(MODEL, layers=4), Cluster(6, 2, Link(1e9), Link(1e9), kernels=KERNELS)
+    division = Division(Candidate(2), pipeline=3, microbatches=3)
+    cost = cost_of(Layer(division, model, SEQUENCE, where))
+    whole = step_bytes(Division(Candidate(2)), replace(model, layers=1), SEQUENCE, cost)
+    assert step_bytes(division, model, SEQUENCE, cost) == tuple(3 * 2 * n for n in whole)
 
 
 Order = list[tuple[int, int, int]]

@@ -1,5 +1,6 @@
 """What is asked of a plan: no other is made, and the fastest of those there are."""
 
+import json
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from tests.divided import KERNELS, MODEL, SEQUENCE, cluster
 from tests.strategies import examples
 from wallfacer_dt import plan
+from wallfacer_dt.command.app import main
 from wallfacer_dt.command.planning.shape import parse_only
+from wallfacer_dt.mesh import PLACEMENTS
 from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.candidates import attentions, with_layers
+from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.dividing import divide
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.only import ATTENTION, GROUPS, LAYERS, Only
@@ -39,10 +42,18 @@ def test_the_fastest_of_what_is_asked_for(
     only = {name: getattr(some, name) for name in sorted(names)}
 
     def has_it(one: Candidate) -> bool:
-        return all(getattr(one, name) == value for name, value in only.items())
+        """Or it makes no difference."""
+        rotates = one.ring * one.team > 1
+        alike = [replace(one, placement=placement) for placement in PLACEMENTS]
+        placements = {it.placement for it in alike if (node_of(it, size[1]) == node_of(one, size[1])).all()}
+        return all(
+            value in placements if name == "placement"
+            else getattr(one, name) == value or (name.startswith("rotate") and not rotates)
+            for name, value in only.items()
+        )  # fmt: skip
 
     made = plan(MODEL, sequence, where, only=only, keep=None, margin=0.0)
-    assert all(has_it(one.candidate) for one in made.ranked)
+    assert all(getattr(one.candidate, name) == value for one in made.ranked for name, value in only.items())
     told = MODEL, sequence, where
     fastest = min(predict(one, *told, *attention_costs(one, *told)).seconds for one in every if has_it(one))
     assert made.prediction.seconds == pytest.approx(fastest, rel=1e-9)
@@ -72,6 +83,38 @@ def test_what_no_plan_has_is_refused_by_name(only: dict[str, Any], message: str)
         assert refused.value.about == "only"
 
 
+@pytest.mark.parametrize("placement", ["team_in_node", "ring_in_node", "ulysses_in_node"])
+def test_a_placement_that_makes_no_difference_is_taken(placement: str) -> None:
+    """On one node, and of one axis, whatever it is called; and so is what rotates where nothing does."""
+    inside, across = cluster(4, 4), cluster(8, 4)
+    for where, sizes in (
+        (inside, {"ulysses": 2, "ring": 2}),
+        (across, {"ring": 8}),
+        (across, {"ulysses": 4, "ring": 2}),
+    ):
+        chosen = plan(MODEL, SEQUENCE, where, only=sizes | {"placement": placement}).chosen
+        assert chosen.placement == placement
+        assert all(getattr(chosen, name) == size for name, size in sizes.items())
+    alone = plan(MODEL, SEQUENCE, inside, only={"ulysses": 4, "rotate": "q", "rotate_forward": "q"}).chosen
+    assert (alone.rotate, alone.rotate_forward) == ("q", "q")
+    made = divide(MODEL, SEQUENCE, inside, 4, only={"rotate": "q", "placement": placement})
+    assert made.contexts == (1, 2, 4)
+
+
+def test_what_was_asked_for_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--hidden 64 --heads 4 --ffn 128 --layers 2 --full --ranks 4 --intra 1GB/s --memory 100MB --only ring=4"
+    for more, said in (
+        ("--seq 256", "plans with ring=4, for a step"),
+        ("--seq 256 --sequences 2", "divisions with ring=4, for a step"),
+        ("--seq longest", "the longest sequence of which a plan with ring=4 fits"),
+    ):
+        assert main(f"plan {sizes} {more}".split()) == 0
+        assert said in capsys.readouterr().out
+        if more != "--seq longest":
+            assert main(f"plan {sizes} {more} --json".split()) == 0
+            assert json.loads(capsys.readouterr().out)["only"] == "ring=4"
+
+
 @pytest.mark.parametrize("value", [True, 2.0, None])
 def test_values_are_ints_or_names(value: object) -> None:
     for make in (lambda only: plan(MODEL, SEQUENCE, cluster(), only=only), Only.of):
@@ -82,3 +125,4 @@ def test_values_are_ints_or_names(value: object) -> None:
 def test_a_text_is_read() -> None:
     assert parse_only(None, divides=False) == {}
     assert parse_only("tensor=8, schedule=2d", divides=True) == {"tensor": 8, "schedule": "2d"}
+    assert parse_only(f"ring={'9' * 5000}", divides=False) == {"ring": "9" * 5000}  # which no plan has

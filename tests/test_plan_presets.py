@@ -256,6 +256,15 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
     assert told.cluster(torch.bfloat16, 128).cluster.kernels.backward == pytest.approx(587e12)
 
 
+def test_what_was_published_is_said_to_be() -> None:
+    said = Machines(name="a100x8").cluster(torch.float16, 128).origins
+    assert said == {
+        "forward": "published with flash", "backward": "published with flash", "linear": "published",
+        "merge": "assumed", "launch": "assumed",
+    }  # fmt: skip
+    assert Machines(name="h200x8", kernel="flash_attn_4").cluster(torch.float16, 256).origins["backward"] == "published"
+
+
 def test_heads_between_those_in_the_table() -> None:
     machines = Machines(name="a100x8")
     assert machines.cluster(torch.float16, 72).origins["forward"] == (

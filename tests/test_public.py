@@ -41,12 +41,12 @@ BlockwiseFeedForward
     *, chunk, check=True
 Cluster
     ranks, ranks_per_node, intra, inter, nics=1, memory=None, kernels=Kernels(forward=357000000000000.0,
-    backward=322000000000000.0, linear=670000000000000.0, overhead=2e-05, merge=2500000000000.0, copy=0.0,
+    backward=322000000000000.0, linear=666000000000000.0, overhead=2e-05, merge=2500000000000.0, copy=0.0,
     half_rows=0.0, attention='auto', launch=7e-05), striped_gathers=True, device_type='cuda'
 EquivalenceError
     AssertionError
 Kernels
-    forward=357000000000000.0, backward=322000000000000.0, linear=670000000000000.0, overhead=2e-05,
+    forward=357000000000000.0, backward=322000000000000.0, linear=666000000000000.0, overhead=2e-05,
     merge=2500000000000.0, copy=0.0, half_rows=0.0, attention='auto', launch=7e-05
 Link
     bandwidth, latency=0.0
@@ -59,7 +59,7 @@ ModelShape
     hidden, heads, kv_heads=None, head_dim=None, ffn=0, gated=True, layers=1, vocab=0, experts=0,
     experts_per_token=0, windowed_layers=None
 Plan
-    model, sequence, cluster, ranked, dropped=(), considered=0
+    model, sequence, cluster, ranked, dropped=(), considered=0, only=''
 Profile
     cluster, measured=()
 RingParallel

@@ -1,6 +1,6 @@
 """Every way the package has to share a sequence among ranks, as data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, get_args
@@ -122,18 +122,19 @@ def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, ask
 
     Ulysses takes at most as many ranks as there are query heads. Under a causal mask tokens are in ``head_tail`` order,
     which balances it; with a window also contiguous ones, whose hops a window can spare. Others than those asked for
-    are left out.
+    are left out; where a placement or what rotates makes no difference, it is as asked for.
     """
     orders = ["head_tail"] if sequence.is_causal else ["contiguous"]
     if sequence.is_causal and sequence.window_size:
         orders.append("contiguous")
+    wanted = dict(asked.attention)
     for ulysses, ring, team in _sizes(cluster.ranks):
         if ulysses > model.heads:
             continue
         first = Candidate(ring, team, ulysses)
-        for placement, spreads in _placements(first, cluster):
+        for placement, spreads in _placements(first, cluster, wanted.get("placement")):
             for order in orders:
-                for schedule, rotate, rotate_forward in _ways(ring, team, spreads):
+                for schedule, rotate, rotate_forward in _ways(ring, team, spreads, wanted):
                     one = replace(
                         first,
                         placement=placement,
@@ -175,20 +176,26 @@ def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
                 yield ulysses, ranks // (ulysses * team), team
 
 
-def _placements(candidate: Candidate, cluster: Cluster) -> list[tuple[Placement, bool]]:
-    """The placements that put ranks on different nodes, and whether they put a team on several."""
+def _placements(candidate: Candidate, cluster: Cluster, wanted: str | int | None) -> list[tuple[Placement, bool]]:
+    """The placements that put ranks on different nodes, of those that do not the one wanted or else the first; and
+    whether they put a team on several.
+    """
     differ: dict[bytes, tuple[Placement, bool]] = {}
-    for placement in get_args(Placement):
+    for placement in sorted(get_args(Placement), key=lambda one: one != wanted):
         nodes = node_of(replace(candidate, placement=placement), cluster.ranks_per_node)
         teams = nodes.reshape(-1, candidate.team)
         differ.setdefault(nodes.tobytes(), (placement, bool((teams != teams[:, :1]).any())))
     return list(differ.values())
 
 
-def _ways(ring: int, team: int, spreads: bool) -> list[tuple[str, str, str]]:
-    """Schedules with the rotations of their backward and forward; two rings only for teams on several nodes."""
+def _ways(ring: int, team: int, spreads: bool, wanted: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Schedules with the rotations of their backward and forward; two rings only for teams on several nodes.
+
+    Where nothing rotates it is what is wanted, if that can be.
+    """
     if ring == team == 1:
-        return [("2d", "kv", "kv")]
+        rotate, forward = (wanted.get(way, "kv") for way in ("rotate", "rotate_forward"))
+        return [("2d", *(way if way in ("kv", "q") else "kv" for way in (rotate, forward)))]
     published = [("published", "q", "kv")] if team > 1 and ring > 1 and ring % team == 0 else []
     names = ["2d"] + ["rings"] * (team > 1 and spreads)
     return [(name, *rotations) for name in names for rotations in product(("kv", "q"), ("kv", "q"))] + published

@@ -80,7 +80,7 @@ class Kernels:
 
     forward: float = 357e12
     backward: float = 322e12
-    linear: float = 670e12
+    linear: float = 666e12
     overhead: float = 20e-6
     merge: float = 2.5e12
     copy: float = 0.0

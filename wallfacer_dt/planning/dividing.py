@@ -2,9 +2,10 @@
 
 Of every division that can be, at first the least that it can take is said, with attention that only computes; then
 context ranks get their attentions, and last are simulated, and asked for their memory, those whose turn comes. So of
-what is ranked nothing was left out that is faster, but for this: for a division's context ranks attentions are ranked
+what is ranked nothing was left out that is faster, but for this. For a division's context ranks attentions are ranked
 alone, one sequence at a time, and the best few of different meshes or schedules are tried, each with the rotations that
-are fastest, or where these do not fit with others.
+are fastest, or where these do not fit with others. And a pipeline's last stage has as many layers less as make the
+least that a step can take the least.
 """
 
 import heapq
@@ -17,7 +18,7 @@ from itertools import chain, count, product
 
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
-from wallfacer_dt.planning.cluster import Cluster, Kernels, PlanningError
+from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers, mean_of_layers
@@ -33,7 +34,7 @@ from wallfacer_dt.planning.predict import (
 )
 from wallfacer_dt.planning.reasons import longer
 from wallfacer_dt.planning.stack import division_memory, least_memory
-from wallfacer_dt.planning.step import Spent, by_kind, least_step
+from wallfacer_dt.planning.step import Spent, by_kind, least_of_stages
 from wallfacer_dt.planning.units import format_size, format_time
 
 MOST_SEQUENCES = 2**20
@@ -82,6 +83,7 @@ class DivisionPlan:
         by_context: the fastest for every number of context ranks of which something fits, ascending.
         contexts: all numbers of context ranks that there were to choose from, ascending.
         considered: how many divisions, of which attentions are not counted.
+        only: what they all had to have, in words.
     """
 
     model: ModelShape
@@ -92,6 +94,7 @@ class DivisionPlan:
     by_context: tuple[RankedDivision, ...]
     contexts: tuple[int, ...]
     considered: int
+    only: str = ""
 
     @property
     def chosen(self) -> Division:
@@ -186,7 +189,7 @@ def divide(
     ranked = tuple(replace(one, why=_why(one, first, search.layer)) for one in search.ranked[:keep])
     by_context = tuple(search.by_context[size] for size in sorted(search.by_context))
     contexts = tuple(sorted({division.context.size for division in every}))
-    return DivisionPlan(model, sequence, cluster, sequences, ranked, by_context, contexts, len(every))
+    return DivisionPlan(model, sequence, cluster, sequences, ranked, by_context, contexts, len(every), str(asked))
 
 
 def divisions(
@@ -201,8 +204,9 @@ def divisions(
     Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens; a model with
     experts has none, and its experts are dealt to ranks that share weights, and divide them; where these are more than
     experts, others that share an expert divide its dims, as FSDP2 asks for. Replicas are whole nodes, or several.
-    Layers and sequences divide, and there are as many microbatches as stages or more, as torch's 1F1B asks for. No
-    group lies across the edge of a node in one place and not in another.
+    Sequences divide, every stage has a layer, and there are as many microbatches as a pipeline has ranks or more, as
+    torch's 1F1B asks for; where ranks have several stages, microbatches go round evenly. Of how many layers less the
+    last stage has nothing is said yet. No group lies across the edge of a node in one place and not in another.
 
     Args:
         model: sizes.
@@ -216,9 +220,9 @@ def divisions(
     """
     per_node = min(cluster.ranks, cluster.ranks_per_node)
     for pipeline in _divisors(cluster.ranks):
-        ways = _pipelines(model, sequence, cluster.kernels, pipeline, interleaves)
+        each = [n for n in interleaves if pipeline * n <= model.layers] if pipeline > 1 else [1]
         for tensor in _divisors(cluster.ranks // pipeline):
-            if not ways or not _splits(tensor, per_node, model):
+            if not each or not _splits(tensor, per_node, model):
                 continue
             for data in _divisors(cluster.ranks // pipeline // tensor):
                 context = cluster.ranks // pipeline // tensor // data
@@ -233,11 +237,11 @@ def divisions(
                     for expert in _divisors(math.gcd(one.weight_ranks, model.experts) if model.experts else 1):
                         dealt = replace(one, expert=expert)
                         if _shards_experts(dealt, model):
-                            yield from _with_microbatches(dealt, ways, model, cluster, sequences // data)
+                            yield from _with_microbatches(dealt, each, model, cluster, sequences // data)
 
 
 def _with_microbatches(
-    division: Division, ways: Sequence[dict[str, int]], model: ModelShape, cluster: Cluster, each: int
+    division: Division, interleaves: Sequence[int], model: ModelShape, cluster: Cluster, each: int
 ) -> Iterator[Division]:
     if not all(group.is_aligned for group in division.groups(cluster).values()):
         return
@@ -245,44 +249,18 @@ def _with_microbatches(
         microbatches = each // microbatch
         if microbatches < division.pipeline:
             continue
-        goes_round = microbatches % max(1, microbatches // division.pipeline) == 0  # as often as it may, evenly
-        staged = [way for way in ways if way["interleave"] == 1 or goes_round]
-        for context, way in product(with_layers(division.context, model), staged):
+        goes_round = microbatches % max(1, microbatches // division.pipeline) == 0  # as torch asks for
+        taken = {"microbatch": microbatch, "microbatches": microbatches}
+        stages = [n for n in interleaves if n == 1 or goes_round]
+        for context, interleave in product(with_layers(division.context, model), stages):
             if division.tensor == 1 or "metp" not in (context.feed_forward, context.projections):
-                yield replace(division, context=context, microbatch=microbatch, microbatches=microbatches, **way)
+                yield replace(division, context=context, interleave=interleave, **taken)
 
 
 def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
     if tensor > 1 and model.experts:
         return False
     return per_node % tensor == 0 and not any(n % tensor for n in (model.heads, model.keys, model.ffn))
-
-
-def _pipelines(
-    model: ModelShape, sequence: SequenceShape, kernels: Kernels, pipeline: int, interleaves: Iterable[int]
-) -> list[dict[str, int]]:
-    """How many stages a rank has, and layers the last of them less, so that the slowest rank is as quick as can be.
-
-    By what layers and output projection compute, nothing of it twice. Stages that have no layer are left out.
-    """
-    seen = mean_of_layers(model, sequence, [one.pairs() for _, one in kinds_of_layers(model, sequence)])
-    attention = seen / sequence.length * model.heads * model.dim * (4 / kernels.forward + 10 / kernels.backward)
-    layer = attention + 6 * (model.attention_weights + model.ffn_products) / kernels.linear
-    head = 6 * model.hidden * model.vocab / kernels.linear
-    ways = []
-    for interleave in interleaves if pipeline > 1 else (1,):
-        if pipeline * interleave > model.layers:
-            continue
-        slowest: dict[int, float] = {}
-        for less in range(model.layers if pipeline > 1 else 1):
-            one = Division(Candidate(1), pipeline=pipeline, interleave=interleave, last_less=less)
-            if min(one.stage_layers(model)) < 1:
-                break
-            *others, last = one.rank_layers(model)
-            slowest[less] = max(layer * max([0, *others]), layer * last + head)
-        if slowest:
-            ways.append({"interleave": interleave, "last_less": min(slowest, key=slowest.__getitem__)})
-    return ways
 
 
 def _shards_experts(division: Division, model: ModelShape) -> bool:
@@ -346,7 +324,8 @@ class _Search:
         needed = least_memory(division, self.model, self._taken(division))
         if self.cluster.memory is None or needed <= self.cluster.memory:
             forward, backward = self._ideal(division)
-            self._push(least_step(self.layer(division), forward, backward), _Choice(division))
+            seconds, less = least_of_stages(self.layer(division), forward, backward)
+            self._push(seconds, _Choice(replace(division, last_less=less)))
         self._note(needed)
 
     def run(self, keep: int) -> None:
@@ -386,7 +365,8 @@ class _Search:
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
             costs = _costs(alone, heads, self._taken(division), where, siblings=siblings)
             spent = mean_spent(heads, self.sequence, costs, max(one.rank_layers(heads)))
-            self._push(least_step(self.layer(one), *spent), _Choice(one, costs))
+            seconds, less = least_of_stages(self.layer(one), *spent)
+            self._push(seconds, _Choice(replace(one, last_less=less), costs))
 
     def _predict(self, division: Division, costs: tuple[AttentionCost, ...]) -> None:
         prediction = predict_division(division, self.model, self._taken(division), self.cluster, *costs)

@@ -132,7 +132,7 @@ GPUS = {
     "h100": GPU(
         989e12, 80 * GB, 360e9, _NDR,
         _ASSUMED | {"flash": _ASSUMED["flash"] | {128: Rates(357e12, 322e12, _MEASURED)}},
-        linear=670e12, merge=2.5e12, capability=(9, 0),
+        linear=666e12, merge=2.5e12, capability=(9, 0),
         source="NVIDIA H100 SXM and DGX H100 data sheets",
     ),
     "h200": GPU(

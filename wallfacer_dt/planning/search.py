@@ -85,6 +85,7 @@ class Plan:
             placement and schedule one, with the rotations and layers that suit it best.
         dropped: those of which nothing fits into memory, as far as the search came, each with what holds least.
         considered: how many attentions there were to choose from.
+        only: what all plans had to have, in words.
     """
 
     model: ModelShape
@@ -93,6 +94,7 @@ class Plan:
     ranked: tuple[Ranked, ...]
     dropped: tuple[Ranked, ...] = ()
     considered: int = 0
+    only: str = ""
 
     @property
     def chosen(self) -> Candidate:
@@ -293,7 +295,7 @@ def plan(
         replace(one, why=f"needs {format_size(one.prediction.memory)}, a rank has {format_size(cluster.memory or 0)}")
         for one in sorted(dropped, key=lambda one: one.prediction.memory)
     )
-    return Plan(model, sequence, cluster, explained, too_large, len(some))
+    return Plan(model, sequence, cluster, explained, too_large, len(some), str(asked))
 
 
 _UNKNOWN = -1  # bytes, so that they are asked for before those that are as fast are looked at

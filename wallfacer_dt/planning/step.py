@@ -193,6 +193,30 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
     return max(step.seconds for step in _steps(layer, beside.ends, forwards, backwards).values())
 
 
+def least_of_stages(layer: Layer, forward: Spent, backward: Spent) -> tuple[float, int]:
+    """:func:`least_step`, and how many layers less on a pipeline's last stage make it so, whatever was said of that.
+
+    Layers that the last stage has less others have more: from where this takes longer it takes ever longer.
+
+    Args:
+        layer: what all layers are.
+        forward: as of :func:`least_step`.
+        backward: likewise.
+
+    Returns:
+        Both.
+    """
+    found: list[tuple[float, int]] = []
+    for less in range(layer.model.layers):
+        division = replace(layer.division, last_less=less)
+        if less and min(division.stage_layers(layer.model)) < 1:
+            break
+        found.append((least_step(replace(layer, division=division), forward, backward), less))
+        if division.pipeline == 1 or found[-1][0] > min(found)[0]:
+            break
+    return min(found)
+
+
 _OneLayer = Callable[[Sent], Spent]
 """What one layer takes while this is sent."""
 
@@ -217,7 +241,8 @@ def _steps(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer)
     gathered = ends.weights.seconds + sum(
         times * (forward(sent).seconds - still.seconds) for sent, times in beside[0].items()
     )
-    through, around = sum(rank.seconds for rank in ranks), Spent(gathered) + ends.gradients + once
+    gradients = ends.gradients + max(layers) * ends.layer_gradients
+    through, around = sum(rank.seconds for rank in ranks), Spent(gathered) + gradients + once
     return {
         slowest: rounds * ranks[slowest] + Spent((through - ranks[slowest].seconds) / division.interleave) + around
         for slowest in (layers.index(max(layers)), last)
@@ -287,13 +312,14 @@ def _once_of(layer: Layer, rank: int) -> tuple[float, float]:
 class _Ends:
     """What is waited for beside layers: weights, gradients, what stages send each other, and tensor ranks.
 
-    That is by the last stage the tokens of the output projection, and their gradients; where there is no other stage,
-    those of the embedding, too. And the seconds in which the last layer's weights come for its backward, under that of
-    the output projection.
+    In a pipeline the gradients of each of its layers, too. By tensor ranks these are the tokens of the output
+    projection, and their gradients; where there is no other stage, those of the embedding, too. And the seconds in
+    which the last layer's weights come for its backward, under that of the output projection.
     """
 
     weights: Spent
     gradients: Spent
+    layer_gradients: Spent
     activations: Spent
     vocabulary: Spent
     again: float
@@ -321,31 +347,35 @@ def _beside(layer: Layer) -> _Beside:
 
 
 def _without_attention(layer: Layer, **changes: Any) -> Layer:
-    """A layer with all that its own transfers depend on: ranks' numbers, and how what does not divide is dealt out."""
+    """A layer with all that its own transfers depend on: ranks' numbers, and how what does not divide is dealt out.
+
+    How many layers a pipeline's ranks have does not matter to it.
+    """
     context = layer.division.context
     if layer.sequence.length % context.size == layer.model.ffn % context.size == 0:
         ring = Candidate(context.size, **context.layers)
     else:
         ring = replace(context, placement="team_in_node", rotate="kv", rotate_forward="kv")
-    return replace(layer, division=replace(layer.division, context=replace(ring, **changes), microbatches=1))
+    alike = replace(layer.division, context=replace(ring, **changes), microbatches=1, interleave=1, last_less=0)
+    return replace(layer, division=alike)
 
 
 def _ends(layer: Layer) -> _Ends:
-    layers, sending = max(layer.division.rank_layers(layer.model)), _sending(layer)
-    before, after = sent_around(layers, has_vocabulary=layer.vocabulary > 0)
+    sending, of_layer = _sending(layer), Spent()
+    before, after = sent_around(layer.model.layers, has_vocabulary=layer.vocabulary > 0)
     if layer.division.pipeline > 1:
         # Gradients of every group of weights, one after the other.
         after = Sent("", "vocabulary"), Sent("", "", "vocabulary")
     weights, gradients = (sum((_transfers(sending, one) for one in some), Spent()) for some in (before, after))
     if layer.division.pipeline > 1:
-        gradients += layers * (_transfers(sending, Sent("", "layer")) + _transfers(sending, Sent("", "", "layer")))
+        of_layer = _transfers(sending, Sent("", "layer")) + _transfers(sending, Sent("", "", "layer"))
     activations = Spent.of(run(alone([("activations", layer.activations)]), layer.cluster))
     vocabulary = Spent()
     if layer.model.vocab and layer.division.tensor > 1:
         exchanges = 4 if layer.division.pipeline == 1 else 2
         vocabulary = exchanges * Spent.of(run(alone([("tokens", layer.tokens)]), layer.cluster))
     again = _transfers(sending, Sent("layer")).seconds if layer.vocabulary else 0.0
-    return _Ends(weights, gradients, activations, vocabulary, again)
+    return _Ends(weights, gradients, of_layer, activations, vocabulary, again)
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ from wallfacer_dt.command.planning.flags import flags_of
 from wallfacer_dt.command.planning.machines import Where
 from wallfacer_dt.command.planning.share import print_figures
 from wallfacer_dt.command.planning.text import (
+    asked_of,
     make_console,
     mask_of,
     plain_table,
@@ -92,7 +93,9 @@ def print_division(plan: DivisionPlan, figures: Figures, console: Console) -> No
     if figures.source:
         console.print(figures.source)
     best = plan.ranked
-    title = f"The best {len(best)} of {plan.considered} divisions, for a step of {plan.model.layers} layers"
+    title = (
+        f"The best {len(best)} of {plan.considered} divisions{asked_of(plan)}, for a step of {plan.model.layers} layers"
+    )
     print_table(title, _costs(best, figures), console)
     print_table("Why, and how a division's context ranks share a sequence", _reasons(best), console)
     if len(plan.contexts) > 1:

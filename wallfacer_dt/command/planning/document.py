@@ -30,6 +30,7 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
           intra, inter  bandwidth, latency
           kernels       forward, backward, linear, overhead, merge, copy, half_rows, attention (its name), launch
         considered  how many attentions there were to choose from
+        only        what all plans had to have, as text
         ranked[]    why, measured (or null), handicap (seconds by which a team is ranked behind its prediction); what
                     was measured first, fastest first, as many as --top
           candidate     ring, team, ulysses, placement, schedule, rotate, rotate_forward, order, feed_forward,
@@ -63,6 +64,7 @@ def divided_as_json(plan: DivisionPlan, figures: Figures) -> str:
 
         sequences   of a step, over all ranks
         considered  how many divisions there were to choose from
+        only        what they all had to have, as text
         ranked[]    why; what fits, fastest first
           division    tensor, shards, replicas, pipeline, interleave (stages of a rank), last_less (layers that the last
                       stage has less), microbatch (sequences that a context group takes at a time), microbatches (how
@@ -132,5 +134,6 @@ def _entries(plan: Plan | DivisionPlan) -> dict[str, Any]:
         "sequence": asdict(plan.sequence) | {"dtype": plan.sequence.dtype_name},
         "cluster": plan.cluster.as_json(),
         "considered": plan.considered,
+        "only": plan.only,
         "ranked": [asdict(one) for one in plan.ranked],
     }

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from wallfacer_dt.command.explain.ink import FAINT, INK, check_file, save, tidy
 from wallfacer_dt.command.options import OptionError
 from wallfacer_dt.command.planning.lanes import COMPUTE, draw_kinds, draw_lanes
+from wallfacer_dt.command.planning.text import asked_of
 from wallfacer_dt.planning import Candidate, Plan, Ranked
 from wallfacer_dt.planning.model import kinds_of_layers
 from wallfacer_dt.planning.predict import attention_cost
@@ -83,7 +84,7 @@ def _draw_times(axes: Axes, plan: Plan, best: Sequence[Ranked]) -> None:
     axes.set_axisbelow(True)
     cluster = plan.cluster
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
-    title = f"The best {len(best)} of {plan.considered} plans on {cluster.ranks} ranks, {nodes}"
+    title = f"The best {len(best)} of {plan.considered} plans{asked_of(plan)} on {cluster.ranks} ranks, {nodes}"
     tidy(axes, f"{title}: ulysses x ring x team")
     axes.tick_params(axis="y", length=0)
     # Below, where no bar is.

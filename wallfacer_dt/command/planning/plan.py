@@ -32,7 +32,7 @@ from wallfacer_dt.command.planning.shape import (
     make_sequence,
     parse_only,
 )
-from wallfacer_dt.command.planning.text import make_console, print_plan
+from wallfacer_dt.command.planning.text import asked_of, make_console, print_plan
 from wallfacer_dt.planning.cluster import Kernels
 from wallfacer_dt.planning.dividing import MOST_SEQUENCES
 from wallfacer_dt.planning.gpus import GPUS, INTER_LATENCY, INTRA_LATENCY, NODE
@@ -238,5 +238,5 @@ def plan(
     console = make_console()
     if is_longest:
         how = f"by bisection in steps of {unit}, is {'at least ' * (sequence.length + unit > MOST)}"
-        console.print(f"the longest sequence of which a plan fits, {how}{sequence.length} tokens")
+        console.print(f"the longest sequence of which a plan{asked_of(made)} fits, {how}{sequence.length} tokens")
     print_plan(made, figures, top, console)

@@ -76,7 +76,7 @@ def parse_only(text: str | None, *, divides: bool) -> dict[str, int | str]:
         name, _, value = part.strip().partition("=")
         if not value or name in values:
             raise OptionError(f"--only must be like ring=8,checkpoint=full, every name once, got {text!r}")
-        values[name] = int(value) if value.isdecimal() else value
+        values[name] = int(value) if value.isdecimal() and len(value) < 10 else value
     try:
         Only.of(values, divides=divides)
     except ValueError as error:

@@ -46,7 +46,9 @@ def print_plan(plan: Plan, figures: Figures, top: int, console: Console) -> None
     what = "" if plan.model.ffn else " of attention"
     layers = f", {plan.model.layers} layers" if plan.model.layers > 1 else ""
     print_table(
-        f"The best {len(best)} of {plan.considered} plans, for a step{what}{layers}", _costs(best, figures), console
+        f"The best {len(best)} of {plan.considered} plans{asked_of(plan)}, for a step{what}{layers}",
+        _costs(best, figures),
+        console,
     )
     print_table("Why", _reasons(plan, best), console)
     _print_dropped(plan.dropped, console)
@@ -112,6 +114,11 @@ def summary_of_cluster(cluster: Cluster, origins: Mapping[str, str]) -> Iterator
     yield f"memory is read and written at {format_rate(kernels.merge)} ({origins['merge']})"
     if kernels.launch:
         yield f"the host launches an operation of attention in {format_time(kernels.launch)} ({origins['launch']})"
+
+
+def asked_of(plan: Plan | DivisionPlan) -> str:
+    """What all plans had to have."""
+    return f" with {plan.only}" * bool(plan.only)
 
 
 def mask_of(plan: Plan | DivisionPlan) -> str:
