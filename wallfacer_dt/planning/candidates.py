@@ -194,8 +194,8 @@ def _ways(ring: int, team: int, spreads: bool, wanted: Mapping[str, Any]) -> lis
     Where nothing rotates it is what is wanted, if that can be.
     """
     if ring == team == 1:
-        rotate, forward = (wanted.get(way, "kv") for way in ("rotate", "rotate_forward"))
-        return [("2d", *(way if way in ("kv", "q") else "kv" for way in (rotate, forward)))]
+        rotate, forward = ("q" if wanted.get(name) == "q" else "kv" for name in ("rotate", "rotate_forward"))
+        return [("2d", rotate, forward)]
     published = [("published", "q", "kv")] if team > 1 and ring > 1 and ring % team == 0 else []
     names = ["2d"] + ["rings"] * (team > 1 and spreads)
     return [(name, *rotations) for name in names for rotations in product(("kv", "q"), ("kv", "q"))] + published
