@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
@@ -235,6 +236,7 @@ def test_flags_are_torchtitans() -> None:
     [
         (2, 2, 1, 0), (32, 2, 1, 0), (32, 4, 1, 2), (32, 8, 1, 0), (32, 32, 1, 0), (80, 8, 1, 1), (80, 16, 1, 0),
         (126, 6, 1, 0), (126, 16, 1, 0), (32, 4, 2, 0), (36, 4, 2, 1), (126, 8, 2, 1), (126, 8, 4, 0), (126, 9, 7, 0),
+        (32, 2, 4, 0), (16, 2, 4, 0), (31, 2, 4, 0),
     ],
 )  # fmt: skip
 def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, ranks: int, each: int, less: int) -> None:
@@ -250,9 +252,11 @@ def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, ran
     found = dict(re.findall(r"--parallelism\.(pipeline_\S+) (\S+)", flags))
     settings = ContextParallelism(**{name: int(value) if value.isdigit() else value for name, value in found.items()})
     titans = SimpleNamespace(layers=range(layers))
-    if "# torchtitan cannot have" in flags:
-        with pytest.raises(ValueError, match="must be divisible by"):
-            _get_pipeline_metadata(SimpleNamespace(pp=ranks), settings, titans)
+    if "# torchtitan has no flag for" in flags:
+        assert "layers_per_stage" not in flags
+        settings = replace(settings, pipeline_parallel_layers_per_stage=-(-(layers + 1 + less) // (ranks * each)))
+        with suppress(ValueError):
+            assert _get_pipeline_metadata(SimpleNamespace(pp=ranks), settings, titans)[0] != ranks * each
         return
     parts = _generate_llm_fqn_per_model_part(*_get_pipeline_metadata(SimpleNamespace(pp=ranks), settings, titans))
     assert [sum(name.startswith("layers.") for name in part) for part in parts] == [*division.stage_layers(model)]
@@ -282,7 +286,7 @@ def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, ran
         (Division(Candidate(4, 1, 4, order="head_tail")), {}, "the recipe places ranks ulysses in node, this"),
         (
             Division(Candidate(1), pipeline=9, interleave=7), {"model": replace(MODEL, layers=126)},
-            "torchtitan cannot have 7 stages a rank of so many layers",
+            "torchtitan has no flag for 7 stages a rank of so many layers",
         ),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, costs_of, divided, layer_of
 from tests.strategies import examples
-from wallfacer_dt import Cluster, Link, SequenceShape, plan
+from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.dividing import DivisionPlan, _alone, _divisors, _Search, divide, divisions
@@ -303,7 +303,7 @@ def test_what_stages_send_each_other_is_there_of_all_microbatches(ranks: Ranks, 
     told = _Layer(Division(Candidate(1), pipeline=3, microbatches=rounds, interleave=each), MODEL, SEQUENCE)
     found = ranks(3).run(received_and_in_flight, each, rounds, told.x)
     for rank, (received, in_flight) in enumerate(found):
-        assert in_flight == told.division.stages_in_flight(rank)
+        assert in_flight == told.division.in_flight(rank, (1,) * each)
         # Of those in flight the parts that stages keep which have one before, and those that have one after sent.
         kept, sent = in_flight * (each - (rank == 0)) / each, in_flight * (each - (rank == 2)) / each
         between = _between_stages(told, rank, in_flight)
@@ -586,6 +586,34 @@ def test_the_last_stage_has_fewer_layers(layers: int, vocab: int, pipeline: int,
     model, where = replace(MODEL, layers=layers, vocab=vocab), cluster(pipeline, 1)
     made = divide(model, SEQUENCE, where, pipeline, only={"pipeline": pipeline, "interleave": 1, "checkpoint": "none"})
     assert {one.division.stage_layers(model) for one in made.ranked} == {stages}
+
+
+def test_what_fits_with_fewer_layers_on_the_last_stage_is_found() -> None:
+    """Where that one holds most, of its logits."""
+    model, sequence = ModelShape(2048, 16, 8, ffn=8192, layers=18, vocab=256000), SequenceShape(4096, is_causal=True)
+    one = Division(Candidate(1, order="head_tail", checkpoint="full"), pipeline=8, microbatches=8, loss_chunks=8)
+    most, least = (division_memory(replace(one, last_less=n), model, sequence).peak for n in (0, 1))
+    assert least < most
+    where, only = GPUS["h100"].cluster(8), {"pipeline": 8, "interleave": 1, "checkpoint": "full"}
+    made = divide(model, sequence, replace(where, memory=least), 8, only=only)
+    assert (made.chosen, made.prediction.memory) == (replace(one, last_less=1), least)
+    with pytest.raises(PlanningError, match="nothing fits"):
+        divide(model, sequence, replace(where, memory=least - 1), 8, only=only)
+
+
+def test_layers_less_are_looked_for_beyond_those_that_make_nothing_quicker() -> None:
+    """Where weights are waited for: none less takes less than one to four, and five less than none."""
+    model = ModelShape(2048, 16, ffn=8192, layers=60, vocab=2**18)
+    where = Cluster(10, 1, Link(1e10, 1e-5), Link(1e10, 1e-5), kernels=GPUS["h100"].kernels(128))
+    sequence = SequenceShape(4096, is_causal=True)
+    only = {"pipeline": 5, "shards": 2, "interleave": 1, "checkpoint": "none", "microbatch": 1}
+    one = divide(model, sequence, where, 20, only=only).chosen
+    layer = Layer(one, model, sequence, where)
+    found = {}
+    for less in range(12):
+        it = replace(one, last_less=less)
+        found[less] = predict_division(it, model, sequence, where, *costs_of(replace(layer, division=it))).seconds
+    assert found[one.last_less] <= min(found.values()) * (1 + 1e-3)
 
 
 def test_ranks_of_a_pipeline_have_one_stage_or_two() -> None:

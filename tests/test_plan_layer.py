@@ -563,8 +563,9 @@ def test_a_pipeline_takes_what_its_schedule_does(
     times[-1] = times[-1][0] + head / 3, times[-1][1] + 2 / 3 * head
     orders = orders_of(division)
     for rank, order in enumerate(orders):
-        alive = np.cumsum([1 if way == 0 else -1 for way, *_ in order])
-        assert alive.max() == division.stages_in_flight(rank)
+        for weights in ([1] * len(stages), stages):
+            alive = np.cumsum([-weights[stage] if way else weights[stage] for way, _, stage in order])
+            assert alive.max() == division.in_flight(rank, tuple(weights[rank::pipeline]))
     told = step_of(layer, cost_of(layer).ways).seconds - sum(once)
     share = ends(orders, times) / told
     if len({*map(sum, times)}) == 1:

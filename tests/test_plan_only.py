@@ -14,8 +14,8 @@ from wallfacer_dt import plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.planning.shape import parse_only
 from wallfacer_dt.mesh import PLACEMENTS
-from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
+from wallfacer_dt.planning import Candidate, Measured, PlanningError, Profile
+from wallfacer_dt.planning.candidates import as_usual, attentions, node_of, with_layers
 from wallfacer_dt.planning.dividing import divide
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.only import ATTENTION, GROUPS, LAYERS, Only
@@ -99,6 +99,19 @@ def test_a_placement_that_makes_no_difference_is_taken(placement: str) -> None:
     assert (alone.rotate, alone.rotate_forward) == ("q", "q")
     made = divide(MODEL, SEQUENCE, inside, 4, only={"rotate": "q", "placement": placement})
     assert made.contexts == (1, 2, 4)
+
+
+def test_what_was_measured_is_known_by_whatever_name() -> None:
+    where, model = cluster(8, 4), replace(MODEL, heads=8, ffn=0)
+    moved = {"rotate": "q", "rotate_forward": "q"}
+    for axes, only in (({"ring": 8}, {}), ({"ulysses": 4, "ring": 2}, moved), ({"ulysses": 8}, moved)):
+        asked = axes | only | {"placement": "ulysses_in_node"}
+        made = plan(model, SEQUENCE, where, only=asked, keep=None)
+        usual = [as_usual(one.candidate, where) for one in made.ranked]
+        assert set(usual) <= {one for it in attentions(model, SEQUENCE, where) for one in with_layers(it, model)}
+        profile = Profile(where, tuple(Measured(model, SEQUENCE, one, 2.0) for one in usual))
+        again = plan(model, SEQUENCE, where, only=asked, profile=profile, keep=None)
+        assert {one.candidate: one.measured for one in again.ranked} == {one.candidate: 2.0 for one in made.ranked}
 
 
 def test_what_was_asked_for_is_told(capsys: pytest.CaptureFixture[str]) -> None:

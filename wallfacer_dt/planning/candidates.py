@@ -153,6 +153,16 @@ def node_of(candidate: Candidate, ranks_per_node: int) -> np.ndarray:
     return ranks.flatten().numpy() // ranks_per_node
 
 
+def as_usual(candidate: Candidate, cluster: Cluster) -> Candidate:
+    """The same, called as where nothing is asked for."""
+    nodes = node_of(candidate, cluster.ranks_per_node)
+    for placement, _ in _placements(candidate, cluster, None):
+        one = replace(candidate, placement=placement)
+        if (node_of(one, cluster.ranks_per_node) == nodes).all():
+            candidate = one
+    return candidate if candidate.ring * candidate.team > 1 else replace(candidate, rotate="kv", rotate_forward="kv")
+
+
 def with_layers(candidate: Candidate, model: ModelShape, asked: Only = ANY) -> Iterator[Candidate]:
     """The same attention in layers of every kind: METP's on several ranks, its attention where there is no Ulysses.
 

@@ -46,6 +46,7 @@ LOSS_CHUNKS = 8
 INTERLEAVES = 1, 2
 """Stages of a pipeline's rank: those of 1F1B, and torchtitan's default of interleaved 1F1B."""
 
+_NEARLY = 1.15  # of the memory: who needs more is not asked whether other stages of a pipeline would fit
 _TRIED = 6  # attentions of a division of each token order, of different meshes or schedules
 
 
@@ -321,12 +322,18 @@ class _Search:
 
     def add(self, division: Division) -> None:
         """One of which the attention is to be chosen, unless it cannot fit."""
-        needed = least_memory(division, self.model, self._taken(division))
-        if self.cluster.memory is None or needed <= self.cluster.memory:
-            forward, backward = self._ideal(division)
-            seconds, less = least_of_stages(self.layer(division), forward, backward)
-            self._push(seconds, _Choice(replace(division, last_less=less)))
-        self._note(needed)
+        stages = sorted(least_of_stages(self.layer(division), lambda own: self._ideal(division, own)))
+        least = None
+        for seconds, less in stages:
+            one = replace(division, last_less=less)
+            needed = least_memory(one, self.model, self._taken(one))
+            self._note(needed)
+            if self.cluster.memory is None or needed <= self.cluster.memory:
+                self._push(seconds, _Choice(one))
+                return
+            least = needed if least is None else least
+            if least > _NEARLY * self.cluster.memory:
+                return
 
     def run(self, keep: int) -> None:
         """Rank so many, and find the fastest for every number of context ranks."""
@@ -364,9 +371,9 @@ class _Search:
             one = replace(division, context=replace(attention, **division.context.layers))
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
             costs = _costs(alone, heads, self._taken(division), where, siblings=siblings)
-            spent = mean_spent(heads, self.sequence, costs, max(one.rank_layers(heads)))
-            seconds, less = least_of_stages(self.layer(one), *spent)
-            self._push(seconds, _Choice(replace(one, last_less=less), costs))
+            stages = least_of_stages(self.layer(one), lambda own, of=costs: mean_spent(heads, self.sequence, of, own))
+            for seconds, less in sorted(stages)[: 2 if self.cluster.memory else 1]:
+                self._push(seconds, _Choice(replace(one, last_less=less), costs))
 
     def _predict(self, division: Division, costs: tuple[AttentionCost, ...]) -> None:
         prediction = predict_division(division, self.model, self._taken(division), self.cluster, *costs)
@@ -398,11 +405,13 @@ class _Search:
         """What all layers are."""
         return Layer(division, self.model, self._taken(division), self.cluster)
 
-    def _ideal(self, division: Division) -> tuple[Spent, Spent]:
-        """Attention that has nothing to wait for, whose ranks have equally much to do; under METP its projections."""
+    def _ideal(self, division: Division, own: int) -> tuple[Spent, Spent]:
+        """Attention that has nothing to wait for, whose ranks have equally much to do, in the mean of a rank's own
+        layers; under METP its projections.
+        """
         kernels, heads = self.cluster.kernels, division.heads_of(self.model)
         sees = [one.pairs() for _, one in kinds_of_layers(self.model, self.sequence)]
-        seen = mean_of_layers(self.model, self.sequence, sees, max(division.rank_layers(heads)))
+        seen = mean_of_layers(self.model, self.sequence, sees, own)
         pairs = division.microbatch * seen * heads.heads * heads.dim / division.context.size
         forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
         ideal = Spent(forward, forward), Spent(backward, backward)

@@ -101,12 +101,28 @@ class Division:
         layers = self.stage_layers(model)
         return tuple(sum(layers[rank :: self.pipeline]) for rank in range(self.pipeline))
 
-    def stages_in_flight(self, rank: int) -> int:
-        """Of how many stages and microbatches a pipeline's rank has activations at most, by torch's schedules."""
+    def in_flight(self, rank: int, layers: tuple[int, ...]) -> int:
+        """Of how many layers and microbatches together a pipeline's rank has activations at most, by torch's schedules.
+
+        Args:
+            rank: which.
+            layers: of each of its stages, or 1 to count stages and microbatches.
+
+        Returns:
+            Their number.
+        """
         p, v, m = self.pipeline, self.interleave, self.microbatches
         if v == 1:
-            return min(p - rank, m)
-        return min((v - 1) * (m // max(1, m // p)) + 2 * (p - 1 - rank) + 1, v * m)
+            return layers[0] * min(p - rank, m)
+        each = m // max(1, m // p)  # microbatches that go through a stage before those of the next one
+        first = min((v - 1) * each + 2 * (p - 1 - rank), v * m)  # forwards before any backward
+        alive = sum(layers[n // each % v] for n in range(first))
+        most = alive
+        for n in range(min(v * m - first, v * each)):  # one forward more, then a backward; later ones are alike
+            alive += layers[(first + n) // each % v]
+            most = max(most, alive)
+            alive -= layers[v - 1 - n // each % v]
+        return most
 
     @property
     def bubble(self) -> float:

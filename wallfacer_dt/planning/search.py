@@ -20,7 +20,7 @@ from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import context_mesh
 from wallfacer_dt.metp import METPAttentionParallel, METPParallel
 from wallfacer_dt.order import TokenOrder
-from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
+from wallfacer_dt.planning.candidates import Candidate, as_usual, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.layer import Layer
@@ -385,7 +385,8 @@ class _Search:
         exact = tuple(one.cost for one in least if one.cost is not None)
         handicap = self._handicap(attention, sum(spent.seconds for spent in ideal) * (1 - 1e-9))
         for candidate in with_layers(attention, model, self.asked):
-            measured = profile.seconds(candidate, model, sequence) if profile else None
+            usual = as_usual(candidate, self.cluster) if profile and self.asked.attention else candidate
+            measured = profile.seconds(usual, model, sequence) if profile else None
             seconds = self._least_step(candidate, ideal) * (1 - 1e-9)
             received = step_bytes(self._division(candidate), model, sequence, *least)
             no_more = Prediction(seconds, 0.0, 0.0, 0.0, *received, 0)

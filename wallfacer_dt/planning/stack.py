@@ -118,10 +118,11 @@ def _most(layer: "_Layer") -> StackMemory:
 
 
 def _stage(layer: "_Layer", stage: int) -> StackMemory:
-    """Of a pipeline's rank, which has this stage, or several that are taken to be alike."""
+    """Of a pipeline's rank, which has this stage, or several."""
     division, model = layer.division, layer.model
     layers, has_loss = division.rank_layers(model)[stage], _has_loss(division, model, stage)
-    in_flight, each = division.stages_in_flight(stage), division.interleave
+    alive = division.in_flight(stage, division.stage_layers(model)[stage :: division.pipeline])
+    in_flight = division.in_flight(stage, (1,) * division.interleave)
     stack = layer.kept * layers
     has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
     before, whole = stack + layer.tokens * has_tokens, _Whole.of(layer, stage)
@@ -132,7 +133,8 @@ def _stage(layer: "_Layer", stage: int) -> StackMemory:
     kept, of_loss = _of_loss(layer, before + layer.norm, whole) if has_loss else (before, [])
     peaks += of_loss
     most, gathered = max(peaks, key=sum)
-    others = (in_flight - each) * kept // each + _between_stages(layer, stage, in_flight)
+    # Of stages that are alike; what is kept beside layers, as a loss, is taken to be there as often as these.
+    others = (alive - layers) * kept // layers + _between_stages(layer, stage, in_flight)
     return StackMemory(*_states(layer, stage), gathered, others + kept, max(0, most - kept))
 
 

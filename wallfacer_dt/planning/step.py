@@ -20,7 +20,7 @@ once, under the first microbatch's forward, and gradients reduced after the last
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from operator import add, attrgetter
@@ -179,8 +179,39 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
     Returns:
         The seconds.
     """
-    again = forward if layer.division.context.checkpoint == "full" else Spent()
     beside = _beside(_without_attention(layer))
+    return max(step.seconds for step in _least_steps(layer, beside, forward, backward).values())
+
+
+def least_of_stages(layer: Layer, attention: Callable[[int], tuple[Spent, Spent]]) -> Iterator[tuple[float, int]]:
+    """:func:`least_step` by how many layers less a pipeline's last stage has, whatever was said of that.
+
+    They end where ranks with most layers take longer than a step of what was before: more layers less there would give
+    them no fewer.
+
+    Args:
+        layer: what all layers are.
+        attention: as of :func:`least_step`, of a rank with so many layers.
+
+    Yields:
+        The seconds, and how many.
+    """
+    least, beside = float("inf"), _beside(_without_attention(layer))
+    for less in range(layer.model.layers):
+        division = replace(layer.division, last_less=less)
+        if less and (division.pipeline == 1 or min(division.stage_layers(layer.model)) < 1):
+            return
+        spent = attention(max(division.rank_layers(layer.model)))
+        steps = _least_steps(replace(layer, division=division), beside, *spent)
+        seconds = max(step.seconds for step in steps.values())
+        least = min(least, seconds)
+        yield seconds, less
+        if any(step.seconds > least for rank, step in steps.items() if rank != division.pipeline - 1):
+            return
+
+
+def _least_steps(layer: Layer, beside: "_Beside", forward: Spent, backward: Spent) -> dict[int, Spent]:
+    again = forward if layer.division.context.checkpoint == "full" else Spent()
 
     def least(spent: Spent) -> _OneLayer:
         def with_sent(sent: Sent) -> Spent:
@@ -189,32 +220,7 @@ def least_step(layer: Layer, forward: Spent, backward: Spent) -> float:
 
         return with_sent
 
-    forwards, backwards = least(forward + beside.forward), least(backward + again + beside.backward)
-    return max(step.seconds for step in _steps(layer, beside.ends, forwards, backwards).values())
-
-
-def least_of_stages(layer: Layer, forward: Spent, backward: Spent) -> tuple[float, int]:
-    """:func:`least_step`, and how many layers less on a pipeline's last stage make it so, whatever was said of that.
-
-    Layers that the last stage has less others have more: from where this takes longer it takes ever longer.
-
-    Args:
-        layer: what all layers are.
-        forward: as of :func:`least_step`.
-        backward: likewise.
-
-    Returns:
-        Both.
-    """
-    found: list[tuple[float, int]] = []
-    for less in range(layer.model.layers):
-        division = replace(layer.division, last_less=less)
-        if less and min(division.stage_layers(layer.model)) < 1:
-            break
-        found.append((least_step(replace(layer, division=division), forward, backward), less))
-        if division.pipeline == 1 or found[-1][0] > min(found)[0]:
-            break
-    return min(found)
+    return _steps(layer, beside.ends, least(forward + beside.forward), least(backward + again + beside.backward))
 
 
 _OneLayer = Callable[[Sent], Spent]

@@ -46,9 +46,8 @@ def flags_of(plan: DivisionPlan) -> str:
         parallelism |= {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": it.microbatch}
         if it.interleave > 1:
             parallelism["pipeline_parallel_schedule"] = "Interleaved1F1B"
-        if it.interleave > 2:
-            stages = it.pipeline * it.interleave
-            parallelism["pipeline_parallel_layers_per_stage"] = -(-(plan.model.layers + 1 + it.last_less) // stages)
+        if it.interleave > 2 and (layers := _layers_per_stage(plan)) is not None:
+            parallelism["pipeline_parallel_layers_per_stage"] = layers
         less = {"first": 1, "last": it.last_less}  # see Division.stage_layers
         parallelism |= {f"pipeline_parallel_{end}_stage_less_layers": layers for end, layers in less.items()}
     # Of a pipeline all microbatches are one batch; otherwise gradients of one after the other are added up.
@@ -62,12 +61,17 @@ def flags_of(plan: DivisionPlan) -> str:
     return "\n".join([*(f"{line} \\" for line in lines[:-1]), lines[-1], *(f"# {note}" for note in _notes(plan))])
 
 
+def _layers_per_stage(plan: DivisionPlan) -> int | None:
+    """By which torchtitan has as many stages as are planned, if there is such a number."""
+    stages, layers = plan.chosen.pipeline * plan.chosen.interleave, plan.model.layers + 1 + plan.chosen.last_less
+    each = -(-layers // stages)
+    return each if -(-layers // each) == stages else None
+
+
 def _notes(plan: DivisionPlan) -> Iterator[str]:
     it, context = plan.chosen, plan.chosen.context
-    spread = plan.model.layers + 1 + it.last_less
-    stages = it.pipeline * it.interleave
-    if it.interleave > 2 and -(-spread // -(-spread // stages)) != stages:
-        yield f"torchtitan cannot have {it.interleave} stages a rank of so many layers"
+    if it.interleave > 2 and _layers_per_stage(plan) is None:
+        yield f"torchtitan has no flag for {it.interleave} stages a rank of so many layers: say which are whose"
     if context.feed_forward == "metp":
         yield "METP's feed-forward is not the recipe's: apply wallfacer_dt.METPParallel"
     if context.projections == "metp":
