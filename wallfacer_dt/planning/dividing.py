@@ -5,7 +5,7 @@ context ranks get their attentions, and last are simulated, and asked for their 
 what is ranked nothing was left out that is faster, but for this. For a division's context ranks attentions are ranked
 alone, one sequence at a time, and the best few of different meshes or schedules are tried, each with the rotations that
 are fastest, or where these do not fit with others. And a pipeline's last stage has as many layers less as make the
-least that a step can take the least.
+least that a step can take the least, or where that does not fit the next to it.
 """
 
 import heapq
@@ -323,16 +323,15 @@ class _Search:
     def add(self, division: Division) -> None:
         """One of which the attention is to be chosen, unless it cannot fit."""
         stages = sorted(least_of_stages(self.layer(division), lambda own: self._ideal(division, own)))
-        least = None
-        for seconds, less in stages:
+        limit = self.cluster.memory
+        for number, (seconds, less) in enumerate(stages):
             one = replace(division, last_less=less)
             needed = least_memory(one, self.model, self._taken(one))
             self._note(needed)
-            if self.cluster.memory is None or needed <= self.cluster.memory:
+            if limit is None or needed <= limit:
                 self._push(seconds, _Choice(one))
                 return
-            least = needed if least is None else least
-            if least > _NEARLY * self.cluster.memory:
+            if number == 0 and needed > _NEARLY * limit:
                 return
 
     def run(self, keep: int) -> None:
@@ -372,7 +371,7 @@ class _Search:
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
             costs = _costs(alone, heads, self._taken(division), where, siblings=siblings)
             stages = least_of_stages(self.layer(one), lambda own, of=costs: mean_spent(heads, self.sequence, of, own))
-            for seconds, less in sorted(stages)[: 2 if self.cluster.memory else 1]:
+            for seconds, less in sorted(stages)[: 1 if self.cluster.memory is None else 2]:  # one may fit alone
                 self._push(seconds, _Choice(replace(one, last_less=less), costs))
 
     def _predict(self, division: Division, costs: tuple[AttentionCost, ...]) -> None:

@@ -114,18 +114,18 @@ def least_memory(division: Division, model: ModelShape, sequence: SequenceShape)
 
 def _most(layer: "_Layer") -> StackMemory:
     last = layer.division.pipeline - 1
-    return max((_stage(layer, stage) for stage in {0, min(1, last), last}), key=lambda memory: memory.peak)
+    return max((_of_rank(layer, rank) for rank in {0, min(1, last), last}), key=lambda memory: memory.peak)
 
 
-def _stage(layer: "_Layer", stage: int) -> StackMemory:
-    """Of a pipeline's rank, which has this stage, or several."""
+def _of_rank(layer: "_Layer", rank: int) -> StackMemory:
+    """Of a pipeline's rank, which has a stage or several."""
     division, model = layer.division, layer.model
-    layers, has_loss = division.rank_layers(model)[stage], _has_loss(division, model, stage)
-    alive = division.in_flight(stage, division.stage_layers(model)[stage :: division.pipeline])
-    in_flight = division.in_flight(stage, (1,) * division.interleave)
+    layers, has_loss = division.rank_layers(model)[rank], _has_loss(division, model, rank)
+    alive = division.in_flight(rank, division.stage_layers(model)[rank :: division.pipeline])
+    in_flight = division.in_flight(rank, (1,) * division.interleave)
     stack = layer.kept * layers
-    has_tokens = bool(model.vocab) and stage in (0, division.pipeline - 1)
-    before, whole = stack + layer.tokens * has_tokens, _Whole.of(layer, stage)
+    has_tokens = bool(model.vocab) and rank in (0, division.pipeline - 1)
+    before, whole = stack + layer.tokens * has_tokens, _Whole.of(layer, rank)
     # The last layer's backward, that of the one before, and that of the loss.
     peaks = [(before - layer.kept + layer.backward, whole.first)]
     if layers > 1:
@@ -134,8 +134,8 @@ def _stage(layer: "_Layer", stage: int) -> StackMemory:
     peaks += of_loss
     most, gathered = max(peaks, key=sum)
     # Of stages that are alike; what is kept beside layers, as a loss, is taken to be there as often as these.
-    others = (alive - layers) * kept // layers + _between_stages(layer, stage, in_flight)
-    return StackMemory(*_states(layer, stage), gathered, others + kept, max(0, most - kept))
+    others = (alive - layers) * kept // layers + _between_stages(layer, rank, in_flight)
+    return StackMemory(*_states(layer, rank), gathered, others + kept, max(0, most - kept))
 
 
 def _of_loss(layer: "_Layer", before: int, whole: "_Whole") -> tuple[int, list[tuple[int, int]]]:
@@ -154,27 +154,27 @@ def _of_loss(layer: "_Layer", before: int, whole: "_Whole") -> tuple[int, list[t
     return before, [(before_last + layer.logits + 3 * layer.loss + one, whole.chunks), (before_last, whole.summed)]
 
 
-def _between_stages(layer: "_Layer", stage: int, in_flight: int) -> int:
+def _between_stages(layer: "_Layer", rank: int, in_flight: int) -> int:
     """Bytes of what all microbatches receive, but for what layers keep of it, and of what those in flight gave."""
     division, each = layer.division, layer.division.interleave
-    before, following = each - (stage == 0), each - (stage == division.pipeline - 1)
+    before, following = each - (rank == 0), each - (rank == division.pipeline - 1)
     return layer.x * (division.microbatches * (before + following) + in_flight * (following - before) // each)
 
 
-def _states(layer: "_Layer", stage: int) -> tuple[int, int, int]:
+def _states(layer: "_Layer", rank: int) -> tuple[int, int, int]:
     """Bytes of a rank's weights, of their gradients and of the optimizer's states."""
-    mine, itemsize = rank_weights(layer.division, layer.model, stage), layer.sequence.dtype.itemsize
+    mine, itemsize = rank_weights(layer.division, layer.model, rank), layer.sequence.dtype.itemsize
     return mine * itemsize, mine * itemsize, mine * (_MOMENTS + _MASTER * (itemsize < _MASTER))
 
 
-def _has_loss(division: Division, model: ModelShape, stage: int) -> bool:
-    """Whether a stage has the output projection, and the norm before it."""
-    return bool(model.vocab) and stage == division.pipeline - 1
+def _has_loss(division: Division, model: ModelShape, rank: int) -> bool:
+    """Whether a pipeline's rank has the output projection, and the norm before it."""
+    return bool(model.vocab) and rank == division.pipeline - 1
 
 
-def _ends(division: Division, stage: int) -> int:
-    """How many of embedding and output projection a stage has."""
-    return (stage == 0) + (stage == division.pipeline - 1)
+def _ends(division: Division, rank: int) -> int:
+    """How many of embedding and output projection a pipeline's rank has."""
+    return (rank == 0) + (rank == division.pipeline - 1)
 
 
 def _norms(model: ModelShape) -> int:
@@ -182,13 +182,13 @@ def _norms(model: ModelShape) -> int:
     return 2 * model.hidden
 
 
-def rank_weights(division: Division, model: ModelShape, stage: int) -> int:
-    """Of all elements of a stage's weights, those that a rank has between steps."""
+def rank_weights(division: Division, model: ModelShape, rank: int) -> int:
+    """Of all elements of the weights of a pipeline's rank, those that one of those who share them has between steps."""
     context, tensor = division.context, division.tensor
-    layers = division.rank_layers(model)[stage]
-    split = layers * _shared(context, model) + _ends(division, stage) * model.vocab * model.hidden
+    layers = division.rank_layers(model)[rank]
+    split = layers * _shared(context, model) + _ends(division, rank) * model.vocab * model.hidden
     metp = layers * -(-division.metp_weights(model) // division.shards)
-    norms = layers * _norms(model) + model.hidden * _has_loss(division, model, stage)
+    norms = layers * _norms(model) + model.hidden * _has_loss(division, model, rank)
     return -(-(-(-split // tensor) + norms) // division.weight_ranks) + metp
 
 
@@ -221,7 +221,7 @@ class _Whole(NamedTuple):
     summed: int
 
     @classmethod
-    def of(cls, layer: "_Layer", stage: int) -> "_Whole":
+    def of(cls, layer: "_Layer", rank: int) -> "_Whole":
         division, model, narrow = layer.division, layer.model, layer.sequence.dtype.itemsize
         if division.weight_ranks == 1:
             return cls(0, 0, 0, 0, 0, 0)
@@ -232,7 +232,7 @@ class _Whole(NamedTuple):
         head = -(-model.vocab * model.hidden // tensor)
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
-            every = division.rank_layers(model)[stage] * own + _ends(division, stage) * head
+            every = division.rank_layers(model)[rank] * own + _ends(division, rank) * head
             most = every * (narrow + wide)
             return cls(most, most, most, most, most + head * narrow, most + head * wide)
         layers, both = (2 + (model.layers > 1)) * own * narrow, (2 * head + own) * narrow
