@@ -13,7 +13,7 @@ from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.predict import AttentionCost, attention_costs
 from wallfacer_dt.planning.step import OneWay, Spent, simulated_step
 
-KERNELS = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10, launch=0.0)
+KERNELS = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10, launch=0.0, takes_segments=False)
 HOSTS = st.sampled_from([0.0, 1e-5, 1e-4])  # seconds of an operation
 MODEL = ModelShape(hidden=64, heads=4, kv_heads=2, ffn=192, layers=4, vocab=100)
 SEQUENCE = SequenceShape(256, is_causal=True, dtype=torch.bfloat16)

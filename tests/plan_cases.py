@@ -16,13 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.cases import Inner
+from tests.cases import Inner, shard_sizes
 from wallfacer_dt import METPAttentionParallel, METPParallel, ModelShape, SequenceShape, TokenOrder, WallFacerParallel
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
 from wallfacer_dt.planning import Candidate, dry_run, memory
 from wallfacer_dt.planning.alive import Alive
+
+
+def rows_of(candidate: Candidate, length: int, index: int) -> int:
+    """How many of so many tokens a sequence index holds."""
+    if candidate.order == "document_head_tail":
+        return length // candidate.size + (index < length % candidate.size)
+    return shard_sizes(length, candidate.axes)[index]
 
 
 @contextmanager

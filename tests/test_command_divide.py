@@ -284,6 +284,11 @@ def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, ran
             "torchtitan trains in bfloat16 or float32, not in float16",
         ),
         (Division(Candidate(4, 1, 4, order="head_tail")), {}, "the recipe places ranks ulysses in node, this"),
+        (Division(Candidate(16, order="document_head_tail")), {}, "the recipe has no token order document_head_tail"),
+        (
+            FIRST, {"sequence": SequenceShape(4096, is_causal=True, documents=(100,))},
+            "documents are the loader's to tell: of a text's paragraphs --dataloader.documents",
+        ),
         (
             Division(Candidate(1), pipeline=9, interleave=7), {"model": replace(MODEL, layers=126)},
             "torchtitan has no flag for 7 stages a rank of so many layers",

@@ -33,6 +33,7 @@ from wallfacer_dt.command.planning.lanes import _beside, _labels, kind_of
 from wallfacer_dt.command.planning.launch import Launch, _check_device
 from wallfacer_dt.command.planning.text import print_plan, print_profile
 from wallfacer_dt.command.planning.usage import code_of
+from wallfacer_dt.layout import deal, deal_documents, positions
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
 from wallfacer_dt.planning.candidates import attentions
 from wallfacer_dt.planning.predict import attention_cost
@@ -257,6 +258,28 @@ def test_one_rank_waits_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert times["transfers"] == 0 < times["host"]
 
 
+@pytest.mark.parametrize(
+    ("option", "documents", "said"),
+    [
+        ("1k", (1024,), "5 documents of 1024 tokens"),
+        ("3k,100", (3072, 100), "3 documents of 100 to 3072 tokens"),
+        ("1M", (), ""),
+    ],
+)
+def test_documents_are_planned(
+    capsys: pytest.CaptureFixture[str], option: str, documents: tuple[int, ...], said: str
+) -> None:
+    options = f"plan {SIZES.replace('4096', '5000')} --causal {WHERE} --documents {option} --top 1"
+    document = json.loads(out_of(f"{options} --json", capsys))
+    assert document["sequence"]["documents"] == [*documents]
+    packed = SequenceShape(5000, is_causal=True, documents=documents)
+    best = make_plan(MODEL, packed, replace(CLUSTER, kernels=Kernels()))
+    assert document["ranked"][0]["candidate"] == listed(asdict(best.chosen))
+    text = " ".join(out_of(options, capsys).split())
+    assert (f" order, causal, {said}, batch 1" if said else " order, causal, batch 1") in text
+    assert ("cu_seqlens = ..." in text) == bool(said)
+
+
 def test_layers_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--ffn 512 --no-gated --layers 3 --vocab 100 --ranks 2 --intra 1GB/s --top 1 --dtype float32"
     options += " --attention-speed 20TFLOPS --linear-speed 30TFLOPS"
@@ -351,6 +374,32 @@ def test_the_code_asks_which_layers_have_a_window(one: Ranked) -> None:
         styles |= plan.styles(order, windowed=i in (1, 2), **{kind: path.format(i)})
     assert told(found["styles"]) == told(styles)
     assert code_of(replace(plan, model=replace(plan.model, windowed_layers=0))).count("window") == 0
+
+
+@pytest.mark.parametrize("order", ["contiguous", "document_head_tail"])
+def test_the_code_asks_where_documents_begin(order: str) -> None:
+    """And hands them to what deals tokens out by them, which raises as it is printed."""
+    one = ranked(Candidate(2, 2, rotate="q", order=order), 0.002, "a")
+    plan = replace(
+        SMALL, ranked=(one,), sequence=SequenceShape(4096, is_causal=True, documents=(3000, 70)),
+        cluster=replace(SMALL.cluster, device_type="cpu"),
+    )  # fmt: skip
+    *code, last = (line for line in code_of(plan).splitlines() if "parallelize_module(" not in line)
+    asked = code.pop()
+    assert asked.startswith("cu_seqlens = ...  # where documents begin")
+    bounds = plan.sequence.mask.documents[0]
+    assert bounds == (0, 3000, 3070, 4096)
+    found: dict = {"tokens": torch.arange(4096)[None], "torch": torch}
+    with fake_world(4, 1):
+        exec("\n".join(code), found)
+        if order == "document_head_tail":
+            with pytest.raises(TypeError, match="cu_seqlens must be a tensor, got ellipsis"):
+                exec(f"{asked}\n{last}", dict(found))
+        exec(f"cu_seqlens = torch.tensor({bounds})\n{last}", found)
+        style = plan.styles(plan.order(plan.mesh("cpu")))
+    assert told(found["styles"]) == told(style)
+    shards = deal(4096, (1, 2, 2), order) if order == "contiguous" else deal_documents(bounds, (1, 2, 2))
+    assert found["tokens"][0].tolist() == positions(shards[1]).tolist()
 
 
 def told(styles: dict) -> dict:
@@ -531,6 +580,13 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
         (f"{SHAPE} {WHERE} --ffn -1", "--ffn must be at least 0, got -1"),
         (f"{SHAPE} {WHERE} --layers 0", "--layers must be at least 1, got 0"),
         (f"{SHAPE} {WHERE} --window -1", "--window must be at least 0, got -1"),
+        (f"{SHAPE} {WHERE} --documents 0", "--documents must be a number of tokens like 131072, 128k or 1M"),
+        (f"{SHAPE} {WHERE} --documents 8k,", "--documents must be a number of tokens like 131072, 128k or 1M"),
+        (f"{SHAPE} {WHERE} --seq 1M --documents 1", "--documents must be at most 65536 in a sequence, got more"),
+        (
+            f"{SHAPE} {WHERE} --memory 1GB --seq longest --documents 8k",
+            "--documents: how many the longest sequence has is not known; say --seq",
+        ),
         (f"{SHAPE} {WHERE} --dtype int8", "--dtype: 'int8' is not one of"),
         (f"{SHAPE} {WHERE} --ranks 0", "--ranks must be at least 1, got 0"),
         (f"{SHAPE} {WHERE} --ranks 5", "--ranks-per-node must divide --ranks, got 2 and 5"),

@@ -54,7 +54,7 @@ from wallfacer_dt.kernels.block import CAUSAL, FULL, Band, How, Need
 from wallfacer_dt.kernels.registry import check_kernel, select_kernel
 from wallfacer_dt.planning.attention import Costs, programs_of
 from wallfacer_dt.planning.predict import attention_cost
-from wallfacer_dt.planning.programs import attended
+from wallfacer_dt.planning.programs import Call, attended
 from wallfacer_dt.reading import FileError
 from wallfacer_dt.testing import RankPool
 
@@ -206,7 +206,7 @@ def test_clocked_kernel_takes_what_the_planner_says(
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
     assert device.DEVICE.kernels is not None
     costs = Costs(device.DEVICE.kernels, 2, 4, 2, 16, DTYPE, backward=backward)
-    assert clocked == [costs.of(((area, 6, 8),))]
+    assert clocked == [costs.of_call(Call(area, 6, 8, area / 6))]
 
 
 def test_clocked_kernel_counts_what_a_mask_shows(clocked: list[float]) -> None:
@@ -215,7 +215,8 @@ def test_clocked_kernel_counts_what_a_mask_shows(clocked: list[float]) -> None:
     mask = create_block_mask(lambda b, h, i, j: (i + j + h) % 2 == 0, 1, 4, 8, 8, device="cpu")
     kernel.forward(x, x, x, How(FULL, 1.0, mask))
     assert device.DEVICE.kernels is not None
-    assert clocked == [Costs(device.DEVICE.kernels, 1, 4, 4, 16, DTYPE, backward=False).of(((32, 8, 8),))]
+    costs = Costs(device.DEVICE.kernels, 1, 4, 4, 16, DTYPE, backward=False)
+    assert clocked == [costs.of_call(Call(32, 8, 8, 4.0))]
 
 
 @pytest.mark.ranks

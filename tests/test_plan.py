@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.strategies import examples
@@ -39,7 +39,7 @@ from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.flops import model_flops
 from wallfacer_dt.planning.predict import attention_cost, attention_costs, least_attention, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
-from wallfacer_dt.planning.programs import program_of
+from wallfacer_dt.planning.programs import area_of, calls_of, program_of
 from wallfacer_dt.planning.search import _because, _by_mesh, _order, _Search
 from wallfacer_dt.planning.stack import stack_memory
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle, last_of, run
@@ -231,6 +231,7 @@ def test_ranks_that_run_together_take_no_less_than_they_need(
 
 
 LAYERS = ModelShape(192, 3, 1, 64, ffn=1024, layers=2)
+DOCUMENTS = st.just(()) | st.lists(st.integers(1, 200), min_size=1, max_size=4).map(tuple)
 
 
 @example(ModelShape(192, 3, 1, 64), SequenceShape(780, is_causal=True), (12, 4), 64, 1e-3, 64.0, 0.0, 2)
@@ -244,7 +245,7 @@ LAYERS = ModelShape(192, 3, 1, 64, ffn=1024, layers=2)
     st.sampled_from([MODEL, LAYERS, replace(LAYERS, windowed_layers=1), replace(LAYERS, windowed_layers=0)]),
     st.builds(
         SequenceShape, st.integers(64, 700), is_causal=st.booleans(),
-        window_size=st.none() | st.tuples(st.integers(0, 200), st.just(0)),
+        window_size=st.none() | st.tuples(st.integers(0, 200), st.just(0)), documents=DOCUMENTS,
     ),
     st.sampled_from([(4, 2), (6, 3), (8, 8), (12, 4)]), st.sampled_from([2, 64]), st.sampled_from([0.0, 1e-3]),
     st.sampled_from([0.0, 64.0]), st.sampled_from([0.0, 1.0]), st.integers(0, 10**6),
@@ -360,16 +361,25 @@ def test_what_a_timeline_moves_is_what_is_received(drawn) -> None:
                 assert moved[0] == received.max()
 
 
-@given(st.integers(1, 200), st.booleans(), st.one_of(st.none(), st.tuples(st.integers(-1, 40), st.integers(-1, 40))))
-def test_pairs_that_are_seen(length: int, is_causal: bool, window: tuple[int, int] | None) -> None:
+@given(
+    st.integers(1, 200), st.booleans(), st.one_of(st.none(), st.tuples(st.integers(-1, 40), st.integers(-1, 40))),
+    DOCUMENTS,
+)  # fmt: skip
+def test_pairs_that_are_seen(
+    length: int, is_causal: bool, window: tuple[int, int] | None, documents: tuple[int, ...]
+) -> None:
+    of = [document for document, tokens in enumerate(200 * (documents or (200,))) for _ in range(tokens)]
     window = window and (window[0], min(window[1], 0)) if is_causal else window
     left, right = (None if n == -1 else n for n in window or (-1, -1))
     seen = sum(
-        (left is None or j >= i - left) and (is_causal or right is None or j <= i + right) and not (is_causal and j > i)
+        (left is None or j >= i - left)
+        and (is_causal or right is None or j <= i + right)
+        and not (is_causal and j > i)
+        and of[i] == of[j]
         for i in range(length)
         for j in range(length)
     )
-    assert SequenceShape(length, is_causal=is_causal, window_size=window).pairs() == seen
+    assert SequenceShape(length, is_causal=is_causal, window_size=window, documents=documents).pairs() == seen
 
 
 @given(planned(8))
@@ -416,10 +426,11 @@ def test_what_goes_back_round_a_team_crosses_nodes_by_its_distance() -> None:
 def test_a_program_is_its_schedule(data: st.DataObject) -> None:
     """With the same transfers and tiles, although what lies as other things do was planned once."""
     ulysses, ring, team = (data.draw(st.integers(1, n)) for n in (3, 6, 3))
-    sequences = Sequences(
-        *(data.draw(st.integers(1, 90)),) * 2, data.draw(st.sampled_from(["contiguous", "head_tail"])),
-        data.draw(st.sampled_from([Mask(*ends) for ends in product((None, 0, 9), (None, 0, 4))])),
-    )  # fmt: skip
+    length, ends = data.draw(st.integers(2, 90)), [(None, 0, 9), (None, 0, 4)]
+    documents = data.draw(st.sampled_from([(), ((0, length),), ((0, 1, length),), ((0, length // 2, length),)]))
+    masks = [Mask(*some, documents=documents) for some in product(*ends)]
+    orders = ["contiguous", "head_tail"] + ["document_head_tail"] * bool(documents)
+    sequences = Sequences(length, length, *(data.draw(st.sampled_from(some)) for some in (orders, masks)))
     names = ["2d", "rings"] + ["published"] * (ring % team == 0)
     schedule, resident = data.draw(st.sampled_from(names)), data.draw(st.sampled_from(SIDES))
     place = Candidate(ring, team, ulysses).place(data.draw(st.integers(0, ring * team * ulysses - 1)))
@@ -430,7 +441,13 @@ def test_a_program_is_its_schedule(data: st.DataObject) -> None:
         for one, step in zip(written, steps, strict=True):
             if isinstance(step, Attend):
                 tiles = [tile for segments in step.work for tile in segments.tiles]
-                assert one.sizes == tuple((x.area, x.q[1] - x.q[0], x.k[1] - x.k[0]) for x in tiles)  # type: ignore[union-attr]
+                sizes = [(x.area, x.q[1] - x.q[0], x.k[1] - x.k[0]) for x in tiles]
+                assert [call[:3] for call in calls_of(one.work, takes_segments=False)] == sizes  # type: ignore[union-attr]
+                calls = calls_of(one.work, takes_segments=True)  # type: ignore[union-attr]
+                rows = sum(np.diff(some[:, :2]).sum() for segments in step.work for some in segments.rows)
+                assert (len(calls), sum(call.rows for call in calls)) == (one.calls, rows)  # type: ignore[union-attr]
+                assert all(call.pairs % 128**2 == 0 for call in calls)
+                assert sum(call.pairs for call in calls) >= sum(area for area, *_ in sizes)
             else:
                 assert one.name == str(step.transfer)
 
@@ -460,6 +477,10 @@ def test_what_is_enumerated() -> None:
     assert {one.order for one in attentions(MODEL, causal, cluster())} == {"head_tail"}
     windowed = replace(causal, window_size=(100, 0))
     assert {one.order for one in attentions(MODEL, windowed, cluster())} == {"head_tail", "contiguous"}
+    packed = replace(SEQUENCE, documents=(100,))
+    for is_causal, orders in ((True, {"head_tail", "contiguous"}), (False, {"contiguous"})):
+        some = attentions(MODEL, replace(packed, is_causal=is_causal), cluster())
+        assert {one.order for one in some} == orders | {"document_head_tail"}
     assert [one.placement for one in attentions(MODEL, SEQUENCE, cluster(16, 16)) if one.axes == (4, 2, 2)] == [
         "team_in_node"
     ] * 5
@@ -806,6 +827,12 @@ def test_the_same_sizes_are_equal_however_they_are_said() -> None:
     assert SequenceShape(8, is_causal=True, window_size=(-1, 0)) == SequenceShape(8, is_causal=True)
     assert SequenceShape(8, is_causal=True, window_size=(3, 0)).window_size == (3, 0)
     assert SequenceShape(8, window_size=[3, 0]) == SequenceShape(8, window_size=(3, 0))
+    assert SequenceShape(8, documents=(9, 2)) == SequenceShape(8, documents=[8]) == SequenceShape(8)
+    assert SequenceShape(8, documents=[3, 4, 2, 7]) == SequenceShape(8, documents=(3, 4, 1))
+    assert SequenceShape(8, documents=(3, 2)).mask.documents == ((0, 3, 5, 8),)
+    assert SequenceShape(9, documents=(3, 2)).mask.documents == ((0, 3, 5, 8, 9),)
+    assert SequenceShape(8, is_causal=True, window_size=(7, 0), documents=(3,)).window_size == (7, 0)
+    assert SequenceShape(8, window_size=(-1, None), documents=(3,)) == SequenceShape(8, documents=(3,))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 0}', '{"version": 1, "cluster": {"ranks": 4}}'])
@@ -823,6 +850,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text: str) -> None:
     heads=st.sampled_from([(4, 2), (3, 1)]),
     length=st.sampled_from([96, 4096, 4099]),
     window=st.sampled_from([None, 300]),
+    documents=st.sampled_from([(), (400, 7, 90)]),
     link=st.sampled_from([1e7, 1e9, 1e11]),
     latency=st.sampled_from([1e-5, 1e-2]),
     keep=st.integers(1, 9),
@@ -830,12 +858,13 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text: str) -> None:
     launch=st.sampled_from([0.0, 1e-5, 1e-3]),
 )
 def test_what_is_looked_at_late_is_not_overlooked(
-    ranks: tuple[int, int], heads: tuple[int, int], length: int, window: int | None, link: float, latency: float,
-    keep: int, ffn: int, launch: float,
+    ranks: tuple[int, int], heads: tuple[int, int], length: int, window: int | None, documents: tuple[int, ...],
+    link: float, latency: float, keep: int, ffn: int, launch: float,
 ) -> None:  # fmt: skip
     """The first few are those of all, of which none is left out, and which are in order."""
     model = ModelShape(hidden=256, heads=heads[0], kv_heads=heads[1], head_dim=64, ffn=ffn)
-    sequence = SequenceShape(length, is_causal=True, window_size=None if window is None else (window, 0))
+    bounds = None if window is None else (window, 0)
+    sequence = SequenceShape(length, is_causal=True, window_size=bounds, documents=documents)
     kernels = Kernels(1e11, 1e11, 1e11, 1e-5, 1e10, launch=launch)
     where = cluster(*ranks, intra=Link(100 * link, 1e-6), inter=Link(link, latency), kernels=kernels)
     # What memory they need does not matter here, and takes longest.
@@ -867,6 +896,31 @@ def test_a_team_goes_first_where_it_saves_3_percent_of_attention(length: int, ba
         behind = [one.why for one in ranked if one.seconds < 0.9999 * ranked[0].seconds]
         assert all("%: a team goes first where it saves " in why for why in behind)
         assert bool(behind) == (saved < 0.03)
+
+
+@examples(20)
+@given(
+    st.sampled_from([(8, 1, 1), (1, 8, 1), (4, 2, 1), (2, 2, 2), (2, 1, 4)]),
+    st.lists(st.integers(1024, 4096), min_size=1, max_size=9).map(tuple), st.booleans(),
+)  # fmt: skip
+def test_of_documents_dealt_out_one_by_one_a_rank_stands_for_all(
+    axes: tuple[int, int, int], documents: tuple[int, ...], is_causal: bool
+) -> None:
+    """As if all were run together, where documents are long; of others one with much to do, where they are too many."""
+    sequence = SequenceShape(8192, is_causal=is_causal, documents=documents)
+    assume(sequence.documents)
+    where = Cluster(8, 4, Link(1e10, 1e-6), Link(1e9, 1e-5), kernels=Kernels(1e12, 1e12, launch=0.0))
+    one = Candidate(*axes, order="document_head_tail", rotate="kv", rotate_forward="kv")
+    alone = attention_cost(one, MODEL, sequence, where)
+    with mock.patch("wallfacer_dt.planning.attention.BY_DOCUMENT", ""):
+        together = attention_cost(one, MODEL, sequence, where)
+    assert alone.seconds == pytest.approx(together.seconds, rel=0.05)
+    for order, rotate in product(("contiguous", "head_tail"), ("kv", "q")):
+        some = replace(one, order=order, rotate_forward=rotate)
+        (busiest,), every = (
+            programs_of(some, sequence, together=together, backward=False).values() for together in (False, True)
+        )
+        assert area_of(busiest) >= max(map(area_of, every)) * (1 if one.team == 1 else 0.6)
 
 
 def test_a_margin_is_a_number() -> None:
@@ -916,6 +970,11 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
         (lambda: SequenceShape(MOST_TOKENS + 1), r"length must be at most 2\^31, got 2147483649"),
         (lambda: SequenceShape(8, window_size=(-5, 0)), "window_size must be at least 0, or -1 for no bound"),
         (lambda: SequenceShape(8, is_causal=True, window_size=(5, 5)), "is_causal=True sees no later keys"),
+        (lambda: SequenceShape(8, documents=4), "documents must be a tuple of lengths, got int"),
+        (lambda: SequenceShape(8, documents=(4, 0)), "documents must be at least 1, got 0"),
+        (lambda: SequenceShape(8, documents=(9, 4.0)), "documents must be an int, got 4.0"),
+        (lambda: SequenceShape(2**17 + 1, documents=(3, 1)), "documents must be at most 65536 in a sequence, got more"),
+        (lambda: SequenceShape(2**17, documents=(1,) * 2**17), "documents must be at most 65536 in a sequence, got"),
         *(
             (lambda make=make, bad=bad: make(bad), f"{what} must be an int, got {bad}")
             for bad in (math.nan, 4.0, True)
@@ -948,6 +1007,7 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
                 "inter": ("Link", None, lambda it: Cluster(4, 4, FAST, it)),
                 "kernels": ("Kernels", None, lambda it: Cluster(4, 4, FAST, FAST, kernels=it)),
                 "striped_gathers": ("bool", 1, lambda it: Cluster(4, 4, FAST, FAST, striped_gathers=it)),
+                "kernels: takes_segments": ("bool", 1, lambda it: Kernels(takes_segments=it)),
                 "device_type": ("str", 7, lambda it: Cluster(4, 4, FAST, FAST, device_type=it)),
             }.items()
         ),

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.cases import mesh_of, shard_sizes
+from tests.cases import mesh_of
+from tests.plan_cases import rows_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
 from wallfacer_dt.planning import Candidate
@@ -31,13 +32,16 @@ def run(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *, fak
     make = partial(context_mesh, "cpu") if fake else mesh_of
     mesh = make(it.ring, it.team, ulysses=it.ulysses, placement=it.placement)
     u, r, c = mesh.get_coordinate() if it.ulysses > 1 else (0, *mesh.get_coordinate())
-    rows = shard_sizes(sequence.length, it.axes)[(u * it.ring + r) * it.team + c]
+    rows = rows_of(it, sequence.length, (u * it.ring + r) * it.team + c)
+    documents = {"cu_seqlens": torch.tensor(sequence.mask.documents[0])} if sequence.documents else {}
     shapes = [(sequence.batch, heads, rows, model.dim) for heads in (model.heads, model.keys, model.keys)]
-    with FakeTensorMode() if fake else nullcontext(), count_collectives(mesh) as traffic:
+    is_fake = fake and not documents  # whose contents are read
+    with FakeTensorMode() if is_fake else nullcontext(), count_collectives(mesh) as traffic:
         q, k, v = (torch.ones(shape, dtype=sequence.dtype, requires_grad=True) for shape in shapes)
         out = context_parallel_attention(
             q, k, v, mesh, is_causal=sequence.is_causal, window_size=sequence.window_size, length=sequence.length,
             order=TokenOrder(it.order, mesh), schedule=it.schedule, rotate=it.rotate, rotate_forward=it.rotate_forward,
+            **documents,
         )  # fmt: skip
         out.backward(torch.ones_like(out))
     return traffic
@@ -71,10 +75,11 @@ def planned(draw: st.DrawFn, largest: int) -> tuple[Candidate, ModelShape, Seque
     model = ModelShape(hidden=8, head_dim=8, heads=kv_heads * draw(st.integers(1, 4)), kv_heads=kv_heads)
     is_causal = draw(st.booleans())
     windows = [None, None, (draw(st.integers(0, 4 * ranks)), 0 if is_causal else draw(st.integers(0, 4)))]
+    documents = draw(st.just(()) | st.lists(st.integers(1, 4 * ranks), min_size=1, max_size=4).map(tuple))
     sequence = SequenceShape(
         draw(st.one_of(st.integers(1, 6).map(lambda n: n * ranks), st.integers(1, 6 * ranks))),
         draw(st.integers(1, 2)), is_causal, draw(st.sampled_from(windows)),
-        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        draw(st.sampled_from([torch.float32, torch.bfloat16])), documents,
     )  # fmt: skip
     per_node = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
     candidates = list(attentions(model, sequence, Cluster(ranks, per_node, LINK, LINK)))

@@ -678,15 +678,15 @@ def test_golden_llama3_8b_on_16_h100s() -> None:
         lines("h100x16", "llama3-8b", 32768, 16),
         """\
 of 1035
-5.741 s, 58.8 GB, fastest: 2% of the step is waiting
+5.752 s, 58.8 GB, fastest: 2% of the step is waiting
   shards 4 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-5.768 s, 66.9 GB, +0.5%: waits 19.8 ms longer
+5.779 s, 66.9 GB, +0.5%: waits 19.8 ms longer
   replicas 2 x shards 2 x context 4, 4 microbatches of 1: ulysses 4, head-tail
-5.777 s, 58.9 GB, +0.6%: computes 95.8 ms longer (smaller tiles, more merging, or idle heads)
+5.797 s, 58.9 GB, +0.8%: computes 104 ms longer (smaller tiles, more merging, or idle heads)
   shards 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
-5.803 s, 66.9 GB, +1.1%: computes 103 ms longer (smaller tiles, more merging, or idle heads)
+5.823 s, 66.9 GB, +1.2%: computes 111 ms longer (smaller tiles, more merging, or idle heads)
   replicas 2 x context 8, 4 microbatches of 2: team 8, 2d, rotates q, head-tail
-1: 6.128, 2: 5.856, 4: 5.741, 8: 5.777, 16: 5.832
+1: 6.140, 2: 5.868, 4: 5.752, 8: 5.797, 16: 5.850
 enough: 4""",
     )
 
@@ -697,15 +697,15 @@ def test_golden_llama3_70b_on_32_a100s() -> None:
         lines("a100x32", "llama3-70b", 8192, 32),
         """\
 of 2331
-21.329 s, 69.9 GB, fastest: 0% of the step is waiting
+21.355 s, 69.9 GB, fastest: 0% of the step is waiting
   shards 32: one rank, head-tail, checkpoint attention
-21.374 s, 70.1 GB, +0.2%: waits 35.4 ms longer
+21.400 s, 70.1 GB, +0.2%: waits 35.4 ms longer
   shards 16 x context 2: ulysses 2, head-tail, checkpoint attention
-21.435 s, 70.1 GB, +0.5%: waits 103 ms longer
+21.462 s, 70.1 GB, +0.5%: waits 103 ms longer
   shards 8 x context 4: ulysses 4, head-tail, checkpoint attention
-21.489 s, 70.1 GB, +0.8%: computes 160 ms longer (smaller tiles, more merging, or idle heads)
+21.540 s, 70.1 GB, +0.9%: computes 185 ms longer (smaller tiles, more merging, or idle heads)
   shards 4 x context 8: team 8, 2d, rotates q, head-tail, checkpoint attention
-1: 21.329, 2: 21.374, 4: 21.435, 8: 21.489, 16: 21.599, 32: 21.895
+1: 21.355, 2: 21.400, 4: 21.462, 8: 21.540, 16: 21.640, 32: 21.946
 enough: 1""",
     )
 
@@ -716,14 +716,14 @@ def test_golden_qwen3_8b_on_8_h200s() -> None:
         lines("h200x8", "qwen3-8b", 131072, 2),
         """\
 of 96
-16.092 s, 116.1 GB, fastest: 0% of the step is waiting
+16.118 s, 116.1 GB, fastest: 0% of the step is waiting
   context 8, 2 microbatches of 1: team 8, 2d, rotates q, head-tail
-16.251 s, 123.5 GB, +1.0%: waits 210 ms longer
+16.277 s, 123.5 GB, +1.0%: waits 210 ms longer
   context 4 x tensor 2, 2 microbatches of 1: team 4, 2d, rotates q, head-tail
-16.671 s, 94.3 GB, +3.6%: computes 594 ms longer (METP's units once more and METP's sums)
-  shards 2 x context 4: team 4, 2d, rotates q, head-tail, METP
-17.012 s, 49.1 GB, +5.7%: computes 610 ms longer (layers but for attention twice)
-  shards 2 x context 2 x tensor 2: ring 2, rotates q, head-tail, checkpoint attention
-1: 17.607, 2: 17.012, 4: 16.251, 8: 16.092
+16.692 s, 94.3 GB, +3.6%: computes 521 ms longer (METP's units once more and METP's sums)
+  shards 2 x context 4: ulysses 4, head-tail, METP
+17.025 s, 49.1 GB, +5.6%: computes 553 ms longer (layers but for attention twice)
+  shards 2 x context 2 x tensor 2: ulysses 2, head-tail, checkpoint attention
+1: 17.620, 2: 17.025, 4: 16.277, 8: 16.118
 enough: 4""",
     )

@@ -96,6 +96,7 @@ OTHERS = (14, 7)  # in the planner, for what is no operation
         ((2, 2, 2), (8, 2), {}),
         ((1, 8, 1), (8, 2), {"is_causal": False}),
         ((1, 8, 1), (8, 2), {"window_size": (200, 0)}),
+        ((1, 8, 1), (8, 2), {"documents": (100, 20)}),
     ],
 )
 def test_what_a_call_launches_is_told_within_a_quarter(
@@ -109,7 +110,7 @@ def test_what_a_call_launches_is_told_within_a_quarter(
     told = [one.line.host - others for one, others in zip(cost.ways, OTHERS, strict=True)]
     for back, one in enumerate(cost.ways):  # and the search knows it beforehand, or what one rank's host does
         _, least = least_seconds(way, shape, sequence, WHERE.kernels, backward=bool(back))
-        assert least == one.line.host or (sequence.window_size is not None and least < one.line.host)
+        assert least == one.line.host or (sequence.mask.spares_hops and least < one.line.host)
     for rank in {0, way.size // 2, way.size - 1}:
         with (
             fake_world(way.size, rank),
@@ -124,6 +125,9 @@ def test_what_a_call_launches_is_told_within_a_quarter(
             q, k, v = (torch.randn(1, 64, n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (*heads, heads[1]))
             turned = [x.transpose(1, 2) for x in (q, k, v)]
             given = {"order": order, "kernel": "counted", "rotate": "kv", "rotate_forward": "kv", **options}
+            if given.pop("documents", None):
+                given["cu_seqlens"] = torch.tensor(sequence.mask.documents[0])
+                context_parallel_attention(*turned, where, **given)  # which makes what kernels are told of them
             counted, out = launched(lambda: context_parallel_attention(*turned, where, **given))  # noqa: B023
             grads, _ = launched(lambda: out.backward(torch.zeros_like(out)))  # noqa: B023
         assert told == [pytest.approx(counted, rel=1 / 4), pytest.approx(grads, rel=1 / 4)]

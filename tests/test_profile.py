@@ -31,7 +31,7 @@ from wallfacer_dt import mesh as mesh_module
 from wallfacer_dt.kernels import reference, registry
 from wallfacer_dt.kernels.block import BlockKernel, Need
 from wallfacer_dt.kernels.registry import select_kernel
-from wallfacer_dt.planning import Candidate, Measured, PlanningError, probe, profiling
+from wallfacer_dt.planning import Candidate, Measured, PlanningError, Prediction, Ranked, probe, profiling
 from wallfacer_dt.planning.probe import Probe, fitted
 from wallfacer_dt.planning.profiling import attention_step, check_writable
 from wallfacer_dt.testing.fake import fake_world
@@ -168,15 +168,43 @@ def test_a_file_is_written_whole_and_stays_as_readable_as_it_was(tmp_path: Path)
     assert {one.name for one in tmp_path.iterdir()} == {"profile.json", "other"}
 
 
-def test_a_file_that_says_nothing_of_windows_of_some_layers_is_read(tmp_path: Path) -> None:
-    """As earlier versions wrote them."""
-    path = tmp_path / "profile.json"
-    profile = Profile(WHERE, (Measured(ModelShape(64, 4), SequenceShape(256), Candidate(WHERE.ranks), 1.0),))
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It says nothing of windows of some layers, of documents, or of what kernels take in a call."""
+    path, where = tmp_path / "profile.json", replace(WHERE, kernels=replace(WHERE.kernels, takes_segments=False))
+    profile = Profile(where, (Measured(ModelShape(64, 4), SequenceShape(256), Candidate(WHERE.ranks), 1.0),))
     profile.save(path)
     found = json.loads(path.read_text())
     del found["measured"][0]["model"]["windowed_layers"]
+    del found["measured"][0]["sequence"]["documents"], found["cluster"]["kernels"]["takes_segments"]
     path.write_text(json.dumps(found))
     assert Profile.load(path) == profile
+
+
+def test_what_was_run_on_documents_is_of_these(tmp_path: Path) -> None:
+    path, packed = tmp_path / "profile.json", SequenceShape(256, documents=(100, 9))
+    Profile(WHERE, (Measured(ModelShape(64, 4), packed, Candidate(WHERE.ranks), 1.0),)).save(path)
+    found = Profile.load(path)
+    for sequence, seconds in ((packed, 1.0), (SequenceShape(256), None), (replace(packed, documents=(100,)), None)):
+        assert found.seconds(Candidate(WHERE.ranks), ModelShape(64, 4), sequence) == seconds
+
+
+def one_step(candidate: Candidate, sequence: SequenceShape) -> list[tuple[int, ...]]:
+    """The shapes, and what is said of documents, of the call that a profile makes."""
+    made = Plan(MODEL, sequence, WHERE, (Ranked(candidate, Prediction(0.0, 0.0, 0.0, 0.0, 0, 0, 0), ""),))
+    attend = profiling.context_parallel_attention
+    with mock.patch.object(profiling, "context_parallel_attention", wraps=attend) as run:
+        attention_step(made, made.mesh("cpu"))()
+    return [tuple(run.call_args.args[0].shape), tuple(run.call_args.kwargs["cu_seqlens"].tolist())]
+
+
+@pytest.mark.ranks
+def test_documents_are_attended_where_a_plan_is_run(ranks) -> None:
+    """And refused by attention itself if they were not those of the whole sequence."""
+    sequence = SequenceShape(250, is_causal=True, dtype=torch.float32, documents=(100, 9))
+    for order, rows in (("head_tail", (63, 62, 63, 62)), ("document_head_tail", (63, 63, 62, 62))):
+        found = ranks(4).run(one_step, Candidate(2, 2, order=order), sequence)
+        assert [shape[2] for shape, _ in found] == [*rows]
+        assert {bounds for _, bounds in found} == {(0, 100, 109, 209, 218, 250)}
 
 
 def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path) -> None:

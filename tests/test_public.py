@@ -42,12 +42,13 @@ BlockwiseFeedForward
 Cluster
     ranks, ranks_per_node, intra, inter, nics=1, memory=None, kernels=Kernels(forward=357000000000000.0,
     backward=322000000000000.0, linear=666000000000000.0, overhead=2e-05, merge=2500000000000.0, copy=0.0,
-    half_rows=0.0, attention='auto', launch=7e-05), striped_gathers=True, device_type='cuda'
+    half_rows=0.0, attention='auto', launch=7e-05, takes_segments=True), striped_gathers=True,
+    device_type='cuda'
 EquivalenceError
     AssertionError
 Kernels
     forward=357000000000000.0, backward=322000000000000.0, linear=666000000000000.0, overhead=2e-05,
-    merge=2500000000000.0, copy=0.0, half_rows=0.0, attention='auto', launch=7e-05
+    merge=2500000000000.0, copy=0.0, half_rows=0.0, attention='auto', launch=7e-05, takes_segments=True
 Link
     bandwidth, latency=0.0
 METPAttentionParallel
@@ -71,7 +72,7 @@ SequenceDataset
 SequenceSampler
     dataset, mesh=None, *, data_parallel=None, shuffle=True, seed=0
 SequenceShape
-    length, batch=1, is_causal=False, window_size=None, dtype=torch.bfloat16
+    length, batch=1, is_causal=False, window_size=None, dtype=torch.bfloat16, documents=()
 TokenOrder
     name, mesh
 UlyssesParallel

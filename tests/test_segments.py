@@ -364,6 +364,25 @@ def test_area_of_any_band(rows: int, columns: int, low: int | None, high: int | 
     assert tile.area == area_of(tile).sum()
 
 
+@examples(100)
+@given(
+    st.lists(st.tuples(*[st.integers(1, 20)] * 2), min_size=1, max_size=4), st.integers(-1, 9), st.integers(-1, 9),
+    st.integers(1, 6),
+)  # fmt: skip
+def test_squares_are_those_with_a_pair(sizes: list[tuple[int, int]], left: int, right: int, size: int) -> None:
+    stops = np.cumsum(sizes, 0)
+    rows = np.stack([*(stops - sizes).T, *stops.T])[[0, 2, 1, 3]].T
+    expected = []
+    for n, m in sizes:
+        s, t = np.meshgrid(np.arange(m), np.arange(n))
+        is_seen = (left < 0) | (t + m - n - left <= s)
+        is_seen &= (right < 0) | (s <= t + m - n + right)
+        expected.append(len({*zip((t[is_seen] // size).tolist(), (s[is_seen] // size).tolist(), strict=True)}))
+    found = Segments(left, right, (rows,)).squares(size)
+    # Of bands that begin behind the last key, or end before the first.
+    assert [*found] == expected
+
+
 @examples(300)
 @given(case=masked().filter(lambda case: not case.mask), data=st.data())
 def test_reach_is_all_that_is_seen_and_no_more(case: Case, data: st.DataObject) -> None:

@@ -10,7 +10,8 @@ from wallfacer_dt.planning.predict import attention_cost
 
 RING, PUBLISHED, ULYSSES, USP, BEST = "ring", "published", "Ulysses", "USP", "best plan"
 NAMES = (RING, PUBLISHED, ULYSSES, USP, BEST)
-H100 = Kernels(500e12, 400e12, 600e12, merge=2e12)  # round: torch's flash has 0.7 and 0.8, FlashAttention-4 1.4 and 1.5
+# Round: torch's flash has 0.7 and 0.8 of that, FlashAttention-4 1.4 and 1.5.
+H100 = Kernels(500e12, 400e12, 600e12, merge=2e12, takes_segments=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,21 @@ class Segments:
         n, m = some[:, 1] - some[:, 0], some[:, 3] - some[:, 2]
         return pairs(n, m, *self._band(n, m))
 
+    def squares(self, size: int) -> Ints:
+        """Of each segment, row of the batch after row, in how many squares of so many rows and columns a pair is seen.
+
+        They begin at the segment's first query and key.
+        """
+        rows = np.concatenate(self.rows)
+        n, m = rows[:, 1] - rows[:, 0], rows[:, 3] - rows[:, 2]
+        number = -(-n // size)
+        which = np.repeat(np.arange(len(rows)), number)
+        first = (np.arange(len(which)) - np.repeat(np.cumsum(number) - number, number)) * size
+        last, (low, high) = np.minimum(first + size, n[which]) - 1, self._band(n, m)
+        stop = m[which] if high is None else np.clip(last + high[which] + 1, 0, m[which])
+        start = 0 if low is None else np.clip(first + low[which], 0, stop)
+        return np.bincount(which, -(-stop // size) - start // size, len(rows)).astype(np.int64)
+
     def _band(self, n: Any, m: Any) -> tuple[Any, Any]:
         """The bounds of s - t in a segment."""
         return None if self.left < 0 else m - n - self.left, None if self.right < 0 else m - n + self.right
@@ -132,6 +147,23 @@ class Segments:
 
 
 Work = tuple[Segments, ...]
+
+
+def pairs_seen(queries: Spans, mask: Mask, length: int) -> int:
+    """How many keys, of a sequence of such a length, queries at these positions see in all, in the batch's first row.
+
+    >>> pairs_seen(np.array([[0, 6]]), Mask(right=0, documents=((0, 4, 6),)), 6)
+    13
+    """
+    stored = Stored(queries, mask, 0)
+    pieces, bounds = stored.pieces, np.minimum(stored.bounds, length)
+    after = begun(bounds, pieces[:, 0])
+    first = bounds[after - 1]
+    low, high = (
+        None if bound is None else pieces[:, 0] - first + bound
+        for bound in (mask.left if mask.left is None else -mask.left, mask.right)
+    )
+    return int(pairs(pieces[:, 1] - pieces[:, 0], bounds[after] - first, low, high).sum())
 
 
 Sees = Callable[[Spans, Spans], bool]

@@ -12,16 +12,31 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
+import numpy as np
 import torch
 
 from wallfacer_dt.algorithms.heads import split_heads
+from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.segments import Work, pairs_seen
 from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import Side
 from wallfacer_dt.algorithms.turns import in_turn
 from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Kernels
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
-from wallfacer_dt.planning.programs import Attended, Awaited, Program, Sent, Sizes, area_of, attended, program_of
+from wallfacer_dt.planning.programs import (
+    Attended,
+    Awaited,
+    Call,
+    Program,
+    Sent,
+    area_of,
+    attended,
+    calls_of,
+    program_of,
+)
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event, Settle
 from wallfacer_dt.planning.traffic import Key, Wire
 
@@ -82,8 +97,8 @@ def attention_events(
                     yield Begin(f"{name} {group}", wire(step, group), step.sources, launches=launched.of(step))
                 case Awaited(name):
                     yield End(f"{name} {group}")
-                case Attended(name, sizes, _):
-                    yield Compute(costs[group].of(sizes), name, launched.of(step) + others)
+                case Attended(name, work):
+                    yield Compute(costs[group].of(work), name, launched.of(step) + others)
                     others = 0
         if has_exchange and turn.is_last:
             yield exchange("to_tokens", group)
@@ -141,7 +156,7 @@ def least_seconds(
     """Seconds in which the rank that stands for all computes, and in which its host launches that; of ranks that are
     to be run together the last one's, which are sooner told. Attention takes no less.
     """
-    if together and runs_together(candidate, sequence):
+    if together and runs_together(candidate, sequence) and not sequence.documents:
         (program,) = _programs(candidate, sequence, [candidate.ring * candidate.team - 1], backward).values()
     else:
         (program,) = programs_of(candidate, sequence, together=False, backward=backward).values()
@@ -160,7 +175,7 @@ def _seconds(
         [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups if heads[0]]
         for groups in head_patterns(candidate, model)
     )
-    return max(sum(n * one.of(sizes) for one in costs for sizes, n in times.items()) for costs in patterns)
+    return max(sum(n * one.of(work) for one in costs for work, n in times.items()) for costs in patterns)
 
 
 def head_patterns(candidate: Candidate, model: ModelShape) -> dict[Groups, int]:
@@ -186,9 +201,10 @@ def programs_of(candidate: Candidate, sequence: SequenceShape, *, together: bool
 def runs_together(candidate: Candidate, sequence: SequenceShape) -> bool:
     """Whether it takes all ranks to say how long one takes, and they are not too many.
 
-    Under masks that spare hops ranks with much to do and with little wait for each other by turns.
+    Under masks that spare hops ranks with much to do and with little wait for each other by turns; where documents are
+    dealt out one by one, all have as much to do.
     """
-    return sequence.mask.spares_hops and candidate.size <= _MOST_TOGETHER
+    return sequence.mask.spares_hops and candidate.order != BY_DOCUMENT and candidate.size <= _MOST_TOGETHER
 
 
 _MOST_TOGETHER = 64
@@ -198,27 +214,46 @@ def _program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward:
     inner = candidate.ring * candidate.team
     is_even = -(-sequence.length // candidate.size) % 2 == 0
     is_balanced = candidate.order == "head_tail" and is_even if sequence.is_causal else True
-    # Otherwise ends and middle of the sequence have more or less to do.
-    some = {inner - 1} if is_balanced and not sequence.mask.spares_hops else {0, inner // 2, inner - 1}
-    return max(_programs(candidate, sequence, sorted(some), backward).items(), key=lambda one: area_of(one[1]))
+    if (is_balanced and not sequence.mask.spares_hops) or candidate.order == BY_DOCUMENT:
+        some = [inner - 1]
+    elif sequence.documents:
+        some = [_busiest(candidate, sequence, backward)]
+    else:  # ends and middle of the sequence have more or less to do
+        some = sorted({0, inner // 2, inner - 1})
+    return max(_programs(candidate, sequence, some, backward).items(), key=lambda one: area_of(one[1]))
+
+
+def _busiest(candidate: Candidate, sequence: SequenceShape, backward: bool) -> int:
+    """The inner index of a rank with about as much to do as any: of the team whose tokens that stay see most, or are
+    seen by most, it attends from, or to, those that are seen by most, or see most.
+    """
+    sees = sequence.mask
+    seen_by = Mask(sees.right, sees.left, documents=sees.documents)
+    sequences = Sequences(sequence.length, sequence.length, candidate.order, sees)
+    (shards,) = sequences.inner("q", candidate.axes)
+    stays, comes = (sees, seen_by) if _resident(candidate, backward) == "q" else (seen_by, sees)
+    pairs = [[pairs_seen(shard, mask, sequence.length) for shard in shards] for mask in (stays, comes)]
+    of_stays, of_comes = (np.array(some).reshape(candidate.ring, candidate.team) for some in pairs)
+    return int(of_stays.sum(1).argmax()) * candidate.team + int(of_comes.sum(0).argmax())
+
+
+def _resident(candidate: Candidate, backward: bool) -> Side:
+    return "kv" if (candidate.rotate if backward else candidate.rotate_forward) == "q" else "q"
 
 
 def _programs(
     candidate: Candidate, sequence: SequenceShape, indices: Iterable[int], backward: bool
 ) -> dict[int, Program]:
     length = sequence.length if sequence.mask.spares_hops else candidate.size * -(-sequence.length // candidate.size)
-    rotate = candidate.rotate if backward else candidate.rotate_forward
-    sequences = Sequences(length, length, candidate.order, sequence.mask)
+    sequences, resident = Sequences(length, length, candidate.order, sequence.mask), _resident(candidate, backward)
     return {
-        index: program_of(
-            candidate.place(index), sequences, candidate.schedule, "kv" if rotate == "q" else "q", backward
-        )
+        index: program_of(candidate.place(index), sequences, candidate.schedule, resident, backward)
         for index in indices
     }
 
 
 class Costs:
-    """What tiles of a group of heads cost, by the rates of kernels.
+    """What calls for a group of heads cost, by the rates of kernels.
 
     Args:
         kernels: rates.
@@ -236,13 +271,13 @@ class Costs:
     ) -> None:  # fmt: skip
         rate = kernels.backward / 10 if backward else kernels.forward / 4
         token = batch * head_dim
-        self.overhead, self.half_rows = kernels.overhead, kernels.half_rows
+        self.kernels = kernels
         self.pair = heads * token / rate
         # A partial result is read, and read and written where it is added to. The first of a block is added to nothing;
         # what it is charged stands for adding what arrives of that block's rows in the end.
         touched = 3 * token * accumulation_dtype(dtype).itemsize / kernels.merge
         self.query, self.key = heads * touched, 2 * kv_heads * touched * backward
-        self.known: dict[Sizes, float] = {}
+        self.known: dict[Work, float] = {}
 
     @classmethod
     def of_heads(
@@ -251,12 +286,14 @@ class Costs:
         """Of so many of a model's query and key heads."""
         return cls(kernels, sequence.batch, *heads, model.dim, sequence.dtype, backward=backward)
 
-    def of(self, tiles: Sizes) -> float:
+    def of(self, work: Work) -> float:
         """Seconds of a step, of which most in a ring are alike."""
-        if tiles not in self.known:
-            self.known[tiles] = sum(
-                self.overhead + area * self.pair * (1 + self.half_rows / rows) + rows * self.query + keys * self.key
-                for area, rows, keys in tiles
-                if rows
-            )
-        return self.known[tiles]
+        if work not in self.known:
+            calls = calls_of(work, takes_segments=self.kernels.takes_segments)
+            self.known[work] = sum(map(self.of_call, calls))
+        return self.known[work]
+
+    def of_call(self, call: Call) -> float:
+        """Seconds of one."""
+        busy = (call.pairs + call.depth * self.kernels.half_rows) * self.pair
+        return self.kernels.overhead + busy + call.rows * self.query + call.columns * self.key

@@ -9,7 +9,7 @@ import numpy as np
 
 from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.volume import check_rotate
-from wallfacer_dt.layout import check_length
+from wallfacer_dt.layout import BY_DOCUMENT, ORDERS, check_length
 from wallfacer_dt.mesh import PLACEMENTS, Coordinate, Placement, placed_ranks
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
@@ -55,7 +55,7 @@ class Candidate:
         """Refuse (TypeError, ValueError) what the package does not have."""
         known = {
             "placement": PLACEMENTS, "rotate": ("kv", "q"), "rotate_forward": ("kv", "q"),
-            "order": ("contiguous", "head_tail"), "feed_forward": FEED_FORWARDS,
+            "order": ORDERS, "feed_forward": FEED_FORWARDS,
             "projections": PROJECTIONS, "checkpoint": CHECKPOINTS,
         }  # fmt: skip
         for name, values in known.items():
@@ -121,12 +121,15 @@ def attentions(model: ModelShape, sequence: SequenceShape, cluster: Cluster, ask
     """Every mesh, placement, schedule and rotations of the ranks that attention can have; none twice.
 
     Ulysses takes at most as many ranks as there are query heads. Under a causal mask tokens are in ``head_tail`` order,
-    which balances it; with a window also contiguous ones, whose hops a window can spare. Others than those asked for
-    are left out; where a placement or what rotates makes no difference, it is as asked for.
+    which balances it; with a window or documents also contiguous ones, whose hops these can spare; with documents also
+    in ``document_head_tail`` order, which balances these. Others than those asked for are left out; where a placement
+    or what rotates makes no difference, it is as asked for.
     """
     orders = ["head_tail"] if sequence.is_causal else ["contiguous"]
-    if sequence.is_causal and sequence.window_size:
+    if sequence.is_causal and sequence.mask.spares_hops:
         orders.append("contiguous")
+    if sequence.documents:
+        orders.append(BY_DOCUMENT)
     wanted = dict(asked.attention)
     for ulysses, ring, team in _sizes(cluster.ranks):
         if ulysses > model.heads:

@@ -76,6 +76,8 @@ class Kernels:
         half_rows: of how many queries a block has half of these rates (Hockney's n1/2).
         attention: the kernel of attention that they are of, by name; it is what a plan's styles take.
         launch: seconds of the host for every operation of attention or METP; 0 where it is not what runs ahead.
+        takes_segments: the kernel computes all segments of one window in a call, as those with cumulative lengths do;
+            otherwise a call for each tile.
     """
 
     forward: float = 357e12
@@ -87,6 +89,7 @@ class Kernels:
     half_rows: float = 0.0
     attention: str = "auto"
     launch: float = 70e-6
+    takes_segments: bool = True
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) what are no rates, or of no kernel."""
@@ -94,8 +97,9 @@ class Kernels:
             raise ValueError(
                 f"kernels: attention must be a name of at most {_LONGEST} letters, got {self.attention!r:.80}"
             )
+        check_kind(self.takes_segments, bool, "kernels: takes_segments")
         for name, value in asdict(self).items():
-            if name != "attention":
+            if name not in ("attention", "takes_segments"):
                 check_number(value, f"kernels: {name}", zero=name not in ("forward", "backward", "linear", "merge"))
 
     def in_blocks(self, queries: int) -> tuple[float, float]:

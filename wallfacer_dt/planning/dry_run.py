@@ -55,7 +55,7 @@ def attention_peaks(
     Returns:
         What was alive.
     """
-    rows = shard_sizes(sequence.length, candidate.axes)[index]
+    rows = shard_sizes(sequence.length, candidate.axes, candidate.order)[index]
 
     def tensor(heads: int) -> Tensor:
         shape = (sequence.batch, rows, heads, model.dim) if by_tokens else (sequence.batch, heads, rows, model.dim)
@@ -64,13 +64,14 @@ def attention_peaks(
 
     q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
     options = _options(candidate, sequence, index)
-    inputs = AttentionInputs(q, k, v)
-    with _following(q, k, v) as alive:
+    documents = _documents(sequence)
+    inputs, on_host = AttentionInputs(q, k, v, cu_seqlens=documents), 0 if documents is None else documents.nbytes
+    with _following(q, k, v, documents) as alive:
         out, lse, number = attention_body(*inputs, *options.told())
-        kept = alive.now
+        kept = alive.now - on_host
         grads = attention_backward_body(torch.empty_like(out), *inputs, out, lse, number, *options.told())
         del grads
-        return Peaks(kept, alive.peak)
+        return Peaks(kept, alive.peak - on_host)
 
 
 def feed_forward_peak(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> int:
@@ -120,7 +121,7 @@ def projected_peak(
     Returns:
         The bytes; attention's output and its lse, and the gradients of x and of the own weights, are among them.
     """
-    rows, size = shard_sizes(sequence.length, candidate.axes)[index], math.prod(axes)
+    rows, size = shard_sizes(sequence.length, candidate.axes, candidate.order)[index], math.prod(axes)
     block = BlockOptions(
         model.heads, model.keys, model.dim, "", axes, tuple(range(size)), holder, absent_group(holder, size), ""
     )
@@ -132,10 +133,10 @@ def projected_peak(
     x, grad_y = (tensor(sequence.batch, rows, model.hidden) for _ in range(2))
     q, k, v = (tensor(n, model.hidden) for n in (own_q, own_kv, own_kv))
     out = tensor(model.hidden, own_q)
-    absent = (None,) * 7  # biases, cos and sin, documents
-    inputs = x, q, k, v, out, *absent
+    absent, documents = (None,) * 6, _documents(sequence)  # biases, cos and sin, document_ids
+    inputs = x, q, k, v, out, *absent, documents
     told = block.told(), *_options(candidate, sequence, index).told()[:-1]
-    with _following(x, grad_y, q, k, v, out) as alive:
+    with _following(x, grad_y, q, k, v, out, documents) as alive:
         given = alive.now
         y, *results = metp_attention_body(*inputs, *told)
         forward = alive.peak - y.nbytes
@@ -147,9 +148,15 @@ def projected_peak(
 
 
 @contextmanager
-def _following(*given: Tensor) -> Iterator[Alive]:
-    with torch.no_grad(), Alive(*given, are_resized=False, workspace=_workspace) as alive:
+def _following(*given: Tensor | None) -> Iterator[Alive]:
+    there = [x for x in given if x is not None]
+    with torch.no_grad(), Alive(*there, are_resized=False, workspace=_workspace) as alive:
         yield alive
+
+
+def _documents(sequence: SequenceShape) -> Tensor | None:
+    """The cumulative lengths of documents, where there are several."""
+    return torch.tensor(sequence.mask.documents[0]) if sequence.documents else None
 
 
 def _workspace(func: Any, args: tuple) -> int:

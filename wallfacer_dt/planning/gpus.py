@@ -62,7 +62,11 @@ class GPU:
     def kernels(self, head_dim: int, kernel: str = "auto") -> Kernels:
         """Rates of a kernel for heads of a dim, in 16 bits."""
         _, (forward, backward, _) = self._row(head_dim, kernel)
-        return Kernels(forward, backward, self.linear, merge=self.merge, attention=kernel)
+        need = Need("cuda", torch.bfloat16, 128, 128, capability=self.capability, is_elsewhere=True)
+        takes_segments = select_kernel(kernel, need).takes_segments
+        return Kernels(
+            forward, backward, self.linear, merge=self.merge, attention=kernel, takes_segments=takes_segments
+        )
 
     def origins(self, head_dim: int, kernel: str = "auto") -> list[str]:
         """Who says these rates of attention, forward and backward."""

@@ -27,7 +27,7 @@ def longest_length(
 
     Args:
         model: sizes.
-        sequence: mask, batch and dtype; its length does not matter.
+        sequence: mask, batch and dtype, of one document; its length does not matter.
         cluster: its ranks, and the memory of one.
         only: values that plans must have, as of :func:`wallfacer_dt.plan`.
 
@@ -35,8 +35,10 @@ def longest_length(
         Tokens, at most :data:`MOST`; 0 if not even one unit fits.
 
     Raises:
-        ValueError: the memory of a rank is not known.
+        ValueError: the memory of a rank is not known, or there are documents.
     """
+    if sequence.documents:
+        raise ValueError("documents must be none, of which the longest sequence would have more and more")
     if cluster.memory is None:
         raise ValueError("memory of a rank must be known")
     limit, unit = cluster.memory, length_unit(cluster.ranks)

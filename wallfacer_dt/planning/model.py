@@ -1,15 +1,16 @@
 """What is to be computed: the sizes of a model and of its sequences."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import add
 from typing import Any
 
+import numpy as np
 import torch
 
 from wallfacer_dt.algorithms.masks import Mask
+from wallfacer_dt.algorithms.segments import pairs_seen
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.options import check_window
 from wallfacer_dt.planning.cluster import check_kind
@@ -18,6 +19,8 @@ from wallfacer_dt.reading import DTYPES
 
 MOST_HEADS = 2**16
 """Of which no model has a hundredth; heads are counted one by one."""
+
+_MOST_DOCUMENTS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,8 @@ class SequenceShape:
         is_causal: a query sees the keys up to its own position.
         window_size: (left, right), as :func:`wallfacer_dt.context_parallel_attention` takes it.
         dtype: of activations.
+        documents: tokens of the documents that are packed into each of them, in turn and round again until it is full,
+            the last one cut; at most 65536. Empty: one.
     """
 
     length: int
@@ -148,6 +153,7 @@ class SequenceShape:
     is_causal: bool = False
     window_size: tuple[int | None, int | None] | None = None
     dtype: torch.dtype = torch.bfloat16
+    documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) what is no sequence."""
@@ -161,8 +167,21 @@ class SequenceShape:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
         check_window(self.window_size, self.is_causal)
         if self.window_size is not None:
-            hides_nothing = self.mask == Mask(right=0 if self.is_causal else None)
+            hides_nothing = Mask(*self._band) == Mask(right=0 if self.is_causal else None)
             object.__setattr__(self, "window_size", None if hides_nothing else tuple(self.window_size))
+        if not isinstance(self.documents, tuple | list):
+            raise TypeError(f"documents must be a tuple of lengths, got {type(self.documents).__name__}")
+        for tokens in self.documents:
+            check_length(tokens, "documents")
+        # Written out, so that the same sequences are equal: what is beyond the end is never begun.
+        documents, begins = [], 0
+        for tokens in self.documents:
+            if begins < self.length:
+                documents.append(min(tokens, self.length - begins))
+            begins += tokens
+        object.__setattr__(self, "documents", tuple(documents) if documents[:1] != [self.length] else ())
+        if -(-self.length // max(1, begins)) * len(documents) > _MOST_DOCUMENTS:
+            raise ValueError(f"documents must be at most {_MOST_DOCUMENTS} in a sequence, got more of {documents[:3]}")
 
     @property
     def dtype_name(self) -> str:
@@ -172,15 +191,25 @@ class SequenceShape:
     @property
     def mask(self) -> Mask:
         """What is seen."""
+        return _mask(*self._band, self.documents, self.length if self.documents else 0)
+
+    @property
+    def _band(self) -> tuple[int | None, int | None]:
+        """How far back and ahead a query sees; None is no bound."""
         left, right = (None if n in (None, -1) else n for n in self.window_size or (None, None))
-        return Mask(left, 0 if self.is_causal else right)
+        return left, 0 if self.is_causal else right
 
     def pairs(self) -> int:
         """(query, key) pairs that are seen, of a row of the batch."""
-        left, right = (None if n in (None, -1) else n for n in self.window_size or (None, None))
-        before = self.length - 1 if left is None else min(left, self.length - 1)
-        after = 0 if self.is_causal else self.length - 1 if right is None else min(right, self.length - 1)
-        return self.length * (1 + before + after) - math.comb(before + 1, 2) - math.comb(after + 1, 2)
+        return pairs_seen(np.array([[0, self.length]]), self.mask, self.length)
+
+
+@lru_cache(maxsize=64)
+def _mask(left: int | None, right: int | None, documents: tuple[int, ...], length: int) -> Mask:
+    if not documents:
+        return Mask(left, right)
+    ends = np.cumsum(np.resize(documents, -(-length // sum(documents)) * len(documents)))
+    return Mask(left, right, documents=((0, *ends[ends < length].tolist(), length),))
 
 
 def kinds_of_layers(model: ModelShape, sequence: SequenceShape) -> tuple[tuple[int, SequenceShape], ...]:

@@ -120,7 +120,7 @@ class Probe:
         product = self._repeated(lambda: square @ square)
         kernels = Kernels(
             4 * pair / fit.forward, 10 * pair / fit.backward, 2 * size**3 / product, fit.overhead,
-            3 * out.nbytes / merging, half_rows=fit.half_rows, launch=0.0,
+            3 * out.nbytes / merging, half_rows=fit.half_rows, launch=0.0, takes_segments=kernel.takes_segments,
         )  # fmt: skip
         return kernels, self._contention(lambda: square @ square)
 

@@ -138,10 +138,7 @@ class Profile:
             ValueError: it cannot be read, or is none, is cut short, of another version, or of what no machine does.
         """
         given = read_json(path, _MOST_BYTES)
-        measured = given.get("measured")
-        for one in measured if isinstance(measured, list) else ():  # earlier files do not say that all layers are alike
-            if isinstance(one, dict) and isinstance(one.get("model"), dict):
-                one["model"].setdefault("windowed_layers", None)
+        _complete(given)
         try:
             version = given.pop("version", None)
             if type(version) is not int or version != _VERSION:
@@ -152,6 +149,20 @@ class Profile:
         except ValueError as error:
             raise FileError(path, f"is no profile: {error}") from error
         return found
+
+
+def _complete(given: dict[str, Any]) -> None:
+    """Put into what an earlier file says what it did not: layers are alike, of one document, and so on."""
+
+    def part(of: object, name: str) -> dict[str, Any]:
+        found = of.get(name) if isinstance(of, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    part(part(given, "cluster"), "kernels").setdefault("takes_segments", False)
+    measured = given.get("measured")
+    for one in measured if isinstance(measured, list) else ():
+        part(one, "model").setdefault("windowed_layers", None)
+        part(one, "sequence").setdefault("documents", [])
 
 
 def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -452,7 +463,8 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
     """
     model, sequence, it = given.model, given.sequence, given.chosen
     place, order = context_groups(mesh).coordinate, TokenOrder(it.order, mesh)
-    rows = shard_sizes(sequence.length, it.axes)[place.index]
+    rows = shard_sizes(sequence.length, it.axes, it.order)[place.index]
+    documents = torch.tensor(sequence.mask.documents[0]) if sequence.documents else None
 
     def tensor(heads: int) -> Tensor:
         shape = (sequence.batch, heads, rows, model.dim)
@@ -462,7 +474,9 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
 
     def step() -> None:
         with dealing_by_hand(tuple(sorted(mesh_ranks(mesh)))):
-            out = context_parallel_attention(q, k, v, mesh, order=order, **given.attention_options)
+            out = context_parallel_attention(
+                q, k, v, mesh, order=order, cu_seqlens=documents, **given.attention_options
+            )
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     return step

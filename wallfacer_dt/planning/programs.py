@@ -21,9 +21,6 @@ from wallfacer_dt.algorithms.steps import SIDES, Attend, Hop, Parts, Side, Start
 from wallfacer_dt.layout import Spans
 from wallfacer_dt.mesh import RING_AXIS, Coordinate
 
-Sizes = tuple[tuple[int, int, int], ...]
-"""Of a step's tiles: pairs, rows of queries and rows of keys."""
-
 
 class Sent(NamedTuple):
     """Start a transfer.
@@ -50,11 +47,55 @@ class Awaited(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Compute tiles of these sizes, in so many calls of a kernel that takes segments."""
+    """Compute."""
 
     name: str
-    sizes: Sizes
-    calls: int
+    work: Work
+
+    @property
+    def calls(self) -> int:
+        """Of a kernel that takes segments."""
+        return sum(segments.calls for segments in self.work)
+
+
+_SQUARE = 128
+"""Rows and columns that a kernel which takes segments computes at once, whatever of them is seen: FlashAttention-3's of
+heads of 128 under a causal mask, forward; FlashAttention-2 has 64 columns there, and backwards differ.
+"""
+
+
+class Call(NamedTuple):
+    """What a kernel computes in one call.
+
+    Attributes:
+        pairs: of a query and a key.
+        rows: of queries.
+        columns: rows of keys.
+        depth: pairs of a row, in the mean of each segment, of all segments together.
+    """
+
+    pairs: int
+    rows: int
+    columns: int
+    depth: float
+
+
+@lru_cache(maxsize=4096)
+def calls_of(work: Work, *, takes_segments: bool) -> tuple[Call, ...]:
+    """The calls of a kernel that takes segments, and any band; or of one that takes dense tiles."""
+    if not takes_segments:
+        sizes = ((tile.area, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) for some in work for tile in some.tiles)
+        return tuple(Call(area, rows, columns, area / rows) for area, rows, columns in sizes if rows)
+    found: list[Call] = []
+    for segments in work:
+        ends = np.concatenate(segments.rows)
+        pairs, rows, columns = segments.squares(_SQUARE) * _SQUARE**2, ends[:, 1] - ends[:, 0], ends[:, 3] - ends[:, 2]
+        numbers = np.stack([pairs, rows, columns, pairs / rows])
+        numbers = numbers.sum(1, keepdims=True) if segments.is_ragged else numbers
+        found += [
+            Call(int(pairs), int(rows), int(columns), depth) for pairs, rows, columns, depth in numbers.T.tolist()
+        ]
+    return tuple(found)
 
 
 Program = Parts[Sent | Awaited | Attended]
@@ -62,12 +103,12 @@ Program = Parts[Sent | Awaited | Attended]
 
 def area_of(program: Program) -> int:
     """How many pairs it computes."""
-    return sum(area for sizes in attended(program) for area, _, _ in sizes)
+    return sum(segments.area for work in attended(program) for segments in work)
 
 
-def attended(program: Program) -> Iterator[Sizes]:
-    """The tiles of every step that computes."""
-    return (step.sizes for step in chain(*program) if isinstance(step, Attended))
+def attended(program: Program) -> Iterator[Work]:
+    """What every step computes that does."""
+    return (step.work for step in chain(*program) if isinstance(step, Attended))
 
 
 @lru_cache(maxsize=4096)  # a plan for 1024 ranks asks for 426, twice; under a window one for 64 for 3,602
@@ -96,7 +137,7 @@ def _written(step: Step, place: Coordinate, by_shift: bool) -> Sent | Awaited | 
             return Awaited(str(transfer))
         case Attend(resident, _, block, work):
             rotating = "kv" if resident == "q" else "q"
-            return Attended(f"{step.part} {resident} x {rotating}[{block}]", _sizes(work), _calls(work))
+            return Attended(f"{step.part} {resident} x {rotating}[{block}]", work)
 
 
 def _sent(transfer: Transfer, place: Coordinate, by_shift: bool) -> Sent:
@@ -108,17 +149,6 @@ def _sent(transfer: Transfer, place: Coordinate, by_shift: bool) -> Sent:
     else:
         sources = tuple(index_of(place, place.ring_rank, member) for member in range(place.team))
     return Sent(str(transfer), transfer.kind, transfer.side, shift, sources)
-
-
-@lru_cache(maxsize=4096)
-def _sizes(work: Work) -> Sizes:
-    tiles = [tile for segments in work for tile in segments.tiles]
-    return tuple((tile.area, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) for tile in tiles)
-
-
-@lru_cache(maxsize=4096)
-def _calls(work: Work) -> int:
-    return sum(segments.calls for segments in work)
 
 
 class _Alike(Holdings):

@@ -114,7 +114,7 @@ class Case:
         forward = 4 * self.tokens**2 * token / block
         return Kernels(
             forward, forward * H100.backward / H100.forward, self.ratio * share * self.tokens,
-            overhead=H100.overhead * slower, merge=H100.merge / slower / longer, launch=0.0,
+            overhead=H100.overhead * slower, merge=H100.merge / slower / longer, launch=0.0, takes_segments=False,
         )  # fmt: skip
 
 

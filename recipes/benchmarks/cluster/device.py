@@ -19,6 +19,7 @@ from wallfacer_dt.kernels.block import How, Need
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.kernels.visible import visible_keys
 from wallfacer_dt.planning.attention import Costs
+from wallfacer_dt.planning.programs import Call
 
 KERNEL = "clocked"
 
@@ -106,4 +107,4 @@ def _compute(q: Tensor, k: Tensor, how: How, *, backward: bool) -> None:
     if how.mask is not None and (seen := visible_keys(how, q, k)) is not None:
         # Of all rows of the batch and heads, which may see different keys.
         area = int(seen.expand(*q.shape[:2], rows, columns).sum()) // (q.shape[0] * q.shape[1])
-    DEVICE.compute(costs.of(((area, rows, columns),)))
+    DEVICE.compute(costs.of_call(Call(area, rows, columns, area / max(1, rows))))

@@ -28,7 +28,8 @@ INFINIBAND = Link(400e9, 10e-6)
 SLOW_INFINIBAND = Link(200e9, 10e-6)
 """The same with 200 Gbit/s each."""
 NVLINK_OF_A100, NVLINK_OF_H100 = Link(300e9, 5e-6), Link(450e9, 5e-6)
-A100 = Kernels(170e12, 140e12, 200e12, merge=1e12, launch=0.0)  # in round numbers; of heads of 64 it is 150e12
+# In round numbers; of heads of 64 it is 150e12.
+A100 = Kernels(170e12, 140e12, 200e12, merge=1e12, launch=0.0, takes_segments=False)
 PRINTED_DIT, PRINTED_GPT = 114.33, 60.71
 """Improvements over the ring in percent: of DiT on 32 A100s at 128K (section 4.3), of GPT on 64 H100s (figure 9)."""
 CHECKPOINT = "attention"

@@ -25,10 +25,12 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
         version     1
         model       hidden, heads, kv_heads, head_dim, ffn, gated, layers, vocab, experts, experts_per_token,
                     windowed_layers (those that window_size is for; null: all)
-        sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype
+        sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype, documents (tokens of
+                    those packed into it, in turn and round again; empty: one)
         cluster     ranks, ranks_per_node, nics, memory (or null)
           intra, inter  bandwidth, latency
-          kernels       forward, backward, linear, overhead, merge, copy, half_rows, attention (its name), launch
+          kernels       forward, backward, linear, overhead, merge, copy, half_rows, attention (its name), launch,
+                        takes_segments
         considered  how many attentions there were to choose from
         only        what all plans had to have, as text
         ranked[]    why, measured (or null), handicap (seconds by which a team is ranked behind its prediction); what

@@ -36,8 +36,9 @@ def flags_of(plan: DivisionPlan) -> str:
         "context_parallel_schedule": context.schedule,
         "context_parallel_rotate": context.rotate,
         "context_parallel_rotate_forward": context.rotate_forward,
-        "context_parallel_load_balancer": _BALANCERS[context.order],
     }
+    if context.order in _BALANCERS:
+        parallelism["context_parallel_load_balancer"] = _BALANCERS[context.order]
     if plan.cluster.kernels.attention != "auto":
         parallelism["context_parallel_kernel"] = shlex.quote(plan.cluster.kernels.attention)
     if it.expert > 1:
@@ -80,6 +81,10 @@ def _notes(plan: DivisionPlan) -> Iterator[str]:
         yield "the recipe saves attention in every mode, which takes more memory than this plan"
     if not plan.sequence.is_causal:
         yield "the recipe's language models are causal, and it has no option for a full mask"
+    if context.order not in _BALANCERS:
+        yield f"the recipe has no token order {context.order}: deal tokens out with TokenOrder and shard_sequence"
+    if plan.sequence.documents:
+        yield "documents are the loader's to tell: of a text's paragraphs --dataloader.documents"
     if plan.sequence.dtype == torch.float16:
         yield "torchtitan trains in bfloat16 or float32, not in float16"
     if plan.sequence.window_size is not None:

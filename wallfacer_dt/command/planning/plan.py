@@ -18,6 +18,7 @@ from wallfacer_dt.command.planning.shape import (
     Asked,
     Batch,
     Causal,
+    Documents,
     DType,
     Full,
     HeadDim,
@@ -92,6 +93,7 @@ def plan(
     causal: Causal = False,
     full: Full = False,
     window: WindowOfSome = None,
+    documents: Documents = None,
     dtype: DType = "bfloat16",
     cluster: Annotated[
         str | None,
@@ -197,7 +199,11 @@ def plan(
     is_longest = seq == "longest"
     if sequences is not None:
         check_divisible(sequences, batch=batch, is_longest=is_longest, picture=picture)
-    sequence = make_sequence(MOST if is_longest else seq, batch, causal=causal, full=full, window=window, dtype=dtype)
+    if is_longest and documents is not None:
+        raise OptionError("--documents: how many the longest sequence has is not known; say --seq")
+    sequence = make_sequence(
+        MOST if is_longest else seq, batch, causal=causal, full=full, window=window, documents=documents, dtype=dtype
+    )
     if not is_longest:
         check_size(known.shape, sequence, min(sequences or 1, MOST_SEQUENCES))
     machines = Machines(

@@ -15,6 +15,7 @@ from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.shape import (
     Batch,
     Causal,
+    Documents,
     DType,
     Full,
     HeadDim,
@@ -44,6 +45,7 @@ def profile(
     causal: Causal = False,
     full: Full = False,
     window: Window = None,
+    documents: Documents = None,
     dtype: DType = "bfloat16",
     device: Annotated[
         Literal["cpu", "cuda"] | None, typer.Option(help="Device of all ranks. [default: cuda where there is one]")
@@ -84,7 +86,7 @@ def profile(
         window = known.window
     shape, sequence = (
         known.shape.attention_alone,
-        make_sequence(seq, batch, causal=causal, full=full, window=window, dtype=dtype),
+        make_sequence(seq, batch, causal=causal, full=full, window=window, documents=documents, dtype=dtype),
     )
     check_size(shape, sequence)
     limit = read_memory(memory)

@@ -43,6 +43,14 @@ WindowOfSome = Annotated[
         "--windowed-layers. [default: all, or the model's]"
     ),
 ]
+Documents = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS,...",
+        help="Tokens of the documents packed into a sequence, as 8k or 30k,2k,500: in turn and round again until it is "
+        "full, the last one cut. [default: one]",
+    ),
+]
 DType = Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of activations.")]
 Memory = Annotated[
     str | None,
@@ -61,7 +69,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 _MOST_ELEMENTS = 2**56
 _FIELDS = re.compile(
-    r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|windowed_layers|layers|vocab|experts_per_token|experts|length|batch)\b"
+    r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|windowed_layers|layers|vocab|experts_per_token|experts|length|batch|documents)\b"
 )
 
 
@@ -104,7 +112,7 @@ def _option(field: re.Match[str]) -> str:
 
 
 def make_sequence(
-    seq: str | int, batch: int, *, causal: bool, full: bool, window: int | None, dtype: str
+    seq: str | int, batch: int, *, causal: bool, full: bool, window: int | None, documents: str | None, dtype: str
 ) -> SequenceShape:
     """The sequences.
 
@@ -114,6 +122,7 @@ def make_sequence(
         causal: a query sees the keys up to its own position.
         full: it sees all of them; one of the two was said.
         window: tokens that a query sees back and, if not causal, ahead; None for all.
+        documents: their tokens, likewise, between commas; None for one.
         dtype: of activations.
 
     Returns:
@@ -134,8 +143,10 @@ def make_sequence(
     if window is not None:
         check_least("--window", window, 0)
     sees = None if window is None else (window, 0 if causal else window)
+    with naming("--documents"):
+        packed = () if documents is None else tuple(map(parse_tokens, documents.split(",")))
     with as_options():
-        return SequenceShape(length, batch, causal, sees, getattr(torch, dtype))
+        return SequenceShape(length, batch, causal, sees, getattr(torch, dtype), packed)
 
 
 def check_size(model: ModelShape, sequence: SequenceShape, sequences: int = 1) -> None:

@@ -124,6 +124,9 @@ def asked_of(plan: Plan | DivisionPlan) -> str:
 def mask_of(plan: Plan | DivisionPlan) -> str:
     """What is seen, after a comma."""
     seen = ", causal" if plan.sequence.is_causal else ", full"
+    if documents := plan.sequence.documents:
+        least, most, number = min(documents), max(documents), len(plan.sequence.mask.documents[0]) - 1
+        seen += f", {number} documents of {f'{least} to ' * (least < most)}{most} tokens"
     *others, (layers, sequence) = kinds_of_layers(plan.model, plan.sequence)
     if sequence.window_size is None:
         return seen

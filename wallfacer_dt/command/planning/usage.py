@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.planning import Plan
 
 _ATTENTION = "layers.*.attention.inner_attention"
@@ -59,7 +60,10 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
         weights = 'up="w3", down="w2", gate="w1"' if plan.model.gated else 'up="w1", down="w2"'
         lines.append(f'styles["{_FEED_FORWARD}"] = METPParallel({weights}, activation="{activation}")')
     lines.append("parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel")
-    lines.append("tokens = shard_sequence(tokens, order, dim=1)")
+    if plan.sequence.documents:
+        lines.append("cu_seqlens = ...  # where documents begin, and the last one ends: for every call of attention")
+    dealt = ", cu_seqlens=cu_seqlens" * (it.order == BY_DOCUMENT)
+    lines.append(f"tokens = shard_sequence(tokens, order, dim=1{dealt})")
     if it.checkpoint in _CHECKPOINTS:
         lines.append(f"# {_CHECKPOINTS[it.checkpoint]}")
     return "\n".join(lines)
